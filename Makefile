@@ -1,0 +1,69 @@
+# make demo | test | bench: each sets up what it needs in .venv first. All of it may be interrupted
+# and repeated; when nothing changed, set-up is a look at time stamps.
+#
+# Needs Python 3.10 or newer, gcc, g++ and make. The rest (cmake and ninja too) comes from the
+# package index, in the versions of constraints.txt.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
+EXTRAS := convert,test
+
+# Directories too: their time stamps tell of files added and removed.
+NATIVE_FILES := $(shell find native patches 2>/dev/null)
+
+.PHONY: demo test bench setup clean
+.DELETE_ON_ERROR:
+
+demo: setup
+	@$(BIN)/pyorch demo
+
+# Nothing is printed after pytest's summary.
+test: setup
+	@$(BIN)/python -m pytest
+
+bench: setup
+	@$(BIN)/pyorch bench
+
+setup: $(STAMPS)/pyorch
+
+clean:
+	rm -rf $(VENV) build
+
+# Without its stamp a virtual environment was interrupted half way: it is made anew.
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "$(PYTHON) is older than Python 3.10: name a newer one with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "setting up $(VENV)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@mkdir -p $(STAMPS)
+	@touch $@
+
+# What a build needs, so that pip need not install it anew, unpinned, for every build.
+$(STAMPS)/build-tools: constraints.txt $(STAMPS)/venv
+	@echo "installing build tools"
+	@$(PIP) install -c constraints.txt pip
+	@$(PIP) install -c constraints.txt scikit-build-core cmake ninja
+	@touch $@
+
+# llama-cpp-python as Python only: its own build of llama.cpp would take minutes and never be loaded.
+# It is installed from the archive that the build of native/ reads, so that is downloaded once.
+$(STAMPS)/llama-cpp-python: native/cmake/llama-cpp-python.txt $(STAMPS)/build-tools
+	@echo "installing llama-cpp-python (Python part)"
+	@sdist=$$($(BIN)/python native/cmake/llama_source.py sdist) && \
+	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" \
+	    $(PIP) install -c constraints.txt --no-build-isolation "$$sdist"
+	@touch $@
+
+# Python code is imported from the checkout; only a change to what is compiled, or to what is
+# installed, comes through here again. The stamp bears the time of the start: a file edited during
+# the build is newer.
+$(STAMPS)/pyorch: pyproject.toml constraints.txt $(NATIVE_FILES) $(STAMPS)/llama-cpp-python
+	@echo "building and installing pyorch (several minutes the first time)"
+	@touch $@.begun
+	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@mv $@.begun $@

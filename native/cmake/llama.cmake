@@ -1,0 +1,90 @@
+# llama.cpp as a subproject: its source (see llama_source.py), its options, the libraries that we ship.
+#
+# Sets LLAMA_SOURCE_DIR and PYORCH_LIBRARIES; defines the functions that install its converter and licences.
+
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+
+set(LLAMA_SOURCE_DIR "${CMAKE_BINARY_DIR}/llama.cpp")
+set(PYORCH_PATCH_DIR "${CMAKE_CURRENT_LIST_DIR}/../../patches")
+
+# An edited, added or removed patch configures again, and only that renews the tree.
+file(GLOB PYORCH_PATCHES CONFIGURE_DEPENDS "${PYORCH_PATCH_DIR}/*.patch")
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS
+    ${PYORCH_PATCHES}
+    "${CMAKE_CURRENT_LIST_DIR}/llama_source.py"
+    "${CMAKE_CURRENT_LIST_DIR}/llama-cpp-python.txt")
+
+execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/llama_source.py" tree "${LLAMA_SOURCE_DIR}"
+        --patches "${PYORCH_PATCH_DIR}"
+    RESULT_VARIABLE failed)
+if(failed)
+    message(FATAL_ERROR "the llama.cpp source could not be prepared: the reason is printed above")
+endif()
+
+# The server and the multimodal library are the parts of tools/ that we ship; the executables there
+# are configured but never built (EXCLUDE_FROM_ALL below).
+set(BUILD_SHARED_LIBS        ON)
+set(LLAMA_BUILD_COMMON       ON)
+set(LLAMA_BUILD_TOOLS        ON)
+set(LLAMA_BUILD_SERVER       ON)
+set(LLAMA_BUILD_TESTS        OFF)
+set(LLAMA_BUILD_EXAMPLES     OFF)
+set(LLAMA_BUILD_APP          OFF)
+set(LLAMA_BUILD_UI           OFF)
+set(LLAMA_USE_PREBUILT_UI    OFF) # else the build downloads it
+set(LLAMA_ALL_WARNINGS       OFF)
+# Models are local files: nothing here needs TLS, and the wheel needs no system library for it.
+option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
+# The tree is no git checkout; without these it would report the commit of whatever encloses it.
+set(LLAMA_BUILD_NUMBER       0)
+set(LLAMA_BUILD_COMMIT       "pyorch")
+
+add_subdirectory("${LLAMA_SOURCE_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp-build" EXCLUDE_FROM_ALL)
+
+set(PYORCH_LIBRARIES llama llama-common llama-server-impl mtmd ggml ggml-base)
+
+# The backends that llama.cpp's options selected: libggml links them or, with GGML_BACKEND_DL, opens them.
+get_property(backend_dirs DIRECTORY "${LLAMA_SOURCE_DIR}/ggml/src" PROPERTY SUBDIRECTORIES)
+foreach(dir IN LISTS backend_dirs ITEMS "${LLAMA_SOURCE_DIR}/ggml/src")
+    get_property(targets DIRECTORY "${dir}" PROPERTY BUILDSYSTEM_TARGETS)
+    foreach(target IN LISTS targets)
+        get_target_property(type ${target} TYPE)
+        if(target MATCHES "^ggml-" AND type MATCHES "^(SHARED|MODULE)_LIBRARY$")
+            list(APPEND PYORCH_LIBRARIES ${target})
+        endif()
+    endforeach()
+endforeach()
+list(REMOVE_DUPLICATES PYORCH_LIBRARIES)
+
+# llama.cpp's checkpoint converter with the gguf package of the same revision, run as a child process.
+function(install_llama_converter destination component)
+    install(FILES "${LLAMA_SOURCE_DIR}/convert_hf_to_gguf.py"
+        DESTINATION "${destination}" COMPONENT ${component})
+    install(DIRECTORY "${LLAMA_SOURCE_DIR}/conversion" "${LLAMA_SOURCE_DIR}/gguf-py"
+        DESTINATION "${destination}" COMPONENT ${component}
+        PATTERN "__pycache__" EXCLUDE)
+    # Mistral checkpoints without a chat template take one of these.
+    install(DIRECTORY "${LLAMA_SOURCE_DIR}/models/templates"
+        DESTINATION "${destination}/models" COMPONENT ${component})
+endfunction()
+
+# The notices of everything compiled into the libraries. miniaudio, stb and subprocess.h carry theirs
+# in their headers, which are therefore quoted by file name.
+function(install_llama_licenses destination component)
+    file(GLOB notices LIST_DIRECTORIES false
+        "${LLAMA_SOURCE_DIR}/licenses/*"
+        "${LLAMA_SOURCE_DIR}/vendor/*/LICENSE*"
+        "${LLAMA_SOURCE_DIR}/vendor/*/*/LICENSE*")
+    install(FILES "${LLAMA_SOURCE_DIR}/LICENSE"
+        DESTINATION "${destination}" COMPONENT ${component} RENAME "LICENSE-llama.cpp")
+    foreach(notice IN LISTS notices)
+        cmake_path(GET notice FILENAME name)
+        cmake_path(GET notice PARENT_PATH folder)
+        cmake_path(GET folder FILENAME project)
+        if(NOT project STREQUAL "licenses")
+            set(name "LICENSE-${project}")
+        endif()
+        install(FILES "${notice}" DESTINATION "${destination}" COMPONENT ${component} RENAME "${name}")
+    endforeach()
+endfunction()

@@ -1,0 +1,364 @@
+"""Puts the patched llama.cpp source tree in place: fetch, verify, extract, patch, write.
+
+    python llama_source.py tree DIR [--patches DIR]   the patched tree, brought up to date in DIR
+    python llama_source.py sdist                      the verified archive; prints its path
+
+The source is what the `llama-cpp-python` distribution pinned in llama-cpp-python.txt carries. It is
+downloaded once with pip into the user's cache; PYORCH_LLAMA_SDIST names a copy instead, for machines
+that reach no package index.
+
+Patches apply at the lines that they name, with every context line equal, or the build stops. A hunk
+that fits somewhere nearby is a patch made for another version.
+
+Standard library only: it runs before anything of this project is installed. The tree is composed in
+memory and only files whose content differs are written, so a changed patch recompiles what it
+touches and no more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PIN_FILE = Path(__file__).with_name("llama-cpp-python.txt")
+STAMP = ".pyorch-source"
+
+# What the build and the packaged converter read; the rest (docs, vocabularies, web UI sources) is
+# two thirds of the archive.
+WANTED = (
+    "CMakeLists.txt",
+    "LICENSE",
+    "cmake/",
+    "common/",
+    "conversion/",
+    "convert_hf_to_gguf.py",
+    "ggml/",
+    "gguf-py/LICENSE",
+    "gguf-py/gguf/",
+    "include/",
+    "licenses/",
+    "models/templates/",
+    "scripts/ui-assets.cmake",
+    "src/",
+    "tools/",
+    "vendor/",
+)
+UNWANTED = (
+    "tools/ui/src/",
+    "tools/ui/static/",
+    "tools/ui/tests/",
+)
+
+
+class SourceError(Exception):
+    """A sentence for the person who builds."""
+
+
+# --- the archive -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pin:
+    name: str
+    version: str
+    sha256: str
+
+    @property
+    def archive_name(self) -> str:
+        return f"{self.name.replace('-', '_')}-{self.version}.tar.gz"
+
+
+def read_pin() -> Pin:
+    match = re.search(
+        r"^([\w-]+)==([\w.]+) --hash=sha256:([0-9a-f]{64})$", PIN_FILE.read_text(), re.MULTILINE
+    )
+    if match is None:
+        raise SourceError(f"{PIN_FILE} has no line of the form NAME==VERSION --hash=sha256:HEX")
+    return Pin(*match.groups())
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def find_sdist(pin: Pin) -> Path:
+    """The verified archive: the copy that the user names, else the cached one, else a download."""
+    named = os.environ.get("PYORCH_LLAMA_SDIST")
+    if named:
+        path = Path(named)
+        if not path.is_file():
+            raise SourceError(f"PYORCH_LLAMA_SDIST names {named}, which is not a file")
+        actual = sha256_of(path)
+        if actual != pin.sha256:
+            raise SourceError(
+                f"PYORCH_LLAMA_SDIST names {named}, whose sha256 is {actual}: this is not "
+                f"{pin.archive_name}, whose sha256 is {pin.sha256}"
+            )
+        return path
+
+    cached = cache_dir() / pin.archive_name
+    if cached.is_file() and sha256_of(cached) == pin.sha256:
+        return cached
+    return download(pin, cached)
+
+
+def cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    path = Path(base) / "pyorch"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SourceError(
+            f"the cache directory {path} cannot be made ({error.strerror}): "
+            "set XDG_CACHE_HOME to a directory that can be written"
+        ) from error
+    return path
+
+
+def download(pin: Pin, target: Path) -> Path:
+    print(f"fetching {pin.name} {pin.version} (source of llama.cpp, 76 MB, once)", flush=True, file=sys.stderr)
+    # pip prepares the metadata of whatever it downloads, which needs the package's build backend.
+    # It is one of our own build requirements, so building it a second time in isolation is skipped.
+    isolation = ["--no-build-isolation"] if has_module("scikit_build_core") else []
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        command = [
+            sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+            "--no-deps", "--no-binary", ":all:", *isolation,
+            "--require-hashes", "--requirement", str(PIN_FILE), "--dest", scratch,
+        ]  # fmt: skip
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        archive = Path(scratch) / pin.archive_name
+        if done.returncode != 0 or not archive.is_file():
+            raise SourceError(
+                f"pip could not download {pin.name}=={pin.version}; without a package index, set "
+                f"PYORCH_LLAMA_SDIST to a local {pin.archive_name}. pip said:\n{done.stdout.strip()}"
+            )
+        actual = sha256_of(archive)
+        if actual != pin.sha256:
+            raise SourceError(
+                f"the downloaded {pin.archive_name} has sha256 {actual}, expected {pin.sha256}"
+            )
+        # The rename makes the cache entry appear whole or not at all.
+        os.replace(archive, target)
+    return target
+
+
+def has_module(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def extract(archive: Path, pin: Pin) -> dict[str, bytes]:
+    """The wanted files of the archive's vendor/llama.cpp, by path relative to it."""
+    prefix = f"{pin.name.replace('-', '_')}-{pin.version}/vendor/llama.cpp/"
+    files = {}
+    with tarfile.open(archive, "r|gz") as tar:
+        for member in tar:
+            path = member.name.removeprefix(prefix)
+            if path == member.name or not member.isfile():
+                continue
+            if path.startswith(WANTED) and not path.startswith(UNWANTED):
+                files[path] = tar.extractfile(member).read()
+    if "src/llama.cpp" not in files:
+        raise SourceError(f"{archive} holds no {prefix}src/llama.cpp: the archive's layout changed")
+    return files
+
+
+# --- the patches -------------------------------------------------------------------------------
+
+
+@dataclass
+class Hunk:
+    header: str
+    start: int  # 0-based index of the first line in the file before this patch
+    old: list[bytes] = field(default_factory=list)
+    new: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class FilePatch:
+    old_path: str | None  # None: the patch creates the file
+    new_path: str | None  # None: the patch deletes it
+    hunks: list[Hunk] = field(default_factory=list)
+
+
+HUNK_HEADER = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+def split_lines(text: bytes) -> list[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+", text)  # splitlines() also ends a line at a lone \r
+
+
+def parse_patch(name: str, text: bytes) -> list[FilePatch]:
+    lines = split_lines(text)
+    patches: list[FilePatch] = []
+    at = 0
+    while at < len(lines):
+        line = lines[at]
+        if line.startswith((b"rename from ", b"copy from ", b"GIT binary patch")):
+            raise SourceError(f"{name}: line {at + 1}: renames, copies and binary files are not supported")
+        is_header = line.startswith(b"--- ") and lines[at + 1 : at + 2] and lines[at + 1].startswith(b"+++ ")
+        if is_header:
+            patches.append(FilePatch(header_path(line), header_path(lines[at + 1])))
+            at += 2
+        elif line.startswith(b"@@ ") and patches:
+            hunk, at = parse_hunk(name, lines, at)
+            patches[-1].hunks.append(hunk)
+        else:
+            at += 1  # the message above a patch, "diff --git" and "index" lines, the signature below
+    if not any(patch.hunks for patch in patches):
+        raise SourceError(f"{name}: no hunks found: this is not a unified diff")
+    return patches
+
+
+def header_path(line: bytes) -> str | None:
+    path = line[4:].decode().rstrip("\n").split("\t")[0]
+    if path == "/dev/null":
+        return None
+    return path.partition("/")[2]  # -p1
+
+
+def parse_hunk(name: str, lines: list[bytes], at: int) -> tuple[Hunk, int]:
+    header = lines[at].decode(errors="replace").strip()
+    match = HUNK_HEADER.match(lines[at])
+    if match is None:
+        raise SourceError(f"{name}: line {at + 1}: malformed hunk header: {header}")
+    old_start, old_count, _, new_count = (int(group) if group is not None else 1 for group in match.groups())
+    # An empty old range names the line before the insertion, any other the first line of the range.
+    hunk = Hunk(header, old_start if old_count == 0 else old_start - 1)
+    at += 1
+    while len(hunk.old) < old_count or len(hunk.new) < new_count:
+        line = lines[at] if at < len(lines) else b""
+        kind, content = line[:1], line[1:]
+        if kind not in (b" ", b"-", b"+"):
+            raise SourceError(f"{name}: line {at + 1}: the hunk {header} is shorter than its header says")
+        at += 1
+        if at < len(lines) and lines[at].startswith(b"\\"):  # "\ No newline at end of file"
+            content = content.rstrip(b"\n")
+            at += 1
+        if kind != b"+":
+            hunk.old.append(content)
+        if kind != b"-":
+            hunk.new.append(content)
+    if len(hunk.old) != old_count or len(hunk.new) != new_count:
+        raise SourceError(f"{name}: line {at + 1}: the hunk {header} does not match its header's counts")
+    if at < len(lines) and lines[at][:1] in (b" ", b"-", b"+") and not lines[at].startswith((b"--- ", b"-- \n")):
+        raise SourceError(f"{name}: line {at + 1}: the hunk {header} is longer than its header says")
+    return hunk, at
+
+
+def apply_patch(name: str, text: bytes, files: dict[str, bytes]) -> None:
+    for patch in parse_patch(name, text):
+        path = patch.new_path or patch.old_path
+        if patch.old_path is None:
+            if path in files:
+                raise SourceError(f"{name}: creates {path}, which exists already")
+            before = []
+        elif patch.old_path not in files:
+            raise SourceError(f"{name}: changes {patch.old_path}, which the llama.cpp source does not have")
+        else:
+            before = split_lines(files[patch.old_path])
+
+        after: list[bytes] = []
+        copied = 0
+        for number, hunk in enumerate(patch.hunks, 1):
+            check_hunk(f"{name}: hunk {number} ({hunk.header}) does not apply to {path}", hunk, before, copied)
+            after += before[copied : hunk.start] + hunk.new
+            copied = hunk.start + len(hunk.old)
+        after += before[copied:]
+
+        if patch.new_path is None:
+            del files[patch.old_path]
+        else:
+            files[patch.new_path] = b"".join(after)
+
+
+def check_hunk(complaint: str, hunk: Hunk, before: list[bytes], copied: int) -> None:
+    if hunk.start < copied:
+        raise SourceError(f"{complaint}: it overlaps the hunk before it")
+    for offset, expected in enumerate(hunk.old):
+        line = hunk.start + offset
+        actual = before[line] if line < len(before) else b"(end of file)"
+        if actual != expected:
+            raise SourceError(
+                f"{complaint}: at line {line + 1} the patch expects\n"
+                f"    {expected.decode(errors='replace').rstrip()}\n"
+                f"but llama.cpp has\n"
+                f"    {actual.decode(errors='replace').rstrip()}"
+            )
+
+
+# --- the tree ----------------------------------------------------------------------------------
+
+
+def update_tree(tree: Path, patch_dir: Path | None) -> None:
+    pin = read_pin()
+    patches = sorted(patch_dir.glob("*.patch")) if patch_dir else []
+    texts = {patch.name: patch.read_bytes() for patch in patches}
+    state = describe_state(pin, texts)
+    stamp = tree / STAMP
+    if stamp.is_file() and stamp.read_text() == state:
+        return
+
+    files = extract(find_sdist(pin), pin)
+    for name, text in texts.items():
+        apply_patch(f"{patch_dir.name}/{name}", text, files)
+
+    # Without its stamp an interrupted update is repeated; comparing content makes that cheap.
+    stamp.unlink(missing_ok=True)
+    write_tree(tree, files)
+    stamp.write_text(state)
+    print(f"llama.cpp from {pin.name} {pin.version}, {len(texts)} patches applied", file=sys.stderr)
+
+
+def describe_state(pin: Pin, texts: dict[str, bytes]) -> str:
+    lines = [pin.sha256, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
+    lines += [f"{name} {hashlib.sha256(text).hexdigest()}" for name, text in texts.items()]
+    return "\n".join(lines) + "\n"
+
+
+def write_tree(tree: Path, files: dict[str, bytes]) -> None:
+    for path, content in files.items():
+        target = tree / path
+        if not target.is_file() or target.read_bytes() != content:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+    for target in tree.rglob("*"):
+        if target.is_file() and target.relative_to(tree).as_posix() not in files:
+            target.unlink()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    tree = commands.add_parser("tree", help="bring the patched source tree in DIR up to date")
+    tree.add_argument("dir", type=Path)
+    tree.add_argument("--patches", type=Path, help="directory of *.patch files, applied in the order of their names")
+    commands.add_parser("sdist", help="print the path of the verified archive")
+    args = parser.parse_args()
+    try:
+        if args.command == "tree":
+            update_tree(args.dir, args.patches)
+        else:
+            print(find_sdist(read_pin()))
+    except SourceError as error:
+        print(f"llama.cpp source: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
