@@ -1,0 +1,203 @@
+// pyorch: run Mixture-of-Experts models whose experts do not fit in memory.
+//
+// The C API of libpyorch. A model map says where each routed expert of a GGUF lies; an engine keeps
+// a budgeted set of them resident while llama.cpp computes. Layers are named by llama.cpp's block
+// number il, experts by their index in the layer.
+//
+// Every function that returns pyorch_status leaves a sentence in pyorch_last_error() when it does
+// not return PYORCH_OK, and then has changed nothing. All functions may be called from any thread
+// unless said otherwise. cffi parses this file: declarations only below the guard.
+
+#ifndef PYORCH_H
+#define PYORCH_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum pyorch_status {
+    PYORCH_OK      = 0,
+    PYORCH_INVALID = 1, // an argument is out of range
+    PYORCH_FORMAT  = 2, // a file is not what it should be
+    PYORCH_IO      = 3, // the operating system refused
+    PYORCH_BUDGET  = 4, // the budget is too small for what was asked
+} pyorch_status;
+
+// The sentence for the last failure on this thread. Valid until the thread's next call.
+const char * pyorch_last_error(void);
+
+//
+// model map
+//
+
+typedef struct pyorch_map pyorch_map;
+
+enum { PYORCH_MAX_ROLES = 3 }; // matrices of one expert: up, gate, down or gate_up, down
+
+typedef struct pyorch_map_info {
+    char     arch[64];       // general.architecture
+    char     name[128];      // general.name, may be empty
+    int32_t  n_files;        // 1, or the number of shards
+    int32_t  n_layers;       // blocks of the model
+    int32_t  n_moe_layers;   // blocks with routed experts
+    int32_t  n_expert_used;  // top-k
+    uint64_t file_bytes;     // all shards
+    uint64_t expert_bytes;   // routed experts, as they lie in the file
+    uint64_t dense_bytes;    // all other tensors
+    uint64_t slots_bytes;    // what the experts occupy when all are resident (alignment included)
+    uint64_t floor_bytes;    // smallest budget: all experts of the largest layer
+} pyorch_map_info;
+
+typedef struct pyorch_layer_info {
+    int32_t  il;
+    int32_t  n_expert;
+    int32_t  n_roles;
+    char     role[PYORCH_MAX_ROLES][16];  // in the order in which the kernels need them
+    char     type[PYORCH_MAX_ROLES][16];  // ggml type
+    uint64_t expert_bytes;                // one expert, as it lies in the file
+    uint64_t slot_bytes;                  // one expert, resident
+} pyorch_layer_info;
+
+// Reads the metadata of a GGUF, shards included. A model without routed experts has n_moe_layers 0.
+pyorch_status pyorch_map_open(const char * path, pyorch_map ** map);
+void          pyorch_map_free(pyorch_map * map);
+
+pyorch_status pyorch_map_get_info(const pyorch_map * map, pyorch_map_info * info);
+
+// index: 0 .. n_moe_layers-1, in the order of il
+pyorch_status pyorch_map_get_layer(const pyorch_map * map, int32_t index, pyorch_layer_info * info);
+
+// Where a matrix of an expert lies: path (owned by the map), offset and size in bytes.
+pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t expert, int32_t role,
+                                   const char ** path, uint64_t * offset, uint64_t * size);
+
+// An integer of the metadata. Of an array: the element at index. PYORCH_INVALID where there is none.
+pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32_t index, int64_t * value);
+
+// A string of the metadata, owned by the map.
+pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value);
+
+//
+// engine
+//
+
+typedef struct pyorch_engine pyorch_engine;
+
+typedef enum pyorch_policy {
+    PYORCH_LRU = 0, // least recently used goes first
+    PYORCH_LFU = 1, // least frequently used goes first, old uses fade
+} pyorch_policy;
+
+// Bytes of shard file (0-based) from offset into buf. Returns the number of bytes read, which may be
+// short only at the end of the file, or a negative errno. Called by several threads at once.
+typedef int64_t (*pyorch_read_fn)(void * user, int32_t file, uint64_t offset, void * buf, uint64_t size);
+
+typedef struct pyorch_config {
+    uint64_t       budget_bytes; // for all expert memory; above slots_bytes means all
+    int32_t        policy;       // pyorch_policy
+    int32_t        n_readers;    // reader threads, 0: default
+    int32_t        direct_io;    // nonzero: O_DIRECT where the file system has it and experts are large enough
+    uint64_t       read_bytes;   // one read request at most, 0: default
+    pyorch_read_fn read;         // NULL: the files of the map
+    void *         read_user;
+} pyorch_config;
+
+// Starts the reader threads. The map is copied. PYORCH_BUDGET below floor_bytes.
+pyorch_status pyorch_engine_new(const pyorch_map * map, const pyorch_config * config, pyorch_engine ** engine);
+
+// REQUIRES: the models loaded under this engine, and their contexts, are freed.
+void          pyorch_engine_free(pyorch_engine * engine);
+
+// Models that the calling thread loads from now on, from the files of the engine's map, leave their
+// experts to the engine. NULL ends that. A load of other files is untouched.
+pyorch_status pyorch_engine_capture(pyorch_engine * engine);
+
+// As capture, but the experts stay mapped from the file and nothing manages them: the same kernels
+// as under an engine, without one. For comparisons.
+pyorch_status pyorch_capture_mapped(const pyorch_map * map);
+
+// The message of the last decode that the engine failed, "" if none. Copies at most size bytes.
+pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size);
+
+pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
+pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
+
+// Experts of a layer that eviction leaves (min), and that it may hold (max); a running layer may
+// exceed max for as long as it runs. Default 0 and n_expert.
+pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
+
+enum {
+    PYORCH_RESIDENT = 1, // all matrices are there
+    PYORCH_LOADING  = 2,
+    PYORCH_PINNED   = 4, // by pyorch_pin
+    PYORCH_IN_USE   = 8, // by a running layer
+};
+
+// mask[n]: flags of each expert of the layer; n is n_expert.
+pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t * mask, int32_t n);
+
+// Queue reads behind all demand, in the given order; resident experts are skipped. Returns at once.
+pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+
+// Bring in and never evict, until unpinned. PYORCH_BUDGET when the rest would fall below the floor.
+pyorch_status pyorch_pin  (pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+
+// Free the memory of resident experts that are neither pinned nor in use.
+pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+
+// Wait until no read is queued or running.
+pyorch_status pyorch_wait_idle(pyorch_engine * engine);
+
+typedef struct pyorch_stats {
+    uint64_t hits;            // (layer, expert) uses that found the expert resident
+    uint64_t misses;          // uses that had to wait for a read, or for the rest of one
+    uint64_t loads;           // experts read
+    uint64_t prefetch_loads;  // of them, read ahead
+    uint64_t prefetch_hits;   // experts read ahead and then used
+    uint64_t evictions;
+    uint64_t bytes_read;
+    uint64_t read_ns;         // sum over readers of the time spent in reads
+    uint64_t stall_ns;        // time in which at least one compute thread slept for an expert
+    uint64_t failures;        // decodes failed
+    uint64_t layer_passes;    // layers computed (per ubatch)
+    uint64_t tokens;          // tokens routed, summed over layers
+    uint64_t resident_experts;
+    uint64_t resident_bytes;
+    uint64_t used_bytes;      // all expert memory now
+    uint64_t peak_bytes;      // the most it ever was
+    uint64_t budget_bytes;
+} pyorch_stats;
+
+// il -1: the whole engine. Of one layer: counters of uses, loads, evictions and residency only.
+pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
+
+// Zero the counters (not the gauges).
+pyorch_status pyorch_reset_stats(pyorch_engine * engine);
+
+// What a layer's router decided for one ubatch. Arrays are valid during the call, row-major by token.
+typedef struct pyorch_routing {
+    const void *    context;       // tells contexts apart
+    int32_t         il;
+    int32_t         n_tokens;
+    int32_t         n_expert;
+    int32_t         n_expert_used;
+    const int32_t * experts;       // [n_tokens][n_expert_used]
+    const float *   weights;       // [n_tokens][n_expert_used] as multiplied with the outputs
+    const float *   probs;         // [n_tokens][n_expert] after gating
+} pyorch_routing;
+
+// Called on a compute thread, between router and experts: it must return quickly and not decode.
+typedef void (*pyorch_observer_fn)(void * user, const pyorch_routing * routing);
+
+// One observer per engine; NULL removes it. On return no call of the old one is running.
+pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,237 @@
+// The C API: arguments in, exceptions out.
+
+#include "engine.h"
+#include "routing.h"
+
+#include <algorithm>
+#include <cstring>
+
+struct pyorch_map {
+    pyorch::ModelMap map;
+};
+
+namespace {
+
+using pyorch::Failure;
+using pyorch::format;
+
+thread_local std::string last_error;
+
+template <typename Body>
+pyorch_status guarded(Body body) {
+    try {
+        body();
+        return PYORCH_OK;
+    } catch (const Failure & e) {
+        last_error = e.what();
+        return e.status;
+    } catch (const std::bad_alloc &) {
+        last_error = "out of memory";
+        return PYORCH_IO;
+    } catch (const std::exception & e) {
+        last_error = e.what();
+        return PYORCH_IO;
+    }
+}
+
+template <size_t N>
+void copy_text(char (&to)[N], const std::string & from) {
+    const size_t n = std::min(from.size(), N - 1);
+    memcpy(to, from.data(), n);
+    to[n] = '\0';
+}
+
+const pyorch::MoeLayer & layer_at(const pyorch_map * map, int32_t il) {
+    const pyorch::MoeLayer * layer = map->map.find(il);
+    if (!layer) {
+        throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
+    }
+    return *layer;
+}
+
+void check_policy(int32_t policy) {
+    if (policy != PYORCH_LRU && policy != PYORCH_LFU) {
+        throw Failure(PYORCH_INVALID, format("unknown eviction policy %d", policy));
+    }
+}
+
+} // namespace
+
+extern "C" {
+
+const char * pyorch_last_error(void) {
+    return last_error.c_str();
+}
+
+//
+// model map
+//
+
+pyorch_status pyorch_map_open(const char * path, pyorch_map ** map) {
+    return guarded([&] { *map = new pyorch_map { pyorch::ModelMap(path) }; });
+}
+
+void pyorch_map_free(pyorch_map * map) {
+    delete map;
+}
+
+pyorch_status pyorch_map_get_info(const pyorch_map * map, pyorch_map_info * info) {
+    return guarded([&] {
+        const auto & m = map->map;
+        *info = {};
+        copy_text(info->arch, m.arch);
+        copy_text(info->name, m.name);
+        info->n_files       = (int32_t) m.files.size();
+        info->n_layers      = m.n_layers;
+        info->n_moe_layers  = (int32_t) m.layers.size();
+        info->n_expert_used = m.n_expert_used;
+        info->file_bytes    = m.file_bytes();
+        info->expert_bytes  = m.expert_bytes();
+        info->dense_bytes   = m.tensor_bytes - info->expert_bytes;
+        info->slots_bytes   = m.slots_bytes();
+        info->floor_bytes   = m.floor_bytes();
+    });
+}
+
+pyorch_status pyorch_map_get_layer(const pyorch_map * map, int32_t index, pyorch_layer_info * info) {
+    return guarded([&] {
+        if (index < 0 || (size_t) index >= map->map.layers.size()) {
+            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", map->map.layers.size(), index + 1));
+        }
+        const auto & layer = map->map.layers[index];
+        *info = {};
+        info->il           = layer.il;
+        info->n_expert     = layer.n_expert;
+        info->n_roles      = (int32_t) layer.tensors.size();
+        info->expert_bytes = layer.expert_bytes();
+        info->slot_bytes   = layer.slot_bytes();
+        for (size_t r = 0; r < layer.tensors.size(); ++r) {
+            copy_text(info->role[r], layer.tensors[r].role);
+            copy_text(info->type[r], layer.tensors[r].type);
+        }
+    });
+}
+
+pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t expert, int32_t role,
+                                   const char ** path, uint64_t * offset, uint64_t * size) {
+    return guarded([&] {
+        const auto & layer = layer_at(map, il);
+        if (expert < 0 || expert >= layer.n_expert || role < 0 || (size_t) role >= layer.tensors.size()) {
+            throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d of expert %d", il, role, expert));
+        }
+        const auto & t = layer.tensors[role];
+        *path   = map->map.files[t.file].path.c_str();
+        *offset = t.offset + expert * t.stride;
+        *size   = t.stride;
+    });
+}
+
+pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32_t index, int64_t * value) {
+    return guarded([&] {
+        if (!map->map.get_int(key, index, *value)) {
+            throw Failure(PYORCH_INVALID, format("no integer %s in the metadata", key));
+        }
+    });
+}
+
+pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value) {
+    return guarded([&] {
+        if (!map->map.get_str(key, *value)) {
+            throw Failure(PYORCH_INVALID, format("no string %s in the metadata", key));
+        }
+    });
+}
+
+//
+// engine
+//
+
+pyorch_status pyorch_engine_new(const pyorch_map * map, const pyorch_config * config, pyorch_engine ** engine) {
+    return guarded([&] {
+        check_policy(config->policy);
+        if (map->map.layers.empty()) {
+            throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
+        }
+        *engine = new pyorch_engine(map->map, *config);
+    });
+}
+
+void pyorch_engine_free(pyorch_engine * engine) {
+    delete engine;
+}
+
+pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
+    return guarded([&] { pyorch::capture(engine ? &engine->table.map : nullptr, engine); });
+}
+
+pyorch_status pyorch_capture_mapped(const pyorch_map * map) {
+    return guarded([&] { pyorch::capture(map ? &map->map : nullptr, nullptr); });
+}
+
+pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size) {
+    return guarded([&] {
+        const std::string text = engine->table.last_error();
+        if (size > 0) {
+            const size_t n = std::min(text.size(), size - 1);
+            memcpy(buf, text.data(), n);
+            buf[n] = '\0';
+        }
+    });
+}
+
+pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
+    return guarded([&] { engine->table.set_budget(budget_bytes); });
+}
+
+pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
+    return guarded([&] {
+        check_policy(policy);
+        engine->table.set_policy((pyorch_policy) policy);
+    });
+}
+
+pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
+    return guarded([&] { engine->table.set_layer_limits(il, min, max); });
+}
+
+pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t * mask, int32_t n) {
+    return guarded([&] { engine->table.get_residency(il, mask, n); });
+}
+
+pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.prefetch(il, experts, n); });
+}
+
+pyorch_status pyorch_pin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.pin(il, experts, n); });
+}
+
+pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.unpin(il, experts, n); });
+}
+
+pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.evict(il, experts, n); });
+}
+
+pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
+    return guarded([&] { engine->table.wait_idle(); });
+}
+
+pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
+    return guarded([&] { engine->table.get_stats(il, *stats); });
+}
+
+pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
+    return guarded([&] { engine->table.reset_stats(); });
+}
+
+pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user) {
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(engine->observer_mutex);
+        engine->observer      = observer;
+        engine->observer_user = user;
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,56 @@
+// One model's experts under one budget: the table, its readers, and who observes the routing.
+
+#pragma once
+
+#include "readers.h"
+#include "residency.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+struct ggml_backend_sched;
+
+namespace pyorch {
+
+// Where in which engine a layer of a graph belongs; user data of the graph's nodes.
+struct GraphLayer {
+    pyorch_engine * engine;
+    Owner *         owner;
+    const void *    context;
+    int             layer; // index into the layers with experts
+};
+
+// What tensor->extra of a managed expert tensor points to. Other backends keep their own things
+// there, so it begins with a number that no pointer has.
+struct ManagedTensor {
+    static constexpr uint64_t MAGIC = 0xFFFF70796F726368; // not a canonical address
+
+    uint64_t        magic = MAGIC;
+    pyorch_engine * engine;
+    int             layer;
+    int             role;
+};
+
+} // namespace pyorch
+
+struct pyorch_engine {
+    pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
+
+    pyorch::ResidencyTable                                   table;
+    std::vector<std::unique_ptr<pyorch::ManagedTensor>>      tensors;
+    std::mutex                                               graphs_mutex;
+    std::map<const void *, std::vector<pyorch::GraphLayer>>  graphs; // by context, one entry a layer
+    std::vector<std::unique_ptr<pyorch::Owner>>              owners;
+
+    std::mutex        observer_mutex;
+    pyorch_observer_fn observer      = nullptr;
+    void *             observer_user = nullptr;
+
+    pyorch::Readers readers; // last: stops before the table goes
+
+    // The tensor of that name in the map, or null.
+    pyorch::ManagedTensor * find(const char * name) const;
+
+    pyorch::GraphLayer * graph_layer(const void * context, int layer);
+};

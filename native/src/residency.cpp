@@ -1,0 +1,736 @@
+#include "residency.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <sys/mman.h>
+
+namespace pyorch {
+
+// A batch this wide is a prompt: it touches most experts once, and says little about which ones
+// decoding will need.
+static constexpr int SCAN_TOKENS = 8;
+
+static constexpr uint64_t PAGE = 4096;
+
+static uint64_t clock_ns() {
+    using namespace std::chrono;
+    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+ResidencyTable::ResidencyTable(const ModelMap & map, std::unique_ptr<Source> source, const pyorch_config & config) :
+        map(map),
+        source(std::move(source)),
+        policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())),
+        read_bytes((config.read_bytes ? config.read_bytes : 2u << 20) / PAGE * PAGE),
+        pool(std::min(config.budget_bytes, map.slots_bytes())) {
+    if (config.budget_bytes < map.floor_bytes()) {
+        throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
+            mebibytes(config.budget_bytes).c_str(), mebibytes(map.floor_bytes()).c_str()));
+    }
+    read_bytes = std::max(read_bytes, PAGE);
+
+    layers.resize(map.layers.size());
+    for (size_t i = 0; i < layers.size(); ++i) {
+        Layer & layer = layers[i];
+        layer.n_expert   = map.layers[i].n_expert;
+        layer.max        = layer.n_expert;
+        layer.slot_bytes = map.layers[i].slot_bytes();
+        layer.experts    = std::make_unique<Expert[]>(layer.n_expert);
+        for (int id = 0; id < layer.n_expert; ++id) {
+            layer.experts[id].layer = (int) i;
+            layer.experts[id].id    = id;
+        }
+        for (const auto & t : map.layers[i].tensors) {
+            zeros_size = std::max(zeros_size, t.stride);
+        }
+    }
+    if (zeros_size) {
+        // Never written, so it is the system's one page of zeros however large it is.
+        void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED) {
+            throw Failure(PYORCH_IO, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(), strerror(errno)));
+        }
+        zeros = (char *) p;
+    }
+}
+
+ResidencyTable::~ResidencyTable() {
+    for (auto & layer : layers) {
+        for (int id = 0; id < layer.n_expert; ++id) {
+            if (layer.experts[id].state != Expert::ABSENT) {
+                drop(layer.experts[id]);
+            }
+        }
+    }
+    if (zeros) {
+        munmap(zeros, zeros_size);
+    }
+}
+
+int ResidencyTable::layer_index(int il) const {
+    for (size_t i = 0; i < map.layers.size(); ++i) {
+        if (map.layers[i].il == il) {
+            return (int) i;
+        }
+    }
+    throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
+}
+
+Expert & ResidencyTable::expert_at(int layer, int32_t id) {
+    if (id < 0 || id >= layers[layer].n_expert) {
+        throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", map.layers[layer].il, layers[layer].n_expert - 1, id));
+    }
+    return layers[layer].experts[id];
+}
+
+//
+// holding
+//
+
+void ResidencyTable::hold(Expert & e) {
+    if (e.in_use++ == 0) {
+        ++n_in_use;
+        if (!e.pinned) {
+            held_bytes += layer_of(e).slot_bytes;
+        }
+    }
+}
+
+void ResidencyTable::unhold(Expert & e) {
+    if (--e.in_use == 0) {
+        --n_in_use;
+        if (!e.pinned) {
+            held_bytes -= layer_of(e).slot_bytes;
+        }
+    }
+}
+
+void ResidencyTable::acquire(Owner & owner, int layer, const std::vector<int> & ids, int n_tokens) {
+    std::unique_lock<std::mutex> lock(mutex);
+
+    // A decode that was aborted inside a layer never reached its release.
+    bool ignored;
+    release_held(owner, ignored);
+
+    Layer & l = layers[layer];
+    space.wait(lock, [&] {
+        uint64_t more = 0;
+        for (int id : ids) {
+            const Expert & e = l.experts[id];
+            more += e.in_use || e.pinned ? 0 : l.slot_bytes;
+        }
+        return held_bytes + more <= pool.budget;
+    });
+
+    const bool scan = n_tokens >= SCAN_TOKENS;
+    ++now;
+    ++totals.layer_passes;
+    totals.tokens += n_tokens;
+
+    std::vector<Expert *> absent;
+    std::vector<Expert *> loading;
+    for (int id : ids) {
+        Expert & e = l.experts[id];
+        hold(e);
+        owner.held.push_back(&e);
+        if (e.state == Expert::RESIDENT) {
+            ++l.stats.hits;
+        } else {
+            ++l.stats.misses;
+            (e.state == Expert::ABSENT ? absent : loading).push_back(&e);
+        }
+        if (e.read_ahead) {
+            ++l.stats.prefetch_hits;
+            e.read_ahead = false;
+        }
+        if (!scan) {
+            policy->used(e.usage, now);
+            e.scanned = false;
+        } else if (e.state == Expert::ABSENT) {
+            e.scanned = true;
+        }
+    }
+
+    auto still_absent = [&] {
+        // Another context may have brought one in while this one waited.
+        absent.erase(std::remove_if(absent.begin(), absent.end(), [](Expert * e) { return e->state != Expert::ABSENT; }), absent.end());
+        return !absent.empty();
+    };
+    if (still_absent()) {
+        const int over = l.n_loaded + (int) absent.size() - l.max;
+        if (over > 0) {
+            shrink_layer(layer, over);
+        }
+        // What cannot be taken now is held by another layer, or a reader is at it: both end soon.
+        while (still_absent() && !make_room(absent.size() * l.slot_bytes, layer, true)) {
+            space.wait(lock);
+        }
+    }
+    const size_t queued = demand.size();
+    take_over_ahead(loading);
+    for (Expert * e : absent) {
+        if (!start_load(*e, demand)) {
+            error = format("out of memory for expert %d of layer %d", e->id, map.layers[layer].il);
+            e->ready.store(Expert::FAILED, std::memory_order_release);
+        }
+    }
+    std::stable_sort(demand.begin() + queued, demand.end(), [](const ReadRequest & a, const ReadRequest & b) {
+        return a.role != b.role ? a.role < b.role : a.expert->id < b.expert->id;
+    });
+
+    // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
+    if (scan && (int) ids.size() * 4 >= l.n_expert * 3) {
+        want_layer_ahead(layer + 1 < (int) layers.size() ? layer + 1 : -1);
+    }
+    lock.unlock();
+    work.notify_all();
+}
+
+void ResidencyTable::release_held(Owner & owner, bool & failed) {
+    failed = false;
+    for (Expert * e : owner.held) {
+        unhold(*e);
+        if (e->ready.load(std::memory_order_relaxed) & Expert::FAILED) {
+            failed = true;
+            if (e->in_use == 0 && e->pending_total() == 0) {
+                drop(*e);
+            }
+        }
+    }
+    owner.held.clear();
+}
+
+bool ResidencyTable::release(Owner & owner) {
+    bool failed;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        release_held(owner, failed);
+        totals.failures += failed;
+    }
+    space.notify_all();
+    work.notify_all();
+    return !failed;
+}
+
+const char * ResidencyTable::address(int layer, int expert, int role, bool wait) {
+    Expert &       e   = layers[layer].experts[expert];
+    const uint32_t bit = 1u << role;
+
+    uint32_t ready = e.ready.load(std::memory_order_acquire);
+    if (ready & bit) {
+        return e.addr[role];
+    }
+    if (!wait && !(ready & Expert::FAILED)) {
+        return nullptr;
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    if (n_waiting++ == 0) {
+        wait_begin = clock_ns();
+    }
+    arrived.wait(lock, [&] {
+        ready = e.ready.load(std::memory_order_acquire);
+        return (ready & (bit | Expert::FAILED)) || e.state == Expert::ABSENT;
+    });
+    if (--n_waiting == 0) {
+        totals.stall_ns += clock_ns() - wait_begin;
+    }
+    return ready & bit ? e.addr[role] : zeros;
+}
+
+//
+// memory
+//
+
+bool ResidencyTable::start_load(Expert & e, std::deque<ReadRequest> & queue) {
+    const MoeLayer & l       = map.layers[e.layer];
+    const int        n_roles = (int) l.tensors.size();
+    for (int r = 0; r < n_roles; ++r) {
+        e.block[r] = pool.alloc(l.tensors[r].block_bytes());
+        if (!e.block[r]) {
+            while (r-- > 0) {
+                pool.free(e.block[r], l.tensors[r].block_bytes());
+                e.block[r] = nullptr;
+            }
+            return false;
+        }
+    }
+    for (int r = 0; r < n_roles; ++r) {
+        const ExpertTensor & t      = l.tensors[r];
+        const uint64_t       begin  = t.offset + e.id * t.stride;
+        const uint64_t       end    = begin + t.stride;
+        const bool           direct = t.reads_directly() && source->direct(t.file);
+        const uint64_t       first  = direct ? begin / PAGE * PAGE : begin;
+        const uint64_t       last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
+        e.addr[r]    = e.block[r] + (begin - first);
+        e.pending[r] = 0;
+        for (uint64_t at = first; at < end; at += read_bytes) {
+            const uint64_t size = std::min(read_bytes, last - at);
+            queue.push_back({ &e, r, t.file, at, size, std::min(at + size, end) - at, e.block[r] + (at - first) });
+            ++e.pending[r];
+        }
+    }
+    e.ready.store(0, std::memory_order_relaxed);
+    e.state = Expert::LOADING;
+    ++layer_of(e).n_loaded;
+    return true;
+}
+
+void ResidencyTable::drop(Expert & e) {
+    const MoeLayer & l = map.layers[e.layer];
+    for (size_t r = 0; r < l.tensors.size(); ++r) {
+        if (e.block[r]) {
+            pool.free(e.block[r], l.tensors[r].block_bytes());
+            e.block[r] = nullptr;
+        }
+    }
+    if (e.state != Expert::ABSENT) {
+        --layer_of(e).n_loaded;
+    }
+    e.ready.store(0, std::memory_order_relaxed);
+    e.state      = Expert::ABSENT;
+    e.read_ahead = false;
+    e.scanned    = false;
+}
+
+// Frees an expert that is being read ahead and that no reader works on.
+void ResidencyTable::cancel_ahead(Expert & e) {
+    ahead.erase(std::remove_if(ahead.begin(), ahead.end(), [&](const ReadRequest & r) { return r.expert == &e; }), ahead.end());
+    std::fill(e.pending, e.pending + PYORCH_MAX_ROLES, 0);
+    drop(e);
+}
+
+// What was queued to be read ahead is demanded now.
+void ResidencyTable::take_over_ahead(const std::vector<Expert *> & experts) {
+    if (experts.empty()) {
+        return;
+    }
+    auto keep = std::stable_partition(ahead.begin(), ahead.end(), [&](const ReadRequest & r) {
+        return std::find(experts.begin(), experts.end(), r.expert) == experts.end();
+    });
+    demand.insert(demand.end(), keep, ahead.end());
+    ahead.erase(keep, ahead.end());
+}
+
+// Evicts until so many bytes can be allocated; layer is the one that wants them. What was read ahead and
+// not used yet goes only for demand. False if what is left is in use: the caller waits and tries again.
+bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand) {
+    if (pool.available() >= bytes) {
+        return true;
+    }
+
+    struct Candidate {
+        int      tier;
+        double   value;
+        Expert * expert;
+        bool operator<(const Candidate & o) const { return tier != o.tier ? tier > o.tier : value > o.value; } // a heap of the lowest
+    };
+    std::vector<Candidate> candidates;
+    const int n = (int) layers.size();
+    for (auto & l : layers) {
+        if (l.n_loaded <= l.min) {
+            continue;
+        }
+        for (int id = 0; id < l.n_expert; ++id) {
+            Expert & e = l.experts[id];
+            if (e.in_use || e.pinned) {
+                continue;
+            }
+            if (e.state == Expert::LOADING) {
+                if (for_demand && e.in_flight == 0) {
+                    candidates.push_back({ 2, 0, &e });
+                }
+            } else if (e.state != Expert::RESIDENT || (e.read_ahead && !for_demand)) {
+                continue;
+            } else if (e.scanned) {
+                // Layers are passed in a cycle: the one that was passed last is needed last.
+                candidates.push_back({ 0, -(double) ((e.layer - layer + n - 1) % n), &e });
+            } else {
+                candidates.push_back({ 1, policy->value(e.usage, now), &e });
+            }
+        }
+    }
+    std::make_heap(candidates.begin(), candidates.end());
+    while (pool.available() < bytes && !candidates.empty()) {
+        std::pop_heap(candidates.begin(), candidates.end());
+        Expert & e = *candidates.back().expert;
+        candidates.pop_back();
+        Layer & l = layer_of(e);
+        if (l.n_loaded <= l.min) {
+            continue;
+        }
+        if (e.state == Expert::LOADING) {
+            cancel_ahead(e);
+        } else {
+            ++l.stats.evictions;
+            drop(e);
+        }
+    }
+    return pool.available() >= bytes;
+}
+
+// Evicts n experts of one layer, the least valuable first, as far as it can.
+void ResidencyTable::shrink_layer(int layer, int n) {
+    Layer & l = layers[layer];
+    std::vector<std::pair<double, Expert *>> candidates;
+    for (int id = 0; id < l.n_expert; ++id) {
+        Expert & e = l.experts[id];
+        if (e.state == Expert::RESIDENT && !e.in_use && !e.pinned) {
+            candidates.push_back({ e.scanned ? -1.0 : policy->value(e.usage, now), &e });
+        }
+    }
+    std::sort(candidates.begin(), candidates.end());
+    for (int i = 0; i < n && i < (int) candidates.size(); ++i) {
+        ++l.stats.evictions;
+        drop(*candidates[i].second);
+    }
+}
+
+//
+// reading
+//
+
+void ResidencyTable::want_layer_ahead(int layer) {
+    ahead_wanted.clear();
+    if (layer < 0) {
+        return;
+    }
+    Layer & l = layers[layer];
+    for (int id = 0; id < l.n_expert; ++id) {
+        if (l.experts[id].state == Expert::ABSENT) {
+            l.experts[id].scanned = true;
+            ahead_wanted.push_back(&l.experts[id]);
+        }
+    }
+}
+
+// Moves the next wanted expert into the queue, if there is memory for it.
+bool ResidencyTable::next_ahead() {
+    while (!ahead_wanted.empty()) {
+        Expert & e = *ahead_wanted.front();
+        Layer &  l = layer_of(e);
+        if (e.state != Expert::ABSENT || e.in_use > 0 || (l.n_loaded >= l.max && !e.pinned)) {
+            ahead_wanted.pop_front(); // there, or demanded, or one too many
+            continue;
+        }
+        if (!make_room(l.slot_bytes, e.layer, false) || !start_load(e, ahead)) {
+            if (n_in_use > 0) {
+                return false; // the running layer will release memory
+            }
+            ahead_wanted.pop_front();
+            continue;
+        }
+        ahead_wanted.pop_front();
+        e.read_ahead = !e.pinned;
+        return true;
+    }
+    return false;
+}
+
+bool ResidencyTable::is_idle() const {
+    return demand.empty() && ahead.empty() && ahead_wanted.empty() && n_in_flight == 0;
+}
+
+bool ResidencyTable::next_read(ReadRequest & request) {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!stopped) {
+        auto * queue = !demand.empty() ? &demand : !ahead.empty() || next_ahead() ? &ahead : nullptr;
+        if (!queue) {
+            if (is_idle()) {
+                idle.notify_all();
+            }
+            work.wait(lock);
+            continue;
+        }
+        request = queue->front();
+        queue->pop_front();
+        ++request.expert->in_flight;
+        ++n_in_flight;
+        return true;
+    }
+    return false;
+}
+
+void ResidencyTable::finish_read(const ReadRequest & request, int64_t result, uint64_t ns) {
+    Expert &             e = *request.expert;
+    const ExpertTensor & t = map.layers[e.layer].tensors[request.role];
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        Layer & l = layer_of(e);
+        --e.in_flight;
+        --n_in_flight;
+        --e.pending[request.role];
+        totals.read_ns += ns;
+        if (result > 0) {
+            l.stats.bytes_read += (uint64_t) result;
+        }
+        if (result < (int64_t) request.needed) {
+            const char * path = map.files[t.file].path.c_str();
+            const std::string why = result == -ESTALE ? "the file was changed after it was loaded" :
+                result < 0 ? strerror((int) -result) : "the file ends before it";
+            error = format("cannot read expert %d of %s from %s: %s", e.id, t.name.c_str(), path, why.c_str());
+            e.ready.fetch_or(Expert::FAILED, std::memory_order_release);
+        } else if (e.pending[request.role] == 0) {
+            e.ready.fetch_or(1u << request.role, std::memory_order_release);
+        }
+        if (e.pending_total() == 0) {
+            if (!(e.ready.load(std::memory_order_relaxed) & Expert::FAILED)) {
+                e.state = Expert::RESIDENT;
+                ++l.stats.loads;
+                l.stats.prefetch_loads += e.read_ahead;
+            } else if (e.in_use == 0) {
+                drop(e);
+            }
+        }
+        if (e.in_flight == 0) {
+            space.notify_all();
+        }
+        if (n_waiting > 0) {
+            arrived.notify_all();
+        }
+        if (is_idle()) {
+            idle.notify_all();
+        }
+    }
+}
+
+void ResidencyTable::stop() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        stopped = true;
+    }
+    work.notify_all();
+}
+
+//
+// orders from outside
+//
+
+void ResidencyTable::prefetch(int il, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const int layer = layer_index(il);
+        for (int i = 0; i < n; ++i) {
+            expert_at(layer, experts[i]);
+        }
+        for (int i = 0; i < n; ++i) {
+            Expert & e = layers[layer].experts[experts[i]];
+            if (e.state == Expert::ABSENT) {
+                // What was asked for by name counts as a use now, else it would be the next to go.
+                policy->used(e.usage, now);
+                e.scanned = false;
+                ahead_wanted.push_back(&e);
+            }
+        }
+    }
+    work.notify_all();
+}
+
+// Experts of each layer that eviction cannot take.
+std::vector<int> ResidencyTable::reserved() const {
+    std::vector<int> n;
+    for (const auto & l : layers) {
+        const int pinned = (int) std::count_if(&l.experts[0], &l.experts[l.n_expert], [](const Expert & e) { return e.pinned; });
+        n.push_back(std::max(l.min, pinned));
+    }
+    return n;
+}
+
+// The budget that lets every layer run as a whole beside what is reserved in the others.
+uint64_t ResidencyTable::needed_budget(const std::vector<int> & reserved) const {
+    uint64_t all  = 0;
+    uint64_t most = 0;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        all += reserved[i] * layers[i].slot_bytes;
+    }
+    for (size_t i = 0; i < layers.size(); ++i) {
+        most = std::max(most, all + (layers[i].n_expert - reserved[i]) * layers[i].slot_bytes);
+    }
+    return most;
+}
+
+void ResidencyTable::pin(int il, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const int layer = layer_index(il);
+        std::vector<bool> also(layers[layer].n_expert);
+        for (int i = 0; i < n; ++i) {
+            expert_at(layer, experts[i]);
+            also[experts[i]] = true;
+        }
+        for (int id = 0; id < layers[layer].n_expert; ++id) {
+            also[id] = also[id] || layers[layer].experts[id].pinned;
+        }
+        std::vector<int> n_reserved = reserved();
+        n_reserved[layer] = std::max(n_reserved[layer], (int) std::count(also.begin(), also.end(), true));
+        const uint64_t most = needed_budget(n_reserved);
+        if (most > pool.budget) {
+            throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
+                mebibytes(most).c_str(), mebibytes(pool.budget).c_str()));
+        }
+        for (int i = n - 1; i >= 0; --i) {
+            Expert & e = layers[layer].experts[experts[i]];
+            if (e.pinned) {
+                continue;
+            }
+            e.pinned  = true;
+            e.scanned = false;
+            if (!e.in_use) {
+                held_bytes += layers[layer].slot_bytes;
+            }
+            if (e.state == Expert::ABSENT) {
+                ahead_wanted.push_front(&e);
+            }
+        }
+    }
+    work.notify_all();
+}
+
+void ResidencyTable::unpin(int il, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const int layer = layer_index(il);
+        for (int i = 0; i < n; ++i) {
+            expert_at(layer, experts[i]);
+        }
+        for (int i = 0; i < n; ++i) {
+            Expert & e = layers[layer].experts[experts[i]];
+            if (e.pinned) {
+                e.pinned = false;
+                if (!e.in_use) {
+                    held_bytes -= layers[layer].slot_bytes;
+                }
+                policy->used(e.usage, now);
+            }
+        }
+    }
+    space.notify_all();
+    work.notify_all();
+}
+
+void ResidencyTable::evict(int il, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const int layer = layer_index(il);
+        for (int i = 0; i < n; ++i) {
+            expert_at(layer, experts[i]);
+        }
+        for (int i = 0; i < n; ++i) {
+            Expert & e = layers[layer].experts[experts[i]];
+            if (e.state == Expert::RESIDENT && !e.in_use && !e.pinned) {
+                ++layers[layer].stats.evictions;
+                drop(e);
+            }
+        }
+    }
+    space.notify_all();
+    work.notify_all();
+}
+
+void ResidencyTable::set_budget(uint64_t bytes) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        bytes = std::min(bytes, map.slots_bytes());
+        const uint64_t most = needed_budget(reserved());
+        if (bytes < most) {
+            throw Failure(PYORCH_BUDGET, format("budget %s is below the %s that the largest layer needs beside what is reserved",
+                mebibytes(bytes).c_str(), mebibytes(most).c_str()));
+        }
+        if (bytes < pool.budget) {
+            make_room(pool.budget - bytes, 0, true);
+        }
+        // What a running layer holds above the new budget is given back when the layer ends.
+        pool.set_budget(bytes);
+    }
+    space.notify_all();
+    work.notify_all();
+}
+
+void ResidencyTable::set_policy(pyorch_policy which) {
+    std::lock_guard<std::mutex> lock(mutex);
+    policy = make_policy(which, (int) layers.size());
+}
+
+void ResidencyTable::set_layer_limits(int il, int min, int max) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Layer & l = layers[layer_index(il)];
+    if (min < 0 || max > l.n_expert || min > max) {
+        throw Failure(PYORCH_INVALID, format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, l.n_expert, min, max));
+    }
+    std::vector<int> n_reserved = reserved();
+    n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
+    const uint64_t most = needed_budget(n_reserved);
+    if (most > pool.budget) {
+        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s", min, il,
+            mebibytes(most).c_str(), mebibytes(pool.budget).c_str()));
+    }
+    l.min = min;
+    l.max = max;
+    if (l.n_loaded > max) {
+        shrink_layer((int) (&l - layers.data()), l.n_loaded - max);
+    }
+}
+
+void ResidencyTable::get_residency(int il, uint8_t * mask, int n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Layer & l = layers[layer_index(il)];
+    if (n != l.n_expert) {
+        throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, l.n_expert, n));
+    }
+    for (int id = 0; id < n; ++id) {
+        const Expert & e = l.experts[id];
+        mask[id] = (e.state == Expert::RESIDENT ? PYORCH_RESIDENT : 0) | (e.state == Expert::LOADING ? PYORCH_LOADING : 0) |
+                   (e.pinned ? PYORCH_PINNED : 0) | (e.in_use ? PYORCH_IN_USE : 0);
+    }
+}
+
+void ResidencyTable::get_stats(int il, pyorch_stats & out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int only = il < 0 ? -1 : layer_index(il);
+    out = only < 0 ? totals : pyorch_stats {};
+    for (size_t i = 0; i < layers.size(); ++i) {
+        if (only >= 0 && (int) i != only) {
+            continue;
+        }
+        const Layer & l = layers[i];
+        out.hits           += l.stats.hits;
+        out.misses         += l.stats.misses;
+        out.loads          += l.stats.loads;
+        out.prefetch_loads += l.stats.prefetch_loads;
+        out.prefetch_hits  += l.stats.prefetch_hits;
+        out.evictions      += l.stats.evictions;
+        out.bytes_read     += l.stats.bytes_read;
+        for (int id = 0; id < l.n_expert; ++id) {
+            if (l.experts[id].state == Expert::RESIDENT) {
+                ++out.resident_experts;
+                out.resident_bytes += l.slot_bytes;
+            }
+        }
+    }
+    out.used_bytes   = pool.used + pool.kept;
+    out.peak_bytes   = pool.peak;
+    out.budget_bytes = pool.budget;
+}
+
+void ResidencyTable::reset_stats() {
+    std::lock_guard<std::mutex> lock(mutex);
+    totals    = {};
+    pool.peak = pool.used + pool.kept;
+    for (auto & l : layers) {
+        l.stats = {};
+    }
+}
+
+void ResidencyTable::wait_idle() {
+    std::unique_lock<std::mutex> lock(mutex);
+    work.notify_all();
+    idle.wait(lock, [&] { return is_idle() || stopped; });
+}
+
+std::string ResidencyTable::last_error() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return error;
+}
+
+} // namespace pyorch

@@ -1,0 +1,189 @@
+#include "routing.h"
+
+#include "ggml-cpu.h"
+#include "ggml.h"
+#include "llama-moe.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sys/stat.h>
+
+namespace pyorch {
+namespace {
+
+thread_local const ModelMap * captured_map    = nullptr;
+thread_local pyorch_engine *  captured_engine = nullptr;
+
+// Set by the release of a layer that could not be read, on compute thread 0, and asked for by the
+// same thread after that very node. So the graph ends where nothing is held any more.
+thread_local bool decode_failed = false;
+
+const ManagedTensor * managed(const ggml_tensor * t) {
+    const auto * m = t ? (const ManagedTensor *) t->extra : nullptr;
+    return m && m->magic == ManagedTensor::MAGIC ? m : nullptr;
+}
+
+//
+// loading
+//
+
+bool same_file(int fd, const std::string & path) {
+    struct stat a, b;
+    return fstat(fd, &a) == 0 && stat(path.c_str(), &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
+}
+
+bool on_weight(const ggml_tensor * meta, int fd, size_t offs, void ** extra) {
+    if (!captured_map) {
+        return false;
+    }
+    for (size_t i = 0; i < captured_map->layers.size(); ++i) {
+        for (const auto & t : captured_map->layers[i].tensors) {
+            if (t.name != ggml_get_name(meta)) {
+                continue;
+            }
+            // A draft model has tensors of the same names.
+            if (t.offset != offs || (fd >= 0 && !same_file(fd, captured_map->files[t.file].path))) {
+                return false;
+            }
+            if (captured_engine && fd >= 0) {
+                *extra = captured_engine->find(ggml_get_name(meta));
+            }
+            return true;
+        }
+    }
+    return false;
+}
+
+//
+// computing
+//
+
+const void * on_address(const ggml_tensor * src0, int64_t expert, bool wait) {
+    const ManagedTensor * m = managed(src0);
+    if (!m) {
+        return (const char *) src0->data + expert * src0->nb[2];
+    }
+    return m->engine->table.address(m->layer, (int) expert, m->role, wait);
+}
+
+bool on_failed() {
+    const bool failed = decode_failed;
+    decode_failed = false;
+    return failed;
+}
+
+void observe(pyorch_engine & engine, const GraphLayer & g, const ggml_tensor * ids) {
+    std::lock_guard<std::mutex> lock(engine.observer_mutex);
+    if (!engine.observer) {
+        return;
+    }
+    pyorch_routing routing;
+    routing.context       = g.context;
+    routing.il            = engine.table.map.layers[g.layer].il;
+    routing.n_tokens      = (int32_t) ids->ne[1];
+    routing.n_expert      = engine.table.map.layers[g.layer].n_expert;
+    routing.n_expert_used = (int32_t) ids->ne[0];
+    routing.experts       = (const int32_t *) ids->data;
+    routing.weights       = (const float *) ids->src[1]->data;
+    routing.probs         = (const float *) ids->src[2]->data;
+    engine.observer(engine.observer_user, &routing);
+}
+
+// ids [n_expert_used, n_tokens], contiguous, from src[0], which may be a view of a wider sort
+void copy_ids(ggml_tensor * ids) {
+    const ggml_tensor * selected = ids->src[0];
+    for (int64_t t = 0; t < ids->ne[1]; ++t) {
+        memcpy((char *) ids->data + t * ids->nb[1], (const char *) selected->data + t * selected->nb[1], ids->ne[0] * sizeof(int32_t));
+    }
+}
+
+void route_op(ggml_tensor * ids, int ith, int, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    const GraphLayer & g = *(const GraphLayer *) user;
+    copy_ids(ids);
+    observe(*g.engine, g, ids);
+
+    const int32_t * begin = (const int32_t *) ids->data;
+    thread_local std::vector<int> experts;
+    experts.assign(begin, begin + ggml_nelements(ids));
+    std::sort(experts.begin(), experts.end());
+    experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+    g.engine->table.acquire(*g.owner, g.layer, experts, (int) ids->ne[1]);
+}
+
+// llama.cpp's warm-up selects every expert. It wants the memory touched, not the model read: one expert does.
+void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    const GraphLayer & g = *(const GraphLayer *) user;
+    memset(ids->data, 0, ggml_nbytes(ids));
+    g.engine->table.acquire(*g.owner, g.layer, { 0 }, 1);
+}
+
+void release_op(ggml_tensor *, int ith, int, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    const GraphLayer & g = *(const GraphLayer *) user;
+    if (!g.engine->table.release(*g.owner)) {
+        decode_failed = true;
+    }
+}
+
+//
+// building graphs
+//
+
+ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) {
+    return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
+}
+
+void on_route(llama_moe_route * route) {
+    const ManagedTensor * m = managed(route->down_exps);
+    if (!m) {
+        return;
+    }
+    GraphLayer * g = m->engine->graph_layer(route->sched, m->layer);
+
+    ggml_tensor * args[] = {
+        route->selected,
+        contiguous(route->ctx, route->weights),
+        contiguous(route->ctx, route->probs),
+    };
+    route->selected = ggml_custom_4d(route->ctx, GGML_TYPE_I32, route->selected->ne[0], route->selected->ne[1], 1, 1,
+        args, 3, route->warmup ? warmup_op : route_op, 1, g);
+    ggml_format_name(route->selected, "pyorch_route-%d", route->il);
+}
+
+ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
+    const ManagedTensor * m = managed(route->down_exps);
+    if (!m) {
+        return experts;
+    }
+    GraphLayer * g = m->engine->graph_layer(route->sched, m->layer);
+    ggml_tensor * args[] = { route->selected };
+    ggml_tensor * res = ggml_custom_inplace(route->ctx, experts, args, 1, release_op, 1, g);
+    ggml_format_name(res, "pyorch_release-%d", route->il);
+    return res;
+}
+
+// Set once, when the library is loaded: later, another model might be computing.
+const bool hooked = [] {
+    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed };
+    static const llama_moe_hooks       moe_hooks = { on_weight, on_route, on_done };
+    ggml_cpu_set_expert_hooks(&cpu_hooks);
+    llama_set_moe_hooks(&moe_hooks);
+    return true;
+}();
+
+} // namespace
+
+void capture(const ModelMap * map, pyorch_engine * engine) {
+    captured_map    = map;
+    captured_engine = engine;
+}
+
+} // namespace pyorch
