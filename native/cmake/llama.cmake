@@ -36,9 +36,11 @@ set(LLAMA_USE_PREBUILT_UI    OFF) # else the build downloads it
 set(LLAMA_ALL_WARNINGS       OFF)
 # Models are local files: nothing here needs TLS, and the wheel needs no system library for it.
 option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
-# The tree is no git checkout; without these it would report the commit of whatever encloses it.
+# The tree is no git checkout: without these it takes the commit of the repository around it for its
+# own, and every commit there would compile it again.
 set(LLAMA_BUILD_NUMBER       0)
 set(LLAMA_BUILD_COMMIT       "pyorch")
+set(ENV{GIT_CEILING_DIRECTORIES} "${CMAKE_BINARY_DIR}")
 
 add_subdirectory("${LLAMA_SOURCE_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp-build" EXCLUDE_FROM_ALL)
 

@@ -130,12 +130,12 @@ def cache_dir() -> Path:
 def download(pin: Pin, target: Path) -> Path:
     print(f"fetching {pin.name} {pin.version} (source of llama.cpp, 76 MB, once)", flush=True, file=sys.stderr)
     # pip prepares the metadata of whatever it downloads, which needs the package's build backend.
-    # It is one of our own build requirements, so building it a second time in isolation is skipped.
+    # That is one of our own build requirements: where it is installed, pip need not fetch it again.
     isolation = ["--no-build-isolation"] if has_module("scikit_build_core") else []
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         command = [
             sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-            "--no-deps", "--no-binary", ":all:", *isolation,
+            "--no-deps", "--no-binary", pin.name, *isolation,
             "--require-hashes", "--requirement", str(PIN_FILE), "--dest", scratch,
         ]  # fmt: skip
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -294,9 +294,12 @@ void ResidencyTable::drop(Expert & e) {
     e.scanned    = false;
 }
 
-// Frees an expert that is being read ahead and that no reader works on.
-void ResidencyTable::cancel_ahead(Expert & e) {
-    ahead.erase(std::remove_if(ahead.begin(), ahead.end(), [&](const ReadRequest & r) { return r.expert == &e; }), ahead.end());
+// Frees an expert that is loading, that no layer waits for and no reader works on.
+void ResidencyTable::cancel(Expert & e) {
+    // In demand too: the layer that asked may have been aborted.
+    for (auto * queue : { &ahead, &demand }) {
+        queue->erase(std::remove_if(queue->begin(), queue->end(), [&](const ReadRequest & r) { return r.expert == &e; }), queue->end());
+    }
     std::fill(e.pending, e.pending + PYORCH_MAX_ROLES, 0);
     drop(e);
 }
@@ -361,7 +364,7 @@ bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand) {
             continue;
         }
         if (e.state == Expert::LOADING) {
-            cancel_ahead(e);
+            cancel(e);
         } else {
             ++l.stats.evictions;
             drop(e);
@@ -471,7 +474,7 @@ void ResidencyTable::finish_read(const ReadRequest & request, int64_t result, ui
                 result < 0 ? strerror((int) -result) : "the file ends before it";
             error = format("cannot read expert %d of %s from %s: %s", e.id, t.name.c_str(), path, why.c_str());
             e.ready.fetch_or(Expert::FAILED, std::memory_order_release);
-        } else if (e.pending[request.role] == 0) {
+        } else if (e.pending[request.role] == 0 && !(e.ready.load(std::memory_order_relaxed) & Expert::FAILED)) {
             e.ready.fetch_or(1u << request.role, std::memory_order_release);
         }
         if (e.pending_total() == 0) {
