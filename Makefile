@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 EXTRAS := convert,test
 
 # Directories too: their time stamps tell of files added and removed.
-NATIVE_FILES := $(shell find native patches 2>/dev/null)
+NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
 .PHONY: demo test bench setup clean
 .DELETE_ON_ERROR:
@@ -25,7 +25,16 @@ test: setup
 	@$(BIN)/python -m pytest
 
 bench: setup
-	@$(BIN)/pyorch bench
+	@$(MAKE) --no-print-directory build/bench/bench.gguf
+	@$(BIN)/pyorch bench build/bench/bench.gguf --goals
+
+# The small trained model, widened to 4 GiB: its experts are of a real size and its router is a real one.
+build/bench/small.gguf: tests/fixtures/small-moe/model.safetensors
+	@mkdir -p $(@D)
+	@$(BIN)/pyorch convert $(<D) -o $@ --outtype f32 --pre-tokenizer gpt-2
+
+build/bench/bench.gguf: build/bench/small.gguf
+	@$(BIN)/python scripts/make_bench_model.py $< -o $@ --size 4GiB --type q4_0
 
 setup: $(STAMPS)/pyorch
 
@@ -35,7 +44,7 @@ clean:
 # Without its stamp a virtual environment was interrupted half way: it is made anew.
 $(STAMPS)/venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	    { echo "$(PYTHON) is older than Python 3.10: name a newer one with make PYTHON=..." >&2; exit 1; }
+	    { echo "$(PYTHON) is not Python 3.10 or newer: name one that is with make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "$(PYTHON) cannot make virtual environments: install its venv module (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@echo "setting up $(VENV)"

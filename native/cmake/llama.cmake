@@ -34,6 +34,9 @@ set(LLAMA_BUILD_APP          OFF)
 set(LLAMA_BUILD_UI           OFF)
 set(LLAMA_USE_PREBUILT_UI    OFF) # else the build downloads it
 set(LLAMA_ALL_WARNINGS       OFF)
+if(GGML_BACKEND_DL)
+    message(FATAL_ERROR "GGML_BACKEND_DL is ON: libpyorch links the CPU backend, leave it OFF")
+endif()
 # Models are local files: nothing here needs TLS, and the wheel needs no system library for it.
 option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
 # The tree is no git checkout: without these it takes the commit of the repository around it for its
@@ -46,13 +49,13 @@ add_subdirectory("${LLAMA_SOURCE_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp-build" EXC
 
 set(PYORCH_LIBRARIES llama llama-common llama-server-impl mtmd ggml ggml-base)
 
-# The backends that llama.cpp's options selected: libggml links them or, with GGML_BACKEND_DL, opens them.
+# The backends that llama.cpp's options selected.
 get_property(backend_dirs DIRECTORY "${LLAMA_SOURCE_DIR}/ggml/src" PROPERTY SUBDIRECTORIES)
 foreach(dir IN LISTS backend_dirs ITEMS "${LLAMA_SOURCE_DIR}/ggml/src")
     get_property(targets DIRECTORY "${dir}" PROPERTY BUILDSYSTEM_TARGETS)
     foreach(target IN LISTS targets)
         get_target_property(type ${target} TYPE)
-        if(target MATCHES "^ggml-" AND type MATCHES "^(SHARED|MODULE)_LIBRARY$")
+        if(target MATCHES "^ggml-" AND type STREQUAL "SHARED_LIBRARY")
             list(APPEND PYORCH_LIBRARIES ${target})
         endif()
     endforeach()
@@ -71,22 +74,43 @@ function(install_llama_converter destination component)
         DESTINATION "${destination}/models" COMPONENT ${component})
 endfunction()
 
-# The notices of everything compiled into the libraries. miniaudio, stb and subprocess.h carry theirs
-# in their headers, which are therefore quoted by file name.
+# The notices of everything compiled into the libraries: files where there are files, else the passage
+# of the source that states the licence.
 function(install_llama_licenses destination component)
-    file(GLOB notices LIST_DIRECTORIES false
-        "${LLAMA_SOURCE_DIR}/licenses/*"
-        "${LLAMA_SOURCE_DIR}/vendor/*/LICENSE*"
-        "${LLAMA_SOURCE_DIR}/vendor/*/*/LICENSE*")
-    install(FILES "${LLAMA_SOURCE_DIR}/LICENSE"
-        DESTINATION "${destination}" COMPONENT ${component} RENAME "LICENSE-llama.cpp")
-    foreach(notice IN LISTS notices)
-        cmake_path(GET notice FILENAME name)
-        cmake_path(GET notice PARENT_PATH folder)
-        cmake_path(GET folder FILENAME project)
-        if(NOT project STREQUAL "licenses")
-            set(name "LICENSE-${project}")
-        endif()
-        install(FILES "${notice}" DESTINATION "${destination}" COMPONENT ${component} RENAME "${name}")
+    set(notices "${CMAKE_BINARY_DIR}/licenses")
+    file(REMOVE_RECURSE "${notices}")
+    configure_file("${LLAMA_SOURCE_DIR}/LICENSE" "${notices}/LICENSE-llama.cpp" COPYONLY)
+    file(GLOB files "${LLAMA_SOURCE_DIR}/licenses/LICENSE-*")
+    foreach(file IN LISTS files)
+        cmake_path(GET file FILENAME name)
+        configure_file("${file}" "${notices}/${name}" COPYONLY)
     endforeach()
+    file(GLOB files "${LLAMA_SOURCE_DIR}/vendor/*/LICENSE*" "${LLAMA_SOURCE_DIR}/vendor/*/*/LICENSE*")
+    foreach(file IN LISTS files)
+        cmake_path(GET file PARENT_PATH folder)
+        cmake_path(GET folder FILENAME project)
+        configure_file("${file}" "${notices}/LICENSE-${project}" COPYONLY)
+    endforeach()
+
+    write_notice("${notices}/LICENSE-base64"     common/base64.hpp "This is free and unencumbered" "*/")
+    write_notice("${notices}/LICENSE-llamafile"  ggml/src/ggml-cpu/llamafile/sgemm.cpp "// Copyright 2024 Mozilla" "\n\n")
+    write_notice("${notices}/LICENSE-miniaudio"  vendor/miniaudio/miniaudio.h "This software is available as a choice" "*/")
+    write_notice("${notices}/LICENSE-stb"        vendor/stb/stb_image.h "This software is available under 2 licenses" "*/")
+    write_notice("${notices}/LICENSE-subprocess" vendor/sheredom/subprocess.h "This is free and unencumbered" "*/")
+    write_notice("${notices}/LICENSE-yarn"       ggml/src/ggml-cpu/ops.cpp "// MIT licensed. Copyright" "\n")
+
+    install(DIRECTORY "${notices}/" DESTINATION "${destination}" COMPONENT ${component})
+endfunction()
+
+# Writes the part of a source file of llama.cpp from the text begin up to the text end.
+function(write_notice target source begin end)
+    file(READ "${LLAMA_SOURCE_DIR}/${source}" text)
+    string(FIND "${text}" "${begin}" start)
+    if(start EQUAL -1)
+        message(FATAL_ERROR "${source} no longer states its licence with \"${begin}\"")
+    endif()
+    string(SUBSTRING "${text}" ${start} -1 text)
+    string(FIND "${text}" "${end}" length)
+    string(SUBSTRING "${text}" 0 ${length} text)
+    file(WRITE "${target}" "${text}\n")
 endfunction()

@@ -1,0 +1,119 @@
+"""How the build prepares llama.cpp's source: native/cmake/llama_source.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "native/cmake/llama_source.py"
+
+
+@pytest.fixture(scope="module")
+def llama_source():
+    sys.dont_write_bytecode = True  # a new file under native/ would count as a change to build
+    spec = importlib.util.spec_from_file_location("llama_source", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+SOURCE = b"one\ntwo\nthree\nfour\n"
+PATCH = b"""A message above the patch.
+
+--- a/src/llama.cpp
++++ b/src/llama.cpp
+@@ -2,2 +2,3 @@
+ two
+-three
++3
++3.5
+"""
+
+
+@pytest.fixture
+def archive(llama_source, tmp_path, monkeypatch):
+    """A small archive in the place of the real one."""
+    path = tmp_path / "sdist.tar.gz"
+    pin = llama_source.read_pin()
+    with tarfile.open(path, "w:gz") as tar:
+        for name in ("src/llama.cpp", "src/other.cpp", "docs/left-out.md"):
+            member = tarfile.TarInfo(f"llama_cpp_python-{pin.version}/vendor/llama.cpp/{name}")
+            member.size = len(SOURCE)
+            tar.addfile(member, io.BytesIO(SOURCE))
+    digest = llama_source.sha256_of(path)
+    monkeypatch.setattr(llama_source, "read_pin", lambda: llama_source.Pin(pin.name, pin.version, digest))
+    monkeypatch.setenv("PYORCH_LLAMA_SDIST", str(path))
+    return path
+
+
+def write_patch(tmp_path: Path, text: bytes) -> Path:
+    patches = tmp_path / "patches"
+    patches.mkdir(exist_ok=True)
+    (patches / "0001-test.patch").write_bytes(text)
+    return patches
+
+
+def test_patch_applies_at_the_lines_it_names(llama_source):
+    files = {"src/llama.cpp": SOURCE}
+    llama_source.apply_patch("p", PATCH, files)
+    assert files == {"src/llama.cpp": b"one\ntwo\n3\n3.5\nfour\n"}
+
+
+def test_patch_that_fits_one_line_further_is_refused_by_name(llama_source):
+    with pytest.raises(llama_source.SourceError, match=r"0007-x\.patch: hunk 1 .* src/llama\.cpp: at line 2"):
+        llama_source.apply_patch("0007-x.patch", PATCH, {"src/llama.cpp": b"zero\n" + SOURCE})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        (b" two", b" Two", "does not apply"),
+        (b" two", b" two ", "does not apply"),
+        (b"-2,2", b"-2,3", "shorter than its header"),
+        (b"+3.5\n", b"+3.5\n+3.6\n", "longer than its header"),
+        (b"src/llama.cpp\n@@", b"src/missing.cpp\n@@", None),
+        (b"@@ -2,2 +2,3 @@", b"@@ nonsense @@", "malformed hunk header"),
+    ],
+)
+def test_damaged_patch_is_refused(llama_source, old, new, sentence):
+    damaged = PATCH.replace(old, new)
+    assert damaged != PATCH
+    if sentence is None:
+        damaged, sentence = damaged.replace(b"a/src/llama.cpp", b"a/src/missing.cpp"), "does not have"
+    with pytest.raises(llama_source.SourceError, match=sentence):
+        llama_source.apply_patch("p", damaged, {"src/llama.cpp": SOURCE})
+
+
+def test_tree_rewrites_only_what_a_changed_patch_touches(llama_source, archive, tmp_path):
+    tree = tmp_path / "tree"
+    llama_source.update_tree(tree, None)
+    (tree / "src/stale.cpp").write_text("from an older archive")
+    before = {path.name: path.stat().st_mtime_ns for path in (tree / "src").iterdir()}
+
+    llama_source.update_tree(tree, write_patch(tmp_path, PATCH))
+
+    after = {path.name: path.stat().st_mtime_ns for path in (tree / "src").iterdir()}
+    assert after.keys() == {"llama.cpp", "other.cpp"}
+    assert after["other.cpp"] == before["other.cpp"]
+    assert (tree / "src/llama.cpp").read_bytes() == b"one\ntwo\n3\n3.5\nfour\n"
+    assert not (tree / "docs").exists()
+
+
+def test_patch_that_does_not_apply_leaves_the_tree_alone(llama_source, archive, tmp_path):
+    tree = tmp_path / "tree"
+    llama_source.update_tree(tree, None)
+    with pytest.raises(llama_source.SourceError):
+        llama_source.update_tree(tree, write_patch(tmp_path, PATCH.replace(b" two", b" Two")))
+    assert (tree / "src/llama.cpp").read_bytes() == SOURCE
+
+
+def test_archive_with_another_hash_is_refused(llama_source, archive, tmp_path):
+    archive.write_bytes(archive.read_bytes() + b"\0")
+    with pytest.raises(llama_source.SourceError, match=f"PYORCH_LLAMA_SDIST names {archive}, whose sha256 is"):
+        llama_source.update_tree(tmp_path / "tree", None)
