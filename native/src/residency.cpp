@@ -116,12 +116,14 @@ void ResidencyTable::acquire(Owner & owner, int layer, const std::vector<int> & 
 
     Layer & l = layers[layer];
     space.wait(lock, [&] {
-        uint64_t more = 0;
+        uint64_t more    = 0;
+        bool     failing = false; // for an earlier decode, whose last read has not ended
         for (int id : ids) {
             const Expert & e = l.experts[id];
             more += e.in_use || e.pinned ? 0 : l.slot_bytes;
+            failing |= e.in_use == 0 && (e.ready.load(std::memory_order_relaxed) & Expert::FAILED);
         }
-        return held_bytes + more <= pool.budget;
+        return !failing && held_bytes + more <= pool.budget;
     });
 
     const bool scan = n_tokens >= SCAN_TOKENS;
@@ -294,14 +296,13 @@ void ResidencyTable::drop(Expert & e) {
     e.scanned    = false;
 }
 
-// Frees an expert that is loading, that no layer waits for and no reader works on.
-void ResidencyTable::cancel(Expert & e) {
-    // In demand too: the layer that asked may have been aborted.
+// Takes back the requests for an expert that no reader works on yet.
+void ResidencyTable::unqueue(Expert & e) {
     for (auto * queue : { &ahead, &demand }) {
-        queue->erase(std::remove_if(queue->begin(), queue->end(), [&](const ReadRequest & r) { return r.expert == &e; }), queue->end());
+        auto mine = std::stable_partition(queue->begin(), queue->end(), [&](const ReadRequest & r) { return r.expert != &e; });
+        std::for_each(mine, queue->end(), [&](const ReadRequest & r) { --e.pending[r.role]; });
+        queue->erase(mine, queue->end());
     }
-    std::fill(e.pending, e.pending + PYORCH_MAX_ROLES, 0);
-    drop(e);
 }
 
 // What was queued to be read ahead is demanded now.
@@ -364,7 +365,8 @@ bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand) {
             continue;
         }
         if (e.state == Expert::LOADING) {
-            cancel(e);
+            unqueue(e);
+            drop(e);
         } else {
             ++l.stats.evictions;
             drop(e);
@@ -474,6 +476,7 @@ void ResidencyTable::finish_read(const ReadRequest & request, int64_t result, ui
                 result < 0 ? strerror((int) -result) : "the file ends before it";
             error = format("cannot read expert %d of %s from %s: %s", e.id, t.name.c_str(), path, why.c_str());
             e.ready.fetch_or(Expert::FAILED, std::memory_order_release);
+            unqueue(e);
         } else if (e.pending[request.role] == 0 && !(e.ready.load(std::memory_order_relaxed) & Expert::FAILED)) {
             e.ready.fetch_or(1u << request.role, std::memory_order_release);
         }

@@ -167,7 +167,7 @@ private:
     void release_held(Owner & owner, bool & failed);
     bool start_load(Expert & e, std::deque<ReadRequest> & queue);
     void drop(Expert & e);
-    void cancel(Expert & e);
+    void unqueue(Expert & e);
     void take_over_ahead(const std::vector<Expert *> & experts);
     bool make_room(uint64_t bytes, int layer, bool for_demand);
     void shrink_layer(int layer, int n);
