@@ -1,0 +1,73 @@
+"""The command line: `pyorch COMMAND`.
+
+A command is a module with add_parser(subparsers), which returns the parser and sets `run` as its default,
+and run(args) -> exit status. Only the module of the command at hand is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from importlib import import_module
+
+from pyorch.errors import PyorchError
+
+# command: module, what it does
+COMMANDS = {
+    "run": ("pyorch.cli.run", "continue a prompt, or chat"),
+    "serve": ("pyorch.serve", "serve the OpenAI API"),
+    "convert": ("pyorch.convert.cli", "convert a Hugging Face checkpoint to GGUF"),
+    "inspect": ("pyorch.cli.inspect", "show what a model is made of and what it needs"),
+    "verify": ("pyorch.cli.verify", "check that a budget does not change the logits"),
+    "bench": ("pyorch.bench", "measure"),
+    "exec": ("pyorch.cli.exec", "run a script written for llama_cpp under a budget"),
+    "demo": ("pyorch.cli.demo", "see it work on a small model, in less than a minute"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command. Returns its exit status: 2 for an error that has a sentence, 130 for Ctrl-C."""
+    try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
+    except PyorchError as error:
+        print(f"pyorch: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Python flushes stdout once more at exit, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="pyorch",
+        description="Runs Mixture-of-Experts models larger than memory.",
+        epilog="`pyorch COMMAND --help` shows the options of a command, with an example.",
+    )
+    parser.add_argument("--version", action="store_true", help="show the version")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for command, (module, summary) in COMMANDS.items():
+        if command == chosen:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(command, help=summary)
+    args = parser.parse_args(argv)
+    if args.version:
+        args.run = _print_version
+    elif args.command is None:
+        parser.error("a command is needed; `pyorch --help` lists them")
+    return args
+
+
+def _print_version(_: argparse.Namespace) -> int:
+    import pyorch
+
+    print(f"pyorch {pyorch.__version__}")
+    return 0

@@ -1,0 +1,63 @@
+"""`pyorch exec`: run a script written for llama_cpp under a budget."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from pyorch.cli.options import add_command
+from pyorch.errors import PyorchError
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "exec", "run a script written for llama_cpp under a budget",
+        "pyorch exec --budget 40% chat.py --model olmoe.gguf",
+    )
+    parser.add_argument(
+        "--budget", default="auto", metavar="SIZE",
+        help="memory for the experts of each model that the script loads: 40%%, 1.5GiB, 800MB, or auto (default: auto)",
+    )
+    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
+    parser.add_argument("script", metavar="SCRIPT.py", type=Path)
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.script.is_file():
+        raise PyorchError(f"{args.script}: no such script")
+
+    from pyorch.managed import manage
+
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(args.script), *args.arguments]
+    sys.path.insert(0, str(args.script.parent.resolve()))  # as Python does for a script
+    try:
+        with manage(budget=args.budget, policy=args.policy, on_free=_report if args.verbose else None):
+            runpy.run_path(str(args.script), run_name="__main__")
+    except SystemExit as exit:
+        if isinstance(exit.code, str):
+            print(exit.code, file=sys.stderr)
+            return 1
+        return exit.code or 0
+    finally:
+        sys.argv, sys.path[:] = before
+    return 0
+
+
+def _report(managed) -> None:
+    if managed.engine is None:
+        return
+    from pyorch.memory import format_bytes
+
+    stats = managed.engine.stats()
+    print(
+        f"pyorch: {managed.path}: hit rate {stats.hit_rate:.1%}, {format_bytes(stats.bytes_read)} read, "
+        f"waited {stats.stall_ns / 1e9:.2f} s; budget {format_bytes(stats.budget_bytes)}",
+        file=sys.stderr,
+    )

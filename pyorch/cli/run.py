@@ -1,0 +1,117 @@
+"""`pyorch run`: continue a prompt, or chat."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.cli.options import (
+    add_command,
+    add_context_options,
+    add_model_options,
+    load_arguments,
+    print_json,
+    read_prompt,
+)
+from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.model import Model, ModelStats
+
+
+@dataclass(frozen=True)
+class RunResult:
+    text: str
+    stats: ModelStats
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "run", "continue a prompt, or chat",
+        'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%',
+    )
+    add_model_options(parser)
+    add_context_options(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-p", "--prompt", metavar="TEXT")
+    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
+    source.add_argument("--chat", action="store_true", help="converse, with the model's own template; Ctrl-D ends")
+    parser.add_argument("-n", "--tokens", type=int, default=128, metavar="N", help="tokens at most (default: 128)")
+    parser.add_argument("--temp", type=float, default=0.8, help="temperature, 0 is greedy (default: 0.8)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="(default: 0.95)")
+    parser.add_argument("--top-k", type=int, default=40, help="(default: 40)")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.chat and args.json:
+        raise PyorchError("--chat converses with a person: it cannot print JSON")
+    prompt = read_prompt(args.prompt, args.file)
+
+    from pyorch.model import load
+
+    with load(args.model, budget=args.budget, **load_arguments(args)) as model:
+        if model.note:
+            print(f"pyorch: note: {model.note}", file=sys.stderr)
+        sampling = {"max_tokens": args.tokens, "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
+        if args.chat:
+            _chat(model, sampling, args.seed)
+            print_stats(model.stats())
+            return 0
+        text = ""
+        for piece in model.generate(prompt, seed=args.seed, **sampling):
+            text += piece
+            if not args.json:
+                print(piece, end="", flush=True)
+        if args.json:
+            print_json(RunResult(text, model.stats()))
+        else:
+            print(flush=True)
+            print_stats(model.stats())
+    return 0
+
+
+def _chat(model: Model, sampling: dict, seed: int | None) -> None:
+    messages: list[dict[str, str]] = []
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            print(file=sys.stderr)
+            return
+        messages.append({"role": "user", "content": line.strip()})
+        answer = ""
+        try:
+            for piece in model.chat(messages, seed=seed, **sampling):
+                answer += piece
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:  # ends the answer, not the conversation
+            pass
+        print(flush=True)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def print_stats(stats: ModelStats) -> None:
+    """To stderr: the text on stdout may go into a pipe."""
+    from pyorch.memory import format_bytes
+
+    print(
+        f"prefill {stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s; "
+        f"decode {stats.decode_tokens} tokens, {stats.decode_rate:.1f} tok/s; "
+        f"peak memory {format_bytes(stats.peak_memory_bytes)}",
+        file=sys.stderr,
+    )
+    if stats.experts is not None:
+        it = stats.experts
+        print(
+            f"experts: hit rate {it.hit_rate:.1%}, {format_bytes(round(stats.bytes_read_per_token))} read per token, "
+            f"waited {it.stall_ns / 1e9:.2f} s; budget {format_bytes(it.budget_bytes)}, "
+            f"peak {format_bytes(it.peak_bytes)}",
+            file=sys.stderr,
+        )

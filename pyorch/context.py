@@ -1,0 +1,98 @@
+"""A llama.cpp context of a loaded model, for what Llama's interface does not reach: several sequences in
+one batch, the logits of every position, contexts in several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from pyorch import managed
+from pyorch.errors import ExpertReadError, PyorchError
+from pyorch.memory import physical_cores
+
+
+class Context:
+    """Decodes batches of tokens. One thread at a time; several contexts of a model may run at once.
+
+    Args:
+        model: a llama_model *, such as `model.llama.model`. It must outlive the context.
+        n_batch: most tokens of one decode(); n_ubatch: most that are computed at once.
+        n_threads: default: the physical cores.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        n_ctx: int = 512,
+        n_batch: int = 512,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        n_threads: int | None = None,
+    ) -> None:
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
+        params.n_seq_max = n_seq_max
+        params.n_threads = params.n_threads_batch = n_threads or physical_cores()
+        self._model = model
+        self._n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+        self._context = llama.llama_init_from_model(model, params)
+        if not self._context:
+            raise PyorchError(f"llama.cpp refuses a context of {n_ctx} tokens")
+        self._batch = llama.llama_batch_init(n_batch, 0, n_seq_max)
+        self._n_past = [0] * n_seq_max
+
+    def close(self) -> None:
+        if self._context:
+            llama.llama_batch_free(self._batch)
+            llama.llama_free(self._context)
+            self._context = None
+
+    def __enter__(self) -> Context:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def decode(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> np.ndarray:
+        """Appends tokens to their sequences (default: all to sequence 0).
+
+        Returns:
+            The logits after each token, float32[n_tokens, n_vocab].
+
+        Raises:
+            ExpertReadError: an expert could not be read. The sequences are as before.
+        """
+        sequences = sequences if sequences is not None else [0] * len(tokens)
+        n_past = list(self._n_past)
+        self._batch.n_tokens = len(tokens)
+        for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
+            self._batch.token[i] = token
+            self._batch.pos[i] = n_past[sequence]
+            self._batch.n_seq_id[i] = 1
+            self._batch.seq_id[i][0] = sequence
+            self._batch.logits[i] = True
+            n_past[sequence] += 1
+        status = llama.llama_decode(self._context, self._batch)
+        if status != 0:
+            self._forget()
+            record = managed.find(self._model)
+            reason = record.engine.error() if record is not None and record.engine is not None else ""
+            if status == -3 and reason:
+                raise ExpertReadError(reason)
+            raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
+        self._n_past = n_past
+        logits = llama.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(logits, shape=(len(tokens), self._n_vocab)).copy()
+
+    def clear(self) -> None:
+        """Empties all sequences."""
+        self._n_past = [0] * len(self._n_past)
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+
+    def _forget(self) -> None:
+        """Removes what ubatches before the failed one have left in the KV cache."""
+        memory = llama.llama_get_memory(self._context)
+        for sequence, n_past in enumerate(self._n_past):
+            llama.llama_memory_seq_rm(memory, sequence, n_past, -1)

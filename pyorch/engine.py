@@ -1,0 +1,268 @@
+"""The engine: keeps a budgeted set of experts resident while llama.cpp computes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pyorch.bindings import check, ffi, lib, string
+from pyorch.errors import BudgetError, PyorchError
+from pyorch.memory import parse_budget
+from pyorch.modelmap import ModelMap
+
+POLICIES = {"lru": "PYORCH_LRU", "lfu": "PYORCH_LFU"}
+
+
+class Source(Protocol):
+    """Stands in for the files of a map."""
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Bytes of shard `file` from offset, fewer than size only at its end. An OSError fails the decode.
+
+        Called by several reader threads at once.
+        """
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the start or the last reset, and gauges. The names are those of pyorch_stats.
+
+    Of a single layer only uses, loads, evictions and residency are counted.
+    """
+
+    hits: int
+    misses: int
+    loads: int
+    prefetch_loads: int
+    prefetch_hits: int
+    evictions: int
+    bytes_read: int
+    read_ns: int
+    stall_ns: int
+    failures: int
+    layer_passes: int
+    tokens: int
+    resident_experts: int
+    resident_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    budget_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the uses of experts that found the expert resident; nan without any."""
+        uses = self.hits + self.misses
+        return self.hits / uses if uses else float("nan")
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Flags of the experts of a layer, each bool[n_expert]."""
+
+    resident: np.ndarray
+    loading: np.ndarray
+    pinned: np.ndarray
+    in_use: np.ndarray
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a layer's router decided for one ubatch.
+
+    experts: int32[n_tokens, n_expert_used]; weights: float32[n_tokens, n_expert_used], as multiplied
+    with the outputs; probs: float32[n_tokens, n_expert] after gating. context tells contexts apart.
+    """
+
+    context: int
+    il: int
+    experts: np.ndarray
+    weights: np.ndarray
+    probs: np.ndarray
+
+
+class Engine:
+    """Manages the experts of the models that are loaded under capture().
+
+    Args:
+        model_map: the model's map; copied.
+        budget: bytes, a share such as "40%", or a size such as "1.5GiB". BudgetError below the floor.
+        policy: which expert goes first, "lru" (least recently used) or "lfu" (least frequently).
+        n_readers: reader threads, 0 for the default.
+        direct_io: read around the page cache where the file system can.
+        source: reads in place of the map's files.
+    """
+
+    def __init__(
+        self,
+        model_map: ModelMap,
+        budget: int | str,
+        policy: str = "lru",
+        n_readers: int = 0,
+        direct_io: bool = True,
+        source: Source | None = None,
+    ) -> None:
+        n = parse_budget(budget, model_map.info)
+        if not isinstance(n, int):
+            raise BudgetError(f'an engine needs a size as its budget, not "{budget}"')
+        self._read = _read_callback(source) if source is not None else ffi.NULL
+        self._observer = ffi.NULL
+        self._n_expert = {layer.il: layer.n_expert for layer in model_map.layers}
+        config = ffi.new("pyorch_config *")
+        config.budget_bytes = n
+        config.policy = _policy(policy)
+        config.n_readers = n_readers
+        config.direct_io = direct_io
+        config.read = self._read
+        out = ffi.new("pyorch_engine **")
+        check(lib.pyorch_engine_new(model_map.handle, config, out))
+        self._engine = out[0]
+
+    @property
+    def handle(self):
+        """The pyorch_engine *, owned by this object."""
+        if self._engine is None:
+            raise PyorchError("the engine was closed: its model is no longer loaded")
+        return self._engine
+
+    def close(self) -> None:
+        """Frees the experts. REQUIRES: the models loaded under this engine, and their contexts, are freed."""
+        if self._engine is not None:
+            lib.pyorch_engine_free(self._engine)
+            self._engine = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Models that this thread loads inside leave their experts to the engine."""
+        check(lib.pyorch_engine_capture(self.handle))
+        try:
+            yield
+        finally:
+            check(lib.pyorch_engine_capture(ffi.NULL))
+
+    def error(self) -> str:
+        """Why the engine failed the last decode that it failed, "" if it never did."""
+        buffer = ffi.new("char[]", 1024)
+        check(lib.pyorch_engine_error(self.handle, buffer, len(buffer)))
+        return string(buffer)
+
+    def set_budget(self, n_bytes: int) -> None:
+        """BudgetError below the floor, or below what is pinned."""
+        check(lib.pyorch_set_budget(self.handle, n_bytes))
+
+    def set_policy(self, policy: str) -> None:
+        check(lib.pyorch_set_policy(self.handle, _policy(policy)))
+
+    def set_layer_limits(self, il: int, min_experts: int, max_experts: int) -> None:
+        """How many experts of a layer eviction leaves, and how many the layer may hold."""
+        check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
+
+    def residency(self, il: int) -> Residency:
+        flags = np.empty(self._n_expert[il], np.uint8)
+        check(lib.pyorch_get_residency(self.handle, il, ffi.from_buffer("uint8_t[]", flags), flags.size))
+        states = (lib.PYORCH_RESIDENT, lib.PYORCH_LOADING, lib.PYORCH_PINNED, lib.PYORCH_IN_USE)
+        return Residency(*((flags & state) != 0 for state in states))
+
+    def prefetch(self, il: int, experts: Iterable[int]) -> None:
+        """Queues reads behind all demand, in this order. Returns at once."""
+        self._on_experts(lib.pyorch_prefetch, il, experts)
+
+    def pin(self, il: int, experts: Iterable[int]) -> None:
+        """Brings in experts and never evicts them. BudgetError if the rest would fall below the floor."""
+        self._on_experts(lib.pyorch_pin, il, experts)
+
+    def unpin(self, il: int, experts: Iterable[int]) -> None:
+        self._on_experts(lib.pyorch_unpin, il, experts)
+
+    def evict(self, il: int, experts: Iterable[int]) -> None:
+        """Frees resident experts that are neither pinned nor in use."""
+        self._on_experts(lib.pyorch_evict, il, experts)
+
+    def wait_idle(self) -> None:
+        """Waits until no read is queued or running."""
+        check(lib.pyorch_wait_idle(self.handle))
+
+    def stats(self, il: int = -1) -> Stats:
+        """Of one layer, or of all of them (-1)."""
+        raw = ffi.new("pyorch_stats *")
+        check(lib.pyorch_get_stats(self.handle, il, raw))
+        return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
+
+    def reset_stats(self) -> None:
+        """Zeroes the counters, not the gauges."""
+        check(lib.pyorch_reset_stats(self.handle))
+
+    def set_observer(self, observer: Callable[[Routing], None] | None) -> None:
+        """Shows each routing decision to the observer, between router and experts; None removes it.
+
+        It runs on a compute thread: it must return quickly, and not decode. What it raises is printed.
+        """
+        callback = _observer_callback(observer) if observer is not None else ffi.NULL
+        check(lib.pyorch_set_observer(self.handle, callback, ffi.NULL))
+        self._observer = callback  # the old one is freed only now, when no call of it can be running
+
+    def _on_experts(self, function, il: int, experts: Iterable[int]) -> None:
+        ids = np.fromiter(experts, np.int32)
+        check(function(self.handle, il, ffi.from_buffer("int32_t[]", ids), ids.size))
+
+
+def _policy(name: str) -> int:
+    if name not in POLICIES:
+        raise PyorchError(f'policy "{name}" is not known: use {" or ".join(POLICIES)}')
+    return getattr(lib, POLICIES[name])
+
+
+def _read_callback(source: Source):
+    printed = False  # a bug in a source fails hundreds of reads alike
+
+    @ffi.callback("pyorch_read_fn")
+    def read(_user, file, offset, buffer, size):
+        nonlocal printed
+        try:
+            data = source.read(file, offset, size)
+            if len(data) > size:
+                raise ValueError(f"the source returned {len(data)} bytes where {size} were asked for")
+            ffi.memmove(buffer, data, len(data))
+            return len(data)
+        except OSError as error:
+            return -(error.errno or errno.EIO)
+        except Exception:
+            if not printed:
+                traceback.print_exc()
+            printed = True
+            return -errno.EIO
+
+    return read
+
+
+def _observer_callback(observer: Callable[[Routing], None]):
+    @ffi.callback("pyorch_observer_fn")
+    def observe(_user, raw):
+        observer(
+            Routing(
+                int(ffi.cast("uintptr_t", raw.context)),
+                raw.il,
+                _copy(raw.experts, np.int32, raw.n_tokens, raw.n_expert_used),
+                _copy(raw.weights, np.float32, raw.n_tokens, raw.n_expert_used),
+                _copy(raw.probs, np.float32, raw.n_tokens, raw.n_expert),
+            )
+        )
+
+    return observe
+
+
+def _copy(pointer, dtype: type, rows: int, columns: int) -> np.ndarray:
+    # The engine's arrays are valid during the call only.
+    size = rows * columns * np.dtype(dtype).itemsize
+    return np.frombuffer(ffi.buffer(pointer, size), dtype).reshape(rows, columns).copy()

@@ -1,0 +1,25 @@
+"""What can go wrong, as sentences for the user.
+
+The command line prints one as `pyorch: error: ...` and exits with status 2.
+"""
+
+from __future__ import annotations
+
+
+class PyorchError(Exception):
+    """A sentence: what was wrong, with which value, and what would be right."""
+
+
+class BudgetError(PyorchError):
+    """The memory that was asked for, or that there is, does not do."""
+
+
+class FormatError(PyorchError):
+    """A file is missing, damaged, or not what it should be."""
+
+
+class ExpertReadError(PyorchError, RuntimeError):
+    """A decode failed because an expert could not be read. The next decode may succeed.
+
+    A RuntimeError too, which is what llama_cpp raises for a failed decode.
+    """

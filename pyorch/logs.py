@@ -1,0 +1,76 @@
+"""llama.cpp's log: quiet unless asked for, but its last errors are kept for the error message.
+
+llama.cpp has one log for the process. The callback installed here keeps the rule of llama-cpp-python
+(Llama(verbose=...) sets the level) except that errors of a quiet load go into the exception and not
+to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+import llama_cpp.llama_cpp as llama
+from llama_cpp._logger import logger
+
+# enum ggml_log_level; llama_cpp's own table is of an older llama.cpp
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_CONTINUED = 5
+
+_last_errors: deque[str] = deque(maxlen=16)
+_collecting = threading.local()
+_last_level = logging.NOTSET
+_quiet = False
+
+
+@llama.llama_log_callback
+def _on_log(level: int, text: bytes | None, _user: object) -> None:
+    global _last_level
+    line = (text or b"").decode("utf-8", "replace")
+    if level != _CONTINUED:
+        _last_level = _LEVELS.get(level, logging.CRITICAL)
+    if _last_level == logging.ERROR:
+        _last_errors.append(line.strip())
+    lines = getattr(_collecting, "lines", None)
+    if lines is not None:
+        lines.append(line)
+        return
+    if not _quiet and logger.level <= _last_level:
+        sys.stderr.write(line)
+
+
+def install() -> None:
+    """Makes this the log of the process. llama_cpp installs its own when it is imported."""
+    llama.llama_log_set(_on_log, ctypes.c_void_p(0))
+
+
+def set_quiet(quiet: bool) -> None:
+    """Quiet: nothing is written, not even errors."""
+    global _quiet
+    _quiet = quiet
+
+
+def last_error() -> str:
+    """The first thing that llama.cpp said went wrong, "" if it said nothing."""
+    # The first is the cause; a line begins with the name of a function.
+    first = next((line for line in _last_errors if line), "")
+    return first.split(": ", 1)[-1].removeprefix("error loading model: ")
+
+
+def forget_errors() -> None:
+    _last_errors.clear()
+
+
+@contextlib.contextmanager
+def collect() -> Iterator[list[str]]:
+    """The lines that the calling thread makes llama.cpp log, instead of writing them."""
+    _collecting.lines = []
+    try:
+        yield _collecting.lines
+    finally:
+        _collecting.lines = None

@@ -1,0 +1,306 @@
+"""Any model that llama_cpp loads in this process can leave its experts to an engine.
+
+The functions of `llama_cpp.llama_cpp` that load and free models and contexts are replaced, once, by ones
+that do the same and look after the engine. Without settings in force they only pass through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import llama_cpp
+import llama_cpp._internals as internals
+import llama_cpp.llama_cpp as llama
+
+from pyorch import logs, measure, memory
+from pyorch.bindings import check, ffi, lib
+from pyorch.engine import Engine, Source
+from pyorch.errors import ExpertReadError, FormatError
+from pyorch.modelmap import ModelMap
+
+NARROW_UBATCH, WIDE_UBATCH = 512, 2048
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How models are loaded. Fields that are None leave what the caller of llama_cpp chose.
+
+    n_ubatch, n_outputs_max and flash_attn_type are for contexts that are made while the settings are in
+    force. n_ubatch "auto", under the automatic budget, takes the widest that leaves most of the memory to
+    experts: in prefill every expert is read once for each ubatch, so twice as wide is half the reading.
+    """
+
+    budget: int | str = memory.AUTO
+    policy: str = "lru"
+    n_readers: int = 0
+    direct_io: bool = True
+    source: Source | None = None
+    use_extra_bufts: bool | None = None
+    n_ubatch: int | str | None = None
+    n_outputs_max: int | None = None
+    flash_attn_type: int | None = None
+    on_free: Callable[[ManagedModel], None] | None = None  # called when the model is freed, its engine not yet
+
+
+@dataclass
+class ManagedModel:
+    """A loaded model: its map, and its engine unless it is dense or mapped."""
+
+    path: str
+    map: ModelMap
+    settings: Settings
+    params: llama.llama_model_params
+    engine: Engine | None = None
+    contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
+
+    @property
+    def automatic(self) -> bool:
+        return self.engine is not None and self.settings.budget == memory.AUTO
+
+
+_models: dict[int, ManagedModel] = {}  # by llama_model *
+# Of _models and of the contexts in it. Reentrant, and loops run over copies: the garbage collector may free
+# a model at any moment.
+_lock = threading.RLock()
+_process_settings: list[Settings] = []
+_thread_settings = threading.local()
+
+
+class manage:
+    """Every model that llama_cpp loads in this process from now on is managed, until close().
+
+        pyorch.manage(budget="40%")
+        llm = llama_cpp.Llama("olmoe.gguf")
+
+    Also a context manager. Takes the fields of Settings.
+    """
+
+    def __init__(self, budget: int | str = memory.AUTO, **settings: object) -> None:
+        self.settings = Settings(budget=budget, **settings)
+        _process_settings.append(self.settings)
+
+    def close(self) -> None:
+        if self.settings in _process_settings:
+            _process_settings.remove(self.settings)
+
+    def __enter__(self) -> manage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def managing(settings: Settings) -> Iterator[None]:
+    """As manage, for what the calling thread loads inside."""
+    before = getattr(_thread_settings, "value", None)
+    _thread_settings.value = settings
+    try:
+        yield
+    finally:
+        _thread_settings.value = before
+
+
+def find(model: int) -> ManagedModel | None:
+    """What is known of a llama_model *; None if it was loaded without settings in force."""
+    return _models.get(model)
+
+
+def _settings() -> Settings | None:
+    settings = getattr(_thread_settings, "value", None)
+    return settings or (_process_settings[-1] if _process_settings else None)
+
+
+def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | None]) -> int | None:
+    """Runs call, which loads the model at path, under the settings in force."""
+    settings = _settings()
+    if settings is None or params.vocab_only or params.no_alloc:
+        return call()
+    if settings.use_extra_bufts is not None:
+        params.use_extra_bufts = settings.use_extra_bufts
+    managed = ManagedModel(path, ModelMap(path), settings, params)
+    logs.forget_errors()
+    with capture(managed):
+        model = call()
+    if not model:
+        if managed.engine is not None:
+            managed.engine.close()
+        raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
+    with _lock:
+        _models[model] = managed
+    return model
+
+
+@contextlib.contextmanager
+def capture(managed: ManagedModel) -> Iterator[None]:
+    """While the model is loaded: makes its engine, or leaves its experts mapped."""
+    settings, info = managed.settings, managed.map.info
+    budget = memory.parse_budget(settings.budget, info)
+    if budget == memory.AUTO:
+        # Each context will take its share; then the budget is set to the rest.
+        memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
+        budget = info.floor_bytes
+    if not managed.map.layers:
+        yield
+    elif budget == memory.MAPPED:
+        check(lib.pyorch_capture_mapped(managed.map.handle))
+        try:
+            yield
+        finally:
+            check(lib.pyorch_engine_capture(ffi.NULL))
+    else:
+        managed.engine = Engine(
+            managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
+        )
+        with managed.engine.capture():
+            yield
+
+
+def _free_model(free: Callable, model: int) -> None:
+    with _lock:  # first: once it is freed, another thread may get a model at the same address
+        managed = _models.pop(model, None)
+    free(model)
+    if managed is None:
+        return
+    if managed.settings.on_free is not None:
+        managed.settings.on_free(managed)
+    if managed.engine is not None:
+        managed.engine.close()
+
+
+def _init_context(init: Callable, model: int, params: llama.llama_context_params) -> int | None:
+    managed = _models.get(model)
+    if managed is None:
+        return init(model, params)
+    settings = _settings() or Settings()
+    if settings.flash_attn_type is not None:
+        params.flash_attn_type = settings.flash_attn_type
+    if settings.n_outputs_max is not None:
+        params.n_outputs_max = settings.n_outputs_max
+    if isinstance(settings.n_ubatch, int):
+        params.n_ubatch = min(settings.n_ubatch, params.n_batch)
+    widen = settings.n_ubatch == memory.AUTO
+    reserved = plan_context(managed, params, widen) if managed.automatic else 0
+    context = init(model, params)
+    if context and managed.automatic:
+        with _lock:
+            managed.contexts[context] = reserved
+    return context
+
+
+def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
+    """Sets the engine's budget to what a context with these parameters will leave; returns its bytes.
+
+    widen: choose params.n_ubatch. Raises BudgetError if the floor is not left.
+    """
+    limit, info = memory.memory_limit(), managed.map.info
+    free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
+    free = dataclasses.replace(limit, free_bytes=free_bytes)
+    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
+
+        def need(n_ubatch: int) -> int:
+            params.n_ubatch = n_ubatch
+            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+
+        if widen:
+            params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)
+        needed = need(params.n_ubatch)
+    # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
+    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
+    plan = memory.plan(info, free, dense_bytes=info.dense_bytes if mapped else 0, context_bytes=needed)
+    managed.engine.set_budget(plan.budget_bytes)
+    return needed
+
+
+def _promised_bytes(managed: ManagedModel) -> int:
+    """What looks free and is not: what other models' experts may still take, and contexts of this model."""
+    with _lock:
+        # Compute buffers may not have been touched yet; to count them twice is on the safe side.
+        promised = sum(managed.contexts.values())
+        for other in list(_models.values()):
+            if other.engine is not None and other is not managed:
+                stats = other.engine.stats()
+                promised += stats.budget_bytes - stats.used_bytes
+    return promised
+
+
+def _widest_ubatch(need: Callable[[int], int], n_batch: int, free: memory.MemoryLimit, slots_bytes: int) -> int:
+    """The widest ubatch whose buffers cost the experts at most a tenth of their memory.
+
+    need: bytes of the context for an ubatch. Where all experts fit, none is read twice: the narrow one.
+    """
+    narrow = min(NARROW_UBATCH, n_batch)
+    least = need(narrow)
+    rest = free.free_bytes - memory.margin_bytes(free) - least
+    width = min(WIDE_UBATCH, n_batch)
+    while width > narrow and (rest >= slots_bytes or need(width) - least > rest // 10):
+        width //= 2
+    return max(width, narrow)
+
+
+def _free_context(free: Callable, context: int) -> None:
+    with _lock:
+        for managed in list(_models.values()):
+            managed.contexts.pop(context, None)
+    free(context)
+
+
+_originals: dict[str, Callable] = {}
+
+
+def original(name: str) -> Callable:
+    """A function of llama_cpp.llama_cpp as it was before it was replaced."""
+    return _originals[name]
+
+
+def _replace(name: str, wrapper: Callable) -> None:
+    function = _originals[name] = getattr(llama, name)
+    replacement = functools.wraps(function)(functools.partial(wrapper, function))
+    setattr(llama, name, replacement)
+    setattr(llama_cpp, name, replacement)
+
+
+def _load_from_file(load: Callable, path: bytes, params: llama.llama_model_params) -> int | None:
+    return _load(os.fsdecode(path), params, lambda: load(path, params))
+
+
+def _load_from_splits(load: Callable, paths, n_paths: int, params: llama.llama_model_params) -> int | None:
+    return _load(os.fsdecode(paths[0]), params, lambda: load(paths, n_paths, params))
+
+
+def _raise_decode_errors(method: Callable) -> Callable:
+    """A decode that the engine failed raises the engine's sentence, not only llama.cpp's status."""
+
+    @functools.wraps(method)
+    def wrapper(self: internals.LlamaContext, batch: internals.LlamaBatch) -> None:
+        managed = _models.get(self.model.model)
+        engine = managed.engine if managed is not None else None
+        failures = engine.stats().failures if engine is not None else 0
+        try:
+            method(self, batch)
+        except RuntimeError:
+            if engine is not None and engine.stats().failures > failures:
+                raise ExpertReadError(engine.error()) from None
+            raise
+
+    return wrapper
+
+
+def _install() -> None:
+    logs.install()
+    _replace("llama_model_load_from_file", _load_from_file)
+    _replace("llama_model_load_from_splits", _load_from_splits)
+    _replace("llama_model_free", _free_model)
+    _replace("llama_init_from_model", _init_context)
+    _replace("llama_free", _free_context)
+    internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)
+    internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)
+
+
+_install()

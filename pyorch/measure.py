@@ -1,0 +1,67 @@
+"""What a context will occupy, told by llama.cpp itself before anything is allocated.
+
+llama.cpp can load a model and make a context without allocating (no_alloc), and then knows the sizes of
+the KV cache and of the compute buffers of any architecture. It tells them in its log only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch import logs
+from pyorch.errors import BudgetError, FormatError
+from pyorch.memory import MiB
+from pyorch.modelmap import ModelMap
+
+# The KV cache's (or recurrent state's) own sum, then buffers by name. Buffers of no_alloc are empty.
+_SIZES = re.compile(r"(?:: size = +|(?:output|compute) buffer size = +)([\d.]+) MiB")
+
+
+@contextlib.contextmanager
+def twin(load: Callable, path: str, params: llama.llama_model_params) -> Iterator[int]:
+    """A model that has everything but memory for its weights."""
+    params = llama.llama_model_params.from_buffer_copy(params)
+    params.no_alloc = True
+    params.load_mode = llama.LLAMA_LOAD_MODE_NONE
+    with logs.collect():
+        model = load(os.fsencode(path), params)
+    if not model:
+        raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
+    try:
+        yield model
+    finally:
+        with logs.collect():
+            llama.llama_model_free(model)
+
+
+def context_bytes(init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap) -> int:
+    """KV cache, compute buffers and work space of a context with these parameters; model: a twin.
+
+    Raises BudgetError if llama.cpp refuses the parameters.
+    """
+    with logs.collect() as lines:
+        context = init(model, params)
+        if context:
+            llama.llama_free(context)
+    if not context:
+        raise BudgetError(f"llama.cpp refuses this context: {logs.last_error()}")
+    reported = sum(float(size) for line in lines for size in _SIZES.findall(line))
+    return round(reported * MiB) + _work_bytes(model_map, params.n_ubatch)
+
+
+def _work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
+    """Work space of mul_mat_id, which is in none of the buffers that llama.cpp reports.
+
+    The quantized inputs of the down matrices, at most two bytes a value, and for each expert a list that
+    is long enough for all of the ubatch's choices, eight bytes each.
+    """
+    arch, n_used = model_map.info.arch, model_map.info.n_expert_used
+    n_ff = model_map.metadata_int(f"{arch}.expert_feed_forward_length") or 0
+    n_ff = n_ff or model_map.metadata_int(f"{arch}.feed_forward_length", default=0)
+    n_expert = max((layer.n_expert for layer in model_map.layers), default=0)
+    return n_ubatch * n_used * (2 * n_ff + 8 * n_expert)

@@ -1,0 +1,222 @@
+"""The planner: how many bytes the routed experts may occupy.
+
+A budget is a share of the experts ("40%"), a size ("1.5GiB", "800MB", bytes), or "auto": what the real
+memory limit leaves. The real limit is the tightest of the process's control groups (version 1 and 2,
+all ancestors) and of physical memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pyorch.errors import BudgetError
+from pyorch.modelmap import MapInfo
+
+AUTO = "auto"
+MAPPED = "mapped"  # experts stay mapped from the file and nothing manages them: the reference of verify
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1 << 10 * _power, f"{_letter}IB": 1 << 10 * _power, f"{_letter}B": 1000**_power}
+
+_ACCEPTED = "use a share of the experts such as 40%, a size such as 1.5GiB or 800MB, or auto"
+
+
+def format_bytes(n: int, round_up: bool = False) -> str:
+    """A size for people, such as 214 MiB; rounded up where the number must suffice."""
+    unit, name = next(((u, s) for u, s in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")) if n >= 10 * u), (1, "bytes"))
+    if unit == 1 or name == "KiB":
+        unit, name = (KiB, "KiB") if n >= KiB else (1, "bytes")
+    scale = 10 if unit == GiB else 1
+    value = (math.ceil if round_up else round)(n * scale / unit) / scale
+    return f"{value:.1f} {name}" if scale > 1 else f"{value:.0f} {name}"
+
+
+def parse_budget(budget: int | str, info: MapInfo) -> int | str:
+    """Bytes for the experts of a model, or AUTO or MAPPED. More than all of them is all of them.
+
+    Raises BudgetError for what is no budget, and below the floor.
+    """
+    if budget in (AUTO, MAPPED):
+        return budget
+    n = parse_size(budget, info.slots_bytes)
+    if n < info.floor_bytes:
+        raise BudgetError(
+            f"budget {format_bytes(n)} is below the floor of {format_bytes(info.floor_bytes, round_up=True)} "
+            f"(all experts of the largest layer): use --budget {_as_option(info.floor_bytes)} or more"
+        )
+    return min(n, info.slots_bytes)
+
+
+def parse_size(budget: int | str, whole: int) -> int:
+    """Bytes of a size, or of a share of the whole. BudgetError for what is neither."""
+    if isinstance(budget, int) and not isinstance(budget, bool):
+        return budget
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", str(budget), re.IGNORECASE)
+    if match and match[2] == "%":
+        return math.ceil(float(match[1]) / 100 * whole)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    # A bare 0.4 may be meant as a share or as bytes: neither is assumed.
+    if unit is None or (match[2] == "" and "." in match[1]):
+        raise BudgetError(f'budget "{budget}" is not understood: {_ACCEPTED}')
+    return round(float(match[1]) * unit)
+
+
+def _as_option(n: int) -> str:
+    return format_bytes(n, round_up=True).replace(" ", "").removesuffix("bytes")
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A limit on this process's memory. free_bytes: what may still be allocated under it."""
+
+    source: str
+    limit_bytes: int
+    free_bytes: int
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The limit that leaves least free. Tests pass a root with a proc and a sys of their own."""
+    limits = [*_cgroup_limits(root), _physical_memory(root)]
+    return min(limits, key=lambda limit: limit.free_bytes)
+
+
+def _physical_memory(root: Path) -> MemoryLimit:
+    try:
+        text = (root / "proc/meminfo").read_text()
+    except OSError:  # not Linux: what is in use is not known
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return MemoryLimit("physical memory", total, total // 2)
+    meminfo = {m[1]: int(m[2]) * KiB for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    return MemoryLimit("physical memory", meminfo["MemTotal"], meminfo["MemAvailable"])
+
+
+@dataclass(frozen=True)
+class _Hierarchy:
+    """Names of the files of a cgroup version. Page cache counts as usage but is given back under pressure."""
+
+    limits: tuple[str, ...]
+    usage: str
+    cache: tuple[str, ...]
+
+
+_V1 = _Hierarchy(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Hierarchy(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
+
+
+def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
+    """The limits of the process's cgroup and of each ancestor that is mounted here."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return
+    for membership in memberships:
+        _, controllers, path = membership.split(":", 2)
+        v1 = "memory" in controllers.split(",")
+        if not v1 and controllers:
+            continue
+        for mount_root, mount_point in _mounts(mounts, v1):
+            for group in _ancestry(PurePosixPath(path), mount_root):
+                directory = root / str(mount_point).lstrip("/") / group
+                limit = _read_group(directory, _V1 if v1 else _V2, f"cgroup {mount_point / group}")
+                if limit is not None:
+                    yield limit
+
+
+def _mounts(mountinfo: list[str], v1: bool) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
+    """Root and mount point of each mount of the hierarchy that limits memory, see proc(5)."""
+    for line in mountinfo:
+        fields, _, after = line.partition(" - ")
+        fs_type, _, options = after.split(" ", 2)
+        if fs_type == ("cgroup" if v1 else "cgroup2") and (not v1 or "memory" in options.split(",")):
+            yield PurePosixPath(fields.split()[3]), PurePosixPath(fields.split()[4])
+
+
+def _ancestry(group: PurePosixPath, mount_root: PurePosixPath) -> Iterator[PurePosixPath]:
+    """The group and its ancestors, relative to the mount point."""
+    # In a container the group's path may be the host's, while only the group itself is mounted.
+    below = group.relative_to(mount_root) if group.is_relative_to(mount_root) else PurePosixPath(".")
+    if ".." in below.parts:
+        below = PurePosixPath(".")
+    yield below
+    if below != PurePosixPath("."):
+        yield from below.parents
+
+
+def _read_group(directory: Path, names: _Hierarchy, source: str) -> MemoryLimit | None:
+    limits = [n for n in (_read_int(directory / name) for name in names.limits) if n is not None]
+    usage = _read_int(directory / names.usage)
+    # Version 1 says "no limit" with the largest number of pages.
+    if not limits or usage is None or min(limits) >= 1 << 62:
+        return None
+    stat = directory / "memory.stat"
+    lines = stat.read_text().splitlines() if stat.is_file() else []
+    cache = sum(int(value) for key, _, value in (line.partition(" ") for line in lines) if key in names.cache)
+    return MemoryLimit(source, min(limits), max(0, min(limits) - max(0, usage - cache)))
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def margin_bytes(limit: MemoryLimit) -> int:
+    """Kept free: stacks, page tables, tokenizer, the page cache that buffered reads need."""
+    return 96 * MiB + limit.limit_bytes * 3 // 100
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What memory is for. budget_bytes is the rest, at most what all experts occupy."""
+
+    limit: MemoryLimit
+    dense_bytes: int  # still to be loaded
+    context_bytes: int  # KV cache and compute buffers, still to be allocated
+    margin_bytes: int
+    budget_bytes: int
+
+
+def plan(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> Plan:
+    """Divides what is free under the limit. Raises BudgetError if less than the floor is left for experts."""
+    margin = margin_bytes(limit)
+    rest = limit.free_bytes - dense_bytes - context_bytes - margin
+    if rest < info.floor_bytes:
+        needs = {
+            "for dense weights": dense_bytes,
+            "for the context": context_bytes,
+            "for the experts of one layer": info.floor_bytes,
+            "as a margin": margin,
+        }
+        terms = ", ".join(f"{format_bytes(n, round_up=True)} {what}" for what, n in needs.items() if n)
+        raise BudgetError(
+            f"{info.name or info.arch} does not fit: {format_bytes(limit.free_bytes)} are free under the limit of "
+            f"{format_bytes(limit.limit_bytes)} ({limit.source}), but it still needs "
+            f"{format_bytes(sum(needs.values()), round_up=True)} ({terms}): "
+            "allow it more memory, or use a smaller context or ubatch"
+        )
+    return Plan(limit, dense_bytes, context_bytes, margin, min(rest, info.slots_bytes))
+
+
+def physical_cores(root: Path = Path("/")) -> int:
+    """Cores that this process may use. A second hardware thread of a core does not make it compute faster."""
+    try:
+        allowed = os.sched_getaffinity(0)
+        text = (root / "proc/cpuinfo").read_text()
+    except (AttributeError, OSError):
+        return os.cpu_count() or 1
+    cores = set()
+    for block in text.split("\n\n"):
+        cpu = dict(re.findall(r"^(processor|physical id|core id)\s*:\s*(\d+)$", block, re.MULTILINE))
+        if int(cpu.get("processor", -1)) in allowed:
+            cores.add((cpu.get("physical id"), cpu.get("core id", cpu["processor"])))
+    return len(cores) or len(allowed)

@@ -1,0 +1,316 @@
+"""A loaded model: generation, residency, settings of each layer, statistics."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import llama_cpp
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from pyorch import logs, managed, memory
+from pyorch.engine import Engine, Source, Stats
+from pyorch.errors import PyorchError
+from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
+from pyorch.modelmap import ModelMap
+
+# A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
+# otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
+N_OUTPUTS_MAX = 64
+
+DEFAULT_CTX = 4096
+
+_loading = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """How the experts of one layer are kept.
+
+    Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
+    while it runs; pinned ones stay.
+    """
+
+    min_experts: int = 0
+    max_experts: int | None = None
+    pinned: frozenset[int] = frozenset()
+
+
+class Layer:
+    """A block with routed experts."""
+
+    def __init__(self, engine: Engine, il: int, n_expert: int) -> None:
+        self.il = il
+        self.n_expert = n_expert
+        self._engine = engine
+        self._policy = LayerPolicy()
+
+    @property
+    def residency(self) -> np.ndarray:
+        """bool[n_expert]: which experts are resident now."""
+        return self._engine.residency(self.il).resident
+
+    @property
+    def policy(self) -> LayerPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: LayerPolicy) -> None:
+        limit = self.n_expert if policy.max_experts is None else policy.max_experts
+        added = sorted(policy.pinned - self._policy.pinned)
+        self._engine.pin(self.il, added)
+        try:
+            self._engine.set_layer_limits(self.il, policy.min_experts, limit)
+        except PyorchError:
+            self._engine.unpin(self.il, added)
+            raise
+        self._engine.unpin(self.il, sorted(self._policy.pinned - policy.pinned))
+        self._policy = policy
+
+    def prefetch(self, experts: Iterable[int]) -> None:
+        """Queues reads behind all demand, in this order. Returns at once."""
+        self._engine.prefetch(self.il, experts)
+
+    def evict(self, experts: Iterable[int]) -> None:
+        """Frees resident experts that are neither pinned nor in use."""
+        self._engine.evict(self.il, experts)
+
+    def stats(self) -> Stats:
+        return self._engine.stats(self.il)
+
+
+class _ResidencyView(Mapping[int, np.ndarray]):
+    """il to bool[n_expert], as of the moment of asking."""
+
+    def __init__(self, layers: dict[int, Layer]) -> None:
+        self._layers = layers
+
+    def __getitem__(self, il: int) -> np.ndarray:
+        return self._layers[il].residency
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+@dataclass(frozen=True)
+class ModelStats:
+    """What was measured since the model was loaded or its statistics were reset.
+
+    Prefill counts tokens of batches, decode those that were computed one by one. experts is None
+    for a dense model, and layers, by il, is empty.
+    """
+
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    peak_memory_bytes: int  # of the process
+    experts: Stats | None
+    layers: dict[int, Stats]
+
+    @property
+    def prefill_rate(self) -> float:
+        """Tokens per second, 0 without any."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second, 0 without any."""
+        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
+
+    @property
+    def bytes_read_per_token(self) -> float:
+        """Of experts, for each token of any context; 0 without any."""
+        if self.experts is None or not self.experts.tokens:
+            return 0.0
+        return self.experts.bytes_read * len(self.layers) / self.experts.tokens
+
+
+class Model:
+    """A model in memory, made by load(). One thread at a time; close() or a `with` block frees it.
+
+    llama: the llama_cpp.Llama, its whole API: chat completion, embeddings, logits, tokenization.
+    map: the model map. engine: None for a dense model, which has no experts to manage.
+    layers: the blocks with routed experts, by il. residency: il to bool[n_expert].
+    """
+
+    def __init__(self, model: llama_cpp.Llama, record: ManagedModel) -> None:
+        self.llama = model
+        self.map: ModelMap = record.map
+        self.engine = record.engine
+        self.layers = {
+            layer.il: Layer(record.engine, layer.il, layer.n_expert)
+            for layer in (record.map.layers if record.engine is not None else ())
+        }
+        self.residency: Mapping[int, np.ndarray] = _ResidencyView(self.layers)
+
+    @property
+    def note(self) -> str:
+        """A sentence where there is nothing to manage, "" otherwise."""
+        if self.map.layers:
+            return ""
+        return f"{self.map.path} is a dense model: it has no experts to manage and runs as it would without pyorch"
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int = 128,
+        temperature: float = 0.8,
+        top_p: float = 0.95,
+        top_k: int = 40,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        **sampling: object,
+    ) -> Iterator[str]:
+        """Continues a prompt (text or token ids), piece by piece, until max_tokens or an end of text.
+
+        temperature 0 is greedy. `sampling` goes to llama_cpp.Llama.create_completion.
+
+        Raises:
+            ExpertReadError: an expert could not be read. The model stays usable.
+            PyorchError: the prompt is longer than the context.
+        """
+        try:
+            for chunk in self.llama.create_completion(
+                prompt if isinstance(prompt, str) else list(prompt),
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                seed=seed,
+                stop=list(stop),
+                stream=True,
+                **sampling,
+            ):
+                yield chunk["choices"][0]["text"]
+        except ValueError as error:  # Llama's, about arguments
+            raise PyorchError(str(error)) from error
+
+    def chat(self, messages: Sequence[dict[str, str]], **sampling: object) -> Iterator[str]:
+        """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
+
+        `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does.
+        """
+        try:
+            for chunk in self.llama.create_chat_completion(list(messages), stream=True, **sampling):
+                yield chunk["choices"][0]["delta"].get("content") or ""
+        except ValueError as error:
+            raise PyorchError(str(error)) from error
+
+    def stats(self) -> ModelStats:
+        perf = llama.llama_perf_context(self.llama.ctx)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return ModelStats(
+            # llama.cpp counts at least one token, to divide by
+            perf.n_p_eval if perf.t_p_eval_ms else 0,
+            perf.t_p_eval_ms / 1000,
+            perf.n_eval if perf.t_eval_ms else 0,
+            perf.t_eval_ms / 1000,
+            peak,
+            self.engine.stats() if self.engine is not None else None,
+            {il: layer.stats() for il, layer in self.layers.items()},
+        )
+
+    def reset_stats(self) -> None:
+        llama.llama_perf_context_reset(self.llama.ctx)
+        if self.engine is not None:
+            self.engine.reset_stats()
+
+    def close(self) -> None:
+        """Frees the context, the model and then its engine. May be called again."""
+        self.llama.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load(
+    path: str | os.PathLike[str],
+    budget: int | str = memory.AUTO,
+    n_ctx: int | None = None,
+    n_threads: int | None = None,
+    n_batch: int | None = None,
+    n_ubatch: int | None = None,
+    policy: str = "lru",
+    n_readers: int = 0,
+    direct_io: bool = True,
+    source: Source | None = None,
+    use_extra_bufts: bool = True,
+    verbose: bool = False,
+    **llama_kwargs: object,
+) -> Model:
+    """Loads a GGUF whose experts may occupy at most `budget`.
+
+    Args:
+        budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
+            as "1.5GiB" or "800MB", or bytes.
+        n_ctx: tokens of context, default: what the model was trained with, but at most 4096.
+        n_threads: default: the physical cores.
+        n_ubatch: tokens that are computed at once. Default: 2048 where experts have to be read, memory
+            permitting, because prefill reads every expert once for each ubatch; 512 otherwise.
+        n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
+        policy: which expert is evicted first, "lru" or "lfu".
+        n_readers, direct_io, source: see Engine.
+        use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.
+        llama_kwargs: for llama_cpp.Llama.
+
+    Raises:
+        FormatError: the file is missing, damaged, incomplete or no GGUF.
+        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
+    """
+    path = os.fspath(path)
+    logs.set_quiet(not verbose)
+    n_threads = n_threads or memory.physical_cores()
+    with ModelMap(path) as model_map:
+        trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
+        n_ctx = n_ctx or min(DEFAULT_CTX, trained)
+    wants_all_outputs = llama_kwargs.get("logits_all") or llama_kwargs.get("embedding") or "draft_model" in llama_kwargs
+    settings = Settings(
+        budget=budget,
+        policy=policy,
+        n_readers=n_readers,
+        direct_io=direct_io,
+        source=source,
+        use_extra_bufts=use_extra_bufts,
+        n_ubatch=n_ubatch or default_ubatch(path, budget),
+        n_outputs_max=0 if wants_all_outputs else N_OUTPUTS_MAX,
+        flash_attn_type=None if "flash_attn" in llama_kwargs else llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    )
+    arguments: dict[str, object] = {
+        # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
+        # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
+        "use_mmap": False,
+        "n_ctx": n_ctx,
+        "n_batch": n_batch or max(n_ubatch or 0, WIDE_UBATCH),
+        "n_threads": n_threads,
+        "n_threads_batch": n_threads,
+        "verbose": verbose,
+    }
+    # Llama redirects the process's stdout and stderr while it loads, which two threads must not do at once.
+    with _loading, managed.managing(settings):
+        try:
+            model = llama_cpp.Llama(path, **arguments | llama_kwargs)
+        except ValueError as error:
+            raise PyorchError(f"{path}: {error}") from error
+    return Model(model, managed.find(model.model))
+
+
+def default_ubatch(path: str | os.PathLike[str], budget: int | str) -> int | str:
+    """n_ubatch of a model under a budget; "auto" where it depends on what memory a context leaves."""
+    with ModelMap(path) as model_map:
+        resolved = memory.parse_budget(budget, model_map.info)
+        if resolved == memory.AUTO:
+            return memory.AUTO
+        whole = resolved == memory.MAPPED or resolved >= model_map.info.slots_bytes
+        return NARROW_UBATCH if whole else WIDE_UBATCH

@@ -1,0 +1,164 @@
+"""The model map: where each routed expert of a GGUF lies, and what else the file says about itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.bindings import check, ffi, lib, string
+from pyorch.errors import FormatError
+
+SIDECARS = ("buddies", "maps", "predictor", "experts")
+
+
+@dataclass(frozen=True)
+class MapInfo:
+    """Sizes in bytes. The names are those of pyorch_map_info."""
+
+    arch: str
+    name: str
+    n_files: int
+    n_layers: int
+    n_moe_layers: int
+    n_expert_used: int
+    file_bytes: int
+    expert_bytes: int
+    dense_bytes: int
+    slots_bytes: int
+    floor_bytes: int
+
+
+@dataclass(frozen=True)
+class Role:
+    """One matrix of an expert: what it is for (gate, up, down or gate_up) and its ggml type."""
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """A block with routed experts. expert_bytes is one expert in the file, slot_bytes one in memory."""
+
+    il: int
+    n_expert: int
+    roles: tuple[Role, ...]
+    expert_bytes: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class ExpertRange:
+    """Where one matrix of an expert lies."""
+
+    path: str
+    offset: int
+    size: int
+
+
+class ModelMap:
+    """The map of one GGUF, shards included.
+
+    Raises FormatError if the file is missing, truncated, incomplete or no GGUF. `info` and `layers` are
+    plain data that outlive close(). A model without routed experts has no layers.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        out = ffi.new("pyorch_map **")
+        check(lib.pyorch_map_open(os.fsencode(self.path), out))
+        self._map = ffi.gc(out[0], lib.pyorch_map_free)
+        self.info = self._read_info()
+        self.layers = tuple(self._read_layer(i) for i in range(self.info.n_moe_layers))
+        self._by_il = {layer.il: layer for layer in self.layers}
+
+    @property
+    def handle(self):
+        """The pyorch_map *, owned by this object."""
+        if self._map is None:
+            raise FormatError(f"the map of {self.path} was closed")
+        return self._map
+
+    def close(self) -> None:
+        if self._map is not None:
+            ffi.release(self._map)
+            self._map = None
+
+    def __enter__(self) -> ModelMap:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def layer(self, il: int) -> LayerInfo:
+        """The layer with llama.cpp's block number il. KeyError if it has no routed experts."""
+        return self._by_il[il]
+
+    def expert_range(self, il: int, expert: int, role: int) -> ExpertRange:
+        """Where matrix `role` (an index into LayerInfo.roles) of an expert lies."""
+        path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        check(lib.pyorch_map_get_range(self.handle, il, expert, role, path, offset, size))
+        return ExpertRange(string(path[0]), offset[0], size[0])
+
+    def metadata_int(self, key: str, index: int = 0, default: int | None = None) -> int | None:
+        """An integer of the metadata, of an array the element at index; the default where there is none."""
+        value = ffi.new("int64_t *")
+        if lib.pyorch_map_get_int(self.handle, key.encode(), index, value) != lib.PYORCH_OK:
+            return default
+        return value[0]
+
+    def metadata_str(self, key: str, default: str | None = None) -> str | None:
+        """A string of the metadata, the default where there is none."""
+        value = ffi.new("char const **")
+        if lib.pyorch_map_get_str(self.handle, key.encode(), value) != lib.PYORCH_OK:
+            return default
+        return string(value[0])
+
+    def kv_bytes(self, n_ctx: int, element_bytes: int = 2) -> int:
+        """Bytes of the KV cache for n_ctx tokens of one sequence, an upper bound.
+
+        Counts heads of each layer apart (grouped-query attention) and the compressed cache of
+        multi-head latent attention; takes a sliding window for the whole context.
+
+        Args:
+            element_bytes: bytes of a cached value, 2 for llama.cpp's default F16.
+        """
+        return n_ctx * element_bytes * sum(self._kv_width(il) for il in range(self.info.n_layers))
+
+    def sidecars(self) -> dict[str, Path]:
+        """The files that pyorch adds, those that lie beside the model: kind and path."""
+        stem = Path(self.path).with_suffix("")
+        paths = {kind: stem.with_name(f"{stem.name}.{kind}.gguf") for kind in SIDECARS}
+        return {kind: path for kind, path in paths.items() if path.is_file()}
+
+    def _kv_width(self, il: int) -> int:
+        """Values of K and V that one token keeps in layer il."""
+        latent = self._hparam("attention.kv_lora_rank")
+        if latent:
+            return latent + (self._hparam("rope.dimension_count") or 0)
+        n_head = self._hparam("attention.head_count", il) or 1
+        n_head_kv = self._hparam("attention.head_count_kv", il)
+        if n_head_kv is None:
+            n_head_kv = n_head
+        head = (self._hparam("embedding_length") or 0) // n_head
+        key = self._hparam("attention.key_length") or head
+        value = self._hparam("attention.value_length") or head
+        return n_head_kv * (key + value)
+
+    def _hparam(self, key: str, il: int = 0) -> int | None:
+        # A hyperparameter is a scalar, or an array with an element for each layer.
+        return self.metadata_int(f"{self.info.arch}.{key}", il)
+
+    def _read_info(self) -> MapInfo:
+        raw = ffi.new("pyorch_map_info *")
+        check(lib.pyorch_map_get_info(self.handle, raw))
+        strings = {"arch": string(raw.arch), "name": string(raw.name)}
+        numbers = {key: getattr(raw, key) for key in MapInfo.__dataclass_fields__ if key not in strings}
+        return MapInfo(**strings, **numbers)
+
+    def _read_layer(self, index: int) -> LayerInfo:
+        raw = ffi.new("pyorch_layer_info *")
+        check(lib.pyorch_map_get_layer(self.handle, index, raw))
+        roles = tuple(Role(string(raw.role[i]), string(raw.type[i])) for i in range(raw.n_roles))
+        return LayerInfo(raw.il, raw.n_expert, roles, raw.expert_bytes, raw.slot_bytes)

@@ -1,0 +1,149 @@
+"""Checks that a budget changes nothing: logits of the managed model against the fully resident one.
+
+The reference leaves its experts mapped from the file, unmanaged, and computes with the same kernels.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch import memory
+from pyorch.context import Context
+from pyorch.engine import Stats
+from pyorch.model import Model, load
+
+# Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
+PROMPT = (
+    "The old lighthouse keeper counted 17 ships before dawn. Each of them carried something different: grain, "
+    "copper, letters, salt. \"Why do you write it all down?\" asked the child. He closed the ledger, looked at the "
+    "grey water, and said that a thing which nobody records has only half happened. def count(ships): return "
+    "len([s for s in ships if s.cargo is not None])"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first logit that differs. position counts tokens from the start of the prompt."""
+
+    position: int
+    token: int
+    reference: float
+    managed: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Logits under one budget against the reference, over n_positions tokens.
+
+    kl_divergence: mean over positions, in nats, of the reference's distribution from the managed one's.
+    top1_agreement: share of positions with the same most probable token.
+    """
+
+    budget: str
+    budget_bytes: int
+    n_positions: int
+    identical: bool
+    first_difference: Difference | None
+    max_abs_difference: float
+    kl_divergence: float
+    top1_agreement: float
+    experts: Stats | None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Tokens and what the resident model makes of them, logits float32[n_tokens, n_vocab]."""
+
+    tokens: tuple[int, ...]
+    n_prompt: int
+    logits: np.ndarray
+
+
+def verify(
+    path: str | os.PathLike[str],
+    budgets: Sequence[str | int],
+    prompt: str = PROMPT,
+    n_tokens: int = 32,
+    n_threads: int | None = None,
+    **load_options: object,
+) -> Iterator[Comparison]:
+    """Compares prefill of the prompt, in more than one ubatch, and n_tokens decoded one by one.
+
+    The reference chooses the tokens, greedily; each budget is given the same ones. Yields one
+    comparison for each budget, as it is made.
+    """
+    n_threads = n_threads or memory.physical_cores()
+    options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **load_options}
+    with load(path, budget=memory.MAPPED, **options) as model:
+        reference = _reference(model, prompt, n_tokens, n_threads)
+    for budget in budgets:
+        with load(path, budget=budget, **options) as model:
+            logits = _replay(model, reference, n_threads)
+            yield _compare(str(budget), reference.logits, logits, model)
+
+
+def _context(model: Model, n_prompt: int, n_tokens: int, n_threads: int) -> Context:
+    return Context(
+        model.llama.model,
+        n_ctx=n_prompt + n_tokens,
+        n_batch=max(1, n_prompt),
+        n_ubatch=max(1, n_prompt * 2 // 5),  # a prompt crosses two borders between ubatches
+        n_threads=n_threads,
+    )
+
+
+def _reference(model: Model, prompt: str, n_tokens: int, n_threads: int) -> Reference:
+    tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
+    n_prompt = len(tokens)
+    with _context(model, n_prompt, n_tokens, n_threads) as context:
+        logits = [context.decode(tokens)]
+        for _ in range(n_tokens):
+            tokens.append(int(logits[-1][-1].argmax()))
+            logits.append(context.decode(tokens[-1:]))
+    return Reference(tuple(tokens), n_prompt, np.concatenate(logits))
+
+
+def _replay(model: Model, reference: Reference, n_threads: int) -> np.ndarray:
+    tokens, n_prompt = reference.tokens, reference.n_prompt
+    with _context(model, n_prompt, len(tokens) - n_prompt, n_threads) as context:
+        logits = [context.decode(tokens[:n_prompt])]
+        logits += [context.decode([token]) for token in tokens[n_prompt:]]
+    return np.concatenate(logits)
+
+
+def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Model) -> Comparison:
+    # Bytes, not values: 0.0 and -0.0 are different here, and a NaN is the same as itself.
+    differs = reference.view(np.uint32) != logits.view(np.uint32)
+    first = None
+    if differs.any():
+        position, token = (int(i) for i in np.argwhere(differs)[0])
+        first = Difference(position, token, float(reference[position, token]), float(logits[position, token]))
+    experts = model.engine.stats() if model.engine is not None else None
+    return Comparison(
+        budget=budget,
+        budget_bytes=experts.budget_bytes if experts is not None else model.map.info.slots_bytes,
+        n_positions=len(reference),
+        identical=first is None,
+        first_difference=first,
+        max_abs_difference=float(np.abs(reference - logits).max()),
+        kl_divergence=_kl_divergence(reference, logits),
+        top1_agreement=float((reference.argmax(-1) == logits.argmax(-1)).mean()),
+        experts=experts,
+    )
+
+
+def _kl_divergence(reference: np.ndarray, logits: np.ndarray) -> float:
+    total = 0.0
+    for p, q in zip(reference, logits):  # a row at a time: float64 of all rows would be large
+        p, q = _log_softmax(p), _log_softmax(q)
+        total += float((np.exp(p) * (p - q)).sum())
+    return total / len(reference)
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())

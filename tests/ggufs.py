@@ -1,0 +1,80 @@
+"""GGUF files made by hand, without a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+
+def write_dense_model(path: Path, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_ff: int = 128) -> None:
+    """A random Llama whose vocabulary is the bytes."""
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("dense")
+    writer.add_block_count(n_layer)
+    writer.add_context_length(512)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(n_head // 2)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(n_embd // n_head)
+    tokens = _byte_tokens()
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+
+    def add(name: str, *shape: int) -> None:
+        values = np.ones(shape) if "norm" in name else random.normal(0, 0.1, shape)
+        writer.add_tensor(name, values.astype(np.float32))
+
+    add("token_embd.weight", len(tokens), n_embd)
+    add("output_norm.weight", n_embd)
+    add("output.weight", len(tokens), n_embd)
+    for il in range(n_layer):
+        add(f"blk.{il}.attn_norm.weight", n_embd)
+        add(f"blk.{il}.ffn_norm.weight", n_embd)
+        add(f"blk.{il}.attn_q.weight", n_embd, n_embd)
+        add(f"blk.{il}.attn_k.weight", n_embd // 2, n_embd)
+        add(f"blk.{il}.attn_v.weight", n_embd // 2, n_embd)
+        add(f"blk.{il}.attn_output.weight", n_embd, n_embd)
+        add(f"blk.{il}.ffn_gate.weight", n_ff, n_embd)
+        add(f"blk.{il}.ffn_up.weight", n_ff, n_embd)
+        add(f"blk.{il}.ffn_down.weight", n_embd, n_ff)
+    _finish(writer)
+
+
+def split(source: Path, target: Path, max_tensors: int) -> list[Path]:
+    """Copies a GGUF into shards of at most max_tensors tensors. Returns them in order."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), split_max_tensors=max_tensors)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), field.types[0], sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
+    _finish(writer)
+    return sorted(target.parent.glob(f"{target.stem}-*-of-*.gguf"))
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _byte_tokens() -> list[str]:
+    """The characters that byte-level BPE writes bytes as."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    rest = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]

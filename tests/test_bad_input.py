@@ -1,0 +1,146 @@
+"""What users get wrong: each is one sentence on stderr and exit status 2, and nothing is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from ggufs import split
+
+from pyorch import memory
+from pyorch.cli import main
+from pyorch.model import load
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]):
+    """Runs a command that must fail; returns its sentence."""
+
+    def run(*argv: object) -> str:
+        assert main([str(word) for word in argv]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("pyorch: error: ") and printed.err.count("\n") == 1, printed.err
+        return printed.err.removeprefix("pyorch: error: ").strip()
+
+    return run
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("verify",), ("run", "-p", "x")])
+def test_no_such_file(refused, tmp_path: Path, command: tuple[str, ...]) -> None:
+    assert refused(*command, tmp_path / "absent.gguf") == f"{tmp_path}/absent.gguf: no such file"
+
+
+def test_a_directory_is_no_model(refused, tmp_path: Path) -> None:
+    assert str(tmp_path) in refused("run", tmp_path, "-p", "x")
+
+
+def test_not_a_gguf(refused, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"PK\x03\x04" + bytes(1000))
+    assert refused("run", path, "-p", "x") == f"{path} is not a GGUF file: it does not begin with GGUF"
+
+
+def test_an_empty_file(refused, tmp_path: Path) -> None:
+    path = tmp_path / "empty.gguf"
+    path.touch()
+    assert str(path) in refused("run", path, "-p", "x")
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.999])
+def test_a_truncated_gguf(refused, small_moe: Path, tmp_path: Path, share: float) -> None:
+    path = tmp_path / "truncated.gguf"
+    path.write_bytes(small_moe.read_bytes()[: int(share * small_moe.stat().st_size)])
+    sentence = refused("run", path, "-p", "x")
+    assert str(path) in sentence and "truncated" in sentence
+
+
+def test_a_missing_shard(refused, small_moe: Path, tmp_path: Path) -> None:
+    shards = split(small_moe, tmp_path / "split.gguf", max_tensors=30)
+    assert len(shards) > 3
+    shards[2].unlink()
+    assert str(shards[2].name) in refused("run", shards[0], "-p", "x")
+
+
+def test_a_damaged_header(refused, small_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.gguf"
+    content = bytearray(small_moe.read_bytes())
+    content[8:24] = b"\xff" * 16  # numbers of tensors and of metadata
+    path.write_bytes(content)
+    assert str(path) in refused("run", path, "-p", "x")
+
+
+def test_an_architecture_that_llama_cpp_does_not_know(refused, small_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "unknown.gguf"
+    path.write_bytes(small_moe.read_bytes().replace(b"qwen2moe", b"qwen9moe"))
+    sentence = refused("run", path, "-p", "x", "--budget", "50%")
+    assert str(path) in sentence and "qwen9moe" in sentence
+
+
+@pytest.mark.parametrize("budget", ["1%", "1KiB", "0"])
+def test_a_budget_below_the_floor(refused, small_moe: Path, budget: str) -> None:
+    assert "is below the floor of 1536 KiB" in refused("run", small_moe, "-p", "x", "--budget", budget)
+
+
+def test_a_budget_that_is_nonsense(refused, small_moe: Path) -> None:
+    assert 'budget "fast" is not understood' in refused("run", small_moe, "-p", "x", "--budget", "fast")
+
+
+def test_a_memory_limit_below_dense_weights_and_floor(
+    refused, small_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("cgroup /job", 128 << 20, 101 << 20))
+    sentence = refused("run", small_moe, "-p", "x")
+    assert "101 MiB are free under the limit of 128 MiB (cgroup /job)" in sentence
+
+
+def test_a_memory_limit_below_what_the_context_needs(refused, small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("cgroup /job", 128 << 20, 150 << 20))
+    sentence = refused("run", small_moe, "-p", "x", "--ctx", "500000")
+    assert "context" in sentence and "does not fit" in sentence
+
+
+def test_a_prompt_longer_than_the_context(refused, small_moe: Path) -> None:
+    assert "context window of 256" in refused("run", small_moe, "-p", "word " * 600, "--ctx", "256", "--budget", "50%")
+
+
+def test_a_prompt_file_that_is_absent(refused, small_moe: Path, tmp_path: Path) -> None:
+    sentence = refused("run", small_moe, "-f", tmp_path / "no.txt")
+    assert sentence == f"{tmp_path}/no.txt cannot be read: No such file or directory"
+
+
+def test_a_script_that_is_absent(refused, tmp_path: Path) -> None:
+    assert refused("exec", tmp_path / "no.py") == f"{tmp_path}/no.py: no such script"
+
+
+def test_an_unknown_policy(small_moe: Path) -> None:
+    with pytest.raises(Exception, match='policy "random" is not known: use lru or lfu'):
+        load(small_moe, budget="50%", policy="random")
+
+
+def test_a_dense_model_runs_with_a_note(dense_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(dense_model), "-p", "abc", "-n", "4", "--temp", "0", "--ctx", "64"]) == 0
+    assert "is a dense model: it has no experts to manage" in capsys.readouterr().err
+    with load(dense_model, n_ctx=64) as model:
+        assert model.engine is None and not model.layers and model.stats().experts is None
+
+
+def test_shards_run_as_the_whole_file_does(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = split(small_moe, tmp_path / "split.gguf", max_tensors=60)
+    texts = []
+    for path in (small_moe, shards[0]):
+        assert main(["run", str(path), "-p", "def main", "-n", "16", "--temp", "0", "--budget", "20%"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].strip()
+
+
+def test_the_process_works_after_every_refusal(small_moe: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.gguf"
+    shutil.copy(small_moe, broken)
+    with broken.open("r+b") as file:
+        file.truncate(100_000)
+    for _ in range(3):
+        assert main(["run", str(broken), "-p", "x"]) == 2
+    with load(small_moe, budget="50%", n_ctx=64) as model:
+        assert "".join(model.generate("import", max_tokens=4))

@@ -1,0 +1,130 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyorch.cli import COMMANDS, main
+from pyorch.model import load
+
+
+def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = "try: main(['--help'])\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
+    done = python("-c", f"import sys\nfrom pyorch.cli import main\n{script}")
+    assert "commands:" in done.stdout
+    assert not {"numpy", "llama_cpp", "cffi", "torch", "pyorch.model"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: pyorch {command}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["dance"])
+    assert ended.value.code == 2 and "dance" in capsys.readouterr().err
+
+
+def test_run_streams_text_to_stdout_and_statistics_to_stderr(
+    small_moe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["run", str(small_moe), "-p", "import os", "-n", "8", "--budget", "25%", "--temp", "0", "--ctx", "128"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    for word in ("prefill", "decode", "tok/s", "hit rate", "read per token", "budget 3072 KiB", "peak"):
+        assert word in printed.err
+    assert main([*arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == printed.out.removesuffix("\n")
+    assert result["stats"]["experts"]["misses"] > 0 and set(result["stats"]["layers"]) == {str(il) for il in range(8)}
+
+
+def test_a_model_that_has_not_run_has_rates_of_zero(small_moe: Path) -> None:
+    with load(small_moe, budget="50%") as model:
+        stats = model.stats()
+        assert model.llama.n_ctx() == 1024  # what it was trained with
+    assert (stats.prefill_tokens, stats.prefill_rate, stats.decode_tokens, stats.decode_rate) == (0, 0, 0, 0)
+    assert stats.bytes_read_per_token == 0 and stats.experts.hit_rate != stats.experts.hit_rate
+
+
+def test_a_seed_makes_sampling_repeatable(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        main(["run", str(small_moe), "-p", "def ", "-n", "12", "--temp", "1.5", "--seed", str(seed), "--budget", "50%"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_chat_answers_every_line_until_the_input_ends(small_moe: Path) -> None:
+    done = python("-m", "pyorch", "run", small_moe, "--chat", "-n", "4", "--budget", "50%", input="import os\nprint\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("> ") == 3 and done.stdout.count("\n") >= 2
+
+
+def test_inspect_tells_what_the_file_holds(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_moe.with_name("small-moe.buddies.gguf").touch()
+    assert main(["inspect", str(small_moe), "--json"]) == 0
+    it = json.loads(capsys.readouterr().out)
+    assert (it["arch"], it["n_moe_layers"], it["n_expert"], it["n_expert_used"]) == ("qwen2moe", 8, 64, 6)
+    assert it["expert_bytes"] == 3 * 128 * 32 * 2 and it["experts_bytes"] == 8 * 64 * it["expert_bytes"]
+    assert it["file_bytes"] == small_moe.stat().st_size > it["experts_bytes"] + it["dense_bytes"]
+    assert it["kv_cache_bytes"] == 4096 * 8 * 2 * (32 + 32) * 2  # tokens, layers, heads, K and V, F16
+    assert it["sidecars"] == {"buddies": str(small_moe.with_name("small-moe.buddies.gguf"))}
+    small_moe.with_name("small-moe.buddies.gguf").unlink()
+    assert main(["inspect", str(small_moe)]) == 0
+    assert "64 a layer, 6 used for a token, 24 KiB each (bf16)" in capsys.readouterr().out
+
+
+def test_verify_says_bit_identical_at_every_budget(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(small_moe), "--budget", "13%,60%", "--tokens", "8"]) == 0
+    assert capsys.readouterr().out.count("are bit-identical to the resident model's") == 2
+
+
+def test_verify_finds_a_single_wrong_bit(
+    small_moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pyorch import verify
+
+    replay = verify._replay
+
+    def one_bit_off(*arguments):
+        logits = replay(*arguments)
+        logits.view("u4")[20, 7] ^= 1
+        return logits
+
+    monkeypatch.setattr(verify, "_replay", one_bit_off)
+    assert main(["verify", str(small_moe), "--budget", "60%", "--tokens", "4", "--json"]) == 1
+    (it,) = json.loads(capsys.readouterr().out)
+    assert not it["identical"] and it["first_difference"]["position"] == 20 and it["first_difference"]["token"] == 7
+    assert it["top1_agreement"] == 1 and 0 < it["max_abs_difference"] < 1e-5
+
+
+def test_a_closed_pipe_is_quiet(small_moe: Path) -> None:
+    command = f"{sys.executable} -m pyorch run {small_moe} -p import -n 200 --temp 1 --budget 50% | head -c 1"
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (141, b"")  # as of a program that the signal ends
+
+
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], small_moe: Path) -> None:
+    from pyorch.model import Model
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Model, "generate", interrupted)
+    assert main(["run", str(small_moe), "-p", "x", "--budget", "50%"]) == 130
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,142 @@
+"""An expert that cannot be read fails one decode, with a sentence; the next decode works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import PROMPT, assert_same_bits, small_model
+
+from pyorch.context import Context
+from pyorch.errors import ExpertReadError
+from pyorch.model import Model
+
+
+class FaultySource:
+    """Reads a file, and misbehaves as told by `fault`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+        self.fault = ""
+        self.n_faults = 0
+
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        assert file == 0
+        if not self.fault:
+            return os.pread(self._file, size, offset)
+        self.n_faults += 1
+        if self.fault == "EIO":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if self.fault == "nothing":
+            return b""
+        if self.fault == "short":
+            return os.pread(self._file, size // 2, offset)
+        if self.fault == "too much":
+            return os.pread(self._file, size, offset) + b"!"
+        raise RuntimeError(self.fault)
+
+
+FAULTS = {
+    "EIO": "Input/output error",
+    "nothing": "the file ends before it",
+    "short": "the file ends before it",
+    "too much": "Input/output error",
+    "a bug in the source": "Input/output error",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_read_error_fails_the_decode_and_spares_the_next(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], fault: str
+) -> None:
+    with Context(resident.llama.model) as it:
+        expected = it.decode(prompt_tokens)
+    source = FaultySource(small_moe)
+    with small_model(small_moe, "20%", source=source) as model, Context(model.llama.model) as it:
+        source.fault = fault
+        with pytest.raises(ExpertReadError) as failed:
+            it.decode(prompt_tokens)
+        assert source.n_faults > 0
+        sentence = str(failed.value)
+        assert str(small_moe) in sentence and "ffn_" in sentence and "expert " in sentence
+        assert sentence.endswith(FAULTS[fault])
+        assert model.stats().experts.failures == 1
+
+        model.engine.wait_idle()  # reads that began before the fault ends may still fail
+        source.fault = ""
+        assert_same_bits(it.decode(prompt_tokens), expected)
+        assert model.stats().experts.failures == 1
+
+
+def test_an_error_in_the_middle_of_generating_is_raised_and_generating_again_works(small_moe: Path) -> None:
+    source = FaultySource(small_moe)
+    with small_model(small_moe, "15%", source=source) as model:
+        expected = "".join(model.generate(PROMPT, max_tokens=24, temperature=0))
+        model.llama.reset()
+        pieces = []
+        with pytest.raises(ExpertReadError, match="cannot read expert"):
+            for piece in model.generate(PROMPT, max_tokens=24, temperature=0):
+                pieces.append(piece)
+                if len(pieces) == 5:
+                    source.fault = "EIO"
+        model.engine.wait_idle()
+        source.fault = ""
+        assert 5 <= len(pieces) < 24 and expected.startswith("".join(pieces))
+        assert "".join(model.generate(PROMPT, max_tokens=24, temperature=0)) == expected
+
+
+def test_an_error_in_one_context_spares_another(small_moe: Path, resident: Model, prompt_tokens: list[int]) -> None:
+    with Context(resident.llama.model) as it:
+        expected = it.decode(prompt_tokens)
+    source = FaultySource(small_moe)
+    with small_model(small_moe, "20%", source=source) as model:
+        with Context(model.llama.model) as one, Context(model.llama.model) as other:
+            source.fault = "EIO"
+            with pytest.raises(ExpertReadError):
+                one.decode(prompt_tokens)
+            model.engine.wait_idle()
+            source.fault = ""
+            assert_same_bits(other.decode(prompt_tokens), expected)
+
+
+@pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
+def test_a_file_truncated_after_loading_fails_the_request_and_spares_the_process(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], tmp_path: Path, direct_io: bool
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(small_moe, path)
+    with small_model(path, "20%", direct_io=direct_io) as model, Context(model.llama.model) as it:
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ExpertReadError, match=f"from {path}: the file was changed after it was loaded"):
+            it.decode(prompt_tokens)
+        with pytest.raises(ExpertReadError):
+            it.decode(prompt_tokens)
+    with Context(resident.llama.model) as it:
+        expected = it.decode(prompt_tokens)
+    with small_model(small_moe, "20%") as model, Context(model.llama.model) as it:
+        assert_same_bits(it.decode(prompt_tokens), expected)
+
+
+def test_a_file_replaced_after_loading_is_read_as_it_was(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(small_moe, path)
+    with small_model(path, "20%") as model, Context(model.llama.model) as it, Context(resident.llama.model) as whole:
+        replacement = tmp_path / "new"
+        replacement.write_bytes(bytes(path.stat().st_size))
+        replacement.rename(path)
+        assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))
+
+
+def test_a_file_deleted_after_loading_is_read_as_it_was(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(small_moe, path)
+    with small_model(path, "20%") as model, Context(model.llama.model) as it, Context(resident.llama.model) as whole:
+        path.unlink()
+        assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))

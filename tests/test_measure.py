@@ -1,0 +1,59 @@
+"""What a context is said to need before it is made, against what it then takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import llama_cpp.llama_cpp as llama
+import pytest
+
+from pyorch import logs, managed, measure
+from pyorch.errors import BudgetError, FormatError
+from pyorch.memory import MiB
+from pyorch.modelmap import ModelMap
+
+LOAD = managed.original("llama_model_load_from_file")
+INIT = managed.original("llama_init_from_model")
+
+
+def context_params(n_ctx: int, n_ubatch: int) -> llama.llama_context_params:
+    params = llama.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ubatch, n_ubatch
+    return params
+
+
+@pytest.mark.parametrize(("n_ctx", "n_ubatch"), [(256, 32), (4096, 512), (4096, 2048)])
+def test_the_measured_context_is_what_llama_cpp_allocates(small_moe: Path, n_ctx: int, n_ubatch: int) -> None:
+    params, model_params = context_params(n_ctx, n_ubatch), llama.llama_model_default_params()
+    with ModelMap(small_moe) as model_map, measure.twin(LOAD, str(small_moe), model_params) as twin:
+        measured = measure.context_bytes(INIT, twin, params, model_map)
+        work = measure._work_bytes(model_map, n_ubatch)
+        kv = model_map.kv_bytes(n_ctx)
+    with logs.collect() as lines:
+        model = LOAD(str(small_moe).encode(), model_params)
+        context = INIT(model, params)
+        llama.llama_free(context)
+        llama.llama_model_free(model)
+    buffers = re.findall(r"(KV|compute|output) buffer size = +([\d.]+) MiB", "".join(lines))
+    assert {name for name, _ in buffers} == {"KV", "compute", "output"}
+    assert measured - work == pytest.approx(sum(float(size) for _, size in buffers) * MiB, abs=0.1 * MiB)
+    assert [float(size) for name, size in buffers if name == "KV"] == [kv / MiB]
+
+
+def test_a_context_that_llama_cpp_refuses_is_refused_with_its_reason(small_moe: Path) -> None:
+    params = context_params(256, 32)
+    params.type_k, params.type_v = llama.GGML_TYPE_F16, llama.GGML_TYPE_Q4_0
+    params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which a quantized V needs
+    model_params = llama.llama_model_default_params()
+    with ModelMap(small_moe) as model_map, measure.twin(LOAD, str(small_moe), model_params) as twin:
+        with pytest.raises(BudgetError, match="llama.cpp refuses this context: .+"):
+            measure.context_bytes(INIT, twin, params, model_map)
+
+
+def test_a_twin_of_a_broken_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(FormatError, match=str(path)):
+        with measure.twin(LOAD, str(path), llama.llama_model_default_params()):
+            pass
