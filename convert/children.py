@@ -1,0 +1,138 @@
+"""Starts the converter and the quantizer as child processes and turns their failures into sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Callable
+
+from pyorch.convert import architectures
+from pyorch.errors import PyorchError
+
+OnProgress = Callable[[int, int], None]  # done, total
+
+_CONVERTER = Path(__file__).with_name("converter_process.py")
+
+
+class WriteError(PyorchError):
+    """The output could not be written: a reason without the name of the place."""
+
+    def __init__(self, reason: str):
+        # neither numpy nor a C++ stream tells the errno
+        vague = "requested and" in reason or "iostream" in reason
+        super().__init__("the disk is full or at its limit" if vague else reason)
+
+
+def run_converter(jobs: list[dict], *, verbose: bool = False, on_progress: OnProgress | None = None) -> None:
+    """Converts each job: {"checkpoint", "output": paths, "outtype", "options": of llama.cpp's converter,
+    "pre_tokenizer": str or None, "has_mtp": bool}.
+
+    Several in one process save the seconds that torch needs to start. Raises PyorchError at the first
+    failure.
+    """
+    argv = [sys.executable, str(_CONVERTER), str(architectures.converter_dir())]
+    failure = _run(argv, jobs, verbose, on_progress)
+    if failure is None:
+        return
+    kind, message, last_line = failure
+    if kind == "missing":
+        raise PyorchError(f"the converter needs Python packages that are missing ({message}): "
+                          "pip install 'pyorch[convert]'")
+    if kind == "pre-tokenizer":
+        raise PyorchError(
+            "llama.cpp's converter does not recognize this checkpoint's tokenizer: say with --pre-tokenizer NAME "
+            "how it splits text before BPE, such as gpt-2, qwen2 or llama-bpe; the names are "
+            f"{', '.join(architectures.known_pre_tokenizers())}"
+        )
+    if kind == "write":
+        raise WriteError(message)
+    raise PyorchError(f"llama.cpp's converter failed: {_one_line(message or last_line)}; --verbose shows its log")
+
+
+def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress | None = None) -> None:
+    """Quantizes {"source", "output": paths, "file_type": llama_ftype, "pure", "keep_split": bool}.
+
+    Raises PyorchError.
+    """
+    failure = _run([sys.executable, "-m", "pyorch.convert.quantize_process"], job, verbose, on_progress)
+    if failure is None:
+        return
+    kind, message, last_line = failure
+    if kind == "write":
+        raise WriteError(message)
+    if "imatrix" in message or "importance matrix" in message:
+        raise PyorchError("this quantization needs an importance matrix, which pyorch convert does not make: "
+                          "use a type of 3 bits and more, or llama.cpp's llama-imatrix and llama-quantize")
+    raise PyorchError(f"llama.cpp's quantizer failed: {_one_line(message or last_line)}; --verbose shows its log")
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, 400)
+
+
+def _run(argv: list[str], job: object, verbose: bool, on_progress: OnProgress | None) -> tuple[str, str, str] | None:
+    """Runs a child on a job. Returns None, or kind of failure, message and last line of its log.
+
+    On any exception, KeyboardInterrupt included, the child is killed before the exception goes on.
+    """
+    reader, writer = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [*argv, str(writer)], stdin=subprocess.PIPE, pass_fds=[writer],
+            stdout=None if verbose else subprocess.PIPE, stderr=None if verbose else subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    tail: deque[str] = deque(maxlen=50)
+    drain = None
+    try:
+        if child.stdout is not None:
+            lines = (line.decode("utf-8", "replace") for line in child.stdout)
+            drain = threading.Thread(target=tail.extend, args=(lines,))
+            drain.start()
+        try:
+            child.stdin.write(json.dumps(job).encode())
+            child.stdin.close()
+        except BrokenPipeError:
+            pass  # it died at once: the exit status tells
+        error = _listen(reader, on_progress)
+        status = child.wait()
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    finally:
+        if drain is not None:
+            drain.join()
+            child.stdout.close()
+    if status == 0:
+        return None
+    last_line = next((line.strip() for line in reversed(tail) if line.strip()), "")
+    if error is not None:
+        return error["error"], error["message"], last_line
+    if status < 0:
+        return "failed", f"it was ended by signal {-status}{' (out of memory?)' if status == -9 else ''}", last_line
+    return "failed", "", last_line
+
+
+def _listen(reader: int, on_progress: OnProgress | None) -> dict | None:
+    """Reads reports until the child closes its end. Returns the error among them."""
+    error = None
+    with os.fdopen(reader) as reports:
+        for line in reports:
+            message = json.loads(line)
+            if "error" in message:
+                error = message
+            elif on_progress is not None:
+                on_progress(message["done"], message["total"])
+    return error

@@ -1,0 +1,95 @@
+"""`pyorch convert`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from pyorch.convert import architectures, output, quantization
+from pyorch.convert.to_gguf import convert
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "convert", help="convert a Hugging Face checkpoint to GGUF",
+        description="Converts a Hugging Face checkpoint to GGUF with llama.cpp's converter and quantizer. "
+                    "The output appears when it is complete.",
+    )
+    parser.add_argument("source", metavar="HF_DIR", type=Path, nargs="?",
+                        help="directory of the checkpoint, or a GGUF to quantize")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the GGUF to write")
+    parser.add_argument("--outtype", choices=quantization.OUTTYPES, default="auto",
+                        help="type of the weights (default: the 16-bit type of the checkpoint)")
+    parser.add_argument("--quantize", metavar="TYPE", help=f"then quantize: {', '.join(quantization.names())}")
+    parser.add_argument("--pure", action="store_true",
+                        help="quantize every matrix to TYPE, where llama.cpp would give some a better one")
+    parser.add_argument("--pre-tokenizer", metavar="NAME",
+                        help="how the tokenizer splits text before BPE, where llama.cpp does not recognize it")
+    parser.add_argument("--split-max-size", metavar="SIZE", help="write shards of at most SIZE, such as 500M or 4G")
+    parser.add_argument("--list-architectures", action="store_true", help="print what can be converted, and exit")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+    parser.set_defaults(run=run, usage_error=parser.error)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0. Raises PyorchError; KeyboardInterrupt on Ctrl-C, with nothing left behind."""
+    if args.list_architectures:
+        print("\n".join(architectures.known()))
+        return 0
+    if args.source is None or args.output is None:
+        args.usage_error("HF_DIR and -o FILE are needed")
+    bar = _Bar(sys.stderr.isatty() and not args.verbose)
+    # A plain SIGTERM would end this process between the making of a temporary file and its removal.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        result = convert(
+            args.source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
+            pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, verbose=args.verbose,
+            on_progress=bar.update,
+        )
+    finally:
+        bar.clear()
+        signal.signal(signal.SIGTERM, previous)
+    if args.json:
+        print(json.dumps({**asdict(result), "files": [str(file) for file in result.files], "path": str(result.path)}))
+    else:
+        shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
+        print(f"{result.path}: {output.mib(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
+    return 0
+
+
+class _Bar:
+    """One line on a terminal: `converting   43 %  eta 12 s`."""
+
+    def __init__(self, shown: bool):
+        self._shown = shown
+        self._step = ""
+        self._begin = self._last = 0.0
+        self._write(" starting")
+
+    def update(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._begin = step, now
+        if now - self._last < 0.1 and done < total:
+            return
+        self._last = now
+        fraction = done / total if total else 1.0
+        eta = (now - self._begin) * (1 - fraction) / fraction if fraction > 0.02 else None
+        filled = int(fraction * 24)
+        self._write(f" {step:<10} [{'#' * filled}{'.' * (24 - filled)}] {fraction:4.0%}"
+                    + ("" if eta is None else f"  {eta:.0f} s left"))
+
+    def clear(self) -> None:
+        self._write("")
+
+    def _write(self, text: str) -> None:
+        if self._shown:
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,127 @@
+"""Runs llama.cpp's checkpoint converter. A program of its own: children.py starts it, nothing imports it.
+
+Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this
+file imports nothing of pyorch. It reads a list of jobs as JSON from standard input and reports on
+the file descriptor of its second argument, one JSON object a line:
+
+    {"done": bytes, "total": bytes}      while a file is written
+    {"error": kind, "message": text}     and the process ends; kinds are those of children.py
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import traceback
+
+from report import Report
+
+sys.path.pop(0)  # this file's directory: its other neighbours are no top-level modules
+
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+class ProgressBar:
+    """Takes the place of tqdm in the GGUF writer."""
+
+    report: Report
+
+    def __init__(self, *_args: object, desc: str = "", total: int | None = None, **_kwargs: object):
+        self._shown = desc == "Writing"
+        self._done = 0
+        self._total = total or 0
+
+    def update(self, n: int) -> None:
+        self._done += n
+        if self._shown:
+            self.report.send(done=self._done, total=self._total)
+
+    def reset(self, total: int | None = None) -> None:
+        self._done, self._total = 0, total or 0
+
+    def set_description(self, *_args: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class UnknownPreTokenizer(Exception):
+    """The converter knows pre-tokenizers by a hash of what they do to a text, and not this one."""
+
+
+def teach_pre_tokenizer(text_model: type) -> None:
+    """Makes the converter take text_model.pre_tokenizer where it does not recognize the checkpoint's."""
+    recognize = text_model.get_vocab_base_pre
+
+    def get_vocab_base_pre(self, tokenizer) -> str:
+        try:
+            return recognize(self, tokenizer)
+        except NotImplementedError:
+            if self.pre_tokenizer is None:
+                raise UnknownPreTokenizer from None
+            return self.pre_tokenizer
+
+    text_model.get_vocab_base_pre = get_vocab_base_pre
+
+
+def may_have_mtp(converter, job: dict) -> bool:
+    hparams = converter.ModelBase.load_hparams(converter.Path(job["checkpoint"]), False)
+    name = converter.get_model_architecture(hparams, converter.ModelType.TEXT)
+    return converter.get_model_class(name).supports_mtp_export
+
+
+def convert(converter, job: dict) -> None:
+    sys.argv = ["convert_hf_to_gguf.py", job["checkpoint"], "--outfile", job["output"], "--outtype", job["outtype"],
+                *job["options"]]
+    if not job["has_mtp"] and may_have_mtp(converter, job):
+        sys.argv.append("--no-nextn")  # these classes insist on MTP layers, which training tools leave out
+    converter.main()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+    report = Report(int(sys.argv[2]))
+    jobs = json.load(sys.stdin)
+    # Imports and conversions read local files only.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    sys.path.insert(0, sys.argv[1])
+    try:
+        import convert_hf_to_gguf as converter
+        import conversion.base
+        import tqdm
+    except ImportError as error:
+        report.send(error="missing", message=str(error))
+        sys.exit(1)
+    ProgressBar.report = report
+    tqdm.tqdm = ProgressBar
+    teach_pre_tokenizer(conversion.base.TextModel)
+    for job in jobs:
+        try:
+            conversion.base.TextModel.pre_tokenizer = job["pre_tokenizer"]
+            convert(converter, job)
+        except UnknownPreTokenizer:
+            report.send(error="pre-tokenizer", message="")
+            sys.exit(1)
+        except OSError as error:
+            # numpy's message for a short write has no errno
+            is_write = error.errno in WRITE_ERRORS or "requested and" in str(error)
+            report.send(error="write" if is_write else "failed", message=is_write and error.strerror or str(error))
+            raise
+        except SystemExit as error:
+            if error.code:
+                report.send(error="failed", message="")
+                raise
+        except Exception as error:
+            # an assertion has no text: the line it stands on has
+            text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
+            report.send(error="failed", message=f"{type(error).__name__}: {text}")
+            raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Runs llama.cpp's quantizer: `quantize` in this process, or as a program that children.py starts.
+
+As a program it can be ended at any time, which a call into libllama cannot. It reads one job as JSON
+from standard input and reports as converter_process does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Callable
+
+import gguf
+import llama_cpp.llama_cpp as llama
+
+from pyorch import logs
+from pyorch.convert.report import Report
+
+# Rows of one tensor that the quantizer holds at once; llama.cpp's default of 8 GiB is more than many
+# machines have for which a model is quantized.
+_BUFFER_BYTES = 512 << 20
+
+_PROGRESS = re.compile(r"^\[ *(\d+)/ *(\d+)\]")
+
+
+class QuantizeError(Exception):
+    """llama.cpp's sentence."""
+
+
+def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, keep_split: bool = False,
+             on_progress: Callable[[int, int], None] = lambda done, total: None,
+             on_log: Callable[[str], None] = lambda text: None) -> None:
+    """Writes the GGUF `source` to `target` in another type (a llama_ftype).
+
+    pure: every matrix in that type, where llama.cpp would give some a better one. keep_split: `target`
+    is the prefix of as many shards as `source` has. Raises QuantizeError; `target` is then unusable.
+    """
+    why = []
+
+    @llama.llama_log_callback
+    def log(_level, text, _user):
+        line = text.decode("utf-8", "replace")
+        on_log(line)
+        if match := _PROGRESS.match(line):
+            on_progress(int(match[1]), int(match[2]))
+        if "failed to quantize: " in line:
+            why.append(line.split("failed to quantize: ", 1)[1].strip())
+
+    params = llama.llama_model_quantize_default_params()
+    params.nthread = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    params.ftype = file_type
+    params.allow_requantize = True
+    params.pure = pure
+    params.keep_split = keep_split
+    params.max_buf_size = _BUFFER_BYTES
+    llama.llama_log_set(log, ctypes.c_void_p(0))
+    try:
+        status = llama.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
+    finally:
+        logs.install()  # the log is one for the process, and this callback ends here
+    if status != 0:
+        raise QuantizeError(why[0] if why else f"llama.cpp returned {status} without a reason")
+
+
+def check_written(path: Path) -> None:
+    """Raises QuantizeError if a tensor lies beyond the end: the quantizer ignores some failed writes."""
+    try:
+        tensors = gguf.GGUFReader(path).tensors
+    except (ValueError, IndexError, KeyError, OSError):
+        raise QuantizeError("iostream error") from None
+    end = max(tensor.data_offset + tensor.n_bytes for tensor in tensors)
+    if end > path.stat().st_size:
+        raise QuantizeError("iostream error")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+    report = Report(int(sys.argv[1]))
+    job = json.load(sys.stdin)
+    target = Path(job["output"])
+    try:
+        quantize(
+            Path(job["source"]), target, job["file_type"], pure=job["pure"], keep_split=job["keep_split"],
+            on_progress=lambda done, total: report.send(done=done, total=total),
+            on_log=lambda text: print(text, end="", file=sys.stderr, flush=True),
+        )
+        for file in sorted(target.parent.glob(f"{target.name}*")):
+            check_written(file)
+    except QuantizeError as error:
+        message = str(error)
+        report.send(error="write" if "iostream" in message or "No space" in message else "failed", message=message)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A Hugging Face checkpoint, or a GGUF in another type, to a GGUF: through llama.cpp's own tools."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+import gguf
+
+from pyorch.convert import architectures, children, output, quantization
+from pyorch.convert.checkpoint import Checkpoint, open_checkpoint
+from pyorch.errors import FormatError, PyorchError
+
+OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
+
+_SHARD = re.compile(r"(.*)-00001-of-([0-9]{5})\.gguf")
+_SPLIT_SIZE = re.compile(r"[1-9][0-9]*[MG]")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was written."""
+
+    files: tuple[Path, ...]  # one, or the shards in order
+    architecture: str  # the Hugging Face class, "" where the source was a GGUF
+    file_type: str  # the type that was asked for, such as auto or Q4_K_M
+    n_bytes: int  # of all files
+    seconds: float
+
+    @property
+    def path(self) -> Path:
+        """The file to load."""
+        return self.files[0]
+
+
+def convert(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    outtype: str = "auto",
+    quantize: str | None = None,
+    pure: bool = False,
+    pre_tokenizer: str | None = None,
+    split_max_size: str | None = None,
+    verbose: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Conversion:
+    """Converts the checkpoint directory `source` to the GGUF `target`. A GGUF as `source` is quantized.
+
+    outtype: bf16, f16, f32, q8_0, or auto for the 16-bit type that loses nothing. quantize: a name
+    of quantization.names(), applied afterwards; pure gives every matrix exactly that type.
+    pre_tokenizer: taken if llama.cpp does not recognize the checkpoint's. split_max_size: such as
+    "4G" or "500M", the largest shard; the files are then `target` with -00001-of-0000N in its name.
+
+    `target` appears whole or not at all: files are made in a directory beside it, synced, renamed.
+    Raises PyorchError (FormatError for a damaged source) in every case of failure.
+    """
+    source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
+    begin = time.monotonic()
+    kind = quantization.file_type(quantize) if quantize else None
+    if split_max_size and not _SPLIT_SIZE.fullmatch(split_max_size):
+        raise PyorchError(f"{split_max_size} is not a size of shards: write it as 500M or 4G")
+    outtype_bits = quantization.outtype_bits(outtype)
+    if pre_tokenizer is not None and pre_tokenizer not in architectures.known_pre_tokenizers():
+        raise PyorchError(f"{pre_tokenizer} is not a pre-tokenizer that llama.cpp knows; the names are "
+                          f"{', '.join(architectures.known_pre_tokenizers())}")
+    output.check_target(target)
+
+    checkpoint = None
+    if source.is_file() and source.suffix == ".gguf":
+        if kind is None:
+            raise PyorchError(f"{source} is a GGUF already: name the type to quantize it to with --quantize")
+        need = _gguf_elements(source) * kind.bits_per_weight / 8
+    else:
+        checkpoint = open_checkpoint(source)
+        need = checkpoint.n_elements * (outtype_bits + (kind.bits_per_weight if kind else 0)) / 8
+
+    with output.staging(target) as staging:
+        output.check_free_space(target.parent, int(need))
+        try:
+            made = [source]
+            if checkpoint is not None:
+                job = {
+                    "checkpoint": str(source), "output": str(_directory(staging, "converted") / target.name),
+                    "outtype": outtype, "options": ["--split-max-size", split_max_size] if split_max_size else [],
+                    "pre_tokenizer": pre_tokenizer, "has_mtp": checkpoint.has_mtp,
+                }
+                children.run_converter([job], verbose=verbose, on_progress=_step("converting", on_progress))
+                made = _files_in(staging / "converted")
+            if kind is not None:
+                # llama.cpp appends the number of a shard and .gguf to a prefix
+                name = target.stem if len(made) > 1 else target.name
+                job = {
+                    "source": str(made[0]), "output": str(_directory(staging, "quantized") / name),
+                    "file_type": kind.value, "pure": pure, "keep_split": len(made) > 1,
+                }
+                children.run_quantizer(job, verbose=verbose, on_progress=_step("quantizing", on_progress))
+                made = _files_in(staging / "quantized")
+            n_bytes = sum(file.stat().st_size for file in made)
+            files = output.publish(made, target.parent)
+        except (OSError, children.WriteError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise PyorchError(f"writing to {target.parent} failed: {reason}; nothing was left there") from None
+    return Conversion(tuple(files), checkpoint.architecture if checkpoint else "", kind.name if kind else outtype,
+                      n_bytes, time.monotonic() - begin)
+
+
+def _directory(staging: Path, name: str) -> Path:
+    (staging / name).mkdir()
+    return staging / name
+
+
+def _files_in(directory: Path) -> list[Path]:
+    """The one file, or the shards in their order."""
+    return sorted(directory.iterdir())
+
+
+def _step(name: str, on_progress: OnProgress | None) -> Callable[[int, int], None] | None:
+    return None if on_progress is None else lambda done, total: on_progress(name, done, total)
+
+
+def _gguf_elements(path: Path) -> int:
+    """The number of weights in a GGUF, all shards included."""
+    split = _SHARD.fullmatch(path.name)
+    shards = sorted(path.parent.glob(f"{glob.escape(split[1])}-?????-of-{split[2]}.gguf")) if split else [path]
+    if split and len(shards) != int(split[2]):
+        raise FormatError(f"{path} is one of {int(split[2])} shards, of which {len(shards)} are there")
+    n_elements = 0
+    for shard in shards:
+        try:
+            n_elements += sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(shard).tensors)
+        except OSError as error:
+            raise FormatError(f"{shard} cannot be read: {error.strerror}") from None
+        except (ValueError, IndexError, KeyError):
+            raise FormatError(f"{shard} is damaged, incomplete or no GGUF") from None
+    return n_elements

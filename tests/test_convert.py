@@ -1,0 +1,302 @@
+"""`pyorch convert`: what it writes, what it refuses, and that it leaves nothing half done."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import llama_cpp
+import pytest
+from architectures import Zoo, asked_for, zoo_of
+
+from pyorch.convert import children, convert, output, quantization
+from pyorch.convert.checkpoint import open_checkpoint
+from pyorch.convert.quantize_process import QuantizeError, check_written
+from pyorch.errors import FormatError, PyorchError
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def zoo(request, tmp_path_factory) -> Zoo:
+    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(zoo) -> Path:
+    """A random OLMoE, 15 MB. Tests that damage it take a copy."""
+    return zoo.checkpoints / "olmoe"
+
+
+@pytest.fixture(scope="module")
+def plain(zoo) -> Path:
+    """It, as a GGUF of type F32."""
+    return zoo.path("olmoe", "F32")
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """An output directory. Whatever a test does, no temporary file may stay in it."""
+    directory = tmp_path / "out"
+    directory.mkdir()
+    yield directory
+    assert [file.name for file in directory.iterdir() if file.name.startswith(".")] == []
+
+
+def pyorch_convert(*arguments: object, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "pyorch", "convert", *map(str, arguments)],
+                          capture_output=True, text=True, **options)
+
+
+def test_command_converts_and_quantizes(checkpoint, out):
+    done = pyorch_convert(
+        checkpoint, "-o", out / "model.gguf", "--quantize", "q4_k_m", "--pre-tokenizer", "gpt-2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # the converter's chatter is for --verbose
+    result = json.loads(done.stdout)
+    assert result["architecture"] == "OlmoeForCausalLM" and result["file_type"] == "Q4_K_M"
+    assert result["files"] == [result["path"]] == [str(out / "model.gguf")]
+    reader = gguf.GGUFReader(out / "model.gguf")
+    kinds = {tensor.tensor_type for tensor in reader.tensors if "_exps" in tensor.name}
+    assert gguf.GGMLQuantizationType.Q4_K in kinds
+    assert not any(kind in kinds for kind in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32))
+
+
+def test_auto_keeps_the_type_of_the_checkpoint_and_splits(checkpoint, out):
+    steps = []
+    result = convert(checkpoint, out / "model.gguf", pre_tokenizer="gpt-2", split_max_size="4M",
+                     on_progress=lambda step, done, total: steps.append((step, done, total)))
+    assert [file.name for file in result.files] == [
+        f"model-{i:05}-of-{len(result.files):05}.gguf" for i in range(1, len(result.files) + 1)]
+    assert len(result.files) > 2 and sorted(out.iterdir()) == sorted(result.files)
+    assert result.n_bytes == sum(file.stat().st_size for file in result.files)
+    kinds = {t.tensor_type for file in result.files for t in gguf.GGUFReader(file).tensors if "_exps" in t.name}
+    assert kinds == {gguf.GGMLQuantizationType.BF16}
+    assert steps and {step for step, _, _ in steps} == {"converting"} and steps[-1][1] == steps[-1][2] > 0
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "IQ4_XS", "Q2_K", "MXFP4", "BF16"])
+def test_gguf_is_quantized(plain, out, name):
+    result = convert(plain, out / "model.gguf", quantize=name, pure=True)
+    wanted = gguf.GGMLQuantizationType[name]
+    assert {t.tensor_type for t in gguf.GGUFReader(result.path).tensors if "_exps" in t.name} == {wanted}
+
+
+def test_quantization_names_are_those_of_llama_cpp():
+    for name in quantization.names():
+        prefix = "LLAMA_FTYPE_ALL_" if name == "F32" else "LLAMA_FTYPE_MOSTLY_"
+        assert quantization.file_type(name).value == getattr(llama_cpp, prefix + name)
+    prefix = "LLAMA_FTYPE_MOSTLY_"
+    known = {name.removeprefix(prefix) for name in dir(llama_cpp) if name.startswith(prefix)}
+    assert known | {"F32"} == set(quantization.names())
+
+
+# What is refused. Each message is one sentence that names what was wrong.
+
+def refuse(source: Path, target: Path, *words: str, error: type = PyorchError, **options: object) -> None:
+    with pytest.raises(error) as caught:
+        convert(source, target, **options)
+    message = str(caught.value)
+    for word in words:
+        assert word in message
+    assert "\n" not in message and "Traceback" not in message
+
+
+def test_refusal_is_one_line_and_status_2(tmp_path):
+    done = pyorch_convert(tmp_path / "none", "-o", tmp_path / "model.gguf")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("pyorch: error: ") and done.stderr.count("\n") == 1
+    assert "does not exist" in done.stderr
+
+
+def test_unknown_tokenizer_is_refused_with_the_option_and_its_values(checkpoint, out):
+    done = pyorch_convert(checkpoint, "-o", out / "model.gguf", "--verbose")
+    assert done.returncode == 2
+    log, error = done.stderr.rstrip().rsplit("\n", 1)
+    assert error.startswith("pyorch: error: ") and "--pre-tokenizer NAME" in error and "qwen2" in error
+    assert "hf-to-gguf" in log  # which is what --verbose shows
+    assert list(out.iterdir()) == []
+
+
+def test_unknown_pre_tokenizer_is_refused(checkpoint, out):
+    refuse(checkpoint, out / "model.gguf", "gtp-2 is not a pre-tokenizer", "gpt-2", pre_tokenizer="gtp-2")
+
+
+def test_unknown_architecture_is_refused_with_the_known_ones(copy, out):
+    edit_config(copy, architectures=["OlmooeForCausalLM"])
+    refuse(copy, out / "model.gguf", "OlmooeForCausalLM", "did you mean OlmoeForCausalLM?", "MixtralForCausalLM")
+
+
+def test_all_architectures_are_listed():
+    done = pyorch_convert("--list-architectures")
+    assert done.returncode == 0
+    assert {"MixtralForCausalLM", "LlamaForCausalLM", "GptOssForCausalLM"} <= set(done.stdout.split())
+
+
+def test_what_is_no_checkpoint_is_refused(copy, out):
+    target = out / "model.gguf"
+    refuse(copy / "none", target, "does not exist")
+    refuse(copy / "model.safetensors", target, "is not a directory")
+    refuse(out, target, "has no config.json", error=FormatError)
+    (copy / "model.safetensors").unlink()
+    refuse(copy, target, "has no weights", error=FormatError)
+    edit_config(copy, architectures=None)
+    refuse(copy, target, "names no model class", error=FormatError)
+    (copy / "config.json").write_text('{"architectures": [')
+    refuse(copy, target, "config.json is not valid JSON", error=FormatError)
+
+
+def test_missing_shard_is_refused(copy, out):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuse(copy, out / "model.gguf", "lacks 1 of 2 weight files", "model-00002-of-00002.safetensors", error=FormatError)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "short head", "head is no JSON", "wrong offsets", "empty"])
+def test_damaged_weights_are_refused(copy, out, damage):
+    file = copy / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    n_head = int.from_bytes(data[:8], "little")
+    if damage == "truncated":
+        del data[-1000:]
+    elif damage == "short head":
+        data[:8] = (len(data) * 2).to_bytes(8, "little")
+    elif damage == "head is no JSON":
+        data[8:40] = b"\xff" * 32
+    elif damage == "wrong offsets":
+        head = data[8:8 + n_head].replace(b'"BF16"', b'"F32" ', 1)
+        data[8:8 + n_head] = head
+    else:
+        data.clear()
+    file.write_bytes(data)
+    refuse(copy, out / "model.gguf", "model.safetensors is damaged", error=FormatError)
+
+
+def test_missing_tensor_is_refused_by_name_of_the_tool(copy, out):
+    edit_config(copy, num_experts=9)
+    refuse(copy, out / "model.gguf", "llama.cpp's converter failed", "--verbose", pre_tokenizer="gpt-2")
+    assert list(out.iterdir()) == []
+
+
+def test_bad_options_are_refused(checkpoint, plain, out):
+    target = out / "model.gguf"
+    refuse(checkpoint, target, "Q4_X is not a quantization type", "Q4_K_M", quantize="Q4_X")
+    refuse(checkpoint, target, "q9 is not a type that the converter writes", outtype="q9")
+    refuse(checkpoint, target, "4 apples is not a size", split_max_size="4 apples")
+    refuse(plain, target, "is a GGUF already", "--quantize")
+    damaged = damaged_gguf(plain, out.parent)
+    refuse(damaged, target, "is damaged, incomplete or no GGUF", error=FormatError, quantize="Q8_0")
+    refuse(plain, target, "importance matrix", quantize="IQ2_XXS")
+    assert list(out.iterdir()) == []
+
+
+def damaged_gguf(whole: Path, directory: Path) -> Path:
+    file = directory / "damaged.gguf"
+    file.write_bytes(whole.read_bytes()[:-4096])
+    return file
+
+
+def test_unwritable_output_is_refused(checkpoint, tmp_path):
+    refuse(checkpoint, tmp_path / "none" / "model.gguf", "does not exist")
+    refuse(checkpoint, tmp_path, "is a directory")
+    refuse(checkpoint, Path("/proc/model.gguf"), "/proc is not writable")
+
+
+def test_small_disk_is_refused_before_work_begins(checkpoint, out, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40 << 20))
+    refuse(checkpoint, out / "model.gguf", "has 40 MiB free", "needs about 6", outtype="f32")
+
+
+# Whole or not at all.
+
+def test_full_disk_leaves_nothing(checkpoint, plain, out):
+    """A limit on the size of files acts as a full disk: at first while converting, then while quantizing."""
+    (out / "model.gguf").write_bytes(b"the old one")
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, previous[1]))
+    try:
+        refuse(checkpoint, out / "model.gguf", f"writing to {out} failed", "nothing was left", pre_tokenizer="gpt-2")
+        refuse(plain, out / "model.gguf", f"writing to {out} failed", quantize="Q4_0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+    assert [file.name for file in out.iterdir()] == ["model.gguf"]
+    assert (out / "model.gguf").read_bytes() == b"the old one"
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a file system of 7 MB: needs root")
+def test_full_file_system_leaves_nothing(plain, tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("this system does not let root mount")
+    monkeypatch.setattr(output, "check_free_space", lambda *_: None)
+    try:
+        for quantize in ("BF16", "Q8_0"):  # 15 MB: fails amid tensors; 8 MB: fails at the last ones
+            refuse(plain, disk / "model.gguf", f"writing to {disk} failed", "disk is full", quantize=quantize)
+            assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_file_cut_short_by_the_quantizer_is_noticed(plain, tmp_path):
+    short = tmp_path / "short.gguf"
+    data = plain.read_bytes()
+    for size in (len(data) - 4096, 1000, 0):
+        short.write_bytes(data[:size])
+        with pytest.raises(QuantizeError):
+            check_written(short)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_leaves_nothing(checkpoint, out, stop):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pyorch", "convert", checkpoint, "-o", out / "model.gguf", "--pre-tokenizer", "gpt-2"],
+        stderr=subprocess.PIPE, text=True)
+    while not any(out.iterdir()):  # the staging directory: the converter is being started
+        time.sleep(0.02)
+        assert process.poll() is None
+    time.sleep(0.3)
+    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(stop)
+    stderr = process.communicate(timeout=20)[1]
+    assert process.returncode not in (0, 2)
+    assert "Traceback" not in stderr
+    assert list(out.iterdir()) == []
+    assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_target_is_replaced_only_by_a_whole_file(plain, out):
+    (out / "model.gguf").write_bytes(b"the old one")
+    convert(plain, out / "model.gguf", quantize="Q8_0")
+    assert (out / "model.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_converter_process_that_dies_is_reported(checkpoint, out, monkeypatch):
+    monkeypatch.setattr(children, "_CONVERTER", Path(__file__).with_name("no_such_program.py"))
+    refuse(checkpoint, out / "model.gguf", "llama.cpp's converter failed", "no_such_program.py")
+
+
+def test_mtp_layers_are_looked_for(copy):
+    assert not open_checkpoint(copy).has_mtp
+    edit_config(copy, num_nextn_predict_layers=1)
+    assert open_checkpoint(copy).has_mtp
+
+
+def edit_config(checkpoint: Path, **changes: object) -> None:
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
