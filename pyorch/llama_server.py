@@ -1,0 +1,134 @@
+"""llama-server in this process: the flags it is given, and the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import gguf
+import llama_cpp.llama_cpp as llama
+
+from pyorch import _libs, memory
+from pyorch.errors import PyorchError
+
+N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
+
+_SYMBOL = "_Z12llama_serveriPPc"  # int llama_server(int argc, char ** argv)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag of llama-server: its spellings, and the environment variable that stands for it."""
+
+    names: tuple[str, ...]
+    env: str = ""
+
+
+MODEL = Option(("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo",
+                "--models-dir", "--models-preset"))
+HOST = Option(("--host",), "LLAMA_ARG_HOST")
+PORT = Option(("--port",), "LLAMA_ARG_PORT")
+CTX_SIZE = Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
+BATCH = Option(("-b", "--batch-size"), "LLAMA_ARG_BATCH")
+UBATCH = Option(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH")
+THREADS = Option(("-t", "--threads"), "LLAMA_ARG_THREADS")
+PARALLEL = Option(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
+KV_UNIFIED = Option(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), "LLAMA_ARG_KV_UNIFIED")
+CACHE_TYPE_K = Option(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
+CACHE_TYPE_V = Option(("-ctv", "--cache-type-v"), "LLAMA_ARG_CACHE_TYPE_V")
+CACHE_RAM = Option(("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM")
+LOAD_MODE = Option(("-lm", "--load-mode", "--mlock", "--mmap", "--no-mmap", "-dio", "--direct-io"), "LLAMA_ARG_LOAD_MODE")
+FIT = Option(("-fit", "--fit"), "LLAMA_ARG_FIT")
+WARMUP = Option(("--warmup", "--no-warmup"))
+UI = Option(("--ui", "--webui", "--no-ui", "--no-webui"), "LLAMA_ARG_UI")
+VERBOSITY = Option(("-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", "--log-verbose", "--log-disable"),
+                   "LLAMA_ARG_LOG_VERBOSITY")
+API_PREFIX = Option(("--api-prefix",), "LLAMA_ARG_API_PREFIX")
+DRAFT_MODEL = Option(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL")
+MMPROJ = Option(("-mm", "--mmproj"), "LLAMA_ARG_MMPROJ")
+
+
+class Flags:
+    """What llama-server is given: the user's flags, and defaults where the user said nothing."""
+
+    def __init__(self, given: Sequence[str]) -> None:
+        self.arguments = list(given)
+
+    def has(self, option: Option) -> bool:
+        return any(argument in option.names for argument in self.arguments) or os.environ.get(option.env) is not None
+
+    def default(self, option: Option, *arguments: object) -> None:
+        """Adds the arguments unless the option is given."""
+        if not self.has(option):
+            self.arguments += map(str, arguments)
+
+    def value(self, option: Option, default: str = "") -> str:
+        """The option's value; the last one counts, and the environment only where there is none."""
+        pairs = zip(self.arguments, self.arguments[1:])
+        values = [value for argument, value in pairs if argument in option.names]
+        return values[-1] if values else os.environ.get(option.env, default)
+
+    def number(self, option: Option, default: int) -> int:
+        text = self.value(option, str(default))
+        try:
+            return int(text)
+        except ValueError:
+            raise PyorchError(f'{option.names[0]} "{text}" is not a whole number') from None
+
+    def add_defaults(self) -> None:
+        """The defaults with which experts under a budget work; all but the context's sizes."""
+        # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit.
+        self.default(LOAD_MODE, "--load-mode", "none")
+        self.default(WARMUP, "--no-warmup")  # it selects every expert
+        self.default(FIT, "-fit", "off")  # it loads the model a second time, to fit it to a GPU
+        self.default(CACHE_RAM, "-cram", 0)  # copies of old prompts' KV, up to 8 GiB of them
+        self.default(UI, "--no-ui")  # not in this build
+        self.default(THREADS, "-t", memory.physical_cores())
+
+    def context_params(self) -> llama.llama_context_params:
+        """The context that llama-server will make, for the planner."""
+        params = llama.llama_context_default_params()
+        n_parallel = self.number(PARALLEL, -1)
+        params.n_ctx = self.number(CTX_SIZE, 0)
+        params.n_batch = self.number(BATCH, 2048)
+        params.n_ubatch = min(self.number(UBATCH, 512), params.n_batch)
+        params.n_seq_max = n_parallel if n_parallel > 0 else N_PARALLEL
+        params.kv_unified = n_parallel < 0 or any(name in self.arguments for name in KV_UNIFIED.names[:2])
+        params.n_outputs_max = params.n_seq_max
+        params.type_k = _cache_type(self.value(CACHE_TYPE_K, "f16"))
+        params.type_v = _cache_type(self.value(CACHE_TYPE_V, "f16"))
+        return params
+
+    def other_bytes(self) -> int:
+        """What llama-server will allocate beside the model and its context: prompt cache, other models."""
+        files = (self.value(option) for option in (DRAFT_MODEL, MMPROJ))
+        return max(0, self.number(CACHE_RAM, 0)) * memory.MiB + sum(os.path.getsize(f) for f in files if os.path.isfile(f))
+
+
+def _cache_type(name: str) -> int:
+    try:
+        return gguf.GGMLQuantizationType[name.upper()].value
+    except KeyError:
+        raise PyorchError(f'"{name}" is no type for a KV cache: use f16, q8_0 or another of `-- --help`') from None
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Serves until SIGINT or SIGTERM. Returns llama-server's exit status.
+
+    REQUIRES: the main thread, the one under the engine's capture.
+    """
+    library = ctypes.CDLL(str(_libs.lib_dir() / f"libllama-server-impl{_libs._SUFFIX}"))
+    server = library[_SYMBOL]
+    server.restype = ctypes.c_int
+    argv = (ctypes.c_char_p * (len(arguments) + 2))(b"llama-server", *map(os.fsencode, arguments), None)
+    # Python's handlers would wait for this call to return. llama-server sets its own when the model is
+    # loaded, and leaves them there when it has ended.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return server(len(arguments) + 1, argv)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

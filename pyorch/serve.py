@@ -1,0 +1,299 @@
+"""`pyorch serve`: llama-server, with the experts of its model under a budget."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pyorch.cli.options import add_command
+from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.engine import Engine, Source
+    from pyorch.llama_server import Flags
+    from pyorch.managed import ManagedModel
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "serve", "serve the OpenAI API",
+        "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret",
+    )
+    parser.usage = "pyorch serve MODEL.gguf [options] [-- flags of llama-server]"
+    parser.description = "Serves the OpenAI and Anthropic APIs with llama-server; its flags may follow after `--`."
+    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument(
+        "--budget", default="auto", metavar="SIZE",
+        help="memory for experts: 40%% of them, 1.5GiB, 800MB, or auto, what the memory limit leaves (default: auto)",
+    )
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for any that is free (default: 8080)")
+    parser.add_argument("--ctx", "--ctx-size", dest="ctx", type=int, metavar="N",
+                        help="tokens of context, shared by all requests in progress (default: 4096)")
+    parser.add_argument("--ubatch", type=int, metavar="N",
+                        help="tokens computed at once (default: 2048 where experts are read, else 512)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
+    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--buffered", action="store_true", help="read through the page cache, not around it")
+    parser.add_argument("--stats-every", type=float, metavar="SECONDS", help="print statistics again and again, not only at the end")
+    parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as a line of JSON")
+    parser.add_argument("--verbose", action="store_true", help="show llama-server's log")
+    parser.set_defaults(run=run)
+    _take_server_flags(parser)
+    return parser
+
+
+def _take_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Keeps what follows `--` from argparse, which would take it for positional arguments."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):
+        args = list(args or ())
+        end = args.index("--") if "--" in args else len(args)
+        namespace, unknown = parse(args[:end], namespace)
+        namespace.server_flags = args[end + 1 :]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args
+
+
+def run(args: argparse.Namespace) -> int:
+    flags = list(args.server_flags)
+    for name, value in (("--host", args.host), ("--port", args.port), ("-c", args.ctx),
+                        ("-ub", args.ubatch), ("-t", args.threads)):
+        if value is not None:
+            flags += (name, str(value))
+    return serve(
+        args.model,
+        args.budget,
+        flags,
+        policy=args.policy,
+        direct_io=not args.buffered,
+        verbose=args.verbose,
+        stats_every=args.stats_every,
+        as_json=args.json,
+    )
+
+
+def serve(
+    path: str,
+    budget: int | str = "auto",
+    flags: Sequence[str] = (),
+    policy: str = "lru",
+    direct_io: bool = True,
+    source: Source | None = None,
+    verbose: bool = False,
+    stats_every: float | None = None,
+    as_json: bool = False,
+) -> int:
+    """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
+
+    Args:
+        flags: of llama-server. What they leave open is chosen for a model under a budget.
+        source: see Engine.
+        stats_every: seconds between statistics; they are also printed at the end.
+        as_json: statistics go to stdout, a JSON object on a line.
+
+    Returns:
+        The exit status: 0 after a signal, 2 if the server could not start.
+
+    Raises:
+        PyorchError: the model, the budget, or the address cannot be used.
+    """
+    from pyorch import llama_server
+
+    server = llama_server.Flags(flags)
+    if any(name in server.arguments for name in llama_server.MODEL.names):
+        raise PyorchError("the model to serve is the argument of `pyorch serve`: it cannot be given again after `--`")
+    address = _free_address(server)
+    server.arguments += ("-m", path)
+    server.add_defaults()
+    server.default(llama_server.CTX_SIZE, "-c", 4096)
+    if not verbose:
+        server.default(llama_server.VERBOSITY, "-lv", 1)
+
+    with _planned(path, budget, server, policy, direct_io, source) as record:
+        watch = _Watch(path, address, record.engine, stats_every, as_json)
+        watch.start()
+        try:
+            status = llama_server.call(server.arguments)
+        finally:
+            watch.finish()
+        # llama-server has told why it did not start.
+        return status if watch.ready or status == 0 else 2
+
+
+@contextlib.contextmanager
+def _planned(
+    path: str, budget: int | str, server: Flags, policy: str, direct_io: bool, source: Source | None
+) -> Iterator[ManagedModel]:
+    """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
+    import llama_cpp.llama_cpp as llama
+
+    from pyorch import llama_server, logs, managed, memory, model
+    from pyorch.modelmap import ModelMap
+
+    logs.set_quiet(True)
+    settings = managed.Settings(budget=budget, policy=policy, direct_io=direct_io, source=source)
+    # The default parameters say "mapped", for which the planner counts dense weights as still to come.
+    record = managed.ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
+    ubatch = model.default_ubatch(path, budget)
+    with managed.capture(record):
+        try:
+            params = server.context_params()
+            if record.automatic:
+                widen = ubatch == memory.AUTO and not server.has(llama_server.UBATCH)
+                record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
+                managed.plan_context(record, params, widen)
+                ubatch = params.n_ubatch
+            server.default(llama_server.UBATCH, "-ub", ubatch)
+            # llama-server does not compute more at once than a batch.
+            server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
+            yield record
+        finally:
+            if record.engine is not None:
+                record.engine.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where the server listens; port 0 for a Unix socket, whose path is the host."""
+
+    host: str
+    port: int
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        if not self.port:
+            return f"unix://{self.host}{self.prefix}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{self.prefix}"
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers that its model is loaded."""
+        connection = _UnixConnection(self.host) if not self.port else http.client.HTTPConnection(
+            {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port, timeout=1
+        )
+        try:
+            connection.request("GET", f"{self.prefix}/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=1)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _free_address(server: Flags) -> Address:
+    """The address to listen on, a free port for port 0. PyorchError if it cannot be listened on.
+
+    Tried here before the model is loaded, to say it in a sentence.
+    """
+    from pyorch import llama_server
+
+    server.default(llama_server.HOST, "--host", "127.0.0.1")
+    server.default(llama_server.PORT, "--port", 8080)
+    host = server.value(llama_server.HOST).split(",")[0]
+    port = server.number(llama_server.PORT, 8080)
+    prefix = server.value(llama_server.API_PREFIX)
+    if host.endswith(".sock"):
+        return Address(host, 0, prefix)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            free = probe.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PyorchError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+    if port == 0:
+        server.arguments += ("--port", str(free))
+    return Address(host, free, prefix)
+
+
+class _Watch(threading.Thread):
+    """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
+
+    def __init__(self, path: str, address: Address, engine: Engine | None, stats_every: float | None, as_json: bool) -> None:
+        super().__init__(daemon=True)
+        self.ready = False
+        self._path = path
+        self._address = address
+        self._engine = engine
+        self._stats_every = stats_every
+        self._as_json = as_json
+        self._ended = threading.Event()
+        self._began = time.monotonic()
+
+    def run(self) -> None:
+        while not self._address.is_healthy():
+            if self._ended.wait(0.05):
+                return
+        self.ready = True
+        self._say(f"serving {os.path.basename(self._path)} at {self._address.url} ({self._budget()})")
+        if self._engine is None:
+            return
+        failures = 0
+        due = time.monotonic() + self._stats_every if self._stats_every else float("inf")
+        while not self._ended.wait(min(0.5, self._stats_every or 0.5)):
+            n = self._engine.stats().failures
+            if n > failures:
+                self._say(f"{n - failures} failed: {self._engine.error()}")
+                failures = n
+            if time.monotonic() >= due:
+                due += self._stats_every
+                self._print_stats()
+
+    def finish(self) -> None:
+        """The server has ended, the engine not yet."""
+        self._ended.set()
+        self.join()
+        if self.ready and self._engine is not None:
+            self._print_stats()
+
+    def _budget(self) -> str:
+        from pyorch.memory import format_bytes
+
+        if self._engine is None:
+            return "a dense model: it has no experts to manage"
+        return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
+
+    def _print_stats(self) -> None:
+        from pyorch.memory import format_bytes
+
+        stats = self._engine.stats()
+        if self._as_json:
+            line = {"seconds": round(time.monotonic() - self._began, 3), **dataclasses.asdict(stats)}
+            print(json.dumps(line), flush=True)
+            return
+        hit_rate = f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "none yet"
+        self._say(
+            f"experts: hit rate {hit_rate}, {format_bytes(stats.bytes_read)} read, waited {stats.stall_ns / 1e9:.2f} s; "
+            f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
+        )
+
+    @staticmethod
+    def _say(sentence: str) -> None:
+        print(f"pyorch: {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,244 @@
+"""The server, as its clients see it: a process of its own, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import openai
+import pytest
+from conftest import PROMPT, small_model
+
+from pyorch import llama_server
+from pyorch.llama_server import Flags
+from pyorch.memory import MiB
+
+PATIENCE_SECONDS = 60
+
+
+class ServerProcess:
+    """A server that is ready to answer. stderr goes to a file, so that it never blocks."""
+
+    def __init__(self, command: list[str], port: int, log: Path) -> None:
+        self.log = log
+        self.url = f"http://127.0.0.1:{port}"
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        wait_until(lambda: "serving" in self.log.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def complete(self, prompt: object, n: int = 16, **options: object) -> str:
+        answer = self.client.completions.create(model="", prompt=prompt, max_tokens=n, temperature=0, **options)
+        return answer.choices[0].text
+
+    def get(self, path: str) -> object:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return json.load(answer)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Exit status and standard output."""
+        self.process.send_signal(number)
+        stdout, _ = self.process.communicate(timeout=20)
+        return self.process.returncode, stdout
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pyorch_serve(model: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "pyorch", "serve", str(model), *options]
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+    """Starts servers, and ends those that the test leaves."""
+    servers: list[ServerProcess] = []
+
+    def start(command: list[str], port: int) -> ServerProcess:
+        servers.append(ServerProcess(command, port, tmp_path / f"{len(servers)}.log"))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
+    port = free_port()
+    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "2", "--", "--slots")
+    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def test_health_endpoint_says_ok(server: ServerProcess):
+    assert server.get("/health") == {"status": "ok"}
+
+
+def test_ready_line_names_model_address_and_budget(server: ServerProcess):
+    assert f"pyorch: serving small-moe.gguf at {server.url} (budget " in server.log.read_text()
+
+
+def test_chat_is_answered(server: ServerProcess):
+    messages = [{"role": "user", "content": "def add(a, b):"}]
+    answer = server.client.chat.completions.create(model="", messages=messages, max_tokens=8, temperature=0)
+    assert answer.choices[0].message.content and answer.usage.completion_tokens <= 8
+
+
+def test_stream_says_the_same_as_the_whole_answer(server: ServerProcess):
+    whole = server.complete(PROMPT)
+    chunks = server.client.completions.create(model="", prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
+    pieces = [chunk.choices[0].text for chunk in chunks]
+    assert len(pieces) > 2 and "".join(pieces) == whole
+
+
+def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Path):
+    with small_model(small_moe, "40%") as model:
+        tokens = model.llama.tokenize(PROMPT.encode(), add_bos=False)
+        expected = "".join(model.generate(tokens, max_tokens=24, temperature=0))
+    assert expected.strip() and server.complete(tokens, 24) == expected
+
+
+def test_eight_requests_at_once_are_all_answered(server: ServerProcess):
+    prompts = [f"def count_{i}(items):\n    return" for i in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(server.complete, prompts))
+    assert all(answers)
+
+
+def test_cancelled_stream_frees_its_slot(server: ServerProcess):
+    stream = server.client.completions.create(
+        model="", prompt=PROMPT, max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: not any(slot["is_processing"] for slot in server.get("/slots")))
+    assert server.complete(PROMPT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_it_cleanly_and_the_port_is_free_again(start, small_moe: Path, number: int):
+    port = free_port()
+    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--json", "--stats-every", "0.2")
+    for _ in range(2):
+        server = start(command, port)
+        assert server.complete(PROMPT)
+        status, stdout = server.stop(number)
+        assert status == 0, server.log.read_text()
+        last = json.loads(stdout.splitlines()[-1])
+        assert last["misses"] > 0 and last["peak_bytes"] <= last["budget_bytes"]
+
+
+def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
+    port, broken = free_port(), tmp_path / "broken"
+    script = Path(__file__).with_name("faulty_server_process.py")
+    server = start([sys.executable, str(script), str(small_moe), str(port), str(broken)], port)
+    before = server.complete(PROMPT)
+
+    broken.touch()
+    with pytest.raises(openai.InternalServerError) as failure:
+        server.complete("class Matrix:\n    def __init__(self, rows):\n" + PROMPT)
+    assert failure.value.status_code == 500
+    wait_until(lambda: "Input/output error" in server.log.read_text())
+
+    broken.unlink()
+    assert server.complete(PROMPT) == before
+    assert server.stop()[0] == 0
+
+
+def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
+    port, model = free_port(), tmp_path / "model.gguf"
+    shutil.copyfile(small_moe, model)
+    server = start(pyorch_serve(model, "--budget", "20%", "--port", str(port)), port)
+    assert server.complete(PROMPT)
+
+    os.truncate(model, 1 << 20)
+    with pytest.raises(openai.InternalServerError):
+        server.complete("class Matrix:\n    def __init__(self, rows):\n" + PROMPT)
+    assert server.get("/health") == {"status": "ok"}
+    assert server.stop()[0] == 0
+
+
+def refused(*arguments: object) -> str:
+    """The one sentence that a server says which does not start."""
+    command = [sys.executable, "-m", "pyorch", "serve", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert result.returncode == 2 and result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    return result.stderr
+
+
+def test_wrong_path_is_refused(tmp_path: Path):
+    assert "absent.gguf: no such file" in refused(tmp_path / "absent.gguf")
+
+
+def test_budget_below_the_floor_is_refused(small_moe: Path):
+    assert "below the floor" in refused(small_moe, "--budget", "1KiB", "--port", 0)
+
+
+def test_port_in_use_is_refused(small_moe: Path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert f"port {port}" in refused(small_moe, "--port", port)
+
+
+def test_unknown_flag_of_llama_server_is_refused(small_moe: Path):
+    assert "--no-such-flag" in refused(small_moe, "--port", 0, "--", "--no-such-flag")
+
+
+def test_second_model_is_refused(small_moe: Path):
+    assert "cannot be given again" in refused(small_moe, "--", "-m", small_moe)
+
+
+def test_flags_of_the_user_replace_the_defaults():
+    flags = Flags(["--load-mode", "mmap", "-t", "3", "--warmup"])
+    flags.add_defaults()
+    assert flags.arguments[:5] == ["--load-mode", "mmap", "-t", "3", "--warmup"]
+    assert "--no-warmup" not in flags.arguments and flags.arguments.count("-t") == 1
+    assert flags.value(llama_server.CACHE_RAM) == "0"
+
+
+def test_environment_counts_where_there_is_no_flag(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "1234")
+    assert Flags([]).context_params().n_ctx == 1234
+    assert Flags(["-c", "512"]).context_params().n_ctx == 512
+
+
+def test_planner_is_told_the_context_that_the_server_makes():
+    params = Flags(["-c", "8192", "-np", "2", "-ub", "256", "-ctk", "q8_0", "-ctv", "f32"]).context_params()
+    assert (params.n_ctx, params.n_seq_max, params.n_ubatch, params.kv_unified) == (8192, 2, 256, False)
+    assert (params.type_k, params.type_v) == (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32)
+    automatic = Flags(["-c", "8192"]).context_params()
+    assert (automatic.n_seq_max, automatic.kv_unified) == (4, True)
+
+
+def test_prompt_cache_and_draft_model_are_left_room(small_moe: Path):
+    flags = Flags(["-cram", "100", "-md", str(small_moe)])
+    assert flags.other_bytes() == 100 * MiB + small_moe.stat().st_size
