@@ -1,0 +1,106 @@
+"""A control group with a memory limit, for one process of a benchmark (version 1 and 2)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.errors import PyorchError
+
+_V1_ROOT, _V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A group that exists. Its memory includes the page cache that its processes fill."""
+
+    directory: Path
+    v1: bool
+
+    def join(self) -> None:
+        """Moves the calling process into the group."""
+        (self.directory / "cgroup.procs").write_text(str(os.getpid()))
+
+    def peak_bytes(self) -> int | None:
+        """The most that was ever charged; None where the kernel does not say."""
+        try:
+            return int((self.directory / ("memory.max_usage_in_bytes" if self.v1 else "memory.peak")).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def n_killed(self) -> int:
+        """Processes that the kernel killed because of the limit."""
+        text = (self.directory / ("memory.oom_control" if self.v1 else "memory.events")).read_text()
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
+    """A new group with this limit, removed at the end. Raises PyorchError where none can be made."""
+    group = _create(limit_bytes)
+    try:
+        yield group
+    finally:
+        _remove(group)
+
+
+def _create(limit_bytes: int) -> MemoryGroup:
+    name = f"pyorch-bench-{os.getpid()}"
+    for parent, v1 in _parents():
+        directory = parent / name
+        try:
+            directory.mkdir(exist_ok=True)
+        except OSError:
+            continue
+        group = MemoryGroup(directory, v1)
+        try:
+            (directory / ("memory.limit_in_bytes" if v1 else "memory.max")).write_text(str(limit_bytes))
+            _forbid_swap(group, limit_bytes)
+            (directory / "cgroup.procs").read_text()
+            return group
+        except OSError:
+            _remove(group)
+    raise PyorchError(
+        "a memory limit needs a control group, and neither version 1 nor version 2 of the memory controller is "
+        "writable here: run as root, or without --memory-limit"
+    )
+
+
+def _parents() -> Iterator[tuple[Path, bool]]:
+    """Where a group may be made, and whether it is of version 1: beside the root first, then below our own."""
+    own = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            own[controllers] = path.lstrip("/")
+    for controllers, path in own.items():
+        if "memory" in controllers.split(","):
+            yield _V1_ROOT, True
+            yield _V1_ROOT / path, True
+    if (_V2_ROOT / "cgroup.controllers").is_file():
+        yield _V2_ROOT, False
+        # A group with processes of its own cannot have groups with limits below it: beside it, then.
+        yield (_V2_ROOT / own.get("", "")).parent, False
+
+
+def _forbid_swap(group: MemoryGroup, limit_bytes: int) -> None:
+    name, value = ("memory.memsw.limit_in_bytes", limit_bytes) if group.v1 else ("memory.swap.max", 0)
+    with contextlib.suppress(OSError):  # the kernel may be built without
+        (group.directory / name).write_text(str(value))
+
+
+def _remove(group: MemoryGroup) -> None:
+    if group.v1:
+        with contextlib.suppress(OSError):
+            (group.directory / "memory.force_empty").write_text("0")
+    # A process that has just ended may be listed for a moment.
+    for _ in range(50):
+        try:
+            group.directory.rmdir()
+            return
+        except OSError:
+            time.sleep(0.02)

@@ -1,0 +1,197 @@
+"""The measured process: reads a Job from standard input, writes a Measurement to standard output.
+
+The work: a cold prompt, then text decoded token by token (the text decides what comes next, so that
+experts are chosen as by real use), then the next part of the text as a second prompt. No sampling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
+
+from pyorch.bench.job import ENGINE, Job, Measurement, Phase, from_json, to_json
+
+if TYPE_CHECKING:
+    from pyorch.managed import ManagedModel
+
+_WARM_UP = 0.25  # of the tokens to decode, before those that count
+
+
+def main() -> int:
+    job: Job = from_json(Job, json.load(sys.stdin))
+    print(json.dumps(to_json(measure(job))))
+    return 0
+
+
+def measure(job: Job) -> Measurement:
+    begin = time.perf_counter()
+    with _loaded(job) as run:
+        if job.config.preload:
+            run.preload()
+        load_seconds = time.perf_counter() - begin
+        n_warm_up = int(job.n_tokens * _WARM_UP)
+        prompt, text, second_prompt = _parts(run.tokenize(job.data), job.n_prompt, n_warm_up + job.n_tokens, job.n_prompt)
+        run.decode(prompt)
+        ttft_seconds = time.perf_counter() - begin
+        run.decode_one_by_one(text[:n_warm_up], job.max_decode_seconds * _WARM_UP)
+        decode = run.timed(lambda: run.decode_one_by_one(text[n_warm_up:], job.max_decode_seconds))
+        run.clear()
+        prefill = run.timed(lambda: run.decode(second_prompt))
+        stats = run.engine.stats() if run.engine is not None else None
+        peak_memory_bytes = _peak_memory_bytes()
+    return Measurement(
+        load_seconds,
+        ttft_seconds,
+        prefill,
+        decode,
+        peak_memory_bytes,
+        stats.budget_bytes if stats is not None else 0,
+        stats.peak_bytes if stats is not None else 0,
+    )
+
+
+class _Run:
+    """A loaded model and its only sequence."""
+
+    def __init__(self, model: int, context: int, record: ManagedModel | None) -> None:
+        self.engine = record.engine if record is not None else None
+        self._record = record
+        self._vocab = llama.llama_model_get_vocab(model)
+        self._context = context
+
+    def tokenize(self, path: str) -> list[int]:
+        text = Path(path).read_bytes()
+        tokens = (llama.llama_token * (len(text) + 8))()
+        n = llama.llama_tokenize(self._vocab, text, len(text), tokens, len(tokens), False, False)
+        return list(tokens[:n])
+
+    def preload(self) -> None:
+        for layer in self._record.map.layers:
+            self.engine.prefetch(layer.il, range(layer.n_expert))
+        self.engine.wait_idle()
+
+    def decode(self, tokens: Sequence[int]) -> int:
+        """Appends tokens to the sequence. Logits of the last one."""
+        ids = (llama.llama_token * len(tokens))(*tokens)  # the batch points to it
+        status = llama.llama_decode(self._context, llama.llama_batch_get_one(ids, len(tokens)))
+        if status != 0:
+            reason = self.engine.error() if self.engine is not None else ""
+            raise RuntimeError(f"llama_decode returned {status} {reason}")
+        return len(tokens)
+
+    def decode_one_by_one(self, tokens: Sequence[int], max_seconds: float) -> int:
+        """Until the tokens or the time are used up. Returns the number of tokens, at least one."""
+        end = time.perf_counter() + max_seconds
+        for n, token in enumerate(tokens, start=1):
+            self.decode([token])
+            if time.perf_counter() >= end:
+                return n
+        return len(tokens)
+
+    def clear(self) -> None:
+        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+
+    def timed(self, work) -> Phase:
+        """work() returns the number of tokens."""
+        if self.engine is not None:
+            self.engine.reset_stats()
+        before = _kernel_bytes_read()
+        begin = time.perf_counter()
+        n_tokens = work()
+        seconds = time.perf_counter() - begin
+        if self.engine is None:
+            n = _kernel_bytes_read() - before
+            return Phase(n_tokens, seconds, 0, 0, n, n, 0.0)
+        it = self.engine.stats()
+        wasted = max(0, it.prefetch_loads - it.prefetch_hits) / it.loads if it.loads else 0.0
+        useful = round(it.bytes_read * (1 - min(1.0, wasted)))
+        return Phase(n_tokens, seconds, it.hits, it.misses, it.bytes_read, useful, it.stall_ns / 1e9)
+
+
+@contextlib.contextmanager
+def _loaded(job: Job) -> Iterator[_Run]:
+    params = llama.llama_model_default_params()
+    params.use_extra_bufts = job.config.repack
+    context_params = llama.llama_context_default_params()
+    context_params.n_ctx = job.n_prompt + 2 * job.n_tokens
+    context_params.n_batch = context_params.n_ubatch = job.n_prompt
+    context_params.n_threads = context_params.n_threads_batch = job.n_threads
+    context_params.n_outputs_max = 1
+    with contextlib.ExitStack() as stack:
+        if job.config.mode == ENGINE:
+            params.load_mode = llama.LLAMA_LOAD_MODE_NONE
+            stack.enter_context(_managing(job))
+        else:
+            params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
+            llama.llama_log_set(_silence, ctypes.c_void_p(0))
+        llama.llama_backend_init()
+        model = llama.llama_model_load_from_file(os.fsencode(job.model), params)
+        if not model:
+            raise RuntimeError(f"llama.cpp cannot load {job.model}")
+        stack.callback(lambda: llama.llama_model_free(model))
+        context = llama.llama_init_from_model(model, context_params)
+        if not context:
+            raise RuntimeError(f"llama.cpp refuses a context of {context_params.n_ctx} tokens")
+        stack.callback(lambda: llama.llama_free(context))
+        yield _Run(model, context, _record_of(model) if job.config.mode == ENGINE else None)
+
+
+@contextlib.contextmanager
+def _managing(job: Job) -> Iterator[None]:
+    from pyorch import logs, managed
+
+    logs.set_quiet(True)
+    with managed.managing(managed.Settings(budget=job.config.budget, policy=job.config.policy)):
+        yield
+
+
+def _record_of(model: int) -> ManagedModel:
+    from pyorch import managed
+
+    return managed.find(model)
+
+
+@llama.llama_log_callback
+def _silence(_level, _text, _user):
+    pass
+
+
+def _kernel_bytes_read() -> int:
+    """Bytes that the kernel fetched from disk for this process, page faults included. 0 where it does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def _peak_memory_bytes() -> int:
+    """The most that was resident. Not getrusage's, which remembers the parent's from before exec."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 1024
+
+
+def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
+    """Consecutive parts of the text."""
+    if len(tokens) < sum(sizes):
+        raise RuntimeError(f"the text has {len(tokens)} tokens, but {sum(sizes)} are needed: give a longer one with --data")
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [tokens[start : start + size] for start, size in zip(starts, sizes)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The project's speed goals, and whether a run of the benchmark reached them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pyorch.bench.job import ENGINE, STOCK, Config
+from pyorch.bench.rounds import Results
+from pyorch.bench.summary import ratio, summarize
+
+RESIDENT = Config("all resident", ENGINE, "100%", preload=True)
+# The same kernels on both sides: llama.cpp repacks experts, which leaves none to be managed.
+RESIDENT_PLAIN = Config("all resident, plain kernels", ENGINE, "100%", preload=True, repack=False)
+STOCK_PLAIN = Config("llama.cpp, plain kernels", STOCK, repack=False)
+
+_BUDGETS = ("25%", "40%", "60%")
+_LIMITS = (40, 60)  # percent of the file
+
+
+@dataclass(frozen=True)
+class Goal:
+    """reached: nan if it could not be measured."""
+
+    what: str
+    goal: float
+    reached: float
+
+    @property
+    def met(self) -> bool:
+        return self.reached >= self.goal
+
+
+def budget_config(budget: str, policy: str, limit_bytes: int = 0, limit: str = "") -> Config:
+    label = f"budget {budget}" + (f", memory {limit}" if limit else "")
+    return Config(label, ENGINE, budget, limit_bytes, policy)
+
+
+def mmap_config(limit_bytes: int, limit: str) -> Config:
+    return Config("llama.cpp mmap" + (f", memory {limit}" if limit else ""), STOCK, limit_bytes=limit_bytes, repack=False)
+
+
+def goal_configs(file_bytes: int, policy: str) -> list[Config]:
+    """All that goals() compares."""
+    configs = [RESIDENT, *(budget_config(budget, policy) for budget in (*_BUDGETS, "100%"))]
+    for ours, theirs in _limited_pairs(file_bytes, policy):
+        configs += (ours, theirs)
+    return [*configs, RESIDENT_PLAIN, STOCK_PLAIN]
+
+
+def _limited_pairs(file_bytes: int, policy: str) -> Iterator[tuple[Config, Config]]:
+    for percent in _LIMITS:
+        limit_bytes, limit = file_bytes * percent // 100, f"{percent}%"
+        yield budget_config("auto", policy, limit_bytes, limit), mmap_config(limit_bytes, limit)
+
+
+def goals(results: Results, file_bytes: int, policy: str) -> Iterator[Goal]:
+    for budget in _BUDGETS:
+        it = summarize(results, budget_config(budget, policy), RESIDENT)
+        yield Goal(f"decode, fraction of the roofline, budget {budget}", 0.80, it.decode_roofline)
+        yield Goal(f"prefill, fraction of the roofline, budget {budget}", 0.80, it.prefill_roofline)
+    for ours, theirs in _limited_pairs(file_bytes, policy):
+        where = f"memory limited to {ours.limit_bytes * 100 / file_bytes:.0f}% of the file"
+        yield Goal(f"decode rate / llama.cpp mmap's, {where}", 20.0, ratio(results, ours, theirs, lambda it: it.decode.rate))
+        yield Goal(f"llama.cpp mmap's time to the first token / ours, {where}", 1.0,
+                   ratio(results, theirs, ours, lambda it: it.ttft_seconds))
+    yield Goal("decode rate / llama.cpp's, all resident, same kernels", 0.97,
+               ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda it: it.decode.rate))
+    yield Goal("prefill rate / llama.cpp's, all resident, same kernels", 0.97,
+               ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda it: it.prefill.rate))
+
+
+def goal_lines(reached: list[Goal]) -> list[str]:
+    width = max(len(goal.what) for goal in reached)
+    lines = [f"{'goal'.ljust(width)}  at least  reached"]
+    for goal in reached:
+        number = f"{goal.reached:.2f}" if goal.reached == goal.reached else "-"
+        lines.append(f"{goal.what.ljust(width)}  {goal.goal:8.2f}  {number:>7}  {'yes' if goal.met else 'NO'}")
+    return lines

@@ -1,0 +1,94 @@
+"""What one measured process is asked, and what it answers: plain data, sent as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+# How the experts are kept.
+ENGINE = "engine"  # by pyorch, under a budget
+STOCK = "stock"  # by llama.cpp, mapped: pyorch is not loaded, its hooks are compiled in but not attached
+
+
+@dataclass(frozen=True)
+class Config:
+    """One line of the table. limit_bytes 0: no memory limit."""
+
+    label: str
+    mode: str
+    budget: str = ""
+    limit_bytes: int = 0
+    policy: str = "lru"
+    preload: bool = False  # bring in all experts before anything is measured
+    repack: bool = True  # dense weights in the layout of the faster kernels; experts never are
+
+
+@dataclass(frozen=True)
+class Job:
+    """A configuration and the work to measure it with."""
+
+    model: str
+    config: Config
+    data: str  # a text file
+    n_prompt: int
+    n_tokens: int
+    n_threads: int
+    max_decode_seconds: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Prefill or decode. Without an engine hits and misses are 0, and the bytes are what the kernel read.
+
+    useful_bytes: of those read, what was used: all but what was read ahead in vain.
+    """
+
+    n_tokens: int
+    seconds: float
+    hits: int
+    misses: int
+    bytes_read: int
+    useful_bytes: int
+    stall_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.n_tokens / self.seconds
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.n_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        uses = self.hits + self.misses
+        return self.hits / uses if uses else float("nan")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the process answers. All sizes in bytes.
+
+    ttft_seconds: from the start of loading, with a cold page cache, to the logits after the prompt.
+    prefill, decode: later, in the steady state. peak_memory_bytes: of the process (VmHWM).
+    """
+
+    load_seconds: float
+    ttft_seconds: float
+    prefill: Phase
+    decode: Phase
+    peak_memory_bytes: int
+    budget_bytes: int
+    peak_expert_bytes: int
+
+
+def from_json(cls: type, value: dict[str, Any]) -> Any:
+    """A dataclass of this module from what dataclasses.asdict made of it."""
+    nested = {"config": Config, "prefill": Phase, "decode": Phase}
+    return cls(**{key: from_json(nested[key], item) if key in nested else item for key, item in value.items()})
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    return dataclasses.asdict(value)

@@ -1,0 +1,153 @@
+"""Runs configurations side by side: every round measures each of them once, in a process of its own.
+
+These numbers drift with what else the machine does, so a run is compared with those of its own round, and
+with the disk's bandwidth measured just before and just after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.bench import disk
+from pyorch.bench.cgroup import MemoryGroup, memory_group
+from pyorch.bench.job import Config, Job, Measurement, from_json, to_json
+from pyorch.errors import PyorchError
+from pyorch.modelmap import ModelMap
+
+BANDWIDTH_SECONDS = 1.5  # for each time that the disk is measured
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration in one round.
+
+    failure: why there is no measurement, "" if there is one. peak_group_bytes: with page cache, None
+    without a memory limit. bandwidth: of the disk, bytes per second. busy_elsewhere: share of the
+    processors that others used meanwhile, nan where the system does not say.
+    """
+
+    config: Config
+    round: int
+    failure: str
+    measurement: Measurement | None
+    peak_group_bytes: int | None
+    bandwidth: float
+    busy_elsewhere: float
+
+
+@dataclass(frozen=True)
+class Results:
+    runs: tuple[Run, ...]
+    bandwidths: tuple[disk.Bandwidth, ...]
+
+    def of(self, config: Config) -> list[Run]:
+        return [run for run in self.runs if run.config == config]
+
+
+def run_rounds(
+    job_for: Callable[[Config], Job],
+    configs: Sequence[Config],
+    n_rounds: int,
+    say: Callable[[str], None],
+) -> Results:
+    """Measures every configuration n_rounds times. say: told what is being done.
+
+    A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
+    """
+    with ModelMap(job_for(configs[0]).model) as model_map:
+        ranges = disk.expert_ranges(model_map)
+    paths = sorted({it.path for it in ranges})
+    runs: list[Run] = []
+    bandwidths = [disk.measure_bandwidth(ranges, BANDWIDTH_SECONDS)]
+    for i in range(n_rounds):
+        # There and back: what drifts in one direction favours no configuration.
+        for config in configs if i % 2 == 0 else reversed(configs):
+            say(f"round {i + 1} of {n_rounds}: {config.label}")
+            disk.drop_page_cache(paths)
+            with _Processors() as processors:
+                failure, measurement, peak_group_bytes = _measure(job_for(config))
+            bandwidths.append(disk.measure_bandwidth(ranges, BANDWIDTH_SECONDS))
+            bandwidth = max(it.bytes_per_second for it in bandwidths[-2:])
+            runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
+            if failure and len(runs) == 1 and not config.limit_bytes:
+                raise PyorchError(failure)
+            if failure:
+                say(f"{config.label}: {failure}")
+    return Results(tuple(runs), tuple(bandwidths))
+
+
+def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
+    """Why it failed, or what was measured; and the peak of its group."""
+    with _limited(job.config.limit_bytes) as group:
+        result = subprocess.run(
+            [sys.executable, "-m", "pyorch.bench.child"],
+            input=json.dumps(to_json(job)),
+            capture_output=True,
+            text=True,
+            preexec_fn=group.join if group is not None else None,
+        )
+        killed = group is not None and group.n_killed() > 0
+        peak = group.peak_bytes() if group is not None else None
+    if result.returncode == 0:
+        return "", from_json(Measurement, json.loads(result.stdout)), peak
+    if killed:
+        return "killed for memory", None, peak
+    if result.returncode < 0:
+        return f"ended by signal {-result.returncode}", None, peak
+    said = [line for line in result.stderr.splitlines() if line.strip()]
+    return (said[-1].partition(": ")[2] or said[-1]) if said else f"exit status {result.returncode}", None, peak
+
+
+class _Processors:
+    """Who uses the processors inside a `with` block: children of this process, or others."""
+
+    busy_elsewhere = float("nan")
+
+    def __enter__(self) -> _Processors:
+        self._before = time.monotonic(), _busy_seconds(), _children_seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        now = time.monotonic(), _busy_seconds(), _children_seconds()
+        wall, busy, children = (after - before for after, before in zip(now, self._before))
+        self.busy_elsewhere = max(0.0, busy - children) / (wall * (os.cpu_count() or 1))
+
+
+def _busy_seconds() -> float:
+    """Processor time that the machine has spent on anything, stolen time included."""
+    try:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(None, 9)[1:9])
+    except (OSError, ValueError):
+        return float("nan")
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+@contextlib.contextmanager
+def _limited(limit_bytes: int) -> Iterator[MemoryGroup | None]:
+    if not limit_bytes:
+        yield None
+        return
+    with memory_group(limit_bytes) as group:
+        yield group
+
+
+def check_limits(configs: Sequence[Config]) -> None:
+    """PyorchError if a configuration's memory limit cannot be set here, before anything is measured."""
+    for limit_bytes in {config.limit_bytes for config in configs if config.limit_bytes}:
+        with memory_group(limit_bytes) as group:
+            if group.n_killed():
+                raise PyorchError(f"{group.directory} is in use by another benchmark")

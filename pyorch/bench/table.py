@@ -1,0 +1,100 @@
+"""The report, for people."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyorch.bench.rounds import Results
+from pyorch.bench.summary import Summary
+from pyorch.memory import GiB, MiB, format_bytes, physical_cores
+from pyorch.modelmap import ModelMap
+
+_COLUMNS = (
+    "", "prefill tok/s", "decode tok/s", "hits", "MiB/token", "stall ms/token",
+    "prefill roofline", "decode roofline", "first token s", "peak MiB",
+)
+
+_DISTURBED = 0.1  # share of the processors that others may use before the numbers are doubted
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on."""
+    try:
+        cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1]
+    except (OSError, TypeError):
+        cpu = platform.processor() or platform.machine()
+    try:
+        total = int(re.search(r"^MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)[1]) * 1024
+        memory = format_bytes(total)
+    except (OSError, TypeError):
+        memory = ""
+    return {"cpu": cpu, "cores": str(physical_cores()), "memory": memory, "system": f"{platform.system()} {platform.release()}"}
+
+
+def header(model_map: ModelMap, n_prompt: int, n_tokens: int, n_rounds: int, n_threads: int) -> list[str]:
+    info, facts = model_map.info, machine()
+    layer = model_map.layers[0]
+    types = "/".join(sorted({role.type for role in layer.roles}))
+    return [
+        f"machine  {facts['cpu']}, {facts['cores']} cores, {facts['memory']} memory, {facts['system']}",
+        f"model    {Path(model_map.path).name} ({info.arch}), {format_bytes(info.file_bytes)}: {info.n_moe_layers} layers of "
+        f"{layer.n_expert} experts, {info.n_expert_used} used, {format_bytes(layer.expert_bytes)} each ({types})",
+        f"work     prefill {n_prompt} tokens, decode {n_tokens} tokens of text, {n_threads} threads; "
+        + ("one round" if n_rounds == 1 else f"medians of {n_rounds} rounds"),
+    ]
+
+
+def table(summaries: Sequence[Summary]) -> list[str]:
+    rows = [_COLUMNS, *(_row(it) for it in summaries)]
+    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(len(_COLUMNS))]
+    widths[0] = max(len(row[0]) for row in rows)
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        lines.append("  ".join(cells) if len(row) > 2 else f"{row[0].ljust(widths[0])}  {row[1]}")
+    return lines
+
+
+def footer(results: Results, resident: Summary | None) -> list[str]:
+    rates = sorted(it.bytes_per_second for it in results.bandwidths)
+    best = max(results.bandwidths, key=lambda it: it.bytes_per_second)
+    how = "direct" if best.direct else "buffered"
+    lines = [
+        f"disk     peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during the "
+        f"benchmark (best with {best.n_threads} threads, {best.request_bytes // MiB} MiB requests, {how})"
+    ]
+    if resident is not None and resident.n_rounds:
+        lines.append(
+            f"compute  decode {1000 / resident.decode_rate:.1f} ms/token, prefill {1000 / resident.prefill_rate:.1f} ms/token, "
+            "all experts resident"
+        )
+    busy = [run.busy_elsewhere for run in results.runs if run.busy_elsewhere == run.busy_elsewhere]
+    if busy and max(busy) > _DISTURBED:
+        lines.append(f"noise    other processes used up to {max(busy):.0%} of the processors meanwhile: these numbers say little")
+    lines.append("roofline max(compute time, missed bytes / peak disk bandwidth) / measured time")
+    return lines
+
+
+def _row(it: Summary) -> tuple[str, ...]:
+    if it.failure and not it.n_rounds:
+        return it.config.label, it.failure
+    peak = it.peak_group_bytes if it.peak_group_bytes == it.peak_group_bytes else it.peak_memory_bytes
+    return (
+        it.config.label,
+        f"{it.prefill_rate:.1f}",
+        f"{it.decode_rate:.2f}",
+        _percent(it.decode_hit_rate),
+        f"{it.decode_bytes_per_token / MiB:.1f}",
+        f"{it.decode_stall_seconds_per_token * 1000:.1f}",
+        _percent(it.prefill_roofline),
+        _percent(it.decode_roofline),
+        f"{it.ttft_seconds:.2f}",
+        f"{peak / MiB:.0f}",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share == share else "-"

@@ -1,0 +1,194 @@
+"""The benchmark measures and reports. No test depends on how fast anything was."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyorch.bench import cgroup, disk, goals, rounds
+from pyorch.bench.job import ENGINE, STOCK, Config, Measurement, Phase
+from pyorch.bench.rounds import Results, Run
+from pyorch.bench.summary import ratio, summarize
+from pyorch.cli import main
+from pyorch.errors import PyorchError
+from pyorch.memory import GiB, MiB
+from pyorch.modelmap import ModelMap
+
+WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "2")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounds, "BANDWIDTH_SECONDS", 0.06)
+
+
+def limits_work() -> bool:
+    try:
+        with cgroup.memory_group(64 * MiB):
+            return True
+    except PyorchError:
+        return False
+
+
+needs_limits = pytest.mark.skipif(not limits_work(), reason="no memory controller is writable here")
+
+
+def test_report_is_complete_and_consistent(small_moe: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["bench", str(small_moe), "--budget", "40%,100%", "--compare", "mmap", "--json", *WORK]) == 0
+    report = json.loads(capfd.readouterr().out)
+
+    info, by_label = report["info"], {it["config"]["label"]: it for it in report["summaries"]}
+    assert list(by_label) == ["all resident", "budget 40%", "budget 100%", "llama.cpp mmap"]
+    assert len(report["runs"]) == 4 and len(report["bandwidths"]) == 5
+    assert all(it["bytes_per_second"] > 0 for it in report["bandwidths"])
+    for run in report["runs"]:
+        assert run["failure"] == ""
+        it = run["measurement"]
+        assert it["prefill"]["n_tokens"] == 32 and it["decode"]["n_tokens"] == 16
+        assert it["ttft_seconds"] > it["load_seconds"] > 0
+        assert it["peak_memory_bytes"] > info["dense_bytes"]
+        if run["config"]["mode"] == ENGINE:
+            uses = it["decode"]["hits"] + it["decode"]["misses"]
+            assert uses == 16 * info["n_moe_layers"] * info["n_expert_used"]
+            assert 0 < it["peak_expert_bytes"] <= it["budget_bytes"] <= info["slots_bytes"]
+            assert it["decode"]["useful_bytes"] <= it["decode"]["bytes_read"]
+
+    resident, budget = by_label["all resident"], by_label["budget 40%"]
+    assert resident["decode_hit_rate"] == 1 and resident["decode_bytes_per_token"] == 0
+    assert resident["decode_roofline"] == 1 and resident["prefill_roofline"] == 1
+    assert budget["decode_hit_rate"] < 1 and budget["decode_bytes_per_token"] > 0
+    assert budget["decode_roofline"] > 0 and budget["prefill_roofline"] > 0
+    assert by_label["llama.cpp mmap"]["decode_hit_rate"] is None
+
+
+def test_table_names_machine_model_and_what_the_roofline_is(small_moe: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["bench", str(small_moe), "--budget", "40%", *WORK]) == 0
+    out, progress = capfd.readouterr()
+    lines = out.splitlines()
+    assert lines[0].startswith("machine ") and lines[1].startswith("model    small-moe.gguf (qwen2moe)")
+    assert "8 layers of 64 experts, 6 used" in lines[1] and "prefill 32 tokens, decode 16 tokens" in lines[2]
+    columns = next(line for line in lines if "decode tok/s" in line)
+    rows = lines[lines.index(columns) + 1 :][:2]
+    assert [row[: columns.index("prefill")].strip() for row in rows] == ["all resident", "budget 40%"]
+    assert {"disk", "compute", "roofline"} <= {line.split()[0] for line in lines[-4:] if line}
+    assert "round 1 of 1: budget 40%" in progress
+
+
+@needs_limits
+def test_process_that_outgrows_its_memory_limit_is_reported(small_moe: Path, capfd: pytest.CaptureFixture[str]):
+    arguments = ["--budget", "40%", "--memory-limit", "16MiB", "--json", *WORK]
+    assert main(["bench", str(small_moe), *arguments]) == 0
+    report = json.loads(capfd.readouterr().out)
+    resident, limited = report["runs"]
+    assert resident["failure"] == "" and resident["peak_group_bytes"] is None
+    assert limited["failure"] == "killed for memory" and limited["measurement"] is None
+    assert report["summaries"][1]["failure"] == "killed for memory" and report["summaries"][1]["decode_rate"] is None
+
+
+@needs_limits
+def test_automatic_budget_stays_below_the_memory_limit(small_moe: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["bench", str(small_moe), "--memory-limit", "400MiB", "--json", *WORK]) == 0
+    limited = json.loads(capfd.readouterr().out)["runs"][1]
+    assert limited["config"]["budget"] == "auto" and limited["failure"] == ""
+    assert 0 < limited["peak_group_bytes"] <= 400 * MiB
+
+
+@needs_limits
+def test_group_is_removed_with_its_limit():
+    with cgroup.memory_group(64 * MiB) as group:
+        directory = group.directory
+        result = subprocess.run([sys.executable, "-c", "bytearray(200 << 20)"], preexec_fn=group.join, check=False)
+        assert result.returncode == -9 and group.n_killed() == 1
+        assert 0 < group.peak_bytes() <= 64 * MiB
+    assert not directory.exists()
+
+
+def test_memory_limit_is_refused_where_no_group_can_be_made(
+    small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(cgroup, "_V1_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(cgroup, "_V2_ROOT", tmp_path / "absent")
+    assert main(["bench", str(small_moe), "--memory-limit", "1GiB"]) == 2
+    assert "without --memory-limit" in capfd.readouterr().err
+
+
+def test_text_that_is_too_short_is_refused(small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    text = tmp_path / "text"
+    text.write_text("import os")
+    assert main(["bench", str(small_moe), "--budget", "100%", "--data", str(text), *WORK]) == 2
+    assert "give a longer one with --data" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [
+    ("--budget", "1KiB"), ("--budget", "much"), ("--compare", "llamafile"), ("--repeat", "0"), ("--memory-limit", "x"),
+    ("--data", "absent.txt"),
+])
+def test_wrong_options_are_refused(small_moe: Path, arguments: tuple[str, str], capfd: pytest.CaptureFixture[str]):
+    assert main(["bench", str(small_moe), *arguments]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_dense_model_is_refused(dense_model: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["bench", str(dense_model)]) == 2
+    assert "dense model" in capfd.readouterr().err
+
+
+def test_bandwidth_is_measured_on_the_experts(small_moe: Path):
+    with ModelMap(small_moe) as model_map:
+        ranges = disk.expert_ranges(model_map)
+    assert len(ranges) == 8 * 64 * 3 and len(set(ranges)) == len(ranges)
+    assert disk.measure_bandwidth(ranges, 0.06).bytes_per_second > 0
+
+
+# Arithmetic, on runs that never took place: 10 tokens each.
+
+RESIDENT = goals.RESIDENT
+BUDGET = Config("budget 40%", ENGINE, "40%")
+
+
+def run_of(config: Config, seconds: float, read_bytes: int = 0, round: int = 0, bandwidth: float = GiB) -> Run:
+    phase = Phase(10, seconds, 60, 20, read_bytes, read_bytes, 0.0)
+    return Run(config, round, "", Measurement(1, 2, phase, phase, 100, 50, 40), None, bandwidth, 0.0)
+
+
+def decode_roofline(*runs: Run) -> float:
+    return summarize(Results(runs, ()), BUDGET, RESIDENT).decode_roofline
+
+
+def test_roofline_is_compute_where_little_is_read():
+    assert decode_roofline(run_of(RESIDENT, 1.0), run_of(BUDGET, 1.25, GiB // 2)) == pytest.approx(0.8)
+
+
+def test_roofline_is_reading_where_much_is_read():
+    assert decode_roofline(run_of(RESIDENT, 1.0), run_of(BUDGET, 4.0, 2 * GiB)) == pytest.approx(0.5)
+
+
+def test_runs_are_compared_with_those_of_their_own_round():
+    quiet = run_of(RESIDENT, 1.0), run_of(BUDGET, 2.0)
+    noisy = run_of(RESIDENT, 3.0, round=1), run_of(BUDGET, 6.0, round=1)
+    assert decode_roofline(*quiet, *noisy) == pytest.approx(0.5)
+    assert ratio(Results((*quiet, *noisy), ()), RESIDENT, BUDGET, lambda it: it.decode.rate) == pytest.approx(2.0)
+
+
+def test_roofline_is_unknown_without_the_reference():
+    assert math.isnan(decode_roofline(run_of(BUDGET, 2.0)))
+
+
+def test_goal_that_was_not_measured_is_not_met():
+    reached = list(goals.goals(Results((run_of(RESIDENT, 1.0), run_of(BUDGET, 1.25)), ()), 4 * GiB, "lru"))
+    by_name = {goal.what: goal for goal in reached}
+    assert by_name["decode, fraction of the roofline, budget 40%"].met
+    assert not by_name["decode, fraction of the roofline, budget 25%"].met
+    assert [line.split()[-1] for line in goals.goal_lines(reached)[1:]].count("yes") == 2
+
+
+def test_goals_compare_with_llama_cpp_under_the_same_limits():
+    configs = goals.goal_configs(4 * GiB, "lru")
+    assert len(set(configs)) == len(configs)
+    for limit in (4 * GiB * 40 // 100, 4 * GiB * 60 // 100):
+        assert {it.mode for it in configs if it.limit_bytes == limit} == {ENGINE, STOCK}
