@@ -98,7 +98,7 @@ class SmallModel:
             try:
                 rule_for(tensor.name, Shape(1, 1, 1, 1, 1, 1, 1))
             except KeyError:
-                raise BadInput(f"{path} has a tensor {tensor.name}, which no qwen2moe that can be widened has") from None
+                raise BadInput(f"{path} has a tensor {tensor.name}, which cannot be widened") from None
         self.n_layer = self.field("qwen2moe.block_count")
         self.n_expert = self.field("qwen2moe.expert_count")
         self.shape = Shape(
@@ -291,14 +291,16 @@ def check_room(folder: Path, size: int) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("small", type=Path, help="GGUF of the small model, best in f32 or bf16")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="GGUF to write")
-    parser.add_argument("--size", default="4GiB", help="size of the file, such as 4GiB or 800MB (default: %(default)s)")
-    parser.add_argument("--type", type=str.lower, default="q4_0", choices=sorted(RECIPES), help="type of the weights (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the random parts (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--ggml", type=Path, help="libggml-base to quantize with (default: the one of pyorch)")
-    parser.add_argument("--check", action="store_true", help="then compare its logits with the small model's")
+    add = parser.add_argument
+    add("small", type=Path, help="GGUF of the small model, best in f32 or bf16")
+    add("-o", "--output", type=Path, required=True, help="GGUF to write")
+    add("--size", default="4GiB", help="size of the file, such as 4GiB or 800MB (default: %(default)s)")
+    add("--type", type=str.lower, default="q4_0", choices=sorted(RECIPES),
+        help="type of the weights (default: %(default)s)")
+    add("--seed", type=int, default=1, help="of the random parts (default: %(default)s)")
+    add("--threads", type=int, default=os.cpu_count() or 1)
+    add("--ggml", type=Path, help="libggml-base to quantize with (default: the one of pyorch)")
+    add("--check", action="store_true", help="then compare its logits with the small model's")
     return parser.parse_args()
 
 
@@ -309,11 +311,12 @@ def main() -> int:
         small = SmallModel(arguments.small)
         shape, tensors = plan(small, recipe, parse_size(arguments.size))
         quantizer = Quantizer(arguments.ggml)
-        check_room(arguments.output.absolute().parent, sum(tensor.n_bytes for tensor in tensors))
+        total = sum(tensor.n_bytes for tensor in tensors)
+        check_room(arguments.output.absolute().parent, total)
         expert_bytes = sum(t.n_bytes for t in tensors if "_exps." in t.name) / small.n_layer / small.n_expert
         print(
             f"hidden {shape.n_embd * shape.hidden}, experts {shape.n_ff_expert * shape.expert} wide "
-            f"({expert_bytes / 2**20:.2f} MiB each), {sum(t.n_bytes for t in tensors) / 2**20:.0f} MiB of {arguments.type}",
+            f"({expert_bytes / 2**20:.2f} MiB each), {total / 2**20:.0f} MiB of {arguments.type}",
             file=sys.stderr,
         )
         fields = metadata(small, shape, recipe, f"bench {arguments.size} {arguments.type}")

@@ -48,19 +48,23 @@ PROMPTS = (
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path("tests/fixtures/small-moe"), help="checkpoint folder")
-    parser.add_argument("--state", type=Path, default=Path("build/small-moe.state.pt"), help="where a run is continued from (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --state")
+    add = parser.add_argument
+    add("-o", "--output", type=Path, default=Path("tests/fixtures/small-moe"), help="checkpoint folder")
+    add("--state", type=Path, default=Path("build/small-moe.state.pt"),
+        help="where a run is continued from (default: %(default)s)")
+    add("--resume", action="store_true", help="continue the run in --state")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, help="stop after this much training time (default: 60)")
     length.add_argument("--steps", type=int, help="stop after this many steps of 2048 tokens")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--entities", type=int, default=50, help="entities per kind; there are 4 kinds with 4 facts each (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
-    parser.add_argument("--balance", type=float, default=0.02, help="weight of the load-balance loss (default: %(default)s)")
-    parser.add_argument("--save-minutes", type=float, default=6.0, help="time between checkpoints (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more than one helps only on an idle machine (default: %(default)s)")
+    add("--seed", type=int, default=1)
+    add("--entities", type=int, default=40,
+        help="entities per kind; there are 4 kinds with 4 facts each (default: %(default)s)")
+    add("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
+    add("--balance", type=float, default=0.02, help="weight of the load-balance loss (default: %(default)s)")
+    add("--save-minutes", type=float, default=6.0, help="time between checkpoints (default: %(default)s)")
+    add("--device", default="cpu", help="torch device, such as cpu or cuda")
+    add("--threads", type=int, default=1,
+        help="CPU threads; more than one helps only on an idle machine (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.steps is None and arguments.minutes is None:
         arguments.minutes = 60.0
