@@ -14,6 +14,9 @@ static constexpr int SCAN_TOKENS = 8;
 
 static constexpr uint64_t PAGE = 4096;
 
+// Large enough for a disk's full bandwidth, small enough that a demand does not wait long behind what is read ahead.
+static constexpr uint64_t DEFAULT_READ_BYTES = 4u << 20;
+
 static uint64_t clock_ns() {
     using namespace std::chrono;
     return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
@@ -23,7 +26,7 @@ ResidencyTable::ResidencyTable(const ModelMap & map, std::unique_ptr<Source> sou
         map(map),
         source(std::move(source)),
         policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())),
-        read_bytes((config.read_bytes ? config.read_bytes : 2u << 20) / PAGE * PAGE),
+        read_bytes((config.read_bytes ? config.read_bytes : DEFAULT_READ_BYTES) / PAGE * PAGE),
         pool(std::min(config.budget_bytes, map.slots_bytes())) {
     if (config.budget_bytes < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
