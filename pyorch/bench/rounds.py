@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from pyorch.bench import disk
 from pyorch.bench.cgroup import MemoryGroup, memory_group
 from pyorch.bench.job import Config, Job, Measurement, from_json, to_json
 from pyorch.errors import PyorchError
+from pyorch.memory import GiB
 from pyorch.modelmap import ModelMap
 
 BANDWIDTH_SECONDS = 1.5  # for each time that the disk is measured
@@ -80,14 +82,21 @@ def run_rounds(
             runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
             if failure and len(runs) == 1 and not config.limit_bytes:
                 raise PyorchError(failure)
-            if failure:
-                say(f"{config.label}: {failure}")
+            say(f"{config.label}: {_outcome(runs[-1])}")
     return Results(tuple(runs), tuple(bandwidths))
+
+
+def _outcome(run: Run) -> str:
+    it = run.measurement
+    return run.failure or (
+        f"prefill {it.prefill.rate:.1f} tok/s, decode {it.decode.rate:.2f} tok/s, "
+        f"disk {run.bandwidth / GiB:.2f} GiB/s, {run.busy_elsewhere:.0%} of the processors busy elsewhere"
+    )
 
 
 def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
     """Why it failed, or what was measured; and the peak of its group."""
-    with _limited(job.config.limit_bytes) as group:
+    with _limited(job.config.limit_bytes) as group, _terminable():
         result = subprocess.run(
             [sys.executable, "-m", "pyorch.bench.child"],
             input=json.dumps(to_json(job)),
@@ -134,6 +143,20 @@ def _busy_seconds() -> float:
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends the measured process too, and removes its group."""
+
+    def end(_number: int, _frame: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
