@@ -85,6 +85,8 @@ def test_an_error_in_the_middle_of_generating_is_raised_and_generating_again_wor
         model.engine.wait_idle()
         source.fault = ""
         assert 5 <= len(pieces) < 24 and expected.startswith("".join(pieces))
+        # Llama would keep the prompt's KV cache, and batches of other shapes are summed in another order.
+        model.llama.reset()
         assert "".join(model.generate(PROMPT, max_tokens=24, temperature=0)) == expected
 
 
