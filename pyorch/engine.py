@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,6 +62,27 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class SubstitutionStats:
+    """What substitution did in the ubatches that it may touch. The names are those of pyorch_substitution_counts.
+
+    A slot is one of the experts of a token in a layer; tokens are counted once for each layer.
+    """
+
+    tokens: int
+    lossy_tokens: int
+    substituted: int
+    dropped: int
+    refused_tae: int
+    refused_margin: int
+    refused_distribution: int
+    refused_rho: int
+    refused_buddies: int
+    rank_sum: int
+    absent: int
+    avoided: int
+
+
+@dataclass(frozen=True)
 class Residency:
     """Flags of the experts of a layer, each bool[n_expert]."""
 
@@ -76,14 +97,19 @@ class Routing:
     """What a layer's router decided for one ubatch.
 
     experts: int32[n_tokens, n_expert_used]; weights: float32[n_tokens, n_expert_used], as multiplied
-    with the outputs; probs: float32[n_tokens, n_expert] after gating. context tells contexts apart.
+    with the outputs; probs: float32[n_tokens, n_expert] after gating; logits: float32[n_tokens, n_expert]
+    and inputs: float32[n_tokens, n_embd] of the router. context tells contexts apart; decode: one token of
+    each sequence. Before any substitution.
     """
 
     context: int
     il: int
+    decode: bool
     experts: np.ndarray
     weights: np.ndarray
     probs: np.ndarray
+    logits: np.ndarray
+    inputs: np.ndarray
 
 
 class Engine:
@@ -197,20 +223,91 @@ class Engine:
         """Of one layer, or of all of them (-1)."""
         raw = ffi.new("pyorch_stats *")
         check(lib.pyorch_get_stats(self.handle, il, raw))
-        return Stats(**{name: getattr(raw, name) for name in Stats.__dataclass_fields__})
+        return _dataclass(Stats, raw)
 
     def reset_stats(self) -> None:
         """Zeroes the counters, not the gauges."""
         check(lib.pyorch_reset_stats(self.handle))
 
-    def set_observer(self, observer: Callable[[Routing], None] | None) -> None:
+    def set_observer(self, observer: Callable[[Routing], None] | None, copy: bool = True) -> None:
         """Shows each routing decision to the observer, between router and experts; None removes it.
 
         It runs on a compute thread: it must return quickly, and not decode. What it raises is printed.
+
+        Args:
+            copy: False: the arrays are views of memory that is valid during the call only.
         """
-        callback = _observer_callback(observer) if observer is not None else ffi.NULL
+        callback = _observer_callback(observer, copy) if observer is not None else ffi.NULL
         check(lib.pyorch_set_observer(self.handle, callback, ffi.NULL))
         self._observer = callback  # the old one is freed only now, when no call of it can be running
+
+    def set_substitution(self, il: int, settings: Mapping[str, int | float]) -> None:
+        """How a layer treats absent experts: the fields of pyorch_substitution."""
+        raw = ffi.new("pyorch_substitution *", dict(settings))
+        check(lib.pyorch_set_substitution(self.handle, il, raw))
+
+    def set_buddies(
+        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, hops: np.ndarray | None = None
+    ) -> None:
+        """The buddies of each expert of a layer, best first.
+
+        Args:
+            ids: int32[n_expert, k_max], -1 after the last. q, scale: float32 of the same shape; scale is the
+                factor of the buddy's output, nan where it is not known.
+            hops: uint8[n_expert], to where an expert is.
+        """
+        ids = np.ascontiguousarray(ids, np.int32)
+        q = np.ascontiguousarray(q, np.float32)
+        scale = None if scale is None else np.ascontiguousarray(scale, np.float32)
+        hops = None if hops is None else np.ascontiguousarray(hops, np.uint8)
+        if q.shape != ids.shape or (scale is not None and scale.shape != ids.shape):
+            raise PyorchError(f"buddy lists of shape {ids.shape} do not fit priorities of shape {q.shape}")
+        if hops is not None and hops.shape != ids.shape[:1]:
+            raise PyorchError(f"hops of shape {hops.shape} do not fit buddy lists of shape {ids.shape}")
+        check(
+            lib.pyorch_set_buddies(
+                self.handle, il, *ids.shape, _pointer("int32_t[]", ids), _pointer("float[]", q),
+                _pointer("float[]", scale), _pointer("uint8_t[]", hops),
+            )
+        )
+
+    def set_cache(self, il: int, mask: np.ndarray | None) -> None:
+        """Substitution takes exactly the experts of mask, bool[n_expert], for resident; None: those that are."""
+        raw = None if mask is None else np.ascontiguousarray(mask, np.uint8)
+        check(lib.pyorch_set_cache(self.handle, il, _pointer("uint8_t[]", raw), 0 if raw is None else raw.size))
+
+    def substitute(
+        self, routing: Routing, resident: np.ndarray, normalized: bool = False, softmax_selected: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, SubstitutionStats]:
+        """What substitution would make of a routing while just these experts are resident, bool[n_expert].
+
+        Changes and counts nothing. normalized, softmax_selected: how the model makes weights of probabilities.
+        Returns experts, weights and what was done.
+        """
+        raw = ffi.new("pyorch_routing *")
+        raw.il = routing.il
+        (raw.n_tokens, raw.n_expert_used), raw.n_expert = routing.experts.shape, routing.probs.shape[1]
+        arrays = {name: np.ascontiguousarray(getattr(routing, name), np.float32) for name in ("weights", "probs", "logits")}
+        given = np.ascontiguousarray(routing.experts, np.int32)
+        raw.experts = _pointer("int32_t[]", given)
+        for name, array in arrays.items():
+            setattr(raw, name, _pointer("float[]", array))
+        mask = np.ascontiguousarray(resident, np.uint8)
+        experts, weights = np.empty_like(given), np.empty_like(arrays["weights"])
+        counts = ffi.new("pyorch_substitution_counts *")
+        check(
+            lib.pyorch_substitute(
+                self.handle, raw, _pointer("uint8_t[]", mask), normalized, softmax_selected,
+                _pointer("int32_t[]", experts), _pointer("float[]", weights), counts,
+            )
+        )
+        return experts, weights, _dataclass(SubstitutionStats, counts)
+
+    def substitution_stats(self, il: int = -1) -> SubstitutionStats:
+        """Of one layer, or of all of them (-1). Zeroed by reset_stats()."""
+        raw = ffi.new("pyorch_substitution_counts *")
+        check(lib.pyorch_get_substitution_counts(self.handle, il, raw))
+        return _dataclass(SubstitutionStats, raw)
 
     def _on_experts(self, function, il: int, experts: Iterable[int]) -> None:
         ids = np.fromiter(experts, np.int32)
@@ -246,23 +343,34 @@ def _read_callback(source: Source):
     return read
 
 
-def _observer_callback(observer: Callable[[Routing], None]):
+def _observer_callback(observer: Callable[[Routing], None], copy: bool):
     @ffi.callback("pyorch_observer_fn")
     def observe(_user, raw):
+        def array(pointer, dtype: type, columns: int) -> np.ndarray:
+            size = raw.n_tokens * columns * np.dtype(dtype).itemsize
+            view = np.frombuffer(ffi.buffer(pointer, size), dtype).reshape(raw.n_tokens, columns)
+            return view.copy() if copy else view
+
         observer(
             Routing(
                 int(ffi.cast("uintptr_t", raw.context)),
                 raw.il,
-                _copy(raw.experts, np.int32, raw.n_tokens, raw.n_expert_used),
-                _copy(raw.weights, np.float32, raw.n_tokens, raw.n_expert_used),
-                _copy(raw.probs, np.float32, raw.n_tokens, raw.n_expert),
+                bool(raw.decode),
+                array(raw.experts, np.int32, raw.n_expert_used),
+                array(raw.weights, np.float32, raw.n_expert_used),
+                array(raw.probs, np.float32, raw.n_expert),
+                array(raw.logits, np.float32, raw.n_expert),
+                array(raw.inputs, np.float32, raw.n_embd),
             )
         )
 
     return observe
 
 
-def _copy(pointer, dtype: type, rows: int, columns: int) -> np.ndarray:
-    # The engine's arrays are valid during the call only.
-    size = rows * columns * np.dtype(dtype).itemsize
-    return np.frombuffer(ffi.buffer(pointer, size), dtype).reshape(rows, columns).copy()
+def _pointer(kind: str, array: np.ndarray | None):
+    return ffi.NULL if array is None else ffi.from_buffer(kind, array)
+
+
+def _dataclass(cls: type, raw):
+    """A dataclass whose fields are those of a C struct."""
+    return cls(**{name: getattr(raw, name) for name in cls.__dataclass_fields__})

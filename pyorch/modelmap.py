@@ -49,8 +49,8 @@ class LayerInfo:
 
 
 @dataclass(frozen=True)
-class ExpertRange:
-    """Where one matrix of an expert lies."""
+class ByteRange:
+    """Where one matrix of an expert, or a whole tensor, lies."""
 
     path: str
     offset: int
@@ -95,11 +95,17 @@ class ModelMap:
         """The layer with llama.cpp's block number il. KeyError if it has no routed experts."""
         return self._by_il[il]
 
-    def expert_range(self, il: int, expert: int, role: int) -> ExpertRange:
+    def expert_range(self, il: int, expert: int, role: int) -> ByteRange:
         """Where matrix `role` (an index into LayerInfo.roles) of an expert lies."""
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.pyorch_map_get_range(self.handle, il, expert, role, path, offset, size))
-        return ExpertRange(string(path[0]), offset[0], size[0])
+        return ByteRange(string(path[0]), offset[0], size[0])
+
+    def tensor_range(self, name: str) -> ByteRange:
+        """Where any tensor lies. PyorchError if there is none of that name."""
+        path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
+        check(lib.pyorch_map_get_tensor(self.handle, name.encode(), path, offset, size))
+        return ByteRange(string(path[0]), offset[0], size[0])
 
     def metadata_int(self, key: str, index: int = 0, default: int | None = None) -> int | None:
         """An integer of the metadata, of an array the element at index; the default where there is none."""

@@ -11,7 +11,7 @@ import pytest
 from pyorch import _libs
 
 ROOT = Path(__file__).parent.parent
-SOURCES = ["residency", "residency_orders", "readers", "source", "eviction", "block_pool", "model_map", "status"]
+SOURCES = ["residency", "residency_orders", "residency_reads", "readers", "source", "eviction", "block_pool", "model_map", "status"]
 
 
 def headers() -> Path:

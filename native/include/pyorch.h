@@ -77,6 +77,10 @@ pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t e
 // An integer of the metadata. Of an array: the element at index. PYORCH_INVALID where there is none.
 pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32_t index, int64_t * value);
 
+// Where any tensor lies: path (owned by the map), offset and size in bytes.
+pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
+                                    const char ** path, uint64_t * offset, uint64_t * size);
+
 // A string of the metadata, owned by the map.
 pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value);
 
@@ -182,12 +186,16 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine);
 typedef struct pyorch_routing {
     const void *    context;       // tells contexts apart
     int32_t         il;
+    int32_t         decode;        // nonzero: one token of each sequence
     int32_t         n_tokens;
     int32_t         n_expert;
     int32_t         n_expert_used;
+    int32_t         n_embd;
     const int32_t * experts;       // [n_tokens][n_expert_used]
     const float *   weights;       // [n_tokens][n_expert_used] as multiplied with the outputs
     const float *   probs;         // [n_tokens][n_expert] after gating
+    const float *   logits;        // [n_tokens][n_expert] of the router
+    const float *   inputs;        // [n_tokens][n_embd] of the router
 } pyorch_routing;
 
 // Called on a compute thread, between router and experts: it must return quickly and not decode.
@@ -195,6 +203,88 @@ typedef void (*pyorch_observer_fn)(void * user, const pyorch_routing * routing);
 
 // One observer per engine; NULL removes it. On return no call of the old one is running.
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user);
+
+//
+// substitution: lossy, off until set
+//
+
+typedef enum pyorch_substitute_mode {
+    PYORCH_SUBSTITUTE_NONE    = 0,
+    PYORCH_SUBSTITUTE_BUDDIES = 1, // from the lists of pyorch_set_buddies
+    PYORCH_SUBSTITUTE_RANDOM  = 2, // any resident expert: the baseline
+} pyorch_substitute_mode;
+
+typedef enum pyorch_substitute_weight {
+    PYORCH_WEIGHT_KEEP   = 0, // the substitute gets the weight of the expert that it replaces
+    PYORCH_WEIGHT_OWN    = 1, // its own, normalized as the model does
+    PYORCH_WEIGHT_FITTED = 2, // that of the replaced one, times the scale of the buddy list
+} pyorch_substitute_weight;
+
+typedef enum pyorch_substitute_order {
+    PYORCH_ORDER_RANK   = 0, // as the router ranks them
+    PYORCH_ORDER_WEIGHT = 1, // lowest weight first
+} pyorch_substitute_order;
+
+typedef enum pyorch_on_miss {
+    PYORCH_MISS_FETCH = 0, // wait for what no substitute covers
+    PYORCH_MISS_DROP  = 1, // leave it out
+} pyorch_on_miss;
+
+// How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
+typedef struct pyorch_substitution {
+    int32_t  mode;          // pyorch_substitute_mode
+    int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence
+    int32_t  search_rank;   // only the first so many of a buddy list, 0: all
+    int32_t  max_per_token; // substitutions of a token in this layer, 0: no limit
+    int32_t  weight;        // pyorch_substitute_weight
+    int32_t  order;         // pyorch_substitute_order: in which the absent experts of a token are treated
+    int32_t  on_miss;       // pyorch_on_miss, for what the gates allow but no buddy covers
+    double   tau;           // none where the token activating entropy is at most this (below 0: off)
+    double   temperature;   // of the probabilities in it, 1: as they are
+    double   gamma;         // none where the two largest probabilities differ by at least this (above 1: off)
+    double   beta;          // none where at least this share of the requested experts is absent (above 1: off)
+    double   read_ms;       // above 0: beta adapts, so that a token reads no longer than this
+    double   eta;           // of the router's logit in the priority
+    double   kappa;         // of the hops in the priority
+    double   reuse;         // factor for each time that a buddy was chosen in the ubatch, 1: none
+    uint64_t seed;          // of random substitution
+} pyorch_substitution;
+
+pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
+
+// ids, q, scale: [n_expert][k_max], best first; ids -1 after the last; scale may be NULL, or nan where it is not
+// known. hops: [n_expert] to where an expert is, may be NULL. PYORCH_INVALID for ids that do not exist.
+pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids,
+                                 const float * q, const float * scale, const uint8_t * hops);
+
+// Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
+pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
+
+// Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
+typedef struct pyorch_substitution_counts {
+    uint64_t tokens;
+    uint64_t lossy_tokens;         // of them, those that got another expert or lost one
+    uint64_t substituted;          // slots
+    uint64_t dropped;              // slots
+    uint64_t refused_tae;          // absent slots, by the first gate that refused
+    uint64_t refused_margin;
+    uint64_t refused_distribution;
+    uint64_t refused_rho;          // max_per_token was reached
+    uint64_t refused_buddies;      // no buddy was resident and free
+    uint64_t rank_sum;             // of the buddies used, in their lists
+    uint64_t absent;               // experts that the ubatches asked for and that were absent
+    uint64_t avoided;              // of them, those that nobody asked for any more
+} pyorch_substitution_counts;
+
+// il -1: all layers. Zeroed by pyorch_reset_stats.
+pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts);
+
+// What substitution would make of a routing; counts and changes nothing but experts and weights.
+// routing: its context and decode are not looked at; resident: [n_expert]; normalized, softmax_selected: how the
+// model makes weights of probs (see RoutedBatch).
+pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
+                                int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
+                                pyorch_substitution_counts * counts);
 
 #ifdef __cplusplus
 }

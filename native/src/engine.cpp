@@ -15,6 +15,7 @@ static std::unique_ptr<pyorch::Source> make_source(const pyorch::ModelMap & map,
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         table(map, make_source(map, config), config),
+        substitutions((int) map.layers.size()),
         readers(table, config.n_readers > 0 ? config.n_readers : default_readers()) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         for (size_t r = 0; r < map.layers[i].tensors.size(); ++r) {
@@ -36,14 +37,15 @@ pyorch::ManagedTensor * pyorch_engine::find(const char * name) const {
     return nullptr;
 }
 
-pyorch::GraphLayer * pyorch_engine::graph_layer(const void * context, int layer) {
+pyorch::GraphLayer * pyorch_engine::graph_layer(const void * context, int layer, bool decode) {
     std::lock_guard<std::mutex> lock(graphs_mutex);
     auto & of_context = graphs[context];
     if (of_context.empty()) {
         owners.push_back(std::make_unique<pyorch::Owner>());
         for (size_t i = 0; i < table.map.layers.size(); ++i) {
-            of_context.push_back({ this, owners.back().get(), context, (int) i });
+            of_context.push_back({ this, owners.back().get(), context, (int) i, false });
+            of_context.push_back({ this, owners.back().get(), context, (int) i, true });
         }
     }
-    return &of_context[layer];
+    return &of_context[2 * layer + decode];
 }

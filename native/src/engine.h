@@ -4,6 +4,7 @@
 
 #include "readers.h"
 #include "residency.h"
+#include "substitution.h"
 
 #include <map>
 #include <memory>
@@ -19,6 +20,14 @@ struct GraphLayer {
     Owner *         owner;
     const void *    context;
     int             layer; // index into the layers with experts
+    bool            decode; // one token of each sequence
+
+    // How the model makes weights of probabilities: see RoutedBatch.
+    bool normalized       = false;
+    bool softmax_selected = false;
+
+    // What substitution made of the weights of the running ubatch; empty: nothing.
+    std::vector<float> new_weights = {};
 };
 
 // What tensor->extra of a managed expert tensor points to. Other backends keep their own things
@@ -38,9 +47,10 @@ struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
 
     pyorch::ResidencyTable                                   table;
+    pyorch::Substitutions                                    substitutions;
     std::vector<std::unique_ptr<pyorch::ManagedTensor>>      tensors;
     std::mutex                                               graphs_mutex;
-    std::map<const void *, std::vector<pyorch::GraphLayer>>  graphs; // by context, one entry a layer
+    std::map<const void *, std::vector<pyorch::GraphLayer>>  graphs; // by context, two entries a layer: prefill, decode
     std::vector<std::unique_ptr<pyorch::Owner>>              owners;
 
     std::mutex        observer_mutex;
@@ -52,5 +62,5 @@ struct pyorch_engine {
     // The tensor of that name in the map, or null.
     pyorch::ManagedTensor * find(const char * name) const;
 
-    pyorch::GraphLayer * graph_layer(const void * context, int layer);
+    pyorch::GraphLayer * graph_layer(const void * context, int layer, bool decode);
 };

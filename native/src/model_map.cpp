@@ -15,7 +15,6 @@ namespace pyorch {
 // An expert matrix smaller than this is read through the page cache: the alignment of a direct read
 // would cost more memory than it saves time.
 static constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;
-static constexpr uint64_t PAGE             = 4096;
 
 bool ExpertTensor::reads_directly() const {
     return stride >= DIRECT_MIN_BYTES;
@@ -111,6 +110,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
                 (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
         }
         tensor_bytes += bytes;
+        tensors[tensor_name] = { file, offset, bytes };
 
         int         il = 0;
         std::string role;

@@ -7,6 +7,7 @@
 #include "status.h"
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -14,6 +15,8 @@
 struct gguf_context;
 
 namespace pyorch {
+
+inline constexpr uint64_t PAGE = 4096; // what direct reads align to
 
 // One matrix of every expert of a layer: a tensor [n_in, n_out, n_expert].
 struct ExpertTensor {
@@ -43,6 +46,12 @@ struct MapFile {
     uint64_t    bytes;
 };
 
+struct TensorRange {
+    int      file; // index into ModelMap::files
+    uint64_t offset;
+    uint64_t bytes;
+};
+
 class ModelMap {
 public:
     // Throws Failure: PYORCH_IO when a file cannot be opened, PYORCH_FORMAT when it is not a whole GGUF.
@@ -50,6 +59,7 @@ public:
 
     std::vector<MapFile>  files;
     std::vector<MoeLayer> layers; // by ascending il; only those with routed experts
+    std::map<std::string, TensorRange> tensors; // all of them
     std::string           arch;
     std::string           name;
     int                   n_layers      = 0;

@@ -83,6 +83,12 @@ public:
     // so much that this layer does not fit beside it. experts: ascending, each once.
     void acquire(Owner & owner, int layer, const std::vector<int> & experts, int n_tokens);
 
+    // mask[n_expert]: 1 for each expert of the layer that is resident.
+    void resident(int layer, std::vector<uint8_t> & mask);
+
+    // Of one reader, lately; 0 before the first read.
+    double read_bytes_per_second();
+
     // Gives back all that owner holds. False if one of them could not be read.
     bool release(Owner & owner);
 
@@ -115,6 +121,9 @@ public:
     void     reset_stats();
     void     wait_idle();
     std::string last_error();
+
+    // Index into the layers with experts.
+    int      layer_index(int il) const;
 
     const ModelMap map;
 
@@ -154,13 +163,16 @@ private:
     int                     n_waiting = 0; // compute threads asleep in address()
     uint64_t                wait_begin = 0;
     pyorch_stats            totals = {};   // what is not counted by layer
+    double                  read_rate = 0; // bytes a second, fading average
 
     char *                  zeros      = nullptr;
     uint64_t                zeros_size = 0;
 
-    int      layer_index(int il) const;
     Layer &  layer_of(const Expert & e) { return layers[e.layer]; }
     Expert & expert_at(int layer, int32_t id);
+
+    template <typename Change>
+    void     for_each(int il, const int32_t * experts, int n, Change change);
 
     void hold(Expert & e);
     void unhold(Expert & e);

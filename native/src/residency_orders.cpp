@@ -6,7 +6,9 @@
 
 namespace pyorch {
 
-void ResidencyTable::prefetch(int il, const int32_t * experts, int n) {
+// Changes the named experts of a layer, or none of them if one does not exist.
+template <typename Change>
+void ResidencyTable::for_each(int il, const int32_t * experts, int n, Change change) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         const int layer = layer_index(il);
@@ -14,16 +16,22 @@ void ResidencyTable::prefetch(int il, const int32_t * experts, int n) {
             expert_at(layer, experts[i]);
         }
         for (int i = 0; i < n; ++i) {
-            Expert & e = layers[layer].experts[experts[i]];
-            if (e.state == Expert::ABSENT) {
-                // What was asked for by name counts as a use now, else it would be the next to go.
-                policy->used(e.usage, now);
-                e.scanned = false;
-                ahead_wanted.push_back(&e);
-            }
+            change(layers[layer], layers[layer].experts[experts[i]]);
         }
     }
+    space.notify_all();
     work.notify_all();
+}
+
+void ResidencyTable::prefetch(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Layer &, Expert & e) {
+        if (e.state == Expert::ABSENT) {
+            // What was asked for by name counts as a use now, else it would be the next to go.
+            policy->used(e.usage, now);
+            e.scanned = false;
+            ahead_wanted.push_back(&e);
+        }
+    });
 }
 
 // Experts of each layer that eviction cannot take.
@@ -87,44 +95,24 @@ void ResidencyTable::pin(int il, const int32_t * experts, int n) {
 }
 
 void ResidencyTable::unpin(int il, const int32_t * experts, int n) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        const int layer = layer_index(il);
-        for (int i = 0; i < n; ++i) {
-            expert_at(layer, experts[i]);
-        }
-        for (int i = 0; i < n; ++i) {
-            Expert & e = layers[layer].experts[experts[i]];
-            if (e.pinned) {
-                e.pinned = false;
-                if (!e.in_use) {
-                    held_bytes -= layers[layer].slot_bytes;
-                }
-                policy->used(e.usage, now);
+    for_each(il, experts, n, [&](Layer & l, Expert & e) {
+        if (e.pinned) {
+            e.pinned = false;
+            if (!e.in_use) {
+                held_bytes -= l.slot_bytes;
             }
+            policy->used(e.usage, now);
         }
-    }
-    space.notify_all();
-    work.notify_all();
+    });
 }
 
 void ResidencyTable::evict(int il, const int32_t * experts, int n) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        const int layer = layer_index(il);
-        for (int i = 0; i < n; ++i) {
-            expert_at(layer, experts[i]);
+    for_each(il, experts, n, [&](Layer & l, Expert & e) {
+        if (e.state == Expert::RESIDENT && !e.in_use && !e.pinned) {
+            ++l.stats.evictions;
+            drop(e);
         }
-        for (int i = 0; i < n; ++i) {
-            Expert & e = layers[layer].experts[experts[i]];
-            if (e.state == Expert::RESIDENT && !e.in_use && !e.pinned) {
-                ++layers[layer].stats.evictions;
-                drop(e);
-            }
-        }
-    }
-    space.notify_all();
-    work.notify_all();
+    });
 }
 
 void ResidencyTable::set_budget(uint64_t bytes) {

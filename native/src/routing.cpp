@@ -72,6 +72,13 @@ bool on_failed() {
     return failed;
 }
 
+// The sources of a route node, all but the ids contiguous.
+enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT };
+
+const float * floats(const ggml_tensor * ids, int source) {
+    return (const float *) ids->src[source]->data;
+}
+
 void observe(pyorch_engine & engine, const GraphLayer & g, const ggml_tensor * ids) {
     std::lock_guard<std::mutex> lock(engine.observer_mutex);
     if (!engine.observer) {
@@ -80,13 +87,44 @@ void observe(pyorch_engine & engine, const GraphLayer & g, const ggml_tensor * i
     pyorch_routing routing;
     routing.context       = g.context;
     routing.il            = engine.table.map.layers[g.layer].il;
+    routing.decode        = g.decode;
     routing.n_tokens      = (int32_t) ids->ne[1];
     routing.n_expert      = engine.table.map.layers[g.layer].n_expert;
     routing.n_expert_used = (int32_t) ids->ne[0];
+    routing.n_embd        = (int32_t) ids->src[INPUT]->ne[0];
     routing.experts       = (const int32_t *) ids->data;
-    routing.weights       = (const float *) ids->src[1]->data;
-    routing.probs         = (const float *) ids->src[2]->data;
+    routing.weights       = floats(ids, WEIGHTS);
+    routing.probs         = floats(ids, PROBS);
+    routing.logits        = floats(ids, LOGITS);
+    routing.inputs        = floats(ids, INPUT);
     engine.observer(engine.observer_user, &routing);
+}
+
+// Lets other experts take the places of absent ones, if that is allowed.
+void substitute(GraphLayer & g, ggml_tensor * ids) {
+    pyorch_engine & engine = *g.engine;
+    g.new_weights.clear();
+    if (!engine.substitutions.active(g.layer, g.decode)) {
+        return;
+    }
+    thread_local std::vector<uint8_t> resident;
+    engine.table.resident(g.layer, resident);
+    const float * weights = floats(ids, WEIGHTS);
+    g.new_weights.assign(weights, weights + ggml_nelements(ids));
+
+    const MoeLayer & layer = engine.table.map.layers[g.layer];
+    RoutedBatch batch;
+    batch.n_tokens         = (int) ids->ne[1];
+    batch.n_expert         = layer.n_expert;
+    batch.n_used           = (int) ids->ne[0];
+    batch.experts          = (int32_t *) ids->data;
+    batch.weights          = g.new_weights.data();
+    batch.probs            = floats(ids, PROBS);
+    batch.logits           = floats(ids, LOGITS);
+    batch.resident         = resident.data();
+    batch.normalized       = g.normalized;
+    batch.softmax_selected = g.softmax_selected;
+    engine.substitutions.apply(g.layer, layer.il, batch, layer.slot_bytes(), engine.table.read_bytes_per_second());
 }
 
 // ids [n_expert_used, n_tokens], contiguous, from src[0], which may be a view of a wider sort
@@ -101,9 +139,10 @@ void route_op(ggml_tensor * ids, int ith, int, void * user) {
     if (ith != 0) {
         return;
     }
-    const GraphLayer & g = *(const GraphLayer *) user;
+    GraphLayer & g = *(GraphLayer *) user;
     copy_ids(ids);
     observe(*g.engine, g, ids);
+    substitute(g, ids);
 
     const int32_t * begin = (const int32_t *) ids->data;
     thread_local std::vector<int> experts;
@@ -111,6 +150,14 @@ void route_op(ggml_tensor * ids, int ith, int, void * user) {
     std::sort(experts.begin(), experts.end());
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
     g.engine->table.acquire(*g.owner, g.layer, experts, (int) ids->ne[1]);
+}
+
+// weights in place, after the route node of its layer
+void weights_op(ggml_tensor * weights, int ith, int, void * user) {
+    const GraphLayer & g = *(const GraphLayer *) user;
+    if (ith == 0 && !g.new_weights.empty()) {
+        memcpy(weights->data, g.new_weights.data(), g.new_weights.size() * sizeof(float));
+    }
 }
 
 // llama.cpp's warm-up selects every expert. It wants the memory touched, not the model read: one expert does.
@@ -146,16 +193,25 @@ void on_route(llama_moe_route * route) {
     if (!m) {
         return;
     }
-    GraphLayer * g = m->engine->graph_layer(route->sched, m->layer);
+    GraphLayer * g = m->engine->graph_layer(route->sched, m->layer, route->decode);
+    g->normalized       = route->normalized;
+    g->softmax_selected = route->softmax_selected;
 
     ggml_tensor * args[] = {
         route->selected,
         contiguous(route->ctx, route->weights),
         contiguous(route->ctx, route->probs),
+        contiguous(route->ctx, route->logits),
+        contiguous(route->ctx, route->inp),
     };
-    route->selected = ggml_custom_4d(route->ctx, GGML_TYPE_I32, route->selected->ne[0], route->selected->ne[1], 1, 1,
-        args, 3, route->warmup ? warmup_op : route_op, 1, g);
+    ggml_tensor * selected = route->selected;
+    route->selected = ggml_custom_4d(route->ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
+        args, 5, route->warmup ? warmup_op : route_op, 1, g);
     ggml_format_name(route->selected, "pyorch_route-%d", route->il);
+    if (!route->warmup) {
+        route->weights = ggml_custom_inplace(route->ctx, args[WEIGHTS], &route->selected, 1, weights_op, 1, g);
+        ggml_format_name(route->weights, "pyorch_weights-%d", route->il);
+    }
 }
 
 ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
@@ -163,7 +219,7 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     if (!m) {
         return experts;
     }
-    GraphLayer * g = m->engine->graph_layer(route->sched, m->layer);
+    GraphLayer * g = m->engine->graph_layer(route->sched, m->layer, route->decode);
     ggml_tensor * args[] = { route->selected };
     ggml_tensor * res = ggml_custom_inplace(route->ctx, experts, args, 1, release_op, 1, g);
     ggml_format_name(res, "pyorch_release-%d", route->il);

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.memory import MiB
-from pyorch.modelmap import ExpertRange, ModelMap
+from pyorch.modelmap import ByteRange, ModelMap
 
 _ALIGNMENT = 4096
 _SETTINGS = [(n_threads, size) for n_threads in (1, 2, 4) for size in (1 * MiB, 4 * MiB)]
@@ -29,7 +29,7 @@ class Bandwidth:
     direct: bool
 
 
-def expert_ranges(model_map: ModelMap) -> list[ExpertRange]:
+def expert_ranges(model_map: ModelMap) -> list[ByteRange]:
     """Where all matrices of all experts lie, in random order."""
     ranges = [
         model_map.expert_range(layer.il, expert, role)
@@ -41,7 +41,7 @@ def expert_ranges(model_map: ModelMap) -> list[ExpertRange]:
     return ranges
 
 
-def measure_bandwidth(ranges: Sequence[ExpertRange], seconds: float) -> Bandwidth:
+def measure_bandwidth(ranges: Sequence[ByteRange], seconds: float) -> Bandwidth:
     """Reads from the offsets of experts on, in requests of 1 and 4 MiB, with 1, 2 and 4 threads.
 
     seconds: for all of it.
@@ -54,7 +54,7 @@ def measure_bandwidth(ranges: Sequence[ExpertRange], seconds: float) -> Bandwidt
     return best
 
 
-def _read_for(ranges: Sequence[ExpertRange], n_threads: int, size: int, seconds: float) -> tuple[float, bool]:
+def _read_for(ranges: Sequence[ByteRange], n_threads: int, size: int, seconds: float) -> tuple[float, bool]:
     """Bytes per second of all threads together, and whether the reads were direct."""
     paths = sorted({it.path for it in ranges})
     opened = {path: _open(path) for path in paths}

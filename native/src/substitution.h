@@ -1,0 +1,101 @@
+// Another expert in place of an absent one (BuddyMoE, section 3.1 and algorithm 1). Lossy, off by default.
+//
+// Between router and experts, token by token, the gates in the paper's order: token activating entropy
+// (eq. 1) and probability margin, the share of absent experts in the micro-batch (eq. 2), then the choice
+// of a buddy by priority (eq. 3). Nothing here knows of llama.cpp or of the residency table: what is
+// resident comes in as a mask, so the same routing with the same mask always ends alike.
+
+#pragma once
+
+#include "pyorch.h"
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace pyorch {
+
+// One layer of one ubatch. Arrays are row-major by token.
+struct RoutedBatch {
+    int             n_tokens;
+    int             n_expert;
+    int             n_used;
+    int32_t *       experts;  // [n_tokens][n_used], in and out
+    float *         weights;  // [n_tokens][n_used], in and out
+    const float *   probs;    // [n_tokens][n_expert] after gating
+    const float *   logits;   // [n_tokens][n_expert]
+    const uint8_t * resident; // [n_expert]
+    bool            normalized;       // the weights of a token have a constant sum
+    bool            softmax_selected; // probs are logits, the weights their softmax over the selected
+};
+
+// Peers of each expert, most similar first.
+struct BuddyLists {
+    int                  k_max = 0;
+    std::vector<int32_t> ids;   // [n_expert][k_max], -1 after the last
+    std::vector<float>   q;     // [n_expert][k_max] eq. 4
+    std::vector<float>   scale; // [n_expert][k_max] factor of the buddy's output, nan: unknown. May be empty
+    std::vector<uint8_t> hops;  // [n_expert] to where the expert is. May be empty
+};
+
+// Returns what was done; settings.beta is taken as given.
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, int il, const RoutedBatch & batch);
+
+void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from);
+
+// Chooses beta so that what is read stays within a budget of bytes for each pass of a layer: more is
+// substituted while more is read than that.
+class BetaController {
+public:
+    double beta() const { return value; }
+    void   passed(double bytes_to_read, double budget_bytes);
+
+private:
+    double value   = 0;
+    double average = 0;
+};
+
+// What the layers of one engine do with absent experts.
+class Substitutions {
+public:
+    explicit Substitutions(int n_layers) : layers(n_layers) {}
+
+    void set(int layer, const pyorch_substitution & settings);
+    void set_buddies(int layer, BuddyLists lists);
+
+    // Exactly these experts count as resident; empty: those that are.
+    void set_cache(int layer, std::vector<uint8_t> mask);
+
+    // Whether substitution may touch this layer of an ubatch. Does not lock.
+    bool active(int layer, bool decode) const {
+        const int mode = layers[layer].active.load(std::memory_order_relaxed);
+        return mode == ALWAYS || (mode == DECODE && decode);
+    }
+
+    // resident: the real residency. slot_bytes: of one expert; read_bytes_per_second: as measured, for the adaptive beta.
+    void apply(int layer, int il, RoutedBatch batch, uint64_t slot_bytes, double read_bytes_per_second);
+
+    // As apply, but counts nothing and adapts nothing.
+    pyorch_substitution_counts preview(int layer, int il, const RoutedBatch & batch);
+
+    pyorch_substitution_counts counts(int layer);
+    void reset_counts();
+
+private:
+    enum Active { NEVER, DECODE, ALWAYS };
+
+    struct Layer {
+        std::atomic<int>           active{NEVER};
+        pyorch_substitution        settings = {};
+        BuddyLists                 lists;
+        std::vector<uint8_t>       cache;
+        BetaController             controller;
+        pyorch_substitution_counts counts = {};
+    };
+
+    std::mutex         mutex;
+    std::vector<Layer> layers;
+};
+
+} // namespace pyorch
