@@ -6,10 +6,10 @@ import argparse
 import json
 import signal
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
+from pyorch.cli.progress import Bar
 from pyorch.convert import architectures, output, quantization
 from pyorch.convert.to_gguf import convert
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.source is None or args.output is None:
         args.usage_error("HF_DIR and -o FILE are needed")
-    bar = _Bar(sys.stderr.isatty() and not args.verbose)
+    bar = Bar(not args.verbose)
     # A plain SIGTERM would end this process between the making of a temporary file and its removal.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -63,33 +63,3 @@ def run(args: argparse.Namespace) -> int:
         shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
         print(f"{result.path}: {output.mib(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
     return 0
-
-
-class _Bar:
-    """One line on a terminal: `converting   43 %  eta 12 s`."""
-
-    def __init__(self, shown: bool):
-        self._shown = shown
-        self._step = ""
-        self._begin = self._last = 0.0
-        self._write(" starting")
-
-    def update(self, step: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if step != self._step:
-            self._step, self._begin = step, now
-        if now - self._last < 0.1 and done < total:
-            return
-        self._last = now
-        fraction = done / total if total else 1.0
-        eta = (now - self._begin) * (1 - fraction) / fraction if fraction > 0.02 else None
-        filled = int(fraction * 24)
-        self._write(f" {step:<10} [{'#' * filled}{'.' * (24 - filled)}] {fraction:4.0%}"
-                    + ("" if eta is None else f"  {eta:.0f} s left"))
-
-    def clear(self) -> None:
-        self._write("")
-
-    def _write(self, text: str) -> None:
-        if self._shown:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -61,6 +61,18 @@ def publish(files: list[Path], directory: Path) -> list[Path]:
     return published
 
 
+def write_text(target: str | os.PathLike[str], text: str) -> None:
+    """Writes a small file. Raises PyorchError if it cannot."""
+    target = Path(target).absolute()
+    check_target(target)
+    with staging(target) as directory:
+        try:
+            (directory / target.name).write_text(text, encoding="utf-8")
+            publish([directory / target.name], target.parent)
+        except OSError as error:
+            raise PyorchError(f"writing {target} failed: {error.strerror}; nothing was left there") from None
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pyorch.managed import manage
     from pyorch.model import LayerPolicy, Model, load
     from pyorch.modelmap import ModelMap
+    from pyorch.substitution import Substitution
 
 __version__: str
 
@@ -30,6 +31,7 @@ _HOMES = {
     "PyorchError": "errors",
     "Routing": "engine",
     "Stats": "engine",
+    "Substitution": "substitution",
     "load": "model",
     "manage": "managed",
 }

@@ -1,10 +1,11 @@
 """A llama.cpp context of a loaded model, for what Llama's interface does not reach: several sequences in
-one batch, the logits of every position, contexts in several threads."""
+one batch, the logits of chosen positions, contexts in several threads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
@@ -18,8 +19,14 @@ class Context:
 
     Args:
         model: a llama_model *, such as `model.llama.model`. It must outlive the context.
+        n_ctx: tokens of all sequences together.
         n_batch: most tokens of one decode(); n_ubatch: most that are computed at once.
+        n_outputs: most logits rows of one decode(), 0 for n_batch. Their memory is reserved.
         n_threads: default: the physical cores.
+        shared: sequences may have tokens in common, which are computed and kept once. Recurrent models
+            cannot, and without it each sequence has its own n_ctx / n_seq_max tokens.
+        exact: attention in F32 throughout. Otherwise keys and values are kept in F16, and the flash kernels
+            make sums in F16 that depend on which tokens are computed together.
     """
 
     def __init__(
@@ -30,11 +37,19 @@ class Context:
         n_ubatch: int = 512,
         n_seq_max: int = 1,
         n_threads: int | None = None,
+        n_outputs: int = 0,
+        shared: bool = False,
+        exact: bool = False,
     ) -> None:
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
         params.n_seq_max = n_seq_max
         params.n_threads = params.n_threads_batch = n_threads or physical_cores()
+        params.n_outputs_max = max(n_outputs, n_seq_max) if n_outputs else 0  # llama.cpp ends the process below that
+        params.kv_unified = shared
+        if exact:
+            params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
+            params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._model = model
         self._n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self._context = llama.llama_init_from_model(model, params)
@@ -55,25 +70,37 @@ class Context:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def decode(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> np.ndarray:
+    def decode(
+        self,
+        tokens: Sequence[int],
+        sequences: Sequence[int | Sequence[int]] | None = None,
+        outputs: Sequence[int] | None = None,
+    ) -> np.ndarray:
         """Appends tokens to their sequences (default: all to sequence 0).
 
+        Args:
+            sequences: of each token; of a shared context several, which must be equally long.
+            outputs: positions in `tokens`, ascending, after which logits are wanted. Default: all.
+
         Returns:
-            The logits after each token, float32[n_tokens, n_vocab].
+            The logits after each token, or each of `outputs`, float32[n, n_vocab].
 
         Raises:
             ExpertReadError: an expert could not be read. The sequences are as before.
         """
         sequences = sequences if sequences is not None else [0] * len(tokens)
         n_past = list(self._n_past)
+        wanted = set(range(len(tokens)) if outputs is None else outputs)
         self._batch.n_tokens = len(tokens)
-        for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
+        for i, (token, of) in enumerate(zip(tokens, sequences, strict=True)):
+            of = (of,) if isinstance(of, int) else of
             self._batch.token[i] = token
-            self._batch.pos[i] = n_past[sequence]
-            self._batch.n_seq_id[i] = 1
-            self._batch.seq_id[i][0] = sequence
-            self._batch.logits[i] = True
-            n_past[sequence] += 1
+            self._batch.pos[i] = n_past[of[0]]
+            self._batch.n_seq_id[i] = len(of)
+            for j, sequence in enumerate(of):
+                self._batch.seq_id[i][j] = sequence
+                n_past[sequence] += 1
+            self._batch.logits[i] = i in wanted
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             self._forget()
@@ -83,8 +110,20 @@ class Context:
                 raise ExpertReadError(reason)
             raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
         self._n_past = n_past
+        if not wanted:
+            return np.empty((0, self._n_vocab), np.float32)
         logits = llama.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(logits, shape=(len(tokens), self._n_vocab)).copy()
+        return np.ctypeslib.as_array(logits, shape=(len(wanted), self._n_vocab)).copy()
+
+    def copy(self, source: int, target: int) -> None:
+        """The target sequence, which must be empty, begins as the source has been so far."""
+        llama.llama_memory_seq_cp(llama.llama_get_memory(self._context), source, target, -1, -1)
+        self._n_past[target] = self._n_past[source]
+
+    def remove(self, sequence: int) -> None:
+        """Empties one sequence."""
+        llama.llama_memory_seq_rm(llama.llama_get_memory(self._context), sequence, -1, -1)
+        self._n_past[sequence] = 0
 
     def clear(self) -> None:
         """Empties all sequences."""

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import llama_cpp
 import llama_cpp._internals as internals
@@ -21,8 +22,12 @@ import llama_cpp.llama_cpp as llama
 from pyorch import logs, measure, memory
 from pyorch.bindings import check, ffi, lib
 from pyorch.engine import Engine, Source
-from pyorch.errors import ExpertReadError, FormatError
+from pyorch.errors import ExpertReadError, FormatError, PyorchError
 from pyorch.modelmap import ModelMap
+from pyorch.substitution import Substitution, apply_to_layer, find_buddies
+
+if TYPE_CHECKING:
+    from pyorch.buddies import Buddies
 
 NARROW_UBATCH, WIDE_UBATCH = 512, 2048
 
@@ -32,7 +37,7 @@ class Settings:
     """How models are loaded. Fields that are None leave what the caller of llama_cpp chose.
 
     n_ubatch, n_outputs_max and flash_attn_type are for contexts that are made while the settings are in
-    force. n_ubatch "auto", under the automatic budget, takes the widest that leaves most of the memory to
+    force. substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes the widest that leaves most of the memory to
     experts: in prefill every expert is read once for each ubatch, so twice as wide is half the reading.
     """
 
@@ -45,6 +50,8 @@ class Settings:
     n_ubatch: int | str | None = None
     n_outputs_max: int | None = None
     flash_attn_type: int | None = None
+    substitution: Substitution | None = None
+    buddies: Buddies | str | os.PathLike[str] | None = None  # default: the sidecar beside the model
     on_free: Callable[[ManagedModel], None] | None = None  # called when the model is freed, its engine not yet
 
 
@@ -57,6 +64,7 @@ class ManagedModel:
     settings: Settings
     params: llama.llama_model_params
     engine: Engine | None = None
+    buddies: Buddies | None = None
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
 
     @property
@@ -155,9 +163,16 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         finally:
             check(lib.pyorch_engine_capture(ffi.NULL))
     else:
+        managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.map)
         managed.engine = Engine(
             managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
         )
+        try:
+            for layer in managed.map.layers:
+                apply_to_layer(managed.engine, layer.il, settings.substitution, managed.buddies)
+        except PyorchError:
+            managed.engine.close()
+            raise
         with managed.engine.capture():
             yield
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch import logs, managed, memory
-from pyorch.engine import Engine, Source, Stats
+from pyorch.engine import Engine, Source, Stats, SubstitutionStats
 from pyorch.errors import PyorchError
 from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
 from pyorch.modelmap import ModelMap
+from pyorch.substitution import Substitution, apply_to_layer, find_buddies
+
+if TYPE_CHECKING:
+    from pyorch.buddies import Buddies
 
 # A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
@@ -33,22 +39,24 @@ class LayerPolicy:
     """How the experts of one layer are kept.
 
     Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
-    while it runs; pinned ones stay.
+    while it runs; pinned ones stay. substitution: what stands in for absent ones (lossy); None: nothing.
     """
 
     min_experts: int = 0
     max_experts: int | None = None
     pinned: frozenset[int] = frozenset()
+    substitution: Substitution | None = None
 
 
 class Layer:
     """A block with routed experts."""
 
-    def __init__(self, engine: Engine, il: int, n_expert: int) -> None:
+    def __init__(self, engine: Engine, il: int, n_expert: int, policy: LayerPolicy, buddies: Buddies | None) -> None:
         self.il = il
         self.n_expert = n_expert
         self._engine = engine
-        self._policy = LayerPolicy()
+        self._policy = policy
+        self._buddies = buddies
 
     @property
     def residency(self) -> np.ndarray:
@@ -66,6 +74,8 @@ class Layer:
         self._engine.pin(self.il, added)
         try:
             self._engine.set_layer_limits(self.il, policy.min_experts, limit)
+            if policy.substitution != self._policy.substitution:
+                apply_to_layer(self._engine, self.il, policy.substitution, self._buddies)
         except PyorchError:
             self._engine.unpin(self.il, added)
             raise
@@ -79,6 +89,12 @@ class Layer:
     def evict(self, experts: Iterable[int]) -> None:
         """Frees resident experts that are neither pinned nor in use."""
         self._engine.evict(self.il, experts)
+
+    def substitute(self, substitution: Substitution | None, buddies: Buddies | None) -> None:
+        """Sets policy.substitution, and the lists that it chooses from."""
+        apply_to_layer(self._engine, self.il, substitution, buddies)
+        self._buddies = buddies
+        self._policy = dataclasses.replace(self._policy, substitution=substitution)
 
     def stats(self) -> Stats:
         return self._engine.stats(self.il)
@@ -114,6 +130,7 @@ class ModelStats:
     decode_seconds: float
     peak_memory_bytes: int  # of the process
     experts: Stats | None
+    substitution: SubstitutionStats | None  # None where nothing is lossy
     layers: dict[int, Stats]
 
     @property
@@ -147,7 +164,7 @@ class Model:
         self.map: ModelMap = record.map
         self.engine = record.engine
         self.layers = {
-            layer.il: Layer(record.engine, layer.il, layer.n_expert)
+            layer.il: Layer(record.engine, layer.il, layer.n_expert, LayerPolicy(substitution=record.settings.substitution), record.buddies)
             for layer in (record.map.layers if record.engine is not None else ())
         }
         self.residency: Mapping[int, np.ndarray] = _ResidencyView(self.layers)
@@ -205,8 +222,38 @@ class Model:
         except ValueError as error:
             raise PyorchError(str(error)) from error
 
+    def substitute(
+        self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None
+    ) -> None:
+        """Lets resident experts stand in for absent ones in all layers (lossy); None: no longer.
+
+        Args:
+            substitution: or its settings as text, such as "alpha=0.95,rho=3,tau=p15".
+            buddies: the lists, or their file. Default: those in use, else the sidecar beside the model.
+
+        Raises PyorchError where there are no lists, FormatError where they are damaged or another model's.
+        """
+        it = Substitution.parse(substitution) if isinstance(substitution, str) else substitution
+        in_use = next((layer._buddies for layer in self.layers.values()), None)
+        lists = find_buddies(it, buddies if buddies is not None else in_use, self.map)
+        for layer in self.layers.values():
+            layer.substitute(it, lists)
+
+    def set_cache(self, masks: Mapping[int, np.ndarray] | None) -> None:
+        """Substitution takes exactly these experts for resident, whatever is; None: those that are.
+
+        With all experts in memory, this shows what a smaller cache would do to accuracy.
+
+        Args:
+            masks: il to bool[n_expert]; a layer that is missing keeps to what is resident.
+        """
+        if self.engine is not None:
+            for il in self.layers:
+                self.engine.set_cache(il, (masks or {}).get(il))
+
     def stats(self) -> ModelStats:
         perf = llama.llama_perf_context(self.llama.ctx)
+        lossy = any(layer.policy.substitution is not None for layer in self.layers.values())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return ModelStats(
             # llama.cpp counts at least one token, to divide by
@@ -216,6 +263,7 @@ class Model:
             perf.t_eval_ms / 1000,
             peak,
             self.engine.stats() if self.engine is not None else None,
+            self.engine.substitution_stats() if lossy else None,
             {il: layer.stats() for il, layer in self.layers.items()},
         )
 
@@ -247,6 +295,8 @@ def load(
     direct_io: bool = True,
     source: Source | None = None,
     use_extra_bufts: bool = True,
+    substitution: Substitution | str | None = None,
+    buddies: Buddies | str | os.PathLike[str] | None = None,
     verbose: bool = False,
     **llama_kwargs: object,
 ) -> Model:
@@ -263,6 +313,8 @@ def load(
         policy: which expert is evicted first, "lru" or "lfu".
         n_readers, direct_io, source: see Engine.
         use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.
+        substitution: lets resident experts stand in for absent ones, as Model.substitute() does. Lossy.
+        buddies: the lists for it. Default: the sidecar beside the model.
         llama_kwargs: for llama_cpp.Llama.
 
     Raises:
@@ -283,6 +335,8 @@ def load(
         direct_io=direct_io,
         source=source,
         use_extra_bufts=use_extra_bufts,
+        substitution=Substitution.parse(substitution) if isinstance(substitution, str) else substitution,
+        buddies=buddies,
         n_ubatch=n_ubatch or default_ubatch(path, budget),
         n_outputs_max=0 if wants_all_outputs else N_OUTPUTS_MAX,
         flash_attn_type=None if "flash_attn" in llama_kwargs else llama.LLAMA_FLASH_ATTN_TYPE_AUTO,

@@ -15,13 +15,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command
+from pyorch.cli.options import add_command, add_profile_option, add_substitution_options, substitution_arguments
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
+    from pyorch.buddies import Buddies
     from pyorch.engine import Engine, Source
     from pyorch.llama_server import Flags
-    from pyorch.managed import ManagedModel
+    from pyorch.managed import ManagedModel, Settings
+    from pyorch.substitution import Substitution
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -48,6 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--stats-every", type=float, metavar="SECONDS", help="print statistics again and again, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as a line of JSON")
     parser.add_argument("--verbose", action="store_true", help="show llama-server's log")
+    add_substitution_options(parser)
+    add_profile_option(parser)
     parser.set_defaults(run=run)
     _take_server_flags(parser)
     return parser
@@ -73,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
                         ("-ub", args.ubatch), ("-t", args.threads)):
         if value is not None:
             flags += (name, str(value))
+    lossy = substitution_arguments(args)  # a profile also says which budget
     return serve(
         args.model,
         args.budget,
@@ -82,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
         stats_every=args.stats_every,
         as_json=args.json,
+        **lossy,
     )
 
 
@@ -95,6 +101,8 @@ def serve(
     verbose: bool = False,
     stats_every: float | None = None,
     as_json: bool = False,
+    substitution: Substitution | None = None,
+    buddies: Buddies | str | os.PathLike[str] | None = None,
 ) -> int:
     """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
 
@@ -103,6 +111,7 @@ def serve(
         source: see Engine.
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
+        substitution, buddies: see pyorch.load.
 
     Returns:
         The exit status: 0 after a signal, 2 if the server could not start.
@@ -122,7 +131,12 @@ def serve(
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
 
-    with _planned(path, budget, server, policy, direct_io, source) as record:
+    from pyorch.managed import Settings
+
+    settings = Settings(
+        budget=budget, policy=policy, direct_io=direct_io, source=source, substitution=substitution, buddies=buddies
+    )
+    with _planned(path, settings, server) as record:
         watch = _Watch(path, address, record.engine, stats_every, as_json)
         watch.start()
         try:
@@ -134,9 +148,7 @@ def serve(
 
 
 @contextlib.contextmanager
-def _planned(
-    path: str, budget: int | str, server: Flags, policy: str, direct_io: bool, source: Source | None
-) -> Iterator[ManagedModel]:
+def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedModel]:
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
     import llama_cpp.llama_cpp as llama
 
@@ -144,10 +156,9 @@ def _planned(
     from pyorch.modelmap import ModelMap
 
     logs.set_quiet(True)
-    settings = managed.Settings(budget=budget, policy=policy, direct_io=direct_io, source=source)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     record = managed.ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
-    ubatch = model.default_ubatch(path, budget)
+    ubatch = model.default_ubatch(path, settings.budget)
     with managed.capture(record):
         try:
             params = server.context_params()
@@ -283,9 +294,13 @@ class _Watch(threading.Thread):
     def _print_stats(self) -> None:
         from pyorch.memory import format_bytes
 
-        stats = self._engine.stats()
+        stats, lossy = self._engine.stats(), self._engine.substitution_stats()
         if self._as_json:
-            line = {"seconds": round(time.monotonic() - self._began, 3), **dataclasses.asdict(stats)}
+            line = {
+                "seconds": round(time.monotonic() - self._began, 3),
+                **dataclasses.asdict(stats),
+                "substitution": dataclasses.asdict(lossy) if lossy.tokens else None,
+            }
             print(json.dumps(line), flush=True)
             return
         hit_rate = f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "none yet"
@@ -293,6 +308,11 @@ class _Watch(threading.Thread):
             f"experts: hit rate {hit_rate}, {format_bytes(stats.bytes_read)} read, waited {stats.stall_ns / 1e9:.2f} s; "
             f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
         )
+        if lossy.tokens:
+            self._say(
+                f"lossy: {lossy.lossy_tokens} of {lossy.tokens} token-layers changed, {lossy.substituted} expert slots "
+                f"substituted, {lossy.dropped} dropped"
+            )
 
     @staticmethod
     def _say(sentence: str) -> None:

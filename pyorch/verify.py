@@ -13,7 +13,8 @@ import numpy as np
 
 from pyorch import memory
 from pyorch.context import Context
-from pyorch.engine import Stats
+from pyorch.engine import Stats, SubstitutionStats
+from pyorch.logits import kl_divergences, top1_agreements
 from pyorch.model import Model, load
 
 # Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
@@ -52,6 +53,7 @@ class Comparison:
     kl_divergence: float
     top1_agreement: float
     experts: Stats | None
+    substitution: SubstitutionStats | None  # None where nothing is lossy
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def verify(
     """
     n_threads = n_threads or memory.physical_cores()
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **load_options}
-    with load(path, budget=memory.MAPPED, **options) as model:
+    with load(path, budget=memory.MAPPED, **options | {"substitution": None}) as model:
         reference = _reference(model, prompt, n_tokens, n_threads)
     for budget in budgets:
         with load(path, budget=budget, **options) as model:
@@ -130,20 +132,8 @@ def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Mode
         identical=first is None,
         first_difference=first,
         max_abs_difference=float(np.abs(reference - logits).max()),
-        kl_divergence=_kl_divergence(reference, logits),
-        top1_agreement=float((reference.argmax(-1) == logits.argmax(-1)).mean()),
+        kl_divergence=float(kl_divergences(reference, logits).mean()),
+        top1_agreement=float(top1_agreements(reference, logits).mean()),
         experts=experts,
+        substitution=model.stats().substitution,
     )
-
-
-def _kl_divergence(reference: np.ndarray, logits: np.ndarray) -> float:
-    total = 0.0
-    for p, q in zip(reference, logits):  # a row at a time: float64 of all rows would be large
-        p, q = _log_softmax(p), _log_softmax(q)
-        total += float((np.exp(p) * (p - q)).sum())
-    return total / len(reference)
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())

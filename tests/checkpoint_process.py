@@ -4,6 +4,7 @@ It needs torch, which must not share a process with llama.cpp; tests/architectur
 
     python checkpoint_process.py make DIR NAME...     a checkpoint in DIR/NAME for each architecture
     python checkpoint_process.py logits DIR           DIR/NAME/logits.npy for each DIR/NAME/tokens.json
+    python checkpoint_process.py routers DIR          DIR/NAME/routers.npy for each DIR/NAME/tokens.json
 """
 
 from __future__ import annotations
@@ -183,6 +184,19 @@ def write_logits(path: Path) -> None:
         np.save(path / "logits.npy", model(tokens, use_cache=False).logits[0].numpy())
 
 
+def write_routers(path: Path) -> None:
+    """float32[n_sequences, n_tokens, n_layers, n_expert]: the routers' logits for sequences of equal length."""
+    import numpy as np
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokens = torch.tensor(json.loads((path / "tokens.json").read_text()))
+    with torch.inference_mode():
+        routers = model(tokens, use_cache=False, output_router_logits=True).router_logits
+    np.save(path / "routers.npy", torch.stack(routers, 1).reshape(*tokens.shape, len(routers), -1).numpy())
+
+
 def main() -> None:
     command, directory, *rest = sys.argv[1:]
     if command == "make":
@@ -190,7 +204,7 @@ def main() -> None:
             make(Path(directory), name)
     else:
         for file in sorted(Path(directory).glob("*/tokens.json")):
-            write_logits(file.parent)
+            {"logits": write_logits, "routers": write_routers}[command](file.parent)
 
 
 if __name__ == "__main__":

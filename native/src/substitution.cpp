@@ -80,7 +80,8 @@ public:
 
     // The substitute of an absent expert, and its rank in the list; -1 if there is none.
     int choose(int expert, int & rank) {
-        const int substitute = settings.mode == PYORCH_SUBSTITUTE_RANDOM ? choose_random(expert) : choose_buddy(expert, rank);
+        const int substitute = settings.mode == PYORCH_SUBSTITUTE_BUDDIES ? choose_buddy(expert, rank) :
+                               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) : -1;
         if (substitute >= 0) {
             taken[substitute] = 1;
             ++chosen[substitute];

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, add_substitution_options, print_json, substitution_arguments
 from pyorch.errors import PyorchError
 
 # Little is imported here: the measured processes import this package too.
@@ -33,6 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     parser.add_argument("--max-seconds", type=float, default=30, metavar="S",
                         help="end a decode that takes longer, after at least one token (default: 30)")
+    add_substitution_options(parser)
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -53,7 +54,12 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError(f"{args.model} is a dense model: there are no experts to measure")
         file_bytes = model_map.info.file_bytes
         fits = _fits(model_map.info)
+        lossy = substitution_arguments(args)["substitution"]
+        if lossy is not None and args.goals:
+            raise PyorchError("--goals are for lossless runs: measure substitution with --budget")
         configs = goals.goal_configs(file_bytes, args.policy) if args.goals else _configs(args, model_map.info, fits)
+        pairs = [] if lossy is None else _lossy_pairs(configs, str(lossy), args.buddies_file or "")
+        configs += [config for config, _ in pairs]
         if not fits:
             _say("the model does not fit in memory: there is no reference for the roofline, and nothing with all experts")
             configs = [config for config in configs if not config.preload]
@@ -73,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         resident = next((it for it in summaries if it.config == goals.RESIDENT), None)
         lines = table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, _threads(args))
     lines += ["", *table.table(summaries), "", *table.footer(results, resident)]
+    if pairs:
+        lines += ["", *table.lossy_lines(results, pairs)]
     if reached:
         lines += ["", *goals.goal_lines(reached)]
     print("\n".join(lines))
@@ -108,6 +116,18 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     if "stock" in compare:
         configs += (goals.RESIDENT_PLAIN, goals.STOCK_PLAIN)
     return configs
+
+
+def _lossy_pairs(configs: list, settings: str, buddies: str) -> list[tuple]:
+    """For each configuration that reads experts: the same with substitution, and itself."""
+    from dataclasses import replace
+
+    from pyorch.bench.job import ENGINE
+
+    lossless = [it for it in configs if it.mode == ENGINE and not it.preload]
+    return [
+        (replace(it, label=f"{it.label}, lossy {settings}", substitution=settings, buddies=buddies), it) for it in lossless
+    ]
 
 
 def _jobs(args: argparse.Namespace):

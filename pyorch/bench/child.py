@@ -116,7 +116,9 @@ class _Run:
         it = self.engine.stats()
         wasted = max(0, it.prefetch_loads - it.prefetch_hits) / it.loads if it.loads else 0.0
         useful = round(it.bytes_read * (1 - min(1.0, wasted)))
-        return Phase(n_tokens, seconds, it.hits, it.misses, it.bytes_read, useful, it.stall_ns / 1e9)
+        lossy = self.engine.substitution_stats()
+        changed = lossy.substituted + lossy.dropped
+        return Phase(n_tokens, seconds, it.hits, it.misses, it.bytes_read, useful, it.stall_ns / 1e9, changed)
 
 
 @contextlib.contextmanager
@@ -150,9 +152,15 @@ def _loaded(job: Job) -> Iterator[_Run]:
 @contextlib.contextmanager
 def _managing(job: Job) -> Iterator[None]:
     from pyorch import logs, managed
+    from pyorch.substitution import Substitution
 
     logs.set_quiet(True)
-    with managed.managing(managed.Settings(budget=job.config.budget, policy=job.config.policy)):
+    config = job.config
+    lossy = Substitution.parse(config.substitution) if config.substitution else None
+    settings = managed.Settings(
+        budget=config.budget, policy=config.policy, substitution=lossy, buddies=config.buddies or None
+    )
+    with managed.managing(settings):
         yield
 
 

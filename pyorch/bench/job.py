@@ -22,6 +22,8 @@ class Config:
     policy: str = "lru"
     preload: bool = False  # bring in all experts before anything is measured
     repack: bool = True  # dense weights in the layout of the faster kernels; experts never are
+    substitution: str = ""  # settings of a lossy run, as Substitution.parse() reads them
+    buddies: str = ""  # file of its lists; default: beside the model
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Job:
 class Phase:
     """Prefill or decode. Without an engine hits and misses are 0, and the bytes are what the kernel read.
 
-    useful_bytes: of those read, what was used: all but what was read ahead in vain.
+    useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
+    slots that were substituted or dropped.
     """
 
     n_tokens: int
@@ -51,6 +54,7 @@ class Phase:
     bytes_read: int
     useful_bytes: int
     stall_seconds: float
+    changed_slots: int = 0
 
     @property
     def rate(self) -> float:

@@ -30,6 +30,7 @@ class Summary:
     decode_bytes_per_token: float
     prefill_stall_seconds: float
     decode_stall_seconds_per_token: float
+    decode_changed_slots_per_token: float
     ttft_seconds: float
     peak_memory_bytes: float
     peak_group_bytes: float
@@ -58,6 +59,7 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
         decode_bytes_per_token=median(lambda it: it.decode.bytes_read / it.decode.n_tokens),
         prefill_stall_seconds=median(lambda it: it.prefill.stall_seconds),
         decode_stall_seconds_per_token=median(lambda it: it.decode.stall_seconds / it.decode.n_tokens),
+        decode_changed_slots_per_token=median(lambda it: it.decode.changed_slots / it.decode.n_tokens),
         ttft_seconds=median(lambda it: it.ttft_seconds),
         peak_memory_bytes=median(lambda it: it.peak_memory_bytes),
         peak_group_bytes=_median(run.peak_group_bytes for run in good if run.peak_group_bytes is not None),

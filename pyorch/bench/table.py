@@ -7,8 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyorch.bench.job import Config
 from pyorch.bench.rounds import Results
-from pyorch.bench.summary import Summary
+from pyorch.bench.summary import Summary, ratio
 from pyorch.memory import GiB, MiB, format_bytes, physical_cores
 from pyorch.modelmap import ModelMap
 
@@ -48,8 +49,10 @@ def header(model_map: ModelMap, n_prompt: int, n_tokens: int, n_rounds: int, n_t
 
 
 def table(summaries: Sequence[Summary]) -> list[str]:
-    rows = [_COLUMNS, *(_row(it) for it in summaries)]
-    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(len(_COLUMNS))]
+    lossy = any(it.config.substitution for it in summaries)
+    columns = (*_COLUMNS, "changed slots/token") if lossy else _COLUMNS
+    rows = [columns, *(_row(it, lossy) for it in summaries)]
+    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(len(columns))]
     widths[0] = max(len(row[0]) for row in rows)
     lines = []
     for row in rows:
@@ -78,7 +81,15 @@ def footer(results: Results, resident: Summary | None) -> list[str]:
     return lines
 
 
-def _row(it: Summary) -> tuple[str, ...]:
+def lossy_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
+    """What substitution brings. pairs: lossy and lossless configurations that differ in nothing else."""
+    return [
+        f"{lossy.label}: decode {ratio(results, lossy, lossless, lambda it: it.decode.rate):.2f}x {lossless.label}"
+        for lossy, lossless in pairs
+    ]
+
+
+def _row(it: Summary, lossy: bool) -> tuple[str, ...]:
     if it.failure and not it.n_rounds:
         return it.config.label, it.failure
     peak = it.peak_group_bytes if it.peak_group_bytes == it.peak_group_bytes else it.peak_memory_bytes
@@ -93,6 +104,7 @@ def _row(it: Summary) -> tuple[str, ...]:
         _percent(it.decode_roofline),
         f"{it.ttft_seconds:.2f}",
         f"{peak / MiB:.0f}",
+        *((f"{it.decode_changed_slots_per_token:.2f}",) if lossy else ()),
     )
 
 

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from pyorch.cli.options import add_command
+from pyorch.cli.options import add_command, add_substitution_options, substitution_arguments
 from pyorch.errors import PyorchError
 
 
@@ -22,6 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
+    add_substitution_options(parser)
     parser.add_argument("script", metavar="SCRIPT.py", type=Path)
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the script is given")
     parser.set_defaults(run=run)
@@ -34,11 +35,12 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.managed import manage
 
+    lossy = substitution_arguments(args)
     before = sys.argv, list(sys.path)
     sys.argv = [str(args.script), *args.arguments]
     sys.path.insert(0, str(args.script.parent.resolve()))  # as Python does for a script
     try:
-        with manage(budget=args.budget, policy=args.policy, on_free=_report if args.verbose else None):
+        with manage(budget=args.budget, policy=args.policy, on_free=_report if args.verbose else None, **lossy):
             runpy.run_path(str(args.script), run_name="__main__")
     except SystemExit as exit:
         if isinstance(exit.code, str):

@@ -42,11 +42,65 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
                         help="tokens computed at once (default: 2048 where experts are read, else 512)")
 
 
+def add_substitution_options(parser: argparse.ArgumentParser) -> None:
+    """What stands in for absent experts, for substitution_arguments()."""
+    group = parser.add_argument_group("lossy", "Off unless asked for: the model's answers change.")
+    group.add_argument(
+        "--buddies", metavar="SETTINGS",
+        help="let resident buddies stand in for absent experts: alpha=0.95,k=16,rho=3,tau=p15,... or default",
+    )
+    group.add_argument("--substitute", choices=("buddies", "random", "none"), help="what stands in (default: buddies)")
+    group.add_argument("--on-miss", choices=("fetch", "drop"), help="what no buddy covers is read, or left out (default: fetch)")
+    group.add_argument("--buddy-weight", choices=("keep", "own", "fitted"),
+                       help="a buddy gets the weight of what it replaces, its own, or one fitted to its output (default: keep)")
+    group.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+
+
+def add_profile_option(parser: argparse.ArgumentParser) -> None:
+    """After add_substitution_options(), for commands with a model and a budget."""
+    parser.add_argument("--profile", metavar="FILE",
+                        help="take the lossy setting that `pyorch tune` found, and its budget unless --budget is given")
+
+
+def substitution_arguments(args: argparse.Namespace) -> dict[str, object]:
+    """Arguments of pyorch.load and managed.Settings: substitution and buddies. A profile also sets args.budget."""
+    from pyorch.substitution import OFF, Substitution
+
+    changes = {"mode": args.substitute, "miss": args.on_miss, "weight": args.buddy_weight}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if getattr(args, "profile", None) is not None:
+        if changes or args.buddies is not None:
+            raise PyorchError("--profile has a lossy setting, and so have the other flags: give one of them")
+        profile = _read_profile(args)
+        if args.budget == "auto":
+            args.budget = profile.budget
+        return {"substitution": profile.substitution, "buddies": args.buddies_file}
+    if args.buddies is None and not changes:
+        if args.buddies_file:
+            raise PyorchError("--buddies-file names lists that nothing uses: ask for substitution with --buddies")
+        return {"substitution": None, "buddies": None}
+    if args.buddies is None and args.substitute is None and args.on_miss is None:
+        raise PyorchError("--buddy-weight says how buddies weigh: ask for them with --buddies or --substitute")
+    it = Substitution.parse(args.buddies) if args.buddies is not None else Substitution() if args.substitute else OFF
+    it = dataclasses.replace(it, **changes)
+    return {"substitution": it if it.lossy else None, "buddies": args.buddies_file}
+
+
+def _read_profile(args: argparse.Namespace):
+    from pyorch.eval.profile_file import read_profile
+    from pyorch.modelmap import ModelMap
+
+    with ModelMap(args.model) as model_map:
+        return read_profile(args.profile, model_map)
+
+
 def load_arguments(args: argparse.Namespace) -> dict[str, object]:
     """Arguments of pyorch.load, but for the path and the budget."""
     context = {"n_ctx": args.ctx, "n_ubatch": args.ubatch} if "ctx" in args else {}
+    lossy = substitution_arguments(args) if "buddies" in args else {}
     return {
         **context,
+        **lossy,
         "n_threads": args.threads,
         "policy": args.policy,
         "direct_io": not args.buffered,

@@ -12,6 +12,8 @@ from pyorch.cli.options import (
     add_command,
     add_context_options,
     add_model_options,
+    add_profile_option,
+    add_substitution_options,
     load_arguments,
     print_json,
     read_prompt,
@@ -35,6 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     add_model_options(parser)
     add_context_options(parser)
+    add_substitution_options(parser)
+    add_profile_option(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-p", "--prompt", metavar="TEXT")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
@@ -56,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.model import load
 
-    with load(args.model, budget=args.budget, **load_arguments(args)) as model:
+    options = load_arguments(args)  # a profile also says which budget
+    with load(args.model, budget=args.budget, **options) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)
         sampling = {"max_tokens": args.tokens, "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
@@ -113,5 +118,12 @@ def print_stats(stats: ModelStats) -> None:
             f"experts: hit rate {it.hit_rate:.1%}, {format_bytes(round(stats.bytes_read_per_token))} read per token, "
             f"waited {it.stall_ns / 1e9:.2f} s; budget {format_bytes(it.budget_bytes)}, "
             f"peak {format_bytes(it.peak_bytes)}",
+            file=sys.stderr,
+        )
+    if stats.substitution is not None:
+        it = stats.substitution
+        print(
+            f"lossy: {it.lossy_tokens} of {it.tokens} token-layers changed, {it.substituted} expert slots substituted, "
+            f"{it.dropped} dropped; {it.avoided} of {it.absent} absent experts not needed",
             file=sys.stderr,
         )

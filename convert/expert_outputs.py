@@ -1,0 +1,238 @@
+"""What the experts of a GGUF compute, in numpy, and how similar their outputs are.
+
+For comparing experts: a layer at a time, an expert's matrices at a time, from the weights as the GGUF has
+them, quantized or not. Matrices are rows of weights of one output, as ggml stores them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Callable
+
+import gguf
+import numpy as np
+
+from pyorch.errors import FormatError, PyorchError
+from pyorch.modelmap import ByteRange, LayerInfo, ModelMap
+
+# An expert that fewer samples selected is compared on all of them.
+MIN_SAMPLES = 8
+
+# Of what one layer's comparison keeps at once, twice: the hidden states and the products of outputs.
+_WORK_BYTES = 512 << 20
+
+_SLICE_BYTES = 64 << 20  # of the outputs that are multiplied at once
+
+
+def _silu(gate: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-gate))
+
+
+def _gelu(gate: np.ndarray) -> np.ndarray:
+    return 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi).astype(gate.dtype) * (gate + 0.044715 * gate**3)))
+
+
+def _relu(gate: np.ndarray) -> np.ndarray:
+    return np.maximum(gate, 0)
+
+
+def _gated(activation: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray | None, np.ndarray], np.ndarray]:
+    return lambda gate, up: activation(up) if gate is None else activation(gate) * up
+
+
+def _swiglu_oai(gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
+    """gpt-oss: the gate limited above, up on both sides and shifted, a steeper sigmoid."""
+    gate = np.minimum(gate, 7)
+    with np.errstate(over="ignore"):
+        return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+
+
+_SILU_ARCHS = (
+    "afmoe", "arctic", "bailingmoe", "bailingmoe2", "cohere2moe", "dbrx", "deepseek", "deepseek2", "deepseek32",
+    "dots1", "ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "granite_swa", "granitehybrid", "granitemoe",
+    "hunyuan-moe", "jamba", "kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "mellum", "mimo2",
+    "minimax-01", "minimax-m2", "mistral3", "mistral4", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe",
+    "qwen3next", "qwen3vlmoe", "rnd1",
+)
+
+# general.architecture: hidden(gate or None, up), as llama.cpp builds it. Those are missing whose experts are
+# weighted before they compute (llama4), share their rows (grovemoe) or have limits of their own.
+_HIDDEN = {
+    **dict.fromkeys(_SILU_ARCHS, _gated(_silu)),
+    "gemma4": _gated(_gelu),
+    "grok": _gated(_gelu),
+    "gpt-oss": _swiglu_oai,
+    "minimax-m3": _swiglu_oai,
+    "nemotron_h_moe": _gated(lambda up: _relu(up) ** 2),
+    "smallthinker": _gated(_relu),
+}
+
+
+def check_known(model_map: ModelMap) -> None:
+    """Raises PyorchError if it is not known here how the model's experts compute, or how they are quantized."""
+    arch = model_map.info.arch
+    if arch not in _HIDDEN:
+        raise PyorchError(f"how an expert of {arch} computes is not known here, so outputs cannot be compared: "
+                          "use --similarity coactivation")
+    for layer in model_map.layers:
+        for role in layer.roles:
+            _quantization(role.type)
+
+
+class LayerExperts:
+    """The experts of one layer. Reads and dequantizes a matrix whenever it is asked for.
+
+    Raises PyorchError for an architecture or a type that is not known, FormatError for a truncated file.
+    """
+
+    def __init__(self, model_map: ModelMap, il: int):
+        check_known(model_map)
+        self._map = model_map
+        self._layer: LayerInfo = model_map.layer(il)
+        self._roles = {role.name: index for index, role in enumerate(self._layer.roles)}
+        self._hidden = _HIDDEN[model_map.info.arch]
+
+    @property
+    def n_expert(self) -> int:
+        return self._layer.n_expert
+
+    def hidden(self, expert: int, inputs: np.ndarray) -> np.ndarray:
+        """float32[n, n_ff]: what goes into the down projection for inputs float32[n, n_embd]."""
+        if "gate_up" in self._roles:
+            gate, up = np.split(self._project("gate_up", expert, inputs), 2, axis=1)
+        else:
+            up = self._project("up", expert, inputs)
+            gate = self._project("gate", expert, inputs) if "gate" in self._roles else None
+        return self._hidden(gate, up)
+
+    def down(self, expert: int, hidden: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+        """float32[n, n_rows]: some of the outputs for hidden states float32[n, n_ff]; only their rows are read."""
+        return self._project("down", expert, hidden, rows)
+
+    def outputs(self, expert: int, inputs: np.ndarray) -> np.ndarray:
+        """float32[n, n_embd] for router inputs float32[n, n_embd]: before the routing weight."""
+        return self.down(expert, self.hidden(expert, inputs))
+
+    def _project(self, role: str, expert: int, inputs: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
+        index = self._roles[role]
+        type_name = self._layer.roles[index].type
+        where = self._map.expert_range(self._layer.il, expert, index)
+        outputs = inputs @ _matrix(where, type_name, inputs.shape[1], rows).T
+        scale = self._vector(role, "scale", expert)
+        if scale is not None:
+            outputs *= scale
+        bias = self._vector(role, "bias", expert)
+        return outputs if bias is None else outputs + bias[rows]
+
+    def _vector(self, role: str, name: str, expert: int) -> np.ndarray | None:
+        """float32[...]: an expert's part of a tensor that there may be beside its matrices."""
+        try:
+            where = self._map.tensor_range(f"blk.{self._layer.il}.ffn_{role}_exps.{name}")
+        except PyorchError:
+            return None
+        size = where.size // self._layer.n_expert
+        return _read(ByteRange(where.path, where.offset + expert * size, size)).view(np.float32)
+
+
+@dataclass(frozen=True)
+class OutputSimilarity:
+    """How well the output of expert j stands for that of expert i, each [i, j].
+
+    Over the samples that selected i, over all samples where fewer than MIN_SAMPLES did.
+    """
+
+    cosine: np.ndarray  # float32[n_expert, n_expert], mean of cos(o_i, o_j)
+    relative_error: np.ndarray  # float32[n_expert, n_expert], mean of |o_j - o_i| / |o_i|
+    scale: np.ndarray  # float32[n_expert, n_expert], sum <o_i, o_j> / sum <o_j, o_j>: the s of least |o_i - s o_j|
+    samples: np.ndarray  # int64[n_expert], that selected i
+
+
+def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
+    """Compares the outputs of all pairs of experts of a layer.
+
+    Args:
+        inputs: float16 or float32[n, n_embd], router inputs.
+        selected: bool[n, n_expert], which experts the router chose for them.
+
+    Where the work space would not do, fewer samples are taken, spread evenly.
+    """
+    n_expert = experts.n_expert
+    kept = _fitting(len(inputs), n_expert, experts.hidden(0, inputs[:1].astype(np.float32)).shape[1])
+    inputs, selected = np.asarray(inputs[kept], np.float32), selected[kept]
+    hidden = np.stack([experts.hidden(expert, inputs) for expert in range(n_expert)])
+    n_embd = inputs.shape[1]
+    step = max(1, _SLICE_BYTES // (4 * n_expert * len(inputs)))
+    products = np.zeros((len(inputs), n_expert, n_expert), np.float32)  # <o_i, o_j> of each sample
+    for start in range(0, n_embd, step):
+        rows = slice(start, min(start + step, n_embd))
+        outputs = np.stack([experts.down(expert, hidden[expert], rows) for expert in range(n_expert)], axis=1)
+        products += outputs @ outputs.transpose(0, 2, 1)
+    return similarity_of(products, selected)
+
+
+def similarity_of(products: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
+    """The similarity from the products <o_i, o_j> float32[n, n_expert, n_expert] of n samples."""
+    n_expert = selected.shape[1]
+    samples = selected.sum(axis=0)
+    cosine, error, scale = (np.zeros((n_expert, n_expert), np.float32) for _ in range(3))
+    for i in range(n_expert):
+        of = products[selected[:, i] if samples[i] >= MIN_SAMPLES else slice(None)]
+        squares = np.diagonal(of, axis1=1, axis2=2).astype(np.float64)  # [samples, j]
+        dots, own = of[:, i].astype(np.float64), squares[:, i, None]
+        cosine[i] = _ratio(dots, np.sqrt(squares * own)).mean(axis=0)
+        error[i] = np.sqrt(_ratio(np.maximum(squares - 2 * dots + own, 0), own)).mean(axis=0)
+        scale[i] = _ratio(dots.sum(axis=0), squares.sum(axis=0))
+    return OutputSimilarity(cosine, error, scale, samples)
+
+
+def _ratio(value: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """0 where an output is 0: it is like nothing."""
+    return np.divide(value, of, out=np.zeros(np.broadcast_shapes(value.shape, of.shape)), where=of > 0)
+
+
+def _fitting(n: int, n_expert: int, n_ff: int) -> np.ndarray:
+    most = max(MIN_SAMPLES, _WORK_BYTES // (4 * n_expert * max(n_ff, n_expert)))
+    return np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(np.int64)
+
+
+@lru_cache(maxsize=None)
+def _quantization(type_name: str) -> gguf.GGMLQuantizationType:
+    """The type by ggml's name for it, such as q4_K. Raises PyorchError if numpy cannot dequantize it."""
+    kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
+    try:
+        if kind is not None:
+            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            return kind
+    except (NotImplementedError, ValueError):
+        pass
+    raise PyorchError(f"experts of the type {type_name} cannot be dequantized here, so outputs cannot be compared: "
+                      "use --similarity coactivation")
+
+
+def _matrix(where: ByteRange, type_name: str, n_in: int, rows: slice) -> np.ndarray:
+    """float32[n_rows, n_in]: some rows of a matrix of an expert, of which only they are read."""
+    kind = _quantization(type_name)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    row_bytes = n_in // block * block_bytes
+    if n_in % block or where.size % row_bytes:
+        raise FormatError(f"{where.path}: an expert's matrix of {where.size} bytes has no rows of {n_in} weights "
+                          f"of the type {type_name}")
+    start, stop, _ = rows.indices(where.size // row_bytes)
+    part = _read(ByteRange(where.path, where.offset + start * row_bytes, (stop - start) * row_bytes))
+    return gguf.quants.dequantize(part.reshape(stop - start, row_bytes), kind)
+
+
+def _read(where: ByteRange) -> np.ndarray:
+    """uint8[size]."""
+    content = np.empty(where.size, np.uint8)
+    try:
+        with open(where.path, "rb", buffering=0) as file:
+            file.seek(where.offset)
+            n = file.readinto(content)
+    except OSError as error:
+        raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
+    if n < where.size:
+        raise FormatError(f"{where.path} is truncated: {where.size} bytes at offset {where.offset} are not all there")
+    return content

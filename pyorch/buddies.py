@@ -1,0 +1,184 @@
+"""Buddy lists: for each expert, the experts of its layer that may stand in for it (BuddyMoE, section 3).
+
+`pyorch buddies` makes them (pyorch.convert.buddies) and writes the sidecar model.buddies.gguf; here they are
+read, checked and shortened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch import sidecar
+from pyorch.errors import FormatError
+from pyorch.modelmap import ModelMap
+
+KIND = "buddies"
+VERSION = 1
+SIMILARITIES = ("coactivation", "output", "both")
+N_PERCENTILES = 101  # 0 to 100
+
+# q is stored in float32: a prefix that reaches alpha but for the rounding reaches it.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class LayerBuddies:
+    """The buddies of the experts of one layer, the most similar first. Rows are the replaced experts."""
+
+    il: int
+    ids: np.ndarray  # int32[n_expert, k_max], -1 after the end of a list
+    q: np.ndarray  # float32[n_expert, k_max], the score, normalized over all peers (eq. 4); 0 after the end
+    scale: np.ndarray  # float32[n_expert, k_max], the factor that fits a buddy's output to the replaced expert's;
+    #                    nan after the end, and where outputs were not compared
+    activations: np.ndarray  # int64[n_expert], tokens of the profile that selected the expert
+    tae_percentiles: np.ndarray  # float32[101] of the Token Activating Entropy (eq. 1)
+    margin_percentiles: np.ndarray  # float32[101] of the margin between the two largest probabilities
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[n_expert]: how many buddies each expert has."""
+        return (self.ids >= 0).sum(axis=1)
+
+    def prefix_lengths(self, cft_alpha: float) -> np.ndarray:
+        """int64[n_expert]: the fewest buddies whose q sums up to cft_alpha, all where it never does (eq. 5).
+
+        At least 1 where there is a buddy at all.
+        """
+        reached = np.cumsum(self.q, axis=1, dtype=np.float64) >= cft_alpha - _ROUNDING
+        wanted = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, self.ids.shape[1])
+        return np.minimum(np.maximum(wanted, 1), self.lengths)
+
+    def cut(self, cft_alpha: float, k: int | None = None) -> LayerBuddies:
+        """The lists that cft_alpha gives (eq. 6), of at most k buddies."""
+        width = self.ids.shape[1] if k is None else min(k, self.ids.shape[1])
+        kept = np.arange(width) < self.prefix_lengths(cft_alpha)[:, None]
+        return dataclasses.replace(
+            self,
+            ids=np.where(kept, self.ids[:, :width], np.int32(-1)),
+            q=np.where(kept, self.q[:, :width], np.float32(0)),
+            scale=np.where(kept, self.scale[:, :width], np.float32(np.nan)),
+        )
+
+
+@dataclass(frozen=True)
+class Buddies:
+    """The buddies of a model: its layers with routed experts, by their il.
+
+    As they are made, the lists hold up to k_max buddies whatever alpha is; cut() gives those that count.
+    """
+
+    layers: dict[int, LayerBuddies]
+    alpha: dict[int, float]  # cumulative frequency threshold of each layer (eq. 5)
+    similarity: str  # what q measures: one of SIMILARITIES
+    n_tokens: int  # of the profile
+
+    def cut(self, alpha: float | None = None, k: int | None = None) -> Buddies:
+        """The lists of eqs. 5 and 6: the fewest buddies of each expert whose q sums up to alpha, at most k.
+
+        Args:
+            alpha: in (0, 1], for all layers; default: each layer's own.
+            k: default: as many as there are.
+
+        An expert that has a buddy keeps at least one.
+        """
+        if alpha is not None and not 0 < alpha <= 1:
+            raise ValueError(f"alpha {alpha} is not in (0, 1]")
+        if k is not None and k < 1:
+            raise ValueError(f"k {k} is below 1")
+        alphas = {il: self.alpha[il] if alpha is None else alpha for il in self.layers}
+        layers = {il: layer.cut(alphas[il], k) for il, layer in self.layers.items()}
+        return dataclasses.replace(self, layers=layers, alpha=alphas)
+
+    def most_active(self, rate: float) -> dict[int, np.ndarray]:
+        """bool[n_expert] of each layer: the round(rate * n_expert) experts that the profile selected most often.
+
+        Of experts that are equal in this, those with the lower number.
+        """
+        masks = {}
+        for il, layer in self.layers.items():
+            mask = np.zeros(len(layer.activations), bool)
+            mask[np.argsort(-layer.activations, kind="stable")[:round(rate * len(mask))]] = True
+            masks[il] = mask
+        return masks
+
+    def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""
+        arrays = {f"blk.{il}.{name}": getattr(layer, name) for il, layer in self.layers.items() for name in _ARRAYS}
+        metadata = {
+            "layers": list(self.layers), "alpha": [float(self.alpha[il]) for il in self.layers],
+            "similarity": self.similarity, "n_tokens": self.n_tokens,
+        }
+        sidecar.write(path, KIND, VERSION, model_map, metadata, arrays)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Buddies:
+        """Reads and checks a sidecar. Raises FormatError, also for lists that cannot be this model's."""
+        metadata, arrays = sidecar.read(path, KIND, VERSION, model_map)
+        path = os.fspath(path)
+        expected = [layer.il for layer in model_map.layers]
+        if metadata.get("layers") != expected:
+            raise FormatError(f"{path} has buddies for other layers than the {len(expected)} of {model_map.path} "
+                              "with routed experts")
+        alpha = metadata.get("alpha")
+        if (not isinstance(alpha, list) or len(alpha) != len(expected)
+                or not all(isinstance(value, float) and 0 < value <= 1 for value in alpha)):
+            raise FormatError(f"{path} has no alpha in (0, 1] for each layer: {alpha}")
+        if metadata.get("similarity") not in SIMILARITIES or not isinstance(metadata.get("n_tokens"), int):
+            raise FormatError(f"{path} does not say what its lists were made from: make it again")
+        layers = {layer.il: _layer(path, layer.il, layer.n_expert, arrays) for layer in model_map.layers}
+        return cls(layers, dict(zip(expected, alpha)), metadata["similarity"], metadata["n_tokens"])
+
+
+_ARRAYS = {
+    "ids": np.int32, "q": np.float32, "scale": np.float32, "activations": np.int64,
+    "tae_percentiles": np.float32, "margin_percentiles": np.float32,
+}
+
+
+def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> LayerBuddies:
+    found = {name: arrays.get(f"blk.{il}.{name}") for name in _ARRAYS}
+    for name, dtype in _ARRAYS.items():
+        if found[name] is None or found[name].dtype != dtype:
+            raise FormatError(f"{path}: layer {il} has no {name} of type {np.dtype(dtype)}")
+    k_max = found["ids"].shape[-1]
+    shapes = {name: (n_expert, k_max) for name in ("ids", "q", "scale")}
+    shapes |= {"activations": (n_expert,), "tae_percentiles": (N_PERCENTILES,), "margin_percentiles": (N_PERCENTILES,)}
+    for name, shape in shapes.items():
+        if found[name].shape != shape:
+            raise FormatError(f"{path}: {name} of layer {il} has the shape {list(found[name].shape)}, "
+                              f"the model needs {list(shape)}")
+    layer = LayerBuddies(il, **{name: np.array(array) for name, array in found.items()})
+    _check(path, layer)
+    return layer
+
+
+def _check(path: str, layer: LayerBuddies) -> None:
+    """Raises FormatError for the first expert whose list cannot be."""
+    ids, q, scale = layer.ids, layer.q, layer.scale
+    n_expert, k_max = ids.shape
+    ended = ids == -1
+
+    def refuse(wrong: np.ndarray, what: str) -> None:
+        rows = np.flatnonzero(wrong.any(axis=1))
+        if len(rows):
+            raise FormatError(f"{path}: the buddies of expert {rows[0]} of layer {layer.il} {what}")
+
+    refuse((ids < -1) | (ids >= n_expert), f"are not all numbers from 0 to {n_expert - 1}")
+    refuse(ended[:, :-1] & ~ended[:, 1:], "go on after the end of the list")
+    refuse(ids == np.arange(n_expert)[:, None], "hold the expert itself")
+    ordered = np.sort(ids, axis=1)
+    refuse((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0), "hold an expert twice")
+    refuse(~np.isfinite(q) | (q < 0), "have a score q that is not a number of 0 or more")
+    refuse(ended & (q != 0), "have a score q after the end of the list")
+    refuse(q[:, 1:] > q[:, :-1], "are not sorted by their score q")
+    refuse(q.sum(axis=1, dtype=np.float64, keepdims=True) > 1 + 1e-4, "have scores q that sum up to more than 1")
+    refuse(np.isinf(scale), "have an infinite scale")
+    percentiles = np.stack([layer.tae_percentiles, layer.margin_percentiles])
+    if not np.isfinite(percentiles).all() or (np.diff(percentiles) < 0).any():
+        raise FormatError(f"{path}: the percentiles of layer {layer.il} are not numbers in ascending order")
+    if (layer.activations < 0).any():
+        raise FormatError(f"{path}: the activations of layer {layer.il} are not all 0 or more")

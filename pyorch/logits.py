@@ -1,0 +1,31 @@
+"""Distributions over the vocabulary, from logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of one row of logits, float64[n_vocab]."""
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Of the token that follows each row, float64[n]. logits: [n, n_vocab], tokens: int[n]."""
+    # A row at a time: float64 of all rows would be large.
+    return np.array([log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)], np.float64)
+
+
+def kl_divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Of each row's distribution from the reference's, in nats, float64[n]. Both are [n, n_vocab]."""
+    result = np.empty(len(reference), np.float64)
+    for i, (p, q) in enumerate(zip(reference, logits, strict=True)):
+        p, q = log_softmax(p), log_softmax(q)
+        result[i] = (np.exp(p) * (p - q)).sum()
+    return result
+
+
+def top1_agreements(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Whether the most probable token is the same, bool[n]."""
+    return reference.argmax(-1) == logits.argmax(-1)

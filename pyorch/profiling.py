@@ -1,0 +1,362 @@
+"""Records a trace: runs text through a model, losslessly, and keeps what its routers decide."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from pyorch import memory, sidecar
+from pyorch.context import Context
+from pyorch.convert.output import check_target
+from pyorch.data import read_documents
+from pyorch.engine import Routing, Stats
+from pyorch.errors import PyorchError
+from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH
+from pyorch.model import DEFAULT_CTX, Model, load
+from pyorch.modelmap import LayerInfo, ModelMap
+from pyorch.trace import DECODE, PREFILL, TraceHeader, TraceWriter
+
+ROUTERS = ("topk", "full")
+
+# Short requests are prefilled together: where experts are read, a batch reads each of them once.
+MAX_REQUESTS_TOGETHER = 64
+
+# Bounds a batch: llama.cpp routes all tokens through the last layer only if it computes the logits of all,
+# and what the layers report is kept until the batch is done.
+_BATCH_BYTES = 256 << 20
+
+OnProgress = Callable[[str, int, int], None]  # "profiling", tokens done, of at most
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was recorded. n_records and file_bytes: of the whole trace, with what it held before."""
+
+    path: Path
+    n_requests: int
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    n_records: int
+    n_inputs: int  # sampled tokens in the trace
+    file_bytes: int
+    experts: Stats
+
+
+@dataclass
+class _Request:
+    """A piece of a document in a context of its own. tokens grows by what is generated."""
+
+    number: int
+    tokens: list[int]
+    n_prompt: int
+
+
+def profile(
+    path: str | os.PathLike[str],
+    data: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    n_tokens: int | None = None,
+    router: str = "topk",
+    n_inputs: int = 0,
+    n_decode: int = 0,
+    seed: int = 0,
+    append: bool = False,
+    n_ctx: int | None = None,
+    n_ubatch: int | None = None,
+    n_threads: int | None = None,
+    on_progress: OnProgress | None = None,
+    **load_options: object,
+) -> Profile:
+    """Runs documents (see pyorch.data) through a model and records its routing in a trace.
+
+    A document is a request; one that is longer than the context is cut into several.
+
+    Args:
+        n_tokens: of the data at most, None for all.
+        router: "topk" or, "full", the whole distribution of every router as well.
+        n_inputs: tokens in a sample, uniform over all, of router inputs.
+        n_decode: tokens to generate after each request, greedily, until an end of text. Not part of n_tokens.
+        append: continue the trace if there is one.
+        n_ctx: tokens of one request at most. Default: what the model was trained with, at most 4096.
+        n_ubatch: tokens computed at once. Default: 2048 where experts have to be read, 512 otherwise.
+        load_options: budget, policy and the like, for pyorch.load.
+
+    Raises PyorchError for what cannot be recorded; FormatError for data or a model that cannot be read.
+    """
+    if router not in ROUTERS:
+        raise PyorchError(f'router "{router}" is not known: use {" or ".join(ROUTERS)}')
+    for name, value, least in (("tokens", n_tokens, 1), ("inputs", n_inputs, 0), ("decode", n_decode, 0)):
+        if value is not None and value < least:
+            raise PyorchError(f"--{name} is {value}: use {least} or more")
+    check_target(Path(output).absolute())
+    for _ in read_documents(data):
+        pass  # a mistake in the last line is found now, not after hours
+    n_threads = n_threads or memory.physical_cores()
+    with load(path, n_ctx=256, n_batch=256, n_threads=n_threads, **load_options) as model:
+        if model.engine is None:
+            raise PyorchError(model.note or f"{path}: nothing manages its experts, so no routing is seen")
+        header = _header(model.map, router, n_inputs, seed)
+        session = _Session(model, header, n_decode, n_ctx, n_ubatch, n_threads)
+        with session, TraceWriter(output, header, append and Path(output).exists()) as writer:
+            return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress)
+
+
+def recorded_layers(model_map: ModelMap) -> tuple[LayerInfo, ...]:
+    """The layers that run for every token. Those that only predict further tokens come last, and do not."""
+    n_extra = model_map.metadata_int(f"{model_map.info.arch}.nextn_predict_layers", default=0)
+    return tuple(layer for layer in model_map.layers if layer.il < model_map.info.n_layers - n_extra)
+
+
+def _header(model_map: ModelMap, router: str, n_inputs: int, seed: int) -> TraceHeader:
+    layers = recorded_layers(model_map)
+    widths = {layer.n_expert for layer in layers}
+    if len(widths) != 1:
+        raise PyorchError(f"{model_map.path} has layers of {', '.join(map(str, sorted(widths)))} experts: a trace "
+                          "holds layers of one width")
+    arch = model_map.info.arch
+    return TraceHeader(
+        fingerprint=sidecar.fingerprint(model_map),
+        arch=arch,
+        layers=tuple(layer.il for layer in layers),
+        n_expert=widths.pop(),
+        n_expert_used=model_map.info.n_expert_used,
+        n_embd=model_map.metadata_int(f"{arch}.embedding_length"),
+        router=router,
+        n_inputs=n_inputs,
+        seed=seed,
+    )
+
+
+def _documents(model: Model, data: Iterable[str | os.PathLike[str]]) -> Iterator[list[int]]:
+    """The tokens of each document."""
+    for document in read_documents(data):
+        tokens = model.llama.tokenize(document.text.encode(), add_bos=True)
+        if tokens:
+            yield tokens
+
+
+class Recorder:
+    """An engine's observer: collects what the routers decide for one batch at a time, layer by layer.
+
+    llama.cpp may split a batch into ubatches; each goes through all layers, in order, before the next
+    begins, and its tokens keep theirs. What does not look like this is reported, not recorded.
+    """
+
+    def __init__(self, header: TraceHeader, n_batch: int) -> None:
+        n_layers, n_expert, k = len(header.layers), header.n_expert, header.n_expert_used
+        self._header = header
+        self._index = {il: i for i, il in enumerate(header.layers)}
+        # Layers first, so that a call writes into one piece of memory.
+        self._experts = np.empty((n_layers, n_batch, k), np.int32)
+        self._weights = np.empty((n_layers, n_batch, k), np.float32)
+        self._probs = np.empty((n_layers, n_batch, n_expert), np.float32)
+        self._softmax_of_selected: bool | None = None
+        self.expect(0, ())
+
+    def expect(self, n_tokens: int, rows: Sequence[int] = ()) -> None:
+        """The next batch has n_tokens; the router inputs of some rows of it, ascending, are wanted."""
+        self._n_tokens = n_tokens
+        self._done = [0] * len(self._index)
+        self._failure: Exception | None = None
+        self._rows = [int(row) for row in rows]
+        self._inputs = np.empty((len(self._index), len(rows), self._header.n_embd), np.float16)
+
+    def __call__(self, routing: Routing) -> None:
+        try:
+            self._record(routing)
+        except Exception as error:  # raised here it would be printed, and the decode would go on
+            self._failure = self._failure or error
+
+    def _record(self, routing: Routing) -> None:
+        # Copies only: what follows from them is computed for the whole batch, in records().
+        layer = self._index[routing.il]
+        experts = routing.experts
+        start = self._done[layer]
+        end = start + len(experts)
+        if end > self._n_tokens or (layer and self._done[layer - 1] != end):
+            raise ValueError(f"layer {routing.il} came out of order")
+        self._done[layer] = end
+        self._experts[layer, start:end] = experts
+        self._probs[layer, start:end] = routing.probs
+        if self._softmax_of_selected is None:  # as in gpt-oss: what is ranked is not normalized
+            self._softmax_of_selected = np.array_equal(routing.probs, routing.logits)
+        if self._softmax_of_selected:
+            self._weights[layer, start:end] = routing.weights
+        if self._rows:
+            a, b = bisect.bisect_left(self._rows, start), bisect.bisect_left(self._rows, end)
+            if a < b:
+                self._inputs[layer, a:b] = routing.inputs[[row - start for row in self._rows[a:b]]]
+
+    def records(self) -> np.ndarray:
+        """What was collected, in the trace's dtype; request, position, token and phase are zero.
+
+        Raises PyorchError if not all layers showed all tokens.
+        """
+        if self._failure is not None:
+            raise PyorchError(f"the routing was not recorded: {self._failure!r}") from self._failure
+        n = self._n_tokens
+        for il, done in zip(self._header.layers, self._done):
+            if done != n:
+                raise PyorchError(f"the routing was not recorded: layer {il} routed {done} of {n} tokens")
+        experts, probs = self._experts[:, :n].swapaxes(0, 1), self._probs[:, :n].swapaxes(0, 1)
+        records = np.zeros(n, self._header.record_dtype())
+        records["experts"] = experts
+        if self._softmax_of_selected:
+            records["probs"] = self._weights[:, :n].swapaxes(0, 1)
+        else:
+            records["probs"] = np.take_along_axis(probs, experts, axis=-1)
+        if self._header.router == "full":
+            if self._softmax_of_selected:
+                probs = np.exp(probs - probs.max(axis=-1, keepdims=True))
+            records["router"] = probs / probs.sum(axis=-1, keepdims=True)
+        return records
+
+    def inputs(self) -> np.ndarray:
+        """Of the wanted rows: float16[n, L, n_embd]."""
+        return self._inputs.swapaxes(0, 1)
+
+
+class _Session:
+    """A context of a model and the recorder that observes it."""
+
+    def __init__(
+        self, model: Model, header: TraceHeader, n_decode: int, n_ctx: int | None, n_ubatch: int | None, n_threads: int
+    ) -> None:
+        self._model, self._header, self._n_decode = model, header, n_decode
+        model_map, handle = model.map, model.llama.model
+        trained = model_map.metadata_int(f"{header.arch}.context_length", default=DEFAULT_CTX)
+        self._n_ctx = n_ctx or min(DEFAULT_CTX, trained)
+        if self._n_ctx <= n_decode:
+            raise PyorchError(f"a context of {self._n_ctx} tokens leaves none for a text and {n_decode} after it: "
+                              "use a smaller --decode or a larger --ctx")
+        self._vocab = llama.llama_model_get_vocab(handle)
+        whole = model.engine.stats().budget_bytes >= model_map.info.slots_bytes
+        n_ubatch = n_ubatch or (NARROW_UBATCH if whole else WIDE_UBATCH)
+        row_bytes = 4 * llama.llama_vocab_n_tokens(self._vocab) + 4 * len(header.layers) * header.n_expert
+        self._n_batch = min(self._n_ctx, max(MAX_REQUESTS_TOGETHER, _BATCH_BYTES // row_bytes))
+        # Without a common KV cache llama.cpp reorders the tokens of a batch; a recurrent state is never common.
+        recurrent = llama.llama_model_is_recurrent(handle) or llama.llama_model_is_hybrid(handle)
+        self._n_together = 1 if recurrent else min(MAX_REQUESTS_TOGETHER, self._n_batch)
+        self._context = Context(
+            handle, self._n_ctx, self._n_batch, min(n_ubatch, self._n_batch), self._n_together, n_threads,
+            shared=not recurrent,
+        )
+        self._recorder = Recorder(header, self._n_batch)
+
+    def __enter__(self) -> _Session:
+        self._model.engine.set_observer(self._recorder, copy=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._model.engine.set_observer(None)
+        self._context.close()
+
+    def run(
+        self, documents: Callable[[], Iterator[list[int]]], n_tokens: int | None, writer: TraceWriter,
+        on_progress: OnProgress | None,
+    ) -> Profile:
+        """Runs documents, of each its tokens, and writes what they route."""
+        self._writer = writer
+        self._model.reset_stats()
+        counts, seconds = [0, 0], [0.0, 0.0]
+        n_before, n_requests, first = writer.n_records, 0, writer.next_request
+        total = 0
+        if on_progress is not None:
+            # To take a text apart twice costs little beside running it.
+            pieces = self._pieces(documents(), n_tokens, first)
+            total = sum(request.n_prompt + self._n_decode for request in pieces)
+        for group in self._groups(self._pieces(documents(), n_tokens, first)):
+            n_requests += len(group)
+            for phase, step in ((PREFILL, self._prefill), (DECODE, self._decode)):
+                before, begin = writer.n_records, time.perf_counter()
+                for _ in step(group):
+                    if on_progress is not None:
+                        on_progress("profiling", writer.n_records - n_before, total)
+                seconds[phase] += time.perf_counter() - begin
+                counts[phase] += writer.n_records - before
+            self._context.clear()
+        return Profile(
+            path=writer.path, n_requests=n_requests,
+            prefill_tokens=counts[PREFILL], prefill_seconds=seconds[PREFILL],
+            decode_tokens=counts[DECODE], decode_seconds=seconds[DECODE],
+            n_records=n_before + sum(counts), n_inputs=min(self._header.n_inputs, writer.n_records),
+            file_bytes=writer.n_bytes, experts=self._model.engine.stats(),
+        )
+
+    def _pieces(self, documents: Iterator[list[int]], n_tokens: int | None, number: int) -> Iterator[_Request]:
+        """Documents cut to fit into the context, each piece with the token that begins a text, if there is one."""
+        left = n_tokens if n_tokens is not None else float("inf")
+        bos = llama.llama_vocab_bos(self._vocab)
+        for tokens in documents:
+            head = tokens[:1] if tokens[0] == bos else []
+            rest = tokens[len(head) :]
+            size = max(1, self._n_ctx - self._n_decode - len(head))
+            for start in range(0, len(rest), size):
+                piece = (head + rest[start : start + size])[: int(min(left, self._n_ctx))]
+                if not piece:
+                    return
+                left -= len(piece)
+                yield _Request(number, piece, len(piece))
+                number += 1
+
+    def _groups(self, requests: Iterator[_Request]) -> Iterator[list[_Request]]:
+        """As many as fit into the context together."""
+        group: list[_Request] = []
+        size = 0
+        for request in requests:
+            need = request.n_prompt + self._n_decode
+            if group and (size + need > self._n_ctx or len(group) == self._n_together):
+                yield group
+                group, size = [], 0
+            group.append(request)
+            size += need
+        if group:
+            yield group
+
+    def _prefill(self, group: list[_Request]) -> Iterator[None]:
+        """Yields after each batch, as _decode does."""
+        tokens = ((i, position) for i, request in enumerate(group) for position in range(request.n_prompt))
+        while batch := list(itertools.islice(tokens, self._n_batch)):
+            logits = self._run(group, batch, PREFILL)
+            for row, (i, position) in enumerate(batch):
+                if position == group[i].n_prompt - 1 and self._n_decode:
+                    group[i].tokens.append(int(logits[row].argmax()))
+            yield
+
+    def _decode(self, group: list[_Request]) -> Iterator[None]:
+        for step in range(self._n_decode):
+            batch = [(i, len(request.tokens) - 1) for i, request in enumerate(group)
+                     if len(request.tokens) == request.n_prompt + step + 1
+                     and not llama.llama_vocab_is_eog(self._vocab, request.tokens[-1])]
+            if not batch:
+                return
+            logits = self._run(group, batch, DECODE)
+            if step < self._n_decode - 1:
+                for row, (i, _) in enumerate(batch):
+                    group[i].tokens.append(int(logits[row].argmax()))
+            yield
+
+    def _run(self, group: list[_Request], batch: list[tuple[int, int]], phase: int) -> np.ndarray:
+        """Decodes and records tokens, each a request's index in the group and a position in it."""
+        n = len(batch)
+        rows, slots = self._writer.sample(n) if self._header.n_inputs else (np.empty(0, np.int64),) * 2
+        self._recorder.expect(n, rows)
+        tokens = [group[i].tokens[position] for i, position in batch]
+        logits = self._context.decode(tokens, [i for i, _ in batch])
+        records = self._recorder.records()
+        records["request"] = [group[i].number for i, _ in batch]
+        records["position"] = [position for _, position in batch]
+        records["token"], records["phase"] = tokens, phase
+        self._writer.write(records, rows, slots, self._recorder.inputs())
+        return logits

@@ -1,0 +1,165 @@
+"""Sidecars: the GGUF files that pyorch adds beside a model, such as model.buddies.gguf.
+
+A sidecar says what it is (its kind), how it is written (a version) and which model it belongs to (a
+fingerprint); one that does not fit is refused. Arrays are tensors; metadata of one kind has keys of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from pyorch.errors import FormatError, PyorchError
+from pyorch.modelmap import SIDECARS, ModelMap
+
+Metadata = dict[str, "str | int | float | list"]
+
+_ARCH = "pyorch"  # general.architecture: llama.cpp refuses it by this name
+_KIND = "pyorch.sidecar.kind"
+_VERSION = "pyorch.sidecar.version"
+_FINGERPRINT = "pyorch.sidecar.fingerprint"
+
+# Of one expert of each layer. Tells apart two quantizations of a model that have the same types.
+_SAMPLE_BYTES = 4096
+
+# What GGUFReader raises for a file that ends too early or says what cannot be.
+_DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError)
+
+
+def default_path(model: str | os.PathLike[str], kind: str) -> Path:
+    """Where the sidecar of a model lies: model.KIND.gguf beside it, where ModelMap.sidecars() looks."""
+    assert kind in SIDECARS, kind
+    stem = Path(model).with_suffix("")
+    return stem.with_name(f"{stem.name}.{kind}.gguf")
+
+
+def fingerprint(model_map: ModelMap) -> str:
+    """Which model this is, as 64 hexadecimal digits; equal for a model and its copy in shards.
+
+    SHA-256 over the architecture, the names, types and sizes of the routed experts' tensors, the routers'
+    weights and the first bytes of an expert of each layer. Raises FormatError if they cannot be read.
+    """
+    digest = hashlib.sha256(model_map.info.arch.encode())
+    for layer in model_map.layers:
+        for index, role in enumerate(layer.roles):
+            where = model_map.expert_range(layer.il, 0, index)
+            digest.update(f"\nblk.{layer.il}.{role.name} {role.type} {layer.n_expert}*{where.size}\n".encode())
+            digest.update(_read(where.path, where.offset, min(where.size, _SAMPLE_BYTES)))
+        router = model_map.tensor_range(f"blk.{layer.il}.ffn_gate_inp.weight")
+        digest.update(_read(router.path, router.offset, router.size))
+    return digest.hexdigest()
+
+
+def write(
+    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap,
+    metadata: Metadata, arrays: dict[str, np.ndarray],
+) -> None:
+    """Writes a sidecar. The file appears whole or not at all.
+
+    Args:
+        metadata: lists hold one type of element. Keys are stored with the kind before them.
+        arrays: not empty; float16, float32, float64, int8, int16, int32 or int64.
+
+    Raises PyorchError if the file cannot be written.
+    """
+    from pyorch.convert.output import check_target, publish, staging
+
+    path = Path(path).absolute()
+    check_target(path)
+    with staging(path) as directory:
+        try:
+            writer = gguf.GGUFWriter(directory / path.name, _ARCH)
+            writer.add_string(_KIND, kind)
+            writer.add_uint32(_VERSION, version)
+            writer.add_string(_FINGERPRINT, fingerprint(model_map))
+            for key, value in metadata.items():
+                _add(writer, f"{kind}.{key}", value)
+            for name, array in arrays.items():
+                writer.add_tensor(name, np.ascontiguousarray(array))
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+            publish([directory / path.name], path.parent)
+        except OSError as error:
+            raise PyorchError(f"writing {path} failed: {error.strerror}; nothing was left there") from None
+
+
+def read(
+    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap
+) -> tuple[Metadata, dict[str, np.ndarray]]:
+    """The metadata and the arrays that write() was given. The arrays are read-only views of the mapped file.
+
+    Raises FormatError: no such file, not a sidecar, of another kind, version or model, damaged or cut off.
+    """
+    path = Path(path)
+    reader = _open(path)
+    found = _content(reader, _KIND)
+    if found is None:
+        raise FormatError(f"{path} is a GGUF file, but not a sidecar of pyorch: it has no {_KIND}")
+    if found != kind:
+        raise FormatError(f"{path} is a sidecar of the kind {found}, not {kind}")
+    found = _content(reader, _VERSION)
+    if found != version:
+        raise FormatError(f"{path} has version {found} of the {kind} format, this pyorch reads version {version}: "
+                          "make it again")
+    if _content(reader, _FINGERPRINT) != fingerprint(model_map):
+        raise FormatError(f"{path} belongs to another model than {model_map.path}: its fingerprint differs; "
+                          "make it again for this model")
+    prefix = f"{kind}."
+    metadata = {key.removeprefix(prefix): field.contents() for key, field in reader.fields.items()
+                if key.startswith(prefix)}
+    return metadata, {tensor.name: tensor.data for tensor in reader.tensors}
+
+
+def _open(path: Path) -> gguf.GGUFReader:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except FileNotFoundError:
+        raise FormatError(f"{path}: no such file") from None
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise FormatError(f"{path} is not a sidecar of pyorch: it does not begin with GGUF")
+    try:
+        return gguf.GGUFReader(path)
+    except _DAMAGE:
+        raise FormatError(f"{path} is damaged or cut off: make it again") from None
+
+
+def _content(reader: gguf.GGUFReader, key: str) -> object:
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    # Integers and floats as wide as Python's: what is read equals what was written.
+    if isinstance(value, list):
+        writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, _value_type(value[0]))
+    else:
+        writer.add_key_value(key, value, _value_type(value))
+
+
+def _value_type(value: object) -> gguf.GGUFValueType:
+    for kind, value_type in ((bool, gguf.GGUFValueType.BOOL), (int, gguf.GGUFValueType.INT64),
+                             (float, gguf.GGUFValueType.FLOAT64), (str, gguf.GGUFValueType.STRING)):
+        if isinstance(value, kind):
+            return value_type
+    raise TypeError(f"a sidecar cannot hold {value!r}")
+
+
+def _read(path: str, offset: int, size: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            content = file.read(size)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) < size:
+        raise FormatError(f"{path} is truncated: {size} bytes at offset {offset} are not all there")
+    return content

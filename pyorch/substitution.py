@@ -1,0 +1,221 @@
+"""Buddy substitution: whether a resident expert may stand in for an absent one, and which (BuddyMoE).
+
+Lossy, so it is off unless asked for. The gates and the choice are in native/src/substitution.cpp; here are
+their settings, and how a layer gets them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.buddies import Buddies, LayerBuddies
+    from pyorch.engine import Engine
+    from pyorch.modelmap import ModelMap
+
+MODES = ("none", "buddies", "random")
+WEIGHTS = ("keep", "own", "fitted")
+ORDERS = ("rank", "weight")
+MISSES = ("fetch", "drop")
+
+
+@dataclass(frozen=True)
+class Percentile:
+    """A threshold that is a percentile, 0 to 100, of a layer's distribution in the profile."""
+
+    percent: float
+
+    def __str__(self) -> str:
+        return f"p{self.percent:g}"
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """How absent experts are treated; equations are those of the BuddyMoE paper. None: the gate is off.
+
+    An expert is absent when it is not resident as its layer is routed; only resident experts that the
+    token does not use already stand in, and what nobody covers is fetched, or dropped.
+    """
+
+    mode: str = "buddies"  # "random": any resident expert, the baseline; "none": only `miss` counts
+    alpha: float | None = None  # cumulative frequency threshold of the lists (eq. 5); default: the sidecar's
+    k: int | None = None  # longest list
+    rho: int | None = None  # most substitutions of a token in a layer
+    tau: float | Percentile | None = None  # none where the token activating entropy (eq. 1) is at most this
+    temperature: float = 1.0  # of the probabilities in it
+    gamma: float | Percentile | None = None  # none where the two largest probabilities differ by at least this
+    beta: float | None = None  # none where at least this share of the requested experts is absent (eq. 2)
+    read_ms: float | None = None  # beta adapts instead, so that a token spends at most this on reading
+    rank: int | None = None  # search rank H of algorithm 1
+    eta: float = 0.0  # of the router's normalized logit in the priority (eq. 3)
+    kappa: float = 0.0  # of the hops in the priority (eq. 3)
+    reuse: float = 1.0  # factor in the priority for each time a buddy was chosen in the ubatch
+    weight: str = "keep"  # of a substitute: the replaced expert's; its "own"; or the replaced one's "fitted" to its output
+    order: str = "rank"  # of a token's absent experts: by the router's "rank", or the lowest "weight" first
+    miss: str = "fetch"  # what the gates allow but no buddy covers: "fetch" it or "drop" it
+    prefill: bool = False  # in prompts too, not only in decoding
+    seed: int = 0  # of the random baseline
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Substitution:
+        """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what it cannot mean."""
+        values: dict[str, Any] = {}
+        for item in (text.split(",") if text not in ("", "default") else ()):
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if key not in _PARSERS:
+                raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(_PARSERS)}')
+            if key in values:
+                raise PyorchError(f'substitution setting "{key}" is given twice')
+            if not equals and key == "prefill":
+                value = "1"
+            try:
+                values[key] = _PARSERS[key](value)
+            except ValueError:
+                raise PyorchError(f'substitution setting {key}="{value}" is not {_KINDS[_PARSERS[key]]}') from None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """What parse() reads, without defaults."""
+        parts = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={int(value) if isinstance(value, bool) else value}")
+        return ",".join(parts) or "default"
+
+    @property
+    def lossy(self) -> bool:
+        return self.mode != "none" or self.miss == "drop"
+
+    @property
+    def needs_buddies(self) -> bool:
+        return self.mode == "buddies" or isinstance(self.tau, Percentile) or isinstance(self.gamma, Percentile)
+
+
+def apply_to_layer(engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None) -> None:
+    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them."""
+    it = substitution or OFF
+    if it.needs_buddies and buddies is None:
+        raise PyorchError(f"substitution in layer {il} needs buddy lists: make them with `pyorch buddies`")
+    layer = buddies.layers[il] if buddies is not None else None
+    if it.mode == "buddies":
+        lists = layer.cut(buddies.alpha[il] if it.alpha is None else it.alpha, it.k)
+        engine.set_buddies(il, lists.ids, lists.q, lists.scale)
+    never = math.inf
+    engine.set_substitution(
+        il,
+        {
+            "mode": MODES.index(it.mode),
+            "prefill": it.prefill,
+            "search_rank": it.rank or 0,
+            "max_per_token": it.rho or 0,
+            "weight": WEIGHTS.index(it.weight),
+            "order": ORDERS.index(it.order),
+            "on_miss": MISSES.index(it.miss),
+            "tau": -never if it.tau is None else _threshold(it.tau, layer, "tae_percentiles"),
+            "temperature": it.temperature,
+            "gamma": never if it.gamma is None else _threshold(it.gamma, layer, "margin_percentiles"),
+            "beta": never if it.beta is None else it.beta,
+            "read_ms": it.read_ms or 0,
+            "eta": it.eta,
+            "kappa": it.kappa,
+            "reuse": it.reuse,
+            "seed": it.seed,
+        },
+    )
+
+
+def find_buddies(
+    substitution: Substitution | None, buddies: Buddies | str | os.PathLike[str] | None, model_map: ModelMap
+) -> Buddies | None:
+    """The lists that a substitution needs: those given, or the sidecar's beside the model.
+
+    Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
+    """
+    from pyorch.buddies import Buddies
+
+    if isinstance(buddies, Buddies):
+        return buddies
+    if buddies is None:
+        if substitution is None or not substitution.needs_buddies or not model_map.layers:
+            return None
+        buddies = model_map.sidecars().get("buddies")
+        if buddies is None:
+            raise PyorchError(
+                f"there are no buddy lists beside {model_map.path}: make them with `pyorch buddies`, or name them "
+                "with --buddies-file"
+            )
+    return Buddies.read(buddies, model_map)
+
+
+def _threshold(value: float | Percentile, layer: LayerBuddies | None, distribution: str) -> float:
+    if not isinstance(value, Percentile):
+        return value
+    percentiles = getattr(layer, distribution)
+    low = math.floor(value.percent)
+    high = min(low + 1, len(percentiles) - 1)
+    return float(percentiles[low] + (value.percent - low) * (percentiles[high] - percentiles[low]))
+
+
+def _check(it: Substitution) -> None:
+    for name, allowed in (("mode", MODES), ("weight", WEIGHTS), ("order", ORDERS), ("miss", MISSES)):
+        if getattr(it, name) not in allowed:
+            raise PyorchError(f'substitution setting {name}="{getattr(it, name)}" is not known: use {" or ".join(allowed)}')
+    if it.alpha is not None and not 0 < it.alpha <= 1:
+        raise PyorchError(f"substitution setting alpha={it.alpha:g} is not above 0 and at most 1")
+    for name in ("k", "rho", "rank"):
+        value = getattr(it, name)
+        if value is not None and value < 1:
+            raise PyorchError(f"substitution setting {name}={value} is below 1: leave it out for no limit")
+    if not it.temperature > 0:
+        raise PyorchError(f"substitution setting temperature={it.temperature:g} is not above 0")
+    for name in ("reuse", "read_ms", "beta", "eta", "kappa"):
+        value = getattr(it, name)
+        if value is not None and not value >= 0:
+            raise PyorchError(f"substitution setting {name}={value:g} is negative")
+    if it.beta is not None and it.read_ms is not None:
+        raise PyorchError("substitution settings beta and read_ms exclude each other: read_ms chooses beta")
+    for name in ("tau", "gamma"):
+        value = getattr(it, name)
+        if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
+            raise PyorchError(f"substitution setting {name}={value} is not a percentile from p0 to p100")
+
+
+def _number_or_percentile(text: str) -> float | Percentile:
+    return Percentile(_number(text[1:])) if text.startswith("p") else _number(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "mode": str, "alpha": _number, "k": int, "rho": int, "tau": _number_or_percentile, "temperature": _number,
+    "gamma": _number_or_percentile, "beta": _number, "read_ms": _number, "rank": int, "eta": _number, "kappa": _number,
+    "reuse": _number, "weight": str, "order": str, "miss": str, "prefill": _flag, "seed": int,
+}
+_KINDS = {
+    str: "a word", int: "a whole number", _number: "a number", _flag: "0 or 1",
+    _number_or_percentile: "a number, or a percentile such as p15",
+}
+
+OFF = Substitution(mode="none")

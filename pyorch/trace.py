@@ -1,0 +1,296 @@
+"""Traces: what the routers decided, token by token, in one file that is read as numpy arrays.
+
+Layout, all little-endian:
+
+    0     8 bytes   b"PYORCHTR"
+    8     u4        format version, 1
+    12    u4        length of the header
+    16    u4        CRC-32 of the header
+    20              the header: the fields of TraceHeader as JSON, zeros up to byte 4096
+    4096            n_inputs slots of the sample of router inputs, slot_dtype():
+                      i8 number of the record, from 1 (0: the slot is empty); f2[L, n_embd] inputs
+    then            a record for each token up to the end of the file, record_dtype():
+                      u4 request; u4 position in it; i4 token; u1 phase (0 prefill, 1 decode);
+                      u2[L, k] selected experts, as the router ordered them; f4[L, k] their probabilities
+                      (where a model takes the softmax over the selected only: their weights);
+                      f2[L, n_expert] the distribution over all experts, if router is "full"
+
+L counts the layers with routed experts in the order of the header. Fields are aligned as in C. A file
+that was cut off is whole up to its last complete record; slots whose record is missing count as empty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.errors import FormatError, PyorchError
+
+MAGIC = b"PYORCHTR"
+VERSION = 1
+HEADER_BYTES = 4096
+PREFILL, DECODE = 0, 1
+
+_PREFIX = np.dtype([("magic", "S8"), ("version", "<u4"), ("length", "<u4"), ("crc", "<u4")])
+
+
+@dataclass(frozen=True)
+class TraceHeader:
+    """What a trace is about.
+
+    fingerprint: of the model (pyorch.sidecar); layers: block numbers il; router: "topk" or "full";
+    n_inputs: tokens in the full sample of router inputs, 0 without one; seed: of the sample.
+    """
+
+    fingerprint: str
+    arch: str
+    layers: tuple[int, ...]
+    n_expert: int
+    n_expert_used: int
+    n_embd: int
+    router: str = "topk"
+    n_inputs: int = 0
+    seed: int = 0
+
+    def record_dtype(self) -> np.dtype:
+        """Of one token."""
+        n_layers = len(self.layers)
+        fields = [
+            ("request", "<u4"), ("position", "<u4"), ("token", "<i4"), ("phase", "u1"),
+            ("experts", "<u2", (n_layers, self.n_expert_used)), ("probs", "<f4", (n_layers, self.n_expert_used)),
+        ]
+        if self.router == "full":
+            fields.append(("router", "<f2", (n_layers, self.n_expert)))
+        return np.dtype(fields, align=True)
+
+    def slot_dtype(self) -> np.dtype:
+        """Of one sampled token's router inputs."""
+        return np.dtype([("record", "<i8"), ("inputs", "<f2", (len(self.layers), self.n_embd))], align=True)
+
+    @property
+    def records_offset(self) -> int:
+        return HEADER_BYTES + self.n_inputs * self.slot_dtype().itemsize
+
+
+class Trace:
+    """A trace, mapped from its file.
+
+    header: what it is about. records: structured array of header.record_dtype(), one for each token.
+
+    Raises FormatError for a file that is missing, no trace, damaged in its header, or of another version.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self.header = _read_header(file, self.path)
+                size = os.fstat(file.fileno()).st_size
+            self.records = _map(self.path, self.header.record_dtype(), self.header.records_offset, size)
+            slots = _map(self.path, self.header.slot_dtype(), HEADER_BYTES, min(size, self.header.records_offset))
+        except OSError as error:
+            raise FormatError(f"{self.path} cannot be read: {error.strerror}") from None
+        self._slots = slots
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.records)
+
+    @property
+    def inputs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sample of router inputs: record indices int64[n], in no order, and float16[n, L, n_embd].
+
+        The inputs are a view of the file: what is not touched is not read.
+        """
+        record = self._slots["record"]
+        used = (record > 0) & (record <= len(self.records))
+        n = int(used.sum())
+        # Slots are filled from the first on: only a file that was cut off has holes.
+        slots = self._slots[:n] if used[:n].all() else self._slots[used]
+        return slots["record"].astype(np.int64) - 1, slots["inputs"]
+
+    def layer_index(self, il: int) -> int:
+        """Where block il is in the second dimension of the arrays. PyorchError if it is not recorded."""
+        if il not in self.header.layers:
+            raise PyorchError(f"{self.path} has no layer {il}: it recorded {', '.join(map(str, self.header.layers))}")
+        return self.header.layers.index(il)
+
+
+class TraceWriter:
+    """Writes a trace, record after record.
+
+    A new trace is written under the name PATH.part, a readable trace all the time, and renamed by close().
+    One that is appended to must have the same header, and is written in place. After an error in a `with`
+    block PATH.part keeps its name, and PATH is as it was.
+
+    Raises PyorchError where the file cannot be written, FormatError where there is no trace to append to.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
+        from pyorch.convert.output import check_target
+
+        self.path = Path(path).absolute()
+        self.header = header
+        self._record_dtype, self._slot_dtype = header.record_dtype(), header.slot_dtype()
+        check_target(self.path)
+        self._written = self.path if append else part_path(self.path)
+        try:
+            self._file: io.FileIO | None = self._written.open("r+b" if append else "w+b", buffering=0)
+            self.n_records = self._resume() if append else self._begin()
+        except OSError as error:
+            raise PyorchError(f"{self.path} cannot be written: {error.strerror}") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def sample(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which of the next n records belong into the sample of router inputs, for write().
+
+        Reservoir sampling (algorithm R): any n_inputs tokens of all are equally likely to be left in the
+        end. The choice depends on the seed and on the record's number alone, so neither batches nor
+        appending change it.
+
+        Returns:
+            Rows below n, ascending, and the slot of each: int64[m].
+        """
+        numbers = np.arange(self.n_records, self.n_records + n, dtype=np.uint64)
+        drawn = _hash(numbers, self.header.seed) % (numbers + np.uint64(1))
+        slots = np.where(numbers < self.header.n_inputs, numbers, drawn).astype(np.int64)
+        chosen = np.flatnonzero(slots < self.header.n_inputs)
+        if len(chosen) < 2:
+            return chosen, slots[chosen]
+        # Of several tokens that are drawn for one slot, the last stays.
+        _, last = np.unique(slots[chosen][::-1], return_index=True)
+        chosen = np.sort(chosen[::-1][last])
+        return chosen, slots[chosen]
+
+    def write(
+        self, records: np.ndarray, rows: np.ndarray | None = None, slots: np.ndarray | None = None,
+        inputs: np.ndarray | None = None,
+    ) -> None:
+        """Appends records; of some rows of them, the router inputs float16[m, L, n_embd] go into slots."""
+        assert records.dtype == self._record_dtype
+        sampled = np.zeros(0 if rows is None else len(rows), self._slot_dtype)
+        if len(sampled):
+            sampled["record"], sampled["inputs"] = self.n_records + rows + 1, inputs
+        try:
+            self._write_at(self._end(), records.tobytes())
+            for slot, content in zip(() if slots is None else slots.tolist(), sampled, strict=True):
+                self._write_at(HEADER_BYTES + slot * self._slot_dtype.itemsize, content.tobytes())
+        except OSError as error:
+            raise PyorchError(f"writing {self.path} failed: {error.strerror}") from None
+        self.n_records += len(records)
+
+    @property
+    def next_request(self) -> int:
+        """A request number that no record has yet."""
+        records = _map(self._written, self._record_dtype, self.header.records_offset, self._end())
+        return int(records["request"].max()) + 1 if len(records) else 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the file."""
+        return self._end()
+
+    def close(self) -> None:
+        """Gives the trace its name, once it is on the disk."""
+        self._close(finished=True)
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        self._close(finished=kind is None)
+
+    def _close(self, finished: bool) -> None:
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        with file:
+            os.fsync(file.fileno())
+        if self._written == self.path:
+            return
+        if finished:
+            os.replace(self._written, self.path)
+        elif not self.n_records:
+            self._written.unlink()
+
+    def _begin(self) -> int:
+        content = json.dumps(dataclasses.asdict(self.header)).encode()
+        prefix = np.array([(MAGIC, VERSION, len(content), zlib.crc32(content))], _PREFIX).tobytes()
+        if len(prefix) + len(content) > HEADER_BYTES:
+            raise PyorchError(f"the header of {self.path} would need {len(content)} bytes: it has room for "
+                              f"{HEADER_BYTES - len(prefix)}")
+        self._write_at(0, (prefix + content).ljust(HEADER_BYTES, b"\0"))
+        self._file.truncate(self.header.records_offset)
+        return 0
+
+    def _resume(self) -> int:
+        found = _read_header(self._file, self.path)
+        for field in dataclasses.fields(TraceHeader):
+            there, here = getattr(found, field.name), getattr(self.header, field.name)
+            if there != here:
+                raise PyorchError(f"{self.path} cannot be appended to: its {field.name} is {there}, not {here}")
+        size = os.fstat(self._file.fileno()).st_size
+        n = max(0, size - self.header.records_offset) // self._record_dtype.itemsize
+        self._file.truncate(self.header.records_offset + n * self._record_dtype.itemsize)
+        for slot, content in enumerate(
+            _map(self._written, self._slot_dtype, HEADER_BYTES, self.header.records_offset)["record"]
+        ):
+            if content > n:  # its record was cut off; the number will soon be that of another token
+                self._write_at(HEADER_BYTES + slot * self._slot_dtype.itemsize, bytes(8))
+        return n
+
+    def _end(self) -> int:
+        return self.header.records_offset + self.n_records * self._record_dtype.itemsize
+
+    def _write_at(self, offset: int, content: bytes) -> None:
+        view = memoryview(content)
+        while view:  # one call writes at most 2 GiB
+            n = os.pwrite(self._file.fileno(), view, offset)
+            offset, view = offset + n, view[n:]
+
+
+def part_path(path: Path) -> Path:
+    """Where a new trace lies until it is finished."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _read_header(file: io.FileIO, path: Path) -> TraceHeader:
+    content = file.read(HEADER_BYTES)
+    if not content.startswith(MAGIC):
+        raise FormatError(f"{path} is not a trace: it does not begin with {MAGIC.decode()}")
+    if len(content) < HEADER_BYTES:
+        raise FormatError(f"{path} is cut off in its header: it holds nothing")
+    prefix = np.frombuffer(content, _PREFIX, count=1)[0]
+    if prefix["version"] != VERSION:
+        raise FormatError(f"{path} is a trace of version {prefix['version']}: this pyorch reads version {VERSION}")
+    text = content[_PREFIX.itemsize :][: prefix["length"]]
+    if len(text) != prefix["length"] or zlib.crc32(text) != prefix["crc"]:
+        raise FormatError(f"{path}: the header is damaged")
+    try:
+        fields = json.loads(text)
+        return TraceHeader(**{**fields, "layers": tuple(fields["layers"])})
+    except (ValueError, KeyError, TypeError):
+        raise FormatError(f"{path}: the header is damaged") from None
+
+
+def _map(path: Path, dtype: np.dtype, offset: int, end: int) -> np.ndarray:
+    """As many whole elements as lie between two offsets of a file, read-only."""
+    n = max(0, end - offset) // dtype.itemsize
+    return np.memmap(path, dtype, "r", offset, (n,)) if n else np.empty(0, dtype)
+
+
+def _hash(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """A well mixed uint64 for each number (splitmix64)."""
+    x = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 0xD1B54A32D192ED03 % (1 << 64))
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,179 @@
+"""What a trace says about a model's routing: how even, how certain, how cacheable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pyorch import routing_stats
+from pyorch.errors import FormatError, PyorchError
+from pyorch.trace import DECODE, PREFILL, Trace
+
+# Shares of a layer's experts in a cache for which hit rates are reported.
+CACHE_RATES = tuple(eighth / 8 for eighth in range(1, 9))
+PERCENTILES = (5, 10, 15, 20, 50, 85, 95)
+TAE_BINS = 50
+
+PHASES = {"all": None, "prefill": PREFILL, "decode": DECODE}
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Of one layer. Percentiles are those of PERCENTILES, hit rates those of CACHE_RATES.
+
+    activations: uses of each expert (BuddyMoE, fig. 6). busiest, idlest: uses of the most and least used
+    one, an even share being 1. gini: 0 for even use. unused: experts never selected.
+    strongest_peer: share of its strongest peer in an expert's co-activations, the mean over experts.
+    tae: BuddyMoE's eq. 1; tae_histogram: tokens in TAE_BINS equal parts of [0, 1]. margin: p_max - p_2nd.
+    entropy: mean, to the base of its length, of the whole distribution where it was recorded, else of the
+    selected probabilities. hit_rates: of LRU caches of this layer alone, token after token of each request.
+    """
+
+    il: int
+    activations: tuple[int, ...]
+    busiest: float
+    idlest: float
+    gini: float
+    unused: int
+    strongest_peer: float
+    tae_mean: float
+    tae_percentiles: tuple[float, ...]
+    tae_histogram: tuple[int, ...]
+    margin_percentiles: tuple[float, ...]
+    entropy: float
+    hit_rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TraceStatistics:
+    """Of a trace. hit_rates: over all layers, by CACHE_RATES."""
+
+    path: Path
+    arch: str
+    n_tokens: int
+    n_prefill: int
+    n_decode: int
+    n_requests: int
+    n_inputs: int
+    n_expert: int
+    n_expert_used: int
+    router: str
+    percentiles: tuple[int, ...]
+    cache_rates: tuple[float, ...]
+    hit_rates: tuple[float, ...]
+    layers: tuple[LayerStatistics, ...]
+
+
+@dataclass(frozen=True)
+class LayerArrays:
+    """What plots show of a layer, beyond its LayerStatistics.
+
+    coactivation: float64[n_expert, n_expert], tokens. hit_rates: float64[n_expert + 1], by cache size.
+    """
+
+    coactivation: np.ndarray
+    hit_rates: np.ndarray
+
+
+def analyze(trace: Trace, phase: str = "all") -> tuple[TraceStatistics, list[LayerArrays]]:
+    """Statistics of a trace, of its tokens of one phase or all.
+
+    Raises PyorchError if there are none, FormatError if the records are damaged.
+    """
+    if phase not in PHASES:
+        raise PyorchError(f'phase "{phase}" is not known: use {", ".join(PHASES)}')
+    phases = np.asarray(trace.records["phase"])
+    wanted = np.arange(len(trace)) if PHASES[phase] is None else np.flatnonzero(phases == PHASES[phase])
+    if not len(wanted):
+        raise PyorchError(f"{trace.path} holds no tokens" + ("" if phase == "all" else f" of {phase}"))
+    requests = np.asarray(trace.records["request"])[wanted]
+    positions = np.asarray(trace.records["position"])[wanted]
+    # Requests are decoded together; a cache would see each as it is, one after the other.
+    wanted = wanted[np.lexsort((positions, requests))]
+    collectors = [_LayerCollector(trace, i) for i in range(len(trace.header.layers))]
+    rows = max(1, _CHUNK_BYTES // trace.records.dtype.itemsize)
+    for start in range(0, len(wanted), rows):
+        records = trace.records[wanted[start : start + rows]]
+        if (highest := records["experts"].max()) >= trace.header.n_expert:
+            raise FormatError(f"{trace.path} is damaged: it names expert {highest} of {trace.header.n_expert}")
+        for collector in collectors:
+            collector.add(records)
+    header = trace.header
+    arrays = [collector.arrays() for collector in collectors]
+    sizes = _cache_sizes(header.n_expert)
+    return TraceStatistics(
+        path=trace.path,
+        arch=header.arch,
+        n_tokens=len(wanted),
+        n_prefill=int((phases[wanted] == PREFILL).sum()),
+        n_decode=int((phases[wanted] == DECODE).sum()),
+        n_requests=len(np.unique(requests)),
+        n_inputs=len(trace.inputs[0]),
+        n_expert=header.n_expert,
+        n_expert_used=header.n_expert_used,
+        router=header.router,
+        percentiles=PERCENTILES,
+        cache_rates=CACHE_RATES,
+        hit_rates=_floats(np.mean([it.hit_rates[sizes] for it in arrays], axis=0)),
+        layers=tuple(collector.statistics() for collector in collectors),
+    ), arrays
+
+
+class _LayerCollector:
+    """Sums over the records of one layer, chunk by chunk."""
+
+    def __init__(self, trace: Trace, layer: int) -> None:
+        header = trace.header
+        self._il, self._layer, self._n_expert = header.layers[layer], layer, header.n_expert
+        self._full = header.router == "full"
+        self._counts = np.zeros(header.n_expert)
+        self._pairs = np.zeros((header.n_expert, header.n_expert))
+        self._tae: list[np.ndarray] = []
+        self._margin: list[np.ndarray] = []
+        self._entropy = 0.0
+        self._lru = routing_stats.LruDistances(header.n_expert)
+
+    def add(self, records: np.ndarray) -> None:
+        experts, probs = records["experts"][:, self._layer], records["probs"][:, self._layer]
+        self._counts += routing_stats.activation_counts(experts, self._n_expert)
+        self._pairs += routing_stats.coactivation(experts, probs, self._n_expert)[0]
+        self._tae.append(routing_stats.token_activating_entropy(probs).astype(np.float32))
+        self._margin.append(routing_stats.margin(probs).astype(np.float32))
+        whole = records["router"][:, self._layer] if self._full else probs
+        self._entropy += float(routing_stats.routing_entropy(whole).sum())
+        self._lru.add(experts)
+
+    def arrays(self) -> LayerArrays:
+        return LayerArrays(self._pairs, self._lru.hit_rates())
+
+    def statistics(self) -> LayerStatistics:
+        counts, tae = self._counts, np.concatenate(self._tae)
+        even = counts.sum() / len(counts)
+        peers = self._pairs[self._pairs.any(axis=1)]
+        return LayerStatistics(
+            il=self._il,
+            activations=tuple(int(count) for count in counts),
+            busiest=float(counts.max() / even),
+            idlest=float(counts.min() / even),
+            gini=routing_stats.gini(counts),
+            unused=int((counts == 0).sum()),
+            strongest_peer=float((peers.max(axis=1) / peers.sum(axis=1)).mean()) if len(peers) else 0.0,
+            tae_mean=float(tae.mean(dtype=np.float64)),
+            tae_percentiles=_floats(np.percentile(tae, PERCENTILES)),
+            tae_histogram=tuple(int(count) for count in np.histogram(tae, TAE_BINS, (0, 1))[0]),
+            margin_percentiles=_floats(np.percentile(np.concatenate(self._margin), PERCENTILES)),
+            entropy=self._entropy / len(tae),
+            hit_rates=_floats(self._lru.hit_rates()[_cache_sizes(self._n_expert)]),
+        )
+
+
+def _cache_sizes(n_expert: int) -> np.ndarray:
+    return np.round(np.array(CACHE_RATES) * n_expert).astype(int)
+
+
+def _floats(values: np.ndarray) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

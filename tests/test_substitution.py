@@ -1,0 +1,369 @@
+"""Buddy substitution: the gates and algorithm 1 against a plain reference, and what the engine makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import pyorch
+from pyorch.buddies import Buddies, LayerBuddies
+from pyorch.context import Context
+from pyorch.engine import Routing, SubstitutionStats
+from pyorch.substitution import Percentile, Substitution, apply_to_layer
+
+N_EXPERT, N_LAYERS, K_MAX = 64, 8, 8
+TEXT = "def read(path):\n    \"\"\"Read a file and return its lines.\"\"\"\n    with open(path) as file:\n        return file.readlines()\n"
+
+
+def random_buddies(seed: int, n_expert: int = N_EXPERT, k_max: int = K_MAX) -> Buddies:
+    rng = np.random.default_rng(seed)
+    layers = {}
+    for il in range(N_LAYERS):
+        ids = np.full((n_expert, k_max), -1, np.int32)
+        q = np.zeros((n_expert, k_max), np.float32)
+        for e in range(n_expert):
+            n = int(rng.integers(1, k_max + 1))
+            ids[e, :n] = rng.permutation([j for j in range(n_expert) if j != e])[:n]
+            q[e, :n] = -np.sort(-rng.dirichlet(np.ones(n)) * 0.9)
+        scale = rng.uniform(-0.5, 1.5, (n_expert, k_max)).astype(np.float32)
+        scale[rng.random((n_expert, k_max)) < 0.2] = np.nan
+        percentiles = np.linspace(0, 1, 101, dtype=np.float32)
+        layers[il] = LayerBuddies(il, ids, q, scale, rng.integers(0, 100, n_expert), percentiles, percentiles)
+    return Buddies(layers, {il: 1.0 for il in layers}, "coactivation", 1000)
+
+
+#
+# a plain reference
+#
+
+
+def splitmix64(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident, normalized: bool, softmax_selected: bool):
+    """BuddyMoE section 3.1 and algorithm 1, token by token in plain Python."""
+    experts, weights = routing.experts.copy(), routing.weights.copy()
+    counts = dict.fromkeys(SubstitutionStats.__dataclass_fields__, 0)
+    n_tokens, n_used = experts.shape
+    counts["tokens"] = n_tokens
+    requested = set(experts.ravel().tolist())
+    absent = {e for e in requested if not resident[e]}
+    counts["absent"] = len(absent)
+    crowded = it.beta is not None and len(absent) / len(requested) >= it.beta
+    chosen_before: dict[int, int] = {}
+
+    def raw(t: int, e: int) -> float:
+        p = float(routing.probs[t, e])
+        return math.exp(p - float(routing.probs[t].max())) if softmax_selected else p
+
+    for t in range(n_tokens):
+        before = experts[t].tolist()
+        missing = [s for s in range(n_used) if not resident[before[s]]]
+        if not missing:
+            continue
+        p = [raw(t, e) for e in before]
+        if it.temperature != 1:
+            p = [math.pow(x, 1 / it.temperature) for x in p]
+        total = 0.0
+        for x in p:
+            total += x
+        p = [x / total if total > 0 else 1 / n_used for x in p]
+        entropy = 0.0
+        for x in p:
+            entropy -= x * math.log(x) if x > 0 else 0.0
+        entropy = entropy / math.log(n_used) if n_used > 1 else 0.0
+        first, second = (sorted(p, reverse=True) + [0.0])[:2]
+        uncovered, fitted = set(), [1.0] * n_used
+        n_substituted = 0
+        tau = it.tau.percent / 100 if isinstance(it.tau, Percentile) else it.tau
+        if tau is not None and entropy <= tau:
+            counts["refused_tae"] += len(missing)
+        elif it.gamma is not None and first - second >= it.gamma:
+            counts["refused_margin"] += len(missing)
+        elif crowded:
+            counts["refused_distribution"] += len(missing)
+        else:
+            taken = set(before)
+            order = sorted(missing, key=lambda s: weights[t, s]) if it.order == "weight" else missing
+            for s in order:
+                if it.rho is not None and n_substituted == it.rho:
+                    counts["refused_rho"] += 1
+                    continue
+                e, pick, pick_rank = before[s], None, 0
+                if it.mode == "random":
+                    free = [j for j in range(len(resident)) if resident[j] and j not in taken]
+                    if free:
+                        bits = struct.unpack("<I", struct.pack("<f", routing.probs[t, e]))[0]
+                        number = splitmix64(splitmix64(splitmix64(it.seed) ^ routing.il) ^ (bits << 32 | e))
+                        pick = free[number % len(free)]
+                elif it.mode == "buddies":
+                    ranked = [(r, int(j)) for r, j in enumerate(lists.ids[e][: it.rank or K_MAX]) if j >= 0]
+                    z = routing.logits[t]
+                    low, span = float(z.min()), float(z.max()) - float(z.min())
+
+                    def priority(r: int, j: int) -> float:
+                        psi = float(lists.q[e, r])
+                        if it.eta:
+                            psi *= 1 + it.eta * ((float(z[j]) - low) / span if span > 0 else 0)
+                        return psi * math.pow(it.reuse, chosen_before.get(j, 0)) if it.reuse != 1 else psi
+
+                    if it.eta or it.kappa or it.reuse != 1:
+                        ranked.sort(key=lambda item: -priority(*item))
+                    for r, j in ranked:
+                        if resident[j] and j not in taken:
+                            pick, pick_rank = j, r
+                            break
+                if pick is None:
+                    counts["refused_buddies"] += 1
+                    if it.miss == "drop":
+                        uncovered.add(s)
+                    continue
+                experts[t, s] = pick
+                taken.add(pick)
+                chosen_before[pick] = chosen_before.get(pick, 0) + 1
+                counts["rank_sum"] += pick_rank
+                n_substituted += 1
+                if it.weight == "fitted" and it.mode == "buddies" and not math.isnan(lists.scale[e, pick_rank]):
+                    fitted[s] = float(lists.scale[e, pick_rank])
+        counts["substituted"] += n_substituted
+        counts["dropped"] += len(uncovered)
+        if uncovered:
+            there = [int(e) for e in experts[t] if resident[e]] + [e for e in range(len(resident)) if resident[e]]
+            for s in uncovered:
+                if there:
+                    experts[t, s] = there[0]
+        if not n_substituted and not uncovered:
+            continue
+        counts["lossy_tokens"] += 1
+        all_before, left, w = 0.0, 0.0, []
+        for s in range(n_used):
+            x = float(weights[t, s])
+            all_before += x
+            if it.weight == "own" and experts[t, s] != before[s]:
+                was = raw(t, before[s])
+                x *= raw(t, int(experts[t, s])) / was if was > 0 else 0
+            if s in uncovered:
+                x = 0.0
+            left += x
+            w.append(x)
+        norm = all_before / left if normalized and (it.weight == "own" or uncovered) and left > 0 else 1.0
+        weights[t] = [np.float32(w[s] * norm * fitted[s]) for s in range(n_used)]
+    counts["avoided"] = len(absent) - len({e for e in experts.ravel().tolist() if not resident[e]})
+    return experts, weights, SubstitutionStats(**counts)
+
+
+def random_routing(rng: np.random.Generator, n_tokens: int, n_used: int, il: int, softmax_selected: bool) -> Routing:
+    logits = rng.normal(0, rng.choice([0.3, 2.0]), (n_tokens, N_EXPERT)).astype(np.float32)
+    probs = np.exp(logits - logits.max(1, keepdims=True))
+    probs = logits if softmax_selected else (probs / probs.sum(1, keepdims=True)).astype(np.float32)
+    experts = np.argsort(-logits, axis=1)[:, :n_used].astype(np.int32)
+    weights = np.take_along_axis(probs, experts, 1)
+    if softmax_selected:
+        weights = np.exp(weights - weights.max(1, keepdims=True))
+        weights = weights / weights.sum(1, keepdims=True)
+    empty = np.empty((n_tokens, 0), np.float32)
+    return Routing(0, il, n_tokens == 1, experts, weights.astype(np.float32), probs, logits, empty)
+
+
+SETTINGS = st.builds(
+    Substitution,
+    mode=st.sampled_from(["buddies", "buddies", "random", "none"]),
+    rho=st.sampled_from([None, 1, 2, 3]),
+    tau=st.sampled_from([None, 0.5, 0.9, 0.97, Percentile(90)]),
+    temperature=st.sampled_from([1.0, 0.8, 1.2]),
+    gamma=st.sampled_from([None, 0.05, 0.3]),
+    beta=st.sampled_from([None, 0.0, 0.4, 0.6, 1.0]),
+    rank=st.sampled_from([None, 1, 3]),
+    eta=st.sampled_from([0.0, 0.5]),
+    reuse=st.sampled_from([1.0, 0.5]),
+    weight=st.sampled_from(["keep", "own", "fitted"]),
+    order=st.sampled_from(["rank", "weight"]),
+    miss=st.sampled_from(["fetch", "drop"]),
+    seed=st.integers(0, 2**32),
+)
+
+
+@pytest.fixture(scope="module")
+def model(small_moe: Path):
+    with pyorch.load(small_moe, budget="100%", n_ctx=512, n_threads=1) as model:
+        yield model
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    it=SETTINGS, seed=st.integers(0, 2**32), n_tokens=st.integers(1, 5), n_used=st.sampled_from([1, 2, 6]),
+    rate=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), normalized=st.booleans(), softmax_selected=st.booleans(),
+)
+def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n_used, rate, normalized, softmax_selected):
+    rng = np.random.default_rng(seed)
+    buddies = random_buddies(seed % 7)
+    il = int(rng.integers(N_LAYERS))
+    routing = random_routing(rng, n_tokens, n_used, il, softmax_selected)
+    resident = rng.random(N_EXPERT) < rate
+    apply_to_layer(model.engine, il, it, buddies)
+    normalized = normalized or softmax_selected
+
+    experts, weights, stats = model.engine.substitute(routing, resident, normalized, softmax_selected)
+    expected = reference(it, buddies.layers[il], routing, resident, normalized, softmax_selected)
+    assert experts.tolist() == expected[0].tolist()
+    assert weights.tobytes() == expected[1].tobytes()
+    assert stats == expected[2]
+
+    for t in range(n_tokens):
+        kept = [int(e) for e, w in zip(experts[t], weights[t]) if w != 0 or it.miss == "fetch"]
+        if it.miss == "fetch":
+            assert len(set(kept)) == len(kept), "an expert twice in a token"
+        changed = experts[t] != routing.experts[t]
+        assert resident[experts[t][changed]].all(), "a substitute that is not resident"
+        assert it.rho is None or it.miss == "drop" or changed.sum() <= it.rho
+    if resident.all():
+        assert (experts == routing.experts).all() and weights.tobytes() == routing.weights.tobytes()
+
+
+def decode(model, text: str = TEXT, n_prompt: int = 8) -> np.ndarray:
+    """Logits of a prompt, then of one token after the other."""
+    tokens = model.llama.tokenize(text.encode(), add_bos=False)
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        logits = [context.decode(tokens[:n_prompt])] + [context.decode([token]) for token in tokens[n_prompt:]]
+    return np.concatenate(logits)
+
+
+@pytest.fixture(scope="module")
+def resident_logits(small_moe: Path) -> np.ndarray:
+    with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
+        return decode(model)
+
+
+def test_nothing_changes_while_everything_is_resident(small_moe: Path, resident_logits):
+    with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
+        decode(model)
+        for il, layer in model.layers.items():
+            layer.prefetch(range(layer.n_expert))
+        model.engine.wait_idle()
+        model.substitute(Substitution(miss="drop", prefill=True), random_buddies(1))
+        assert decode(model).tobytes() == resident_logits.tobytes()
+        assert model.stats().substitution.tokens > 0 and model.stats().substitution.lossy_tokens == 0
+
+
+def test_substitution_changes_logits_and_stops_when_it_is_switched_off(small_moe: Path, resident_logits):
+    with pyorch.load(small_moe, budget="25%", n_ctx=256, n_threads=1) as model:
+        model.substitute("rho=2", random_buddies(1))
+        lossy = decode(model)
+        stats = model.stats().substitution
+        assert stats.substituted > 0 and lossy.tobytes() != resident_logits.tobytes()
+        model.substitute(None)
+        assert model.stats().substitution is None
+        assert decode(model).tobytes() == resident_logits.tobytes()
+
+
+def test_only_decoding_is_touched_unless_prefill_is_asked_for(small_moe: Path, resident_logits):
+    n_prompt = 20
+    cold = {il: np.arange(N_EXPERT) < 16 for il in range(N_LAYERS)}
+    with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
+        model.substitute("default", random_buddies(1))
+        model.set_cache(cold)
+        logits = decode(model, n_prompt=n_prompt)
+        assert model.stats().substitution.substituted > 0
+        with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as other:
+            assert logits[:n_prompt].tobytes() == decode(other, n_prompt=n_prompt)[:n_prompt].tobytes()
+        model.substitute("prefill=1", random_buddies(1))
+        model.set_cache(cold)
+        assert decode(model, n_prompt=n_prompt)[:n_prompt].tobytes() != logits[:n_prompt].tobytes()
+
+
+def test_with_a_given_cache_the_result_does_not_depend_on_budget_or_batching(small_moe: Path):
+    cache = {il: np.arange(N_EXPERT) % 2 == 0 for il in range(N_LAYERS)}
+    tokens = None
+    results = []
+    for budget, width in (("100%", 1), ("25%", 1), ("25%", 64)):
+        with pyorch.load(small_moe, budget=budget, n_ctx=256, n_threads=1) as model:
+            model.substitute("prefill=1,rho=3", random_buddies(2))
+            model.set_cache(cache)
+            tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
+            with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+                for i in range(0, len(tokens), width):
+                    logits = context.decode(tokens[i : i + width])
+            results.append((logits[-1], model.stats().substitution))
+    assert results[0][0].tobytes() == results[1][0].tobytes()
+    assert results[0][1].substituted == results[1][1].substituted == results[2][1].substituted
+    np.testing.assert_allclose(results[0][0], results[2][0], atol=1e-2)
+
+
+def test_a_layer_can_have_its_own_substitution(small_moe: Path):
+    with pyorch.load(small_moe, budget="25%", n_ctx=256, n_threads=1) as model:
+        model.substitute("default", random_buddies(1))
+        for il in range(1, N_LAYERS):
+            layer = model.layers[il]
+            layer.policy = dataclasses.replace(layer.policy, substitution=None)
+        decode(model)
+        assert model.engine.substitution_stats(0).substituted > 0
+        assert all(model.engine.substitution_stats(il).tokens == 0 for il in range(1, N_LAYERS))
+
+
+def test_dropping_reads_nothing_in_decode(small_moe: Path):
+    with pyorch.load(small_moe, budget="25%", n_ctx=256, n_threads=1) as model:
+        decode(model)
+        model.substitute("mode=none,miss=drop")
+        model.reset_stats()
+        tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            for token in tokens[:20]:
+                context.decode([token])
+        stats = model.stats()
+        assert stats.substitution.dropped > 0
+        assert stats.experts.loads <= N_LAYERS  # a layer without any resident expert needs one
+
+
+def test_an_adaptive_beta_substitutes_only_as_much_as_reading_allows(small_moe: Path):
+    def substituted(settings: str) -> int:
+        with pyorch.load(small_moe, budget="25%", n_ctx=512, n_threads=1) as model:
+            model.substitute(settings, random_buddies(1))
+            decode(model, TEXT * 6)
+            return model.stats().substitution.substituted
+
+    assert substituted("read_ms=100000") == 0
+    assert substituted("read_ms=0.0001") > 100
+
+
+def test_random_substitutes_differ_by_seed_only(small_moe: Path):
+    def logits(seed: int) -> bytes:
+        with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
+            model.substitute(f"mode=random,prefill=1,seed={seed}")
+            model.set_cache({il: np.arange(N_EXPERT) < 32 for il in range(N_LAYERS)})
+            return decode(model).tobytes()
+
+    assert logits(1) == logits(1) != logits(2)
+
+
+@pytest.mark.parametrize("text", ["rho=0", "tau=px", "foo=1", "beta=nan", "weight=x", "rho=1,rho=2", "beta=1,read_ms=3", "alpha=2", "k"])
+def test_settings_that_mean_nothing_are_refused_by_name(text: str):
+    with pytest.raises(pyorch.PyorchError, match=text.partition("=")[0]):
+        Substitution.parse(text)
+
+
+@pytest.mark.parametrize("text", ["default", "alpha=0.95,k=16,rho=3,tau=p15", "mode=random,seed=4", "tau=0.5,weight=fitted,prefill=1"])
+def test_settings_can_be_written_and_read_again(text: str):
+    assert str(Substitution.parse(text)) == text
+
+
+def test_buddies_that_do_not_exist_are_refused(small_moe: Path):
+    with pytest.raises(pyorch.PyorchError, match="pyorch buddies"):
+        pyorch.load(small_moe, budget="50%", substitution="rho=3")
+    with pyorch.load(small_moe, budget="100%", n_ctx=256) as model:
+        bad = np.zeros((N_EXPERT, 2), np.int32)
+        with pytest.raises(pyorch.PyorchError, match="expert 0 of layer 0 cannot have expert 0"):
+            model.engine.set_buddies(0, bad, bad.astype(np.float32))
+        with pytest.raises(pyorch.PyorchError, match="64 experts"):
+            model.engine.set_cache(0, np.ones(3, bool))

@@ -1,0 +1,544 @@
+"""Traces: the file, the recording, and the statistics of what was recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINT, small_model
+
+from pyorch import profiling, routing_stats
+from pyorch.cli import main
+from pyorch.context import Context
+from pyorch.convert import convert
+from pyorch.engine import Routing
+from pyorch.errors import FormatError, PyorchError
+from pyorch.profiling import Recorder, profile
+from pyorch.trace import DECODE, HEADER_BYTES, PREFILL, Trace, TraceHeader, TraceWriter, part_path
+from pyorch.trace_stats import analyze
+
+FACTS = CHECKPOINT / "facts-test.jsonl"
+TEXT = CHECKPOINT / "text-test.txt"
+
+HEADER = TraceHeader("f" * 64, "qwen2moe", (1, 2, 5), n_expert=16, n_expert_used=4, n_embd=8, n_inputs=5, seed=3)
+OPTIONS = dict(budget="50%", n_threads=2)
+
+
+def random_records(header: TraceHeader, n: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    records = np.zeros(n, header.record_dtype())
+    records["request"], records["position"] = np.arange(n) // 10, np.arange(n) % 10
+    records["token"] = rng.integers(0, 1000, n)
+    shape = (n, len(header.layers), header.n_expert)
+    records["experts"] = rng.random(shape).argsort(-1)[..., : header.n_expert_used]
+    records["probs"] = rng.random(records["probs"].shape, np.float32)
+    return records
+
+
+def write_trace(path: Path, records: np.ndarray, header: TraceHeader = HEADER, step: int = 7, **options) -> Trace:
+    """In batches of `step`. The inputs of a token are all its record's number."""
+    with TraceWriter(path, header, **options) as writer:
+        for start in range(0, len(records), step):
+            batch = records[start : start + step]
+            rows, slots = writer.sample(len(batch))
+            inputs = np.broadcast_to((writer.n_records + rows)[:, None, None], (len(rows), len(header.layers), 8))
+            writer.write(batch, rows, slots, inputs.astype(np.float16))
+    return Trace(path)
+
+
+# The file
+
+
+def test_a_trace_gives_back_what_was_written(tmp_path: Path) -> None:
+    records = random_records(HEADER, 100)
+    trace = write_trace(tmp_path / "a.trace", records)
+    assert trace.header == HEADER and len(trace) == 100
+    assert isinstance(trace.records, np.memmap) and np.array_equal(trace.records, records)
+    indices, inputs = trace.inputs
+    assert len(set(indices)) == 5 and inputs.shape == (5, 3, 8) and inputs.dtype == np.float16
+    assert (inputs == indices[:, None, None]).all()
+    assert trace.layer_index(5) == 2
+    with pytest.raises(PyorchError, match="has no layer 3: it recorded 1, 2, 5"):
+        trace.layer_index(3)
+
+
+def test_a_trace_without_records_or_inputs_is_empty(tmp_path: Path) -> None:
+    header = dataclasses.replace(HEADER, n_inputs=0)
+    trace = write_trace(tmp_path / "a.trace", random_records(header, 0), header)
+    indices, inputs = trace.inputs
+    assert len(trace) == len(indices) == len(inputs) == 0 and inputs.shape[1:] == (3, 8)
+
+
+def test_a_trace_that_is_appended_to_equals_one_written_at_once(tmp_path: Path) -> None:
+    records = random_records(HEADER, 100)
+    once, twice = tmp_path / "once.trace", tmp_path / "twice.trace"
+    write_trace(once, records)
+    write_trace(twice, records[:33])
+    write_trace(twice, records[33:], append=True, step=11)
+    assert once.read_bytes() == twice.read_bytes()
+
+
+@pytest.mark.parametrize("change", [dict(fingerprint="0" * 64), dict(layers=(1, 2)), dict(router="full"), dict(seed=4)])
+def test_a_trace_of_something_else_is_not_appended_to(tmp_path: Path, change: dict) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, random_records(HEADER, 10))
+    before = path.read_bytes()
+    with pytest.raises(PyorchError, match=f"cannot be appended to: its {next(iter(change))} is"):
+        TraceWriter(path, dataclasses.replace(HEADER, **change), append=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("missing", [1, 50, HEADER.record_dtype().itemsize])
+def test_a_trace_that_was_cut_off_is_whole_up_to_its_last_record(tmp_path: Path, missing: int) -> None:
+    path = tmp_path / "a.trace"
+    records = random_records(HEADER, 100)
+    write_trace(path, records)
+    os.truncate(path, path.stat().st_size - missing)
+    trace = Trace(path)
+    assert np.array_equal(trace.records, records[:99])
+    write_trace(path, records[99:], append=True)
+    assert np.array_equal(Trace(path).records, records)
+
+
+def test_inputs_of_records_that_were_cut_off_are_gone(tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    records = random_records(HEADER, 100)
+    indices, _ = write_trace(path, records).inputs
+    n = int(np.sort(indices)[2])
+    os.truncate(path, HEADER.records_offset + n * HEADER.record_dtype().itemsize + 1)
+    left, inputs = Trace(path).inputs
+    assert set(left) == {i for i in indices if i < n} and (inputs == left[:, None, None]).all()
+    write_trace(path, records[n : n + 1], append=True)  # must not inherit what was kept for its number
+    left, inputs = Trace(path).inputs
+    assert (inputs == left[:, None, None]).all() and left.max(initial=0) <= n
+
+
+@pytest.mark.parametrize("size", [HEADER_BYTES, HEADER_BYTES + 10, HEADER.records_offset - 1, HEADER.records_offset])
+def test_a_trace_that_was_cut_off_before_its_records_is_empty(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, random_records(HEADER, 10))
+    os.truncate(path, size)
+    assert len(Trace(path)) == len(Trace(path).inputs[0]) == 0
+
+
+@pytest.mark.parametrize("damage, complaint", [
+    (lambda content: b"", "is not a trace: it does not begin with PYORCHTR"),
+    (lambda content: b"GGUF" + content[4:], "is not a trace"),
+    (lambda content: content[:100], "is cut off in its header"),
+    (lambda content: content[:8] + b"\x02" + content[9:], "is a trace of version 2: this pyorch reads version 1"),
+    (lambda content: content.replace(b"qwen2moe", b"qwen9moe"), "the header is damaged"),
+    (lambda content: content[:12] + b"\xff\xff" + content[14:], "the header is damaged"),
+])
+def test_a_file_with_another_header_is_refused(tmp_path: Path, capsys, damage, complaint: str) -> None:
+    path = tmp_path / "a.trace"
+    write_trace(path, random_records(HEADER, 10))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(FormatError, match=complaint):
+        Trace(path)
+    assert main(["trace", "stats", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"pyorch: error: {path}") and error.count("\n") == 1
+
+
+def test_an_absent_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="absent.trace cannot be read: No such file"):
+        Trace(tmp_path / "absent.trace")
+
+
+def test_an_interrupted_recording_spares_the_old_trace(tmp_path: Path) -> None:
+    path, records = tmp_path / "a.trace", random_records(HEADER, 20)
+    write_trace(path, records[:3])
+    with pytest.raises(KeyboardInterrupt), TraceWriter(path, HEADER) as writer:
+        writer.write(records)
+        raise KeyboardInterrupt
+    assert len(Trace(path)) == 3
+    assert np.array_equal(Trace(part_path(path)).records, records)
+
+
+def test_a_recording_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "a.trace", HEADER):
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_token_is_sampled_alike(tmp_path: Path) -> None:
+    n, capacity, n_seeds = 200, 20, 500
+    kept = np.zeros(n)
+    for seed in range(n_seeds):
+        with TraceWriter(tmp_path / "a.trace", dataclasses.replace(HEADER, n_inputs=capacity, seed=seed)) as writer:
+            rows, slots = writer.sample(n)
+        assert len(set(slots)) == len(slots) and (np.diff(rows) > 0).all()
+        kept[rows] += 1
+    expected = n_seeds * capacity / n
+    assert kept.sum() == n_seeds * capacity
+    # A binomial's variance, and nobody beyond five of its deviations.
+    assert np.abs(kept - expected).max() < 5 * np.sqrt(expected) and 0.6 < kept.var() / (expected * 0.9) < 1.5
+
+
+# Recording
+
+
+@pytest.fixture(scope="module")
+def small_moe_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("f32") / "small-moe-f32.gguf"
+    convert(CHECKPOINT, path, outtype="f32", pre_tokenizer="gpt-2")
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(small_moe_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """Prose and questions, the whole distribution and a sample of inputs, in more than one ubatch."""
+    path = tmp_path_factory.mktemp("trace") / "small.trace"
+    for data, append in ((TEXT, False), (FACTS, True)):
+        profile(small_moe_f32, [data], path, n_tokens=2048, router="full", n_inputs=64, append=append,
+                n_ctx=256, n_ubatch=100, **OPTIONS)
+    return Trace(path)
+
+
+def requests_of(trace: Trace) -> dict[int, np.ndarray]:
+    """The records of each request, in order of positions."""
+    records = np.sort(np.asarray(trace.records), order=["request", "position"])
+    return {int(number): records[records["request"] == number] for number in np.unique(records["request"])}
+
+
+def same_choice(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Which selections are the same set of experts."""
+    return (np.sort(a, -1) == np.sort(b, -1)).all(-1)
+
+
+def test_recorded_routing_equals_transformers(recorded: Trace, tmp_path: Path) -> None:
+    pieces = [it for it in requests_of(recorded).values() if len(it) == 256]
+    assert len(pieces) == 8
+    checkpoint = tmp_path / "small-moe"
+    checkpoint.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (checkpoint / file).symlink_to((CHECKPOINT / file).resolve())
+    (checkpoint / "tokens.json").write_text(json.dumps([it["token"].tolist() for it in pieces]))
+    process = Path(__file__).with_name("checkpoint_process.py")
+    subprocess.run([sys.executable, process, "routers", tmp_path], check=True, capture_output=True, timeout=300)
+    logits = np.load(checkpoint / "routers.npy").reshape(-1, 8, 64)
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    ours = np.concatenate(pieces)
+    theirs = np.argsort(-logits, -1, kind="stable")[..., :6]
+    same = same_choice(ours["experts"], theirs)
+    assert same.mean() >= 0.999
+    # What differs is a tie but for rounding: the last one chosen and the first one left out.
+    ordered = -np.sort(-probs, -1)
+    assert (ordered[..., 5] - ordered[..., 6])[~same].max(initial=0) < 1e-3
+    chosen = np.take_along_axis(probs, ours["experts"].astype(int), -1)
+    assert np.abs(ours["probs"] - chosen).max() < 5e-3 and np.abs(ours["probs"] - chosen).mean() < 1e-5
+    assert np.abs(ours["router"].astype(float) - probs).mean() < 1e-5
+
+
+def test_probabilities_are_those_of_the_distribution(recorded: Trace) -> None:
+    records = recorded.records
+    router = records["router"].astype(np.float64)
+    assert np.allclose(router.sum(-1), 1, atol=2e-3)
+    assert np.allclose(np.take_along_axis(router, records["experts"].astype(int), -1), records["probs"], rtol=1e-3)
+    assert same_choice(records["experts"], np.argsort(-router, -1, kind="stable")[..., :6]).mean() > 0.99
+
+
+def test_sampled_inputs_give_the_recorded_routing(recorded: Trace, small_moe_f32: Path) -> None:
+    import gguf
+
+    weights = {tensor.name: tensor.data for tensor in gguf.GGUFReader(small_moe_f32).tensors}
+    indices, inputs = recorded.inputs
+    assert len(set(indices)) == 64 and indices.max() > 2048  # of both recordings
+    for layer, il in enumerate(recorded.header.layers):
+        logits = inputs[:, layer].astype(np.float32) @ weights[f"blk.{il}.ffn_gate_inp.weight"].T
+        probs = np.exp(logits - logits.max(-1, keepdims=True))
+        probs /= probs.sum(-1, keepdims=True)
+        assert np.abs(probs - recorded.records["router"][indices, layer]).max() < 3e-3
+
+
+def test_recording_is_the_same_at_any_budget(small_moe: Path, tmp_path: Path) -> None:
+    contents = []
+    for budget in ("13%", "100%"):
+        profile(small_moe, [FACTS], tmp_path / "a.trace", n_tokens=500, n_decode=3, n_inputs=9, n_ubatch=64,
+                budget=budget, n_threads=2)
+        contents.append((tmp_path / "a.trace").read_bytes())
+    assert contents[0] == contents[1]
+
+
+def test_requests_in_one_batch_are_recorded_as_if_alone(
+    small_moe_f32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = []
+    for together, n_ubatch in ((64, 50), (1, 512)):
+        monkeypatch.setattr(profiling, "MAX_REQUESTS_TOGETHER", together)
+        path = tmp_path / f"{together}.trace"
+        done = profile(small_moe_f32, [FACTS], path, n_tokens=1500, n_ubatch=n_ubatch, n_decode=2, **OPTIONS)
+        assert done.prefill_tokens == 1500 and done.decode_tokens > 2 * done.n_requests - 10
+        traces.append(requests_of(Trace(path)))
+    assert traces[0].keys() == traces[1].keys() and len(traces[0]) > 20
+    a, b = (np.concatenate(list(it.values())) for it in traces)
+    for field in ("request", "position", "token", "phase"):
+        assert np.array_equal(a[field], b[field]), field
+    same = same_choice(a["experts"], b["experts"])  # other batch shapes round differently
+    assert same.mean() > 0.999
+    assert np.allclose(a["probs"][same], b["probs"][same], atol=1e-3)
+
+
+def test_decoded_tokens_are_the_models_own(small_moe: Path, tmp_path: Path) -> None:
+    done = profile(small_moe, [TEXT], tmp_path / "a.trace", n_tokens=300, n_decode=8, n_ctx=108, **OPTIONS)
+    assert (done.n_requests, done.prefill_tokens, done.decode_tokens) == (3, 300, 24)
+    with small_model(small_moe, "50%") as model, Context(model.llama.model, 256, n_threads=2) as context:
+        for records in requests_of(Trace(tmp_path / "a.trace")).values():
+            assert records["position"].tolist() == list(range(108))
+            assert records["phase"].tolist() == [PREFILL] * 100 + [DECODE] * 8
+            context.clear()
+            logits = context.decode(records["token"].tolist())
+            assert logits[99:107].argmax(-1).tolist() == records["token"][100:].tolist()
+
+
+def test_texts_are_cut_and_counted(small_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.trace"
+    done = profile(small_moe, [FACTS, TEXT], path, n_tokens=100, n_ctx=32, **OPTIONS)
+    trace = Trace(path)
+    assert done.prefill_tokens == done.n_records == len(trace) == 100 and done.file_bytes == path.stat().st_size
+    with small_model(small_moe, "50%") as model:
+        tokens = [request["token"].tolist() for request in requests_of(trace).values()]
+        assert model.llama.detokenize(tokens[0]).decode().startswith("Question: A zoo keeper must feed the klaklur.")
+    assert max(map(len, tokens)) <= 32 and done.n_requests == len(tokens)
+    again = profile(small_moe, [FACTS], path, n_tokens=50, append=True, **OPTIONS)
+    assert again.prefill_tokens == 50 and again.n_records == 150
+    assert Trace(path).records["request"][100:].min() == done.n_requests
+
+
+def routing(il: int, n: int, logits: np.ndarray, probs: np.ndarray | None = None) -> Routing:
+    experts = np.argsort(-logits, -1)[:, :2].astype(np.int32)
+    chosen = np.exp(np.take_along_axis(logits, experts, -1))
+    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    return Routing(
+        context=1, il=il, decode=n == 1, experts=experts, weights=chosen / chosen.sum(-1, keepdims=True),
+        probs=softmax if probs is None else probs, logits=logits, inputs=np.ones((n, 8), np.float32),
+    )
+
+
+RECORDED = TraceHeader("", "x", (0, 1), n_expert=4, n_expert_used=2, n_embd=8, router="full")
+
+
+@pytest.mark.parametrize("calls, complaint", [
+    ([(0, 3)], "layer 1 routed 0 of 3 tokens"),
+    ([(0, 3), (1, 1)], "layer 1 came out of order"),
+    ([(1, 3), (0, 3)], "layer 1 came out of order"),
+    ([(0, 3), (1, 3), (0, 3), (1, 3)], "layer 0 came out of order"),
+    ([(0, 2), (1, 2)], "layer 0 routed 2 of 3 tokens"),
+    ([(0, 3), (7, 3), (1, 3)], "7"),
+])
+def test_routing_that_does_not_fit_is_no_record(calls: list[tuple[int, int]], complaint: str) -> None:
+    recorder = Recorder(RECORDED, 8)
+    recorder.expect(3)
+    for il, n in calls:
+        recorder(routing(il, n, np.random.default_rng(il).normal(size=(n, 4)).astype(np.float32)))
+    with pytest.raises(PyorchError, match=f"the routing was not recorded: .*{complaint}"):
+        recorder.records()
+
+
+@pytest.mark.parametrize("softmax_of_selected", [False, True])
+def test_ubatches_are_joined(softmax_of_selected: bool) -> None:
+    logits = np.random.default_rng(0).normal(size=(2, 5, 4)).astype(np.float32)
+    recorder = Recorder(RECORDED, 8)
+    recorder.expect(5, np.array([1, 3, 4]))
+    for rows in (slice(0, 2), slice(2, 5)):
+        for il in range(2):
+            some = logits[il, rows]
+            recorder(routing(il, len(some), some, some if softmax_of_selected else None))
+    records = recorder.records()
+    softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    assert np.array_equal(records["experts"], np.argsort(-logits, -1)[..., :2].swapaxes(0, 1))
+    assert np.allclose(records["router"], softmax.swapaxes(0, 1), atol=1e-3)
+    expected = -np.sort(-softmax, -1)[..., :2].swapaxes(0, 1)
+    if softmax_of_selected:
+        expected = expected / expected.sum(-1, keepdims=True)
+    assert np.allclose(records["probs"], expected, atol=1e-6)
+    assert recorder.inputs().shape == (3, 2, 8) and (recorder.inputs() == 1).all()
+
+
+@pytest.mark.parametrize("arguments, complaint", [
+    (["--tokens", "0"], "--tokens is 0: use 1 or more"),
+    (["--decode", "-1"], "--decode is -1"),
+    (["--inputs", "-5"], "--inputs is -5"),
+    (["--decode", "64", "--ctx", "64"], "leaves none for a text"),
+    (["-o", "absent/a.trace"], "does not exist"),
+])
+def test_what_cannot_be_profiled_is_one_sentence(
+    small_moe: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["profile", str(small_moe), "--data", str(FACTS), "--budget", "50%", "-o", "a.trace", *arguments]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_a_dense_model_has_no_routers(dense_model: Path, tmp_path: Path, capsys) -> None:
+    assert main(["profile", str(dense_model), "--data", str(FACTS), "-o", str(tmp_path / "a.trace")]) == 2
+    assert "is a dense model" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_malformed_data_is_named_before_anything_is_recorded(small_moe: Path, tmp_path: Path, capsys) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "one"}\n{"body": "two"}\n')
+    assert main(["profile", str(small_moe), "--data", str(data), "-o", str(tmp_path / "a.trace")]) == 2
+    assert f"{data}:2: " in capsys.readouterr().err and list(tmp_path.iterdir()) == [data]
+
+
+# Statistics
+
+
+@pytest.fixture
+def layer() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """experts, probs, token weights of 300 tokens, 16 experts, 4 used, some far more than others."""
+    rng = np.random.default_rng(1)
+    scores = rng.gumbel(size=(300, 16)) + np.linspace(0, 3, 16)
+    experts = np.argsort(-scores, -1)[:, :4].astype(np.uint16)
+    return experts, rng.random((300, 4), np.float32), rng.random(300)
+
+
+def test_counts_equal_a_count_one_by_one(layer) -> None:
+    experts, probs, weights = layer
+    for token_weights in (None, weights):
+        counts, binary, weighted = np.zeros(16), np.zeros((16, 16)), np.zeros((16, 16))
+        for t, (chosen, p) in enumerate(zip(experts, probs)):
+            w = 1.0 if token_weights is None else token_weights[t]
+            for a in range(4):
+                counts[chosen[a]] += w
+            for a, b in combinations(range(4), 2):
+                for i, j in ((chosen[a], chosen[b]), (chosen[b], chosen[a])):
+                    binary[i, j] += w
+                    weighted[i, j] += w * min(p[a], p[b])
+        assert np.allclose(routing_stats.activation_counts(experts, 16, token_weights), counts)
+        ours = routing_stats.coactivation(experts, probs, 16, token_weights)
+        assert np.allclose(ours[0], binary) and np.allclose(ours[1], weighted)
+
+
+def test_tae_and_margin_are_those_of_the_paper(layer) -> None:
+    _, probs, _ = layer
+    for p, tae, margin in zip(probs, routing_stats.token_activating_entropy(probs), routing_stats.margin(probs)):
+        q = p.astype(float) / p.sum(dtype=float)
+        assert tae == pytest.approx(-sum(x * np.log(x) for x in q) / np.log(4))
+        assert margin == pytest.approx(sorted(q)[-1] - sorted(q)[-2])
+    extremes = np.array([[0.25] * 4, [1, 0, 0, 0]], np.float32)
+    assert routing_stats.token_activating_entropy(extremes) == pytest.approx([1, 0])
+    assert routing_stats.margin(extremes) == pytest.approx([0, 1])
+    assert routing_stats.token_activating_entropy(np.ones((2, 1))).tolist() == [0, 0]
+
+
+def test_a_temperature_is_that_of_the_softmax() -> None:
+    z = np.random.default_rng(0).normal(size=(20, 8))
+    softmax = np.exp(z) / np.exp(z).sum(-1, keepdims=True)
+    expected = np.exp(z[:, :3] / 1.2) / np.exp(z[:, :3] / 1.2).sum(-1, keepdims=True)
+    assert np.allclose(routing_stats.renormalized(softmax[:, :3], 1.2), expected)
+
+
+def test_gini_of_even_and_of_single_use() -> None:
+    assert routing_stats.gini(np.full(8, 3)) == pytest.approx(0)
+    assert routing_stats.gini([0, 0, 0, 5]) == pytest.approx(0.75)
+    assert np.isnan(routing_stats.gini(np.zeros(4)))
+
+
+def lru_hit_rate(experts: np.ndarray, size: int) -> float:
+    """A list of what the cache holds, most recent first."""
+    cache: list[int] = []
+    hits = 0
+    for chosen in experts.tolist():
+        hits += sum(expert in cache for expert in chosen)
+        for expert in chosen:
+            cache = [expert, *(other for other in cache if other != expert)]
+        cache = cache[:size]
+    return hits / experts.size
+
+
+def test_hit_rates_are_those_of_an_lru_cache_of_each_size(layer) -> None:
+    experts, _, _ = layer
+    distances = routing_stats.LruDistances(16)
+    for start in range(0, 300, 77):
+        distances.add(experts[start : start + 77])
+    rates = distances.hit_rates()
+    assert rates[0] == 0 and (np.diff(rates) >= 0).all() and rates[-1] == pytest.approx(1 - 16 / experts.size)
+    for size in range(1, 17):
+        assert rates[size] == pytest.approx(lru_hit_rate(experts, size)), size
+
+
+def test_statistics_of_a_trace_equal_those_of_its_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = random_records(HEADER, 500)
+    records["phase"] = records["position"] >= 7
+    shuffled = records[np.random.default_rng(0).permutation(500)]  # as requests decoded together are
+    monkeypatch.setattr("pyorch.trace_stats._CHUNK_BYTES", 50 * records.itemsize)
+    statistics, arrays = analyze(write_trace(tmp_path / "a.trace", shuffled))
+    assert (statistics.n_tokens, statistics.n_prefill, statistics.n_decode, statistics.n_requests) == (500, 350, 150, 50)
+    for i, layer in enumerate(statistics.layers):
+        experts, probs = records["experts"][:, i], records["probs"][:, i]
+        assert layer.il == HEADER.layers[i]
+        assert layer.activations == tuple(np.bincount(experts.ravel(), minlength=16))
+        assert layer.busiest == pytest.approx(max(layer.activations) / 125)
+        assert layer.hit_rates[3] == pytest.approx(lru_hit_rate(experts, 8))
+        tae = routing_stats.token_activating_entropy(probs)
+        assert layer.tae_percentiles == pytest.approx(np.percentile(tae, statistics.percentiles), abs=1e-6)
+        assert sum(layer.tae_histogram) == 500 and layer.entropy == pytest.approx(tae.mean())
+        pairs = routing_stats.coactivation(experts, probs, 16)[0]
+        assert np.array_equal(arrays[i].coactivation, pairs)
+        assert layer.strongest_peer == pytest.approx((pairs.max(1) / pairs.sum(1)).mean())
+    assert statistics.hit_rates[3] == pytest.approx(np.mean([layer.hit_rates[3] for layer in statistics.layers]))
+    decoded, _ = analyze(Trace(tmp_path / "a.trace"), "decode")
+    assert (decoded.n_tokens, decoded.n_prefill) == (150, 0)
+
+
+def test_an_expert_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    records = random_records(HEADER, 10)
+    records["experts"][3, 1, 2] = 16
+    with pytest.raises(FormatError, match="is damaged: it names expert 16 of 16"):
+        analyze(write_trace(tmp_path / "a.trace", records))
+
+
+def test_a_trace_without_tokens_has_no_statistics(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "a.trace", random_records(HEADER, 10))
+    with pytest.raises(PyorchError, match="holds no tokens of decode"):
+        analyze(trace, "decode")
+
+
+def test_profile_and_trace_stats_as_commands(small_moe: Path, tmp_path: Path, capsys) -> None:
+    path = str(tmp_path / "a.trace")
+    command = ["profile", str(small_moe), "--data", str(FACTS), "--tokens", "300", "--decode", "2", "--inputs", "10",
+               "--budget", "50%", "--threads", "2", "-o", path]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "tok/s" in printed.out and "router inputs of 10" in printed.out and printed.err == ""
+    assert main([*command, "--append", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done["prefill_tokens"] == 300 and done["n_records"] == len(Trace(path)) > 600
+    assert main(["trace", "stats", path]) == 0
+    assert "8 layers of 64 experts, 6 used" in capsys.readouterr().out
+    assert main(["trace", "stats", path, "--phase", "prefill", "--json"]) == 0
+    statistics = json.loads(capsys.readouterr().out)
+    assert statistics["n_tokens"] == 600 and len(statistics["layers"]) == 8
+    assert sum(statistics["layers"][0]["activations"]) == 600 * 6
+    assert statistics["hit_rates"] == sorted(statistics["hit_rates"])
+
+
+def test_pictures_are_drawn(tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    write_trace(tmp_path / "a.trace", random_records(HEADER, 50))
+    assert main(["trace", "stats", str(tmp_path / "a.trace"), "--plot", str(tmp_path / "plots")]) == 0
+    printed = capsys.readouterr().out
+    for name in ("activations", "coactivation", "tae", "hit-rate"):
+        picture = tmp_path / "plots" / f"{name}.png"
+        assert str(picture) in printed and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_sentence_says_what_is_missing(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write_trace(tmp_path / "a.trace", random_records(HEADER, 50))
+    assert main(["trace", "stats", str(tmp_path / "a.trace"), "--plot", str(tmp_path / "plots")]) == 2
+    assert 'plots need matplotlib: pip install "pyorch[plot]"' in capsys.readouterr().err
