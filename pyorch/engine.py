@@ -16,6 +16,13 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.memory import parse_budget
 from pyorch.modelmap import ModelMap
 
+PREDICTORS = {
+    "none": "PYORCH_PREDICT_NONE",
+    "previous-token": "PYORCH_PREDICT_PREVIOUS_TOKEN",
+    "layer-all": "PYORCH_PREDICT_LAYER_ALL",
+    "next-router": "PYORCH_PREDICT_NEXT_ROUTER",
+    "quasi-hidden": "PYORCH_PREDICT_QUASI_HIDDEN",
+}
 POLICIES = {"lru": "PYORCH_LRU", "lfu": "PYORCH_LFU"}
 
 
@@ -41,6 +48,8 @@ class Stats:
     loads: int
     prefetch_loads: int
     prefetch_hits: int
+    prefetch_late: int
+    prefetch_wasted: int
     evictions: int
     bytes_read: int
     read_ns: int
@@ -112,6 +121,16 @@ class Routing:
     inputs: np.ndarray
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What was predicted when layer il_from was routed: experts int32[n] of layer il, the likeliest first."""
+
+    context: int
+    il_from: int
+    il: int
+    experts: np.ndarray
+
+
 class Engine:
     """Manages the experts of the models that are loaded under capture().
 
@@ -137,8 +156,8 @@ class Engine:
         if not isinstance(n, int):
             raise BudgetError(f'an engine needs a size as its budget, not "{budget}"')
         self._read = _read_callback(source) if source is not None else ffi.NULL
-        self._observer = ffi.NULL
-        self._n_expert = {layer.il: layer.n_expert for layer in model_map.layers}
+        self._observer = self._prediction_observer = ffi.NULL
+        self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}  # by il
         config = ffi.new("pyorch_config *")
         config.budget_bytes = n
         config.policy = _policy(policy)
@@ -190,12 +209,57 @@ class Engine:
     def set_policy(self, policy: str) -> None:
         check(lib.pyorch_set_policy(self.handle, _policy(policy)))
 
+    def set_prefetch(
+        self, predictor: str, distance: int = 1, min_precision: float = 0.0, automatic: bool = False
+    ) -> None:
+        """What reads experts ahead while a layer decodes, for up to `distance` layers later; "none": nothing.
+
+        Args:
+            predictor: one of PREDICTORS.
+            min_precision: guesses that come true less often than this, as counted while running, are not read.
+            automatic: only while it makes decoding faster, which is tried again and again.
+        """
+        if predictor not in PREDICTORS:
+            raise PyorchError(f'predictor "{predictor}" is not known: use {", ".join(PREDICTORS)}')
+        check(lib.pyorch_set_prefetch(self.handle, getattr(lib, PREDICTORS[predictor]), distance, min_precision, automatic))
+
+    def set_default_vectors(self, il: int, vectors: np.ndarray) -> None:
+        """Mean outputs of the experts of a layer, float32[n_expert, n_embd], for the quasi-hidden predictor."""
+        vectors = np.ascontiguousarray(vectors, np.float32)
+        check(lib.pyorch_set_default_vectors(self.handle, il, _pointer("float[]", vectors), *vectors.shape))
+
+    @contextlib.contextmanager
+    def calibrating(self) -> Iterator[None]:
+        """Inside, the outputs of all experts are summed up, for mean_outputs()."""
+        check(lib.pyorch_set_calibration(self.handle, True))
+        try:
+            yield
+        finally:
+            check(lib.pyorch_set_calibration(self.handle, False))
+
+    def mean_outputs(self, il: int, n_embd: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the last calibrating(): float32[n_expert, n_embd], 0 for experts never used, and uint64[n_expert] uses."""
+        n_expert = self.n_expert[il]
+        vectors, counts = np.empty((n_expert, n_embd), np.float32), np.empty(n_expert, np.uint64)
+        check(
+            lib.pyorch_get_mean_outputs(
+                self.handle, il, _pointer("float[]", vectors), _pointer("uint64_t[]", counts), n_expert, n_embd
+            )
+        )
+        return vectors, counts
+
+    def set_prediction_observer(self, observer: Callable[[Prediction], None] | None) -> None:
+        """Shows each prediction to the observer, on the prefetching thread; None removes it."""
+        callback = _prediction_callback(observer) if observer is not None else ffi.NULL
+        check(lib.pyorch_set_prediction_observer(self.handle, callback, ffi.NULL))
+        self._prediction_observer = callback
+
     def set_layer_limits(self, il: int, min_experts: int, max_experts: int) -> None:
         """How many experts of a layer eviction leaves, and how many the layer may hold."""
         check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
 
     def residency(self, il: int) -> Residency:
-        flags = np.empty(self._n_expert[il], np.uint8)
+        flags = np.empty(self.n_expert[il], np.uint8)
         check(lib.pyorch_get_residency(self.handle, il, ffi.from_buffer("uint8_t[]", flags), flags.size))
         states = (lib.PYORCH_RESIDENT, lib.PYORCH_LOADING, lib.PYORCH_PINNED, lib.PYORCH_IN_USE)
         return Residency(*((flags & state) != 0 for state in states))
@@ -363,6 +427,15 @@ def _observer_callback(observer: Callable[[Routing], None], copy: bool):
                 array(raw.inputs, np.float32, raw.n_embd),
             )
         )
+
+    return observe
+
+
+def _prediction_callback(observer: Callable[[Prediction], None]):
+    @ffi.callback("pyorch_prediction_fn")
+    def observe(_user, context, il_from, il, experts, n):
+        ids = np.frombuffer(ffi.buffer(experts, n * 4), np.int32).copy()
+        observer(Prediction(int(ffi.cast("uintptr_t", context)), il_from, il, ids))
 
     return observe
 

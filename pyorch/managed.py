@@ -24,6 +24,7 @@ from pyorch.bindings import check, ffi, lib
 from pyorch.engine import Engine, Source
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
 from pyorch.modelmap import ModelMap
+from pyorch.prefetch import AUTO, Prefetch
 from pyorch.substitution import Substitution, apply_to_layer, find_buddies
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ class Settings:
     """How models are loaded. Fields that are None leave what the caller of llama_cpp chose.
 
     n_ubatch, n_outputs_max and flash_attn_type are for contexts that are made while the settings are in
-    force. substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes the widest that leaves most of the memory to
+    force. prefetch: as Prefetch.parse() reads it.
+    substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes the widest that leaves most of the memory to
     experts: in prefill every expert is read once for each ubatch, so twice as wide is half the reading.
     """
 
     budget: int | str = memory.AUTO
     policy: str = "lru"
+    prefetch: str = AUTO
     n_readers: int = 0
     direct_io: bool = True
     source: Source | None = None
@@ -168,6 +171,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
         )
         try:
+            Prefetch.parse(settings.prefetch).apply(managed.engine)
             for layer in managed.map.layers:
                 apply_to_layer(managed.engine, layer.il, settings.substitution, managed.buddies)
         except PyorchError:

@@ -20,6 +20,7 @@ from pyorch.engine import Engine, Source, Stats, SubstitutionStats
 from pyorch.errors import PyorchError
 from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
 from pyorch.modelmap import ModelMap
+from pyorch.prefetch import AUTO
 from pyorch.substitution import Substitution, apply_to_layer, find_buddies
 
 if TYPE_CHECKING:
@@ -291,6 +292,7 @@ def load(
     n_batch: int | None = None,
     n_ubatch: int | None = None,
     policy: str = "lru",
+    prefetch: str = AUTO,
     n_readers: int = 0,
     direct_io: bool = True,
     source: Source | None = None,
@@ -311,6 +313,7 @@ def load(
             permitting, because prefill reads every expert once for each ubatch; 512 otherwise.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
         policy: which expert is evicted first, "lru" or "lfu".
+        prefetch: what is read ahead while decoding: "auto", "none" or a predictor, see Prefetch.parse().
         n_readers, direct_io, source: see Engine.
         use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.
         substitution: lets resident experts stand in for absent ones, as Model.substitute() does. Lossy.
@@ -331,6 +334,7 @@ def load(
     settings = Settings(
         budget=budget,
         policy=policy,
+        prefetch=prefetch,
         n_readers=n_readers,
         direct_io=direct_io,
         source=source,

@@ -15,7 +15,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_profile_option, add_substitution_options, substitution_arguments
+from pyorch.cli.options import (
+    add_command,
+    add_profile_option,
+    add_residency_options,
+    add_substitution_options,
+    substitution_arguments,
+)
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
@@ -45,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--ubatch", type=int, metavar="N",
                         help="tokens computed at once (default: 2048 where experts are read, else 512)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
-    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    add_residency_options(parser)
     parser.add_argument("--buffered", action="store_true", help="read through the page cache, not around it")
     parser.add_argument("--stats-every", type=float, metavar="SECONDS", help="print statistics again and again, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as a line of JSON")
@@ -83,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         args.budget,
         flags,
         policy=args.policy,
+        prefetch=args.prefetch,
         direct_io=not args.buffered,
         verbose=args.verbose,
         stats_every=args.stats_every,
@@ -96,6 +103,7 @@ def serve(
     budget: int | str = "auto",
     flags: Sequence[str] = (),
     policy: str = "lru",
+    prefetch: str = "auto",
     direct_io: bool = True,
     source: Source | None = None,
     verbose: bool = False,
@@ -111,7 +119,7 @@ def serve(
         source: see Engine.
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
-        substitution, buddies: see pyorch.load.
+        prefetch, substitution, buddies: see pyorch.load.
 
     Returns:
         The exit status: 0 after a signal, 2 if the server could not start.
@@ -134,7 +142,8 @@ def serve(
     from pyorch.managed import Settings
 
     settings = Settings(
-        budget=budget, policy=policy, direct_io=direct_io, source=source, substitution=substitution, buddies=buddies
+        budget=budget, policy=policy, prefetch=prefetch, direct_io=direct_io, source=source, substitution=substitution,
+        buddies=buddies,
     )
     with _planned(path, settings, server) as record:
         watch = _Watch(path, address, record.engine, stats_every, as_json)

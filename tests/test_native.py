@@ -1,4 +1,4 @@
-"""The residency table under sanitizers: native/tests/residency_stress.cpp."""
+"""Parts of the runtime without a model: native/tests/."""
 
 from __future__ import annotations
 
@@ -40,3 +40,38 @@ def test_contexts_share_a_tight_budget_while_reads_fail_and_orders_come_in(sanit
             [program, tmp_path / "stress.gguf", str(seed), "80"], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def controller(tmp_path_factory) -> Path:
+    headers()
+    program = tmp_path_factory.mktemp("controller") / "controller_test"
+    sources = [ROOT / "native/tests/controller_test.cpp", ROOT / "native/src/prefetch_controller.cpp"]
+    subprocess.run(["g++", "-std=c++17", "-O1", "-o", program, f"-I{ROOT / 'native/src'}", *sources], check=True)
+    return program
+
+
+def shares(controller: Path, *regimes: tuple[int, float, float]) -> list[float]:
+    """Of the tokens of each regime (n, ms with prefetch, ms without), those that had prefetch on."""
+    arguments = [str(number) for regime in regimes for number in regime]
+    done = subprocess.run([controller, *arguments], capture_output=True, text=True, check=True, timeout=60)
+    return [float(line) for line in done.stdout.split()]
+
+
+def test_prefetch_stays_on_while_it_gains(controller: Path):
+    assert shares(controller, (20000, 40, 60))[0] > 0.95
+
+
+def test_prefetch_goes_off_where_it_loses(controller: Path):
+    assert shares(controller, (20000, 60, 40))[0] < 0.05
+
+
+def test_prefetch_follows_a_regime_that_changes(controller: Path):
+    fast_disk, slow_disk = (20000, 30, 20), (20000, 60, 90)
+    for regimes, expected in (((fast_disk, slow_disk), (0, 1)), ((slow_disk, fast_disk), (1, 0))):
+        assert all(abs(share - wanted) < 0.1 for share, wanted in zip(shares(controller, *regimes), expected))
+
+
+def test_a_small_loss_costs_less_than_a_percent(controller: Path):
+    share = shares(controller, (50000, 41, 40))[0]
+    assert share * 1 / 40 < 0.01

@@ -146,6 +146,37 @@ pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t *
 // Queue reads behind all demand, in the given order; resident experts are skipped. Returns at once.
 pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
+// What guesses the experts of later layers while a layer of a decoding ubatch computes.
+typedef enum pyorch_predictor {
+    PYORCH_PREDICT_NONE           = 0,
+    PYORCH_PREDICT_PREVIOUS_TOKEN = 1, // what the layer used for the previous token
+    PYORCH_PREDICT_LAYER_ALL      = 2, // every expert of the layer
+    PYORCH_PREDICT_NEXT_ROUTER    = 3, // its router, applied to the router input of the layer at hand
+    PYORCH_PREDICT_QUASI_HIDDEN   = 4, // its router, applied to a guess of its input: see pyorch_set_default_vectors
+} pyorch_predictor;
+
+// distance: layers ahead at most, at least 1. min_precision: guesses that come true less often than this, as counted
+// while running, are not read; 0 reads all. automatic: nonzero: only while it makes decoding faster, which is tried.
+pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
+                                  int32_t automatic);
+
+// Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
+pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd);
+
+// While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.
+pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
+
+// vectors [n_expert][n_embd]: mean output of each expert since calibration began, 0 where it was never used;
+// counts [n_expert]: how often it was.
+pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd);
+
+// What was predicted when layer il_from was routed: experts of layer il, the likeliest first, each once.
+// Called on the prefetching thread.
+typedef void (*pyorch_prediction_fn)(void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n);
+
+// One per engine; NULL removes it. On return no call of the old one is running.
+pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user);
+
 // Bring in and never evict, until unpinned. PYORCH_BUDGET when the rest would fall below the floor.
 pyorch_status pyorch_pin  (pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
@@ -162,6 +193,8 @@ typedef struct pyorch_stats {
     uint64_t loads;           // experts read
     uint64_t prefetch_loads;  // of them, read ahead
     uint64_t prefetch_hits;   // experts read ahead and then used
+    uint64_t prefetch_late;   // of them, those that had not wholly arrived
+    uint64_t prefetch_wasted; // experts read ahead on a prediction that did not come true
     uint64_t evictions;
     uint64_t bytes_read;
     uint64_t read_ns;         // sum over readers of the time spent in reads

@@ -49,6 +49,13 @@ const pyorch::MoeLayer & layer_at(const pyorch_map * map, int32_t il) {
     return *layer;
 }
 
+void check_experts(pyorch_engine * engine, int layer, int n_expert) {
+    const auto & l = engine->table.map.layers[layer];
+    if (n_expert != l.n_expert) {
+        throw Failure(PYORCH_INVALID, format("layer %d has %d experts, not %d", l.il, l.n_expert, n_expert));
+    }
+}
+
 void check_policy(int32_t policy) {
     if (policy != PYORCH_LRU && policy != PYORCH_LFU) {
         throw Failure(PYORCH_INVALID, format("unknown eviction policy %d", policy));
@@ -213,6 +220,55 @@ pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t *
 
 pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
     return guarded([&] { engine->table.prefetch(il, experts, n); });
+}
+
+pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
+    return guarded([&] {
+        if (predictor < PYORCH_PREDICT_NONE || predictor > PYORCH_PREDICT_QUASI_HIDDEN) {
+            throw Failure(PYORCH_INVALID, format("unknown predictor %d", predictor));
+        }
+        const int n_layers = (int) engine->table.map.layers.size();
+        if (distance < 1 || distance > n_layers || !(min_precision >= 0 && min_precision <= 1)) {
+            throw Failure(PYORCH_INVALID, format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
+                n_layers, distance, min_precision));
+        }
+        engine->prefetcher.set((pyorch_predictor) predictor, distance, min_precision, automatic != 0);
+    });
+}
+
+pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        check_experts(engine, layer, n_expert);
+        engine->prefetcher.set_default_vectors(layer, std::vector<float>(vectors, vectors + (size_t) n_expert * n_embd));
+    });
+}
+
+pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on) {
+    return guarded([&] { engine->calibration.set(on != 0); });
+}
+
+pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        check_experts(engine, layer, n_expert);
+        if (!engine->calibration.means(layer, vectors, counts, n_embd)) {
+            throw Failure(PYORCH_INVALID, format("the outputs of layer %d do not have %d values", il, n_embd));
+        }
+    });
+}
+
+pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user) {
+    return guarded([&] {
+        if (!observer) {
+            engine->prefetcher.set_observer({});
+            return;
+        }
+        engine->prefetcher.set_observer([=](const void * context, int from, int layer, const std::vector<int32_t> & experts) {
+            const auto & layers = engine->table.map.layers;
+            observer(user, context, layers[from].il, layers[layer].il, experts.data(), (int32_t) experts.size());
+        });
+    });
 }
 
 pyorch_status pyorch_pin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {

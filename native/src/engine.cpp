@@ -13,9 +13,23 @@ static std::unique_ptr<pyorch::Source> make_source(const pyorch::ModelMap & map,
     return config.read ? pyorch::call_source(config.read, config.read_user) : pyorch::open_files(map, config.direct_io != 0);
 }
 
+static std::vector<int> n_experts(const pyorch::ModelMap & map) {
+    std::vector<int> n;
+    for (const auto & layer : map.layers) {
+        n.push_back(layer.n_expert);
+    }
+    return n;
+}
+
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         table(map, make_source(map, config), config),
         substitutions((int) map.layers.size()),
+        calibration(n_experts(map)),
+        routers(map.layers.size()),
+        prefetcher(table, [this] {
+            std::lock_guard<std::mutex> lock(routers_mutex);
+            return routers;
+        }),
         readers(table, config.n_readers > 0 ? config.n_readers : default_readers()) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         for (size_t r = 0; r < map.layers[i].tensors.size(); ++r) {

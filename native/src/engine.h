@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "calibration.h"
+#include "prefetcher.h"
 #include "readers.h"
 #include "residency.h"
 #include "substitution.h"
@@ -57,7 +59,12 @@ struct pyorch_engine {
     pyorch_observer_fn observer      = nullptr;
     void *             observer_user = nullptr;
 
-    pyorch::Readers readers; // last: stops before the table goes
+    pyorch::Calibration                calibration;
+    std::mutex                         routers_mutex;
+    std::vector<pyorch::RouterWeights> routers; // by layer, as the graph last had them
+
+    pyorch::Prefetcher prefetcher;
+    pyorch::Readers    readers; // last: stops before the table goes
 
     // The tensor of that name in the map, or null.
     pyorch::ManagedTensor * find(const char * name) const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <chrono>
 #include <cstring>
 #include <sys/mman.h>
@@ -146,6 +147,7 @@ void ResidencyTable::acquire(Owner & owner, int layer, const std::vector<int> & 
         }
         if (e.read_ahead) {
             ++l.stats.prefetch_hits;
+            l.stats.prefetch_late += e.state == Expert::LOADING;
             e.read_ahead = false;
         }
         if (!scan) {
@@ -155,6 +157,9 @@ void ResidencyTable::acquire(Owner & owner, int layer, const std::vector<int> & 
             e.scanned = true;
         }
     }
+
+    passing = layer;
+    settle_guesses(layer);
 
     auto still_absent = [&] {
         // Another context may have brought one in while this one waited.
@@ -269,12 +274,14 @@ void ResidencyTable::drop(Expert & e) {
     e.ready.store(0, std::memory_order_relaxed);
     e.state      = Expert::ABSENT;
     e.read_ahead = false;
+    n_predicted -= e.predicted;
+    e.predicted  = false;
     e.scanned    = false;
 }
 
 // Evicts until so many bytes can be allocated; layer is the one that wants them. What was read ahead and
-// not used yet goes only for demand. False if what is left is in use: the caller waits and tries again.
-bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand) {
+// not used yet goes only for demand, what was used after unused_since not at all. False if what is left is in use: the caller waits and tries again.
+bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand, uint64_t unused_since) {
     if (pool.available() >= bytes) {
         return true;
     }
@@ -293,7 +300,7 @@ bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand) {
         }
         for (int id = 0; id < l.n_expert; ++id) {
             Expert & e = l.experts[id];
-            if (e.in_use || e.pinned) {
+            if (e.in_use || e.pinned || e.usage.last_use > unused_since) {
                 continue;
             }
             if (e.state == Expert::LOADING) {
@@ -306,7 +313,8 @@ bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand) {
                 // Layers are passed in a cycle: the one that was passed last is needed last.
                 candidates.push_back({ 0, -(double) ((e.layer - layer + n - 1) % n), &e });
             } else {
-                candidates.push_back({ 1, policy->value(e.usage, now), &e });
+                // What is there on a guess is for a layer that has not come yet.
+                candidates.push_back({ 1, e.predicted ? INFINITY : policy->value(e.usage, now), &e });
             }
         }
     }

@@ -48,6 +48,7 @@ struct Expert {
     bool     pinned     = false;
     bool     scanned    = false; // only ever used by wide batches: goes before all others
     bool     read_ahead = false; // and not used yet
+    bool     predicted  = false; // read ahead on a guess, for the next pass of its layer
     int      in_use     = 0;     // by running layers
     int      in_flight  = 0;     // requests a reader works on
     int      pending[PYORCH_MAX_ROLES] = {}; // requests not yet finished
@@ -107,6 +108,19 @@ public:
 
     Source & bytes() { return *source; }
 
+    // For the prefetcher.
+
+    struct Want {
+        int    expert;
+        double probability;
+        bool   wanted; // in: read it, if it is absent
+        bool   absent; // out
+    };
+
+    // What the next pass of a layer will probably need; replaces what was wanted for it before. Read behind all demand
+    // and only while nothing that was used in the last token must go for it; forgotten when the layer comes.
+    void want(int layer, std::vector<Want> & wants);
+
     // For everybody else. Layers are given by il; throws Failure.
 
     void     prefetch(int il, const int32_t * experts, int n);
@@ -138,6 +152,11 @@ private:
         pyorch_stats stats = {};
     };
 
+    struct Guess {
+        Expert * expert;
+        double   probability;
+    };
+
     std::unique_ptr<Source>         source;
     std::unique_ptr<EvictionPolicy> policy;
     uint64_t                        read_bytes;
@@ -153,6 +172,9 @@ private:
     std::deque<ReadRequest> demand;
     std::deque<ReadRequest> ahead;         // memory is allocated
     std::deque<Expert *>    ahead_wanted;  // memory is not
+    std::vector<Guess>      guesses;       // nor here, and they may never get any
+    int                     n_predicted = 0; // experts with the flag
+    int                     passing     = 0; // the layer that was last acquired
     uint64_t                held_bytes  = 0; // of experts that are in use or pinned
     int                     n_in_use    = 0;
     int                     n_in_flight = 0;
@@ -181,9 +203,11 @@ private:
     void drop(Expert & e);
     void unqueue(Expert & e);
     void take_over_ahead(const std::vector<Expert *> & experts);
-    bool make_room(uint64_t bytes, int layer, bool for_demand);
+    bool make_room(uint64_t bytes, int layer, bool for_demand, uint64_t unused_since = UINT64_MAX);
     void shrink_layer(int layer, int n);
     bool next_ahead();
+    bool next_guess();
+    void settle_guesses(int layer);
     void want_layer_ahead(int layer);
     std::vector<int> reserved() const;
     uint64_t needed_budget(const std::vector<int> & reserved) const;

@@ -186,6 +186,8 @@ void ResidencyTable::get_stats(int il, pyorch_stats & out) {
         out.loads          += l.stats.loads;
         out.prefetch_loads += l.stats.prefetch_loads;
         out.prefetch_hits  += l.stats.prefetch_hits;
+        out.prefetch_late  += l.stats.prefetch_late;
+        out.prefetch_wasted += l.stats.prefetch_wasted;
         out.evictions      += l.stats.evictions;
         out.bytes_read     += l.stats.bytes_read;
         for (int id = 0; id < l.n_expert; ++id) {

@@ -100,14 +100,77 @@ bool ResidencyTable::next_ahead() {
     return false;
 }
 
+void ResidencyTable::want(int layer, std::vector<Want> & wants) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        guesses.erase(std::remove_if(guesses.begin(), guesses.end(), [&](const Guess & g) { return g.expert->layer == layer; }), guesses.end());
+        for (Want & w : wants) {
+            Expert & e = layers[layer].experts[w.expert];
+            w.absent = e.state == Expert::ABSENT;
+            if (w.absent && w.wanted) {
+                guesses.push_back({ &e, w.probability });
+            }
+        }
+    }
+    work.notify_all();
+}
+
+// A layer comes: what was guessed for it was right, or in vain, or is not wanted any more.
+void ResidencyTable::settle_guesses(int layer) {
+    guesses.erase(std::remove_if(guesses.begin(), guesses.end(), [&](const Guess & g) { return g.expert->layer == layer; }), guesses.end());
+    Layer & l = layers[layer];
+    for (int id = 0; id < l.n_expert && n_predicted > 0; ++id) {
+        Expert & e = l.experts[id];
+        if (!e.predicted) {
+            continue;
+        }
+        e.predicted = false;
+        --n_predicted;
+        if (e.in_use) {
+            continue;
+        }
+        e.read_ahead = false;
+        ++l.stats.prefetch_wasted;
+        if (e.state == Expert::LOADING && e.in_flight == 0) {
+            unqueue(e);
+            if (e.pending_total() == 0) {
+                drop(e);
+            }
+        }
+    }
+}
+
+// Moves the best guess into the queue (FineMoE: probability over distance), if memory can be had for it.
+bool ResidencyTable::next_guess() {
+    const int n = (int) layers.size();
+    auto priority = [&](const Guess & g) { return g.probability / std::max(1, (g.expert->layer - passing + n) % n); };
+    while (!guesses.empty()) {
+        auto best = std::max_element(guesses.begin(), guesses.end(), [&](const Guess & a, const Guess & b) { return priority(a) < priority(b); });
+        Expert & e = *best->expert;
+        guesses.erase(best);
+        Layer & l = layer_of(e);
+        if (e.state != Expert::ABSENT || e.in_use > 0 || l.n_loaded >= l.max) {
+            continue;
+        }
+        const uint64_t last_token = now > (uint64_t) n ? now - n : 0;
+        if (!make_room(l.slot_bytes, e.layer, false, last_token) || !start_load(e, ahead)) {
+            continue;
+        }
+        e.read_ahead = e.predicted = true;
+        ++n_predicted;
+        return true;
+    }
+    return false;
+}
+
 bool ResidencyTable::is_idle() const {
-    return demand.empty() && ahead.empty() && ahead_wanted.empty() && n_in_flight == 0;
+    return demand.empty() && ahead.empty() && ahead_wanted.empty() && guesses.empty() && n_in_flight == 0;
 }
 
 bool ResidencyTable::next_read(ReadRequest & request) {
     std::unique_lock<std::mutex> lock(mutex);
     while (!stopped) {
-        auto * queue = !demand.empty() ? &demand : !ahead.empty() || next_ahead() ? &ahead : nullptr;
+        auto * queue = !demand.empty() ? &demand : !ahead.empty() || next_ahead() || next_guess() ? &ahead : nullptr;
         if (!queue) {
             if (is_idle()) {
                 idle.notify_all();

@@ -1,6 +1,8 @@
 #include "routing.h"
 
+#include "ggml-backend.h"
 #include "ggml-cpu.h"
+#include "ggml-impl.h"
 #include "ggml.h"
 #include "llama-moe.h"
 
@@ -73,7 +75,7 @@ bool on_failed() {
 }
 
 // The sources of a route node, all but the ids contiguous.
-enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT };
+enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT, RESIDUAL };
 
 const float * floats(const ggml_tensor * ids, int source) {
     return (const float *) ids->src[source]->data;
@@ -135,6 +137,34 @@ void copy_ids(ggml_tensor * ids) {
     }
 }
 
+void copy_floats(const ggml_tensor * from, std::vector<float> & to) {
+    const float * data = (const float *) from->data;
+    to.assign(data, data + ggml_nelements(from));
+}
+
+// Shows the prefetcher what was routed; of a wide ubatch, whose layers need nearly all experts, nothing.
+void predict(const GraphLayer & g, const ggml_tensor * ids) {
+    static constexpr int MAX_TOKENS = 4;
+    Prefetcher & prefetcher = g.engine->prefetcher;
+    if (!g.decode || ids->ne[1] > MAX_TOKENS || !prefetcher.wants(g.context, g.layer)) {
+        return;
+    }
+    RoutedLayer layer;
+    layer.layer    = g.layer;
+    layer.n_tokens = (int) ids->ne[1];
+    layer.n_used   = (int) ids->ne[0];
+    const int32_t * experts = (const int32_t *) ids->data;
+    layer.experts.assign(experts, experts + ggml_nelements(ids));
+    const float * weights = floats(ids, WEIGHTS);
+    layer.weights.assign(weights, weights + ggml_nelements(ids));
+    if (prefetcher.needs() == NEEDS_RESIDUALS && ids->src[RESIDUAL]) {
+        copy_floats(ids->src[RESIDUAL], layer.residuals);
+    } else if (prefetcher.needs() != NEEDS_NOTHING) {
+        copy_floats(ids->src[INPUT], layer.inputs);
+    }
+    prefetcher.routed(g.context, std::move(layer));
+}
+
 void route_op(ggml_tensor * ids, int ith, int, void * user) {
     if (ith != 0) {
         return;
@@ -150,6 +180,7 @@ void route_op(ggml_tensor * ids, int ith, int, void * user) {
     std::sort(experts.begin(), experts.end());
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
     g.engine->table.acquire(*g.owner, g.layer, experts, (int) ids->ne[1]);
+    predict(g, ids);
 }
 
 // weights in place, after the route node of its layer
@@ -170,11 +201,16 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     g.engine->table.acquire(*g.owner, g.layer, { 0 }, 1);
 }
 
-void release_op(ggml_tensor *, int ith, int, void * user) {
+// experts [n_embd, n_used, n_tokens], src[1] their ids
+void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (ith != 0) {
         return;
     }
     const GraphLayer & g = *(const GraphLayer *) user;
+    if (g.engine->calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
+        const ggml_tensor * ids = experts->src[1];
+        g.engine->calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
+    }
     if (!g.engine->table.release(*g.owner)) {
         decode_failed = true;
     }
@@ -188,6 +224,39 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) {
     return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
 }
 
+const float * host_floats(const ggml_tensor * t, int64_t n) {
+    const bool readable = t && t->type == GGML_TYPE_F32 && t->data && t->buffer && ggml_backend_buffer_is_host(t->buffer) &&
+        ggml_is_contiguous(t) && ggml_nelements(t) == n;
+    return readable ? (const float *) t->data : nullptr;
+}
+
+// The weights behind a layer's choice, read off the graph. Empty where it is built in another way, or with an adapter.
+RouterWeights router_weights(const llama_moe_route & route) {
+    RouterWeights router;
+    router.n_embd   = (int) route.inp->ne[0];
+    router.n_expert = (int) route.logits->ne[0];
+    const ggml_tensor * product = route.logits;
+    if (product->op == GGML_OP_ADD) {
+        router.bias = host_floats(product->src[1], router.n_expert);
+        product     = router.bias ? product->src[0] : nullptr;
+    }
+    if (!product || product->op != GGML_OP_MUL_MAT || product->src[1] != route.inp) {
+        return {};
+    }
+    router.gate = host_floats(product->src[0], (int64_t) router.n_embd * router.n_expert);
+    if (route.inp->op == GGML_OP_MUL && route.inp->src[0]->op == GGML_OP_RMS_NORM) {
+        router.norm = host_floats(route.inp->src[1], router.n_embd);
+        router.eps  = ggml_get_op_params_f32(route.inp->src[0], 0);
+    }
+    const ggml_tensor * probs = route.probs->src[0] ? route.probs->src[0] : route.probs; // behind the reshape
+    router.sigmoid = probs->op == GGML_OP_UNARY;
+    const ggml_tensor * sorted = route.selected->src[0]; // behind the view of the top k
+    if (sorted && sorted->op == GGML_OP_ARGSORT && sorted->src[0]->op == GGML_OP_ADD) {
+        router.choice = host_floats(sorted->src[0]->src[1], router.n_expert);
+    }
+    return router;
+}
+
 void on_route(llama_moe_route * route) {
     const ManagedTensor * m = managed(route->down_exps);
     if (!m) {
@@ -197,16 +266,25 @@ void on_route(llama_moe_route * route) {
     g->normalized       = route->normalized;
     g->softmax_selected = route->softmax_selected;
 
+    {
+        std::lock_guard<std::mutex> lock(m->engine->routers_mutex);
+        m->engine->routers[m->layer] = router_weights(*route);
+    }
+
     ggml_tensor * args[] = {
         route->selected,
         contiguous(route->ctx, route->weights),
         contiguous(route->ctx, route->probs),
         contiguous(route->ctx, route->logits),
         contiguous(route->ctx, route->inp),
+        nullptr,
     };
+    // Before the router's normalization. As a source it is kept until this node is computed.
+    const bool normalized = route->inp->op == GGML_OP_MUL && route->inp->src[0]->op == GGML_OP_RMS_NORM;
+    args[RESIDUAL] = normalized ? contiguous(route->ctx, route->inp->src[0]->src[0]) : nullptr;
     ggml_tensor * selected = route->selected;
     route->selected = ggml_custom_4d(route->ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
-        args, 5, route->warmup ? warmup_op : route_op, 1, g);
+        args, args[RESIDUAL] ? 6 : 5, route->warmup ? warmup_op : route_op, 1, g);
     ggml_format_name(route->selected, "pyorch_route-%d", route->il);
     if (!route->warmup) {
         route->weights = ggml_custom_inplace(route->ctx, args[WEIGHTS], &route->selected, 1, weights_op, 1, g);

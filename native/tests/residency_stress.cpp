@@ -92,15 +92,30 @@ static std::vector<int> random_experts(std::mt19937 & rng, int n) {
     return ids;
 }
 
+// Two of the guessed experts will be used, one will not.
+static void guess(ResidencyTable & table, std::mt19937 & rng, int layer, std::vector<int> & used) {
+    used = random_experts(rng, 3);
+    std::vector<ResidencyTable::Want> wants;
+    for (int id : { used[0], used[1], (int) (rng() % N_EXPERT) }) {
+        wants.push_back({ id, 0.5, true, false });
+    }
+    table.want(layer, wants);
+}
+
 // One context: two compute threads go through the layers as mul_mat_id does.
 static void decode(ResidencyTable & table, int seed, int n_passes, std::atomic<int> & n_failed) {
     std::mt19937 rng(seed);
     Owner owner;
+    std::vector<std::vector<int>> next(N_LAYERS);
     for (int pass = 0; pass < n_passes; ++pass) {
         const int n_tokens = pass % 16 == 0 ? 64 : 1; // a prompt now and then
         for (int l = 0; l < N_LAYERS; ++l) {
-            const auto ids = random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
+            const auto ids = n_tokens == 1 && !next[l].empty() ? next[l] : random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
+            next[l].clear();
             table.acquire(owner, l, ids, n_tokens);
+            if (n_tokens == 1) {
+                guess(table, rng, (l + 1) % N_LAYERS, next[(l + 1) % N_LAYERS]);
+            }
             auto compute = [&] {
                 const auto & tensors = table.map.layers[l].tensors;
                 for (int r = 0; r < (int) tensors.size(); ++r) {
@@ -155,6 +170,7 @@ static void order_about(ResidencyTable & table, int seed, const std::atomic<bool
         }
         table.get_stats(-1, stats);
         CHECK(stats.peak_bytes <= 2 * floor);
+        CHECK(stats.prefetch_late <= stats.prefetch_hits);
         std::this_thread::yield();
     }
     for (const auto & l : table.map.layers) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 from pyorch.cli.options import add_command, add_substitution_options, print_json, substitution_arguments
 from pyorch.errors import PyorchError
@@ -30,6 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--repeat", type=int, default=3, metavar="R", help="rounds, of which medians are taken (default: 3)")
     parser.add_argument("--data", metavar="FILE", help="text to feed (default: a module of Python's library)")
     parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--prefetch", default="auto", metavar="WHAT,...",
+                        help="measure each budget with each of these, as `pyorch run --prefetch` takes them (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     parser.add_argument("--max-seconds", type=float, default=30, metavar="S",
                         help="end a decode that takes longer, after at least one token (default: 30)")
@@ -57,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         lossy = substitution_arguments(args)["substitution"]
         if lossy is not None and args.goals:
             raise PyorchError("--goals are for lossless runs: measure substitution with --budget")
+        if args.goals and args.prefetch != "auto":
+            raise PyorchError("--goals are for --prefetch auto: measure others with --budget")
         configs = goals.goal_configs(file_bytes, args.policy) if args.goals else _configs(args, model_map.info, fits)
         pairs = [] if lossy is None else _lossy_pairs(configs, str(lossy), args.buddies_file or "")
         configs += [config for config, _ in pairs]
@@ -99,6 +104,7 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     """The reference, which is all resident, first."""
     from pyorch import memory
     from pyorch.bench import goals
+    from pyorch.prefetch import Prefetch
 
     compare = [word for word in args.compare.split(",") if word]
     for word in compare:
@@ -108,9 +114,15 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     limit_bytes = memory.parse_size(limit, info.file_bytes) if limit else 0
     budgets = args.budget or ("auto" if limit else "25%,40%,60%,100%" if fits else "auto")
     configs = [goals.RESIDENT]
+    prefetches = args.prefetch.split(",")
+    for prefetch in prefetches:
+        Prefetch.parse(prefetch).check(info.n_moe_layers)
     for budget in budgets.split(","):
         memory.parse_budget(budget, info)
-        configs.append(goals.budget_config(budget, args.policy, limit_bytes, limit))
+        config = goals.budget_config(budget, args.policy, limit_bytes, limit)
+        for prefetch in prefetches:
+            label = f"{config.label}, prefetch {prefetch}" if len(prefetches) > 1 else config.label
+            configs.append(replace(config, label=label, prefetch=prefetch))
     if "mmap" in compare:
         configs.append(goals.mmap_config(limit_bytes, limit))
     if "stock" in compare:
@@ -120,8 +132,6 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
 
 def _lossy_pairs(configs: list, settings: str, buddies: str) -> list[tuple]:
     """For each configuration that reads experts: the same with substitution, and itself."""
-    from dataclasses import replace
-
     from pyorch.bench.job import ENGINE
 
     lossless = [it for it in configs if it.mode == ENGINE and not it.preload]

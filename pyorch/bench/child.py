@@ -158,7 +158,8 @@ def _managing(job: Job) -> Iterator[None]:
     config = job.config
     lossy = Substitution.parse(config.substitution) if config.substitution else None
     settings = managed.Settings(
-        budget=config.budget, policy=config.policy, substitution=lossy, buddies=config.buddies or None
+        budget=config.budget, policy=config.policy, prefetch=config.prefetch, substitution=lossy,
+        buddies=config.buddies or None,
     )
     with managed.managing(settings):
         yield

@@ -20,6 +20,7 @@ class Config:
     budget: str = ""
     limit_bytes: int = 0
     policy: str = "lru"
+    prefetch: str = "auto"
     preload: bool = False  # bring in all experts before anything is measured
     repack: bool = True  # dense weights in the layout of the faster kernels; experts never are
     substitution: str = ""  # settings of a lossy run, as Substitution.parse() reads them

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_substitution_options, substitution_arguments
+from pyorch.cli.options import add_command, add_residency_options, add_substitution_options, substitution_arguments
 from pyorch.errors import PyorchError
 
 
@@ -20,7 +20,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--budget", default="auto", metavar="SIZE",
         help="memory for the experts of each model that the script loads: 40%%, 1.5GiB, 800MB, or auto (default: auto)",
     )
-    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    add_residency_options(parser)
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
     add_substitution_options(parser)
     parser.add_argument("script", metavar="SCRIPT.py", type=Path)
@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     sys.argv = [str(args.script), *args.arguments]
     sys.path.insert(0, str(args.script.parent.resolve()))  # as Python does for a script
     try:
-        with manage(budget=args.budget, policy=args.policy, on_free=_report if args.verbose else None, **lossy):
+        report = _report if args.verbose else None
+        with manage(budget=args.budget, policy=args.policy, prefetch=args.prefetch, on_free=report, **lossy):
             runpy.run_path(str(args.script), run_name="__main__")
     except SystemExit as exit:
         if isinstance(exit.code, str):

@@ -30,9 +30,19 @@ def add_model_options(parser: argparse.ArgumentParser, budget: str = "auto") -> 
              "(default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
-    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    add_residency_options(parser)
     parser.add_argument("--buffered", action="store_true", help="read through the page cache, not around it")
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
+
+
+def add_residency_options(parser: argparse.ArgumentParser) -> None:
+    """What stays and what comes ahead of time."""
+    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    parser.add_argument(
+        "--prefetch", default="auto", metavar="WHAT",
+        help="read experts ahead while decoding: none, previous-token, layer-all, next-router or quasi-hidden, each "
+             "also as NAME:DISTANCE:PRECISION, or auto, while it makes decoding faster (default: auto)",
+    )
 
 
 def add_context_options(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +113,7 @@ def load_arguments(args: argparse.Namespace) -> dict[str, object]:
         **lossy,
         "n_threads": args.threads,
         "policy": args.policy,
+        "prefetch": args.prefetch,
         "direct_io": not args.buffered,
         "verbose": args.verbose,
     }

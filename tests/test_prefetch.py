@@ -1,0 +1,96 @@
+"""Prediction and prefetch: each predictor against a numpy reference, and logits that no prefetch changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pyorch
+from pyorch.context import Context
+from pyorch.engine import PREDICTORS, Prediction, Routing
+
+N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
+TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return open(self.path).read()\n"
+
+
+def decode(model, n_tokens: int = 40) -> np.ndarray:
+    tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:n_tokens]
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        return np.concatenate([context.decode([token]) for token in tokens])
+
+
+@pytest.fixture(scope="module")
+def resident_logits(small_moe: Path) -> bytes:
+    with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
+        return decode(model).tobytes()
+
+
+@pytest.mark.parametrize("distance", [1, 3])
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_logits: bytes, predictor: str, distance: int):
+    with pyorch.load(small_moe, budget="25%", n_ctx=256, n_threads=1) as model:
+        model.engine.set_prefetch(predictor, distance)
+        assert decode(model).tobytes() == resident_logits
+        stats = model.stats().experts
+        assert stats.peak_bytes <= stats.budget_bytes
+        assert (stats.prefetch_loads > 0) == (predictor not in ("none", "previous-token"))
+
+
+def watched(model, predictor: str, distance: int) -> tuple[list[Routing], list[Prediction]]:
+    """What was routed and what was predicted, token by token."""
+    routings: list[Routing] = []
+    predictions: list[Prediction] = []
+    model.engine.set_prefetch(predictor, distance)
+    model.engine.set_observer(routings.append)
+    model.engine.set_prediction_observer(predictions.append)
+    tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        for token in tokens:
+            context.decode([token])
+            model.engine.wait_idle()
+    model.engine.set_prefetch("none")
+    model.engine.set_observer(None)
+    model.engine.set_prediction_observer(None)
+    return routings, predictions
+
+
+def router(model, il: int) -> np.ndarray:
+    """float32[n_expert, n_embd]"""
+    place = model.map.tensor_range(f"blk.{il}.ffn_gate_inp.weight")
+    return np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset).reshape(N_EXPERT, -1)
+
+
+@pytest.mark.parametrize("distance", [1, 2])
+def test_next_router_predicts_as_numpy_does(small_moe: Path, distance: int):
+    with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        routings, predictions = watched(model, "next-router", distance)
+        seen = {}
+        for i, it in enumerate(routings):
+            seen.setdefault(it.il, []).append(it)
+        assert len(predictions) > N_LAYERS
+        taken: dict[tuple[int, int], int] = {}
+        for it in predictions:
+            assert 1 <= it.il - it.il_from <= distance
+            nth = taken[it.il_from, it.il] = taken.get((it.il_from, it.il), -1) + 1
+            inputs = seen[it.il_from][nth].inputs[0]
+            scores = router(model, it.il) @ inputs
+            assert it.experts.tolist() == np.argsort(-scores, kind="stable")[: 2 * N_USED].tolist()
+
+
+def test_previous_token_predicts_what_the_layer_used_before(small_moe: Path):
+    with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        routings, predictions = watched(model, "previous-token", 1)
+        by_layer = {il: [it.experts[0].tolist() for it in routings if it.il == il] for il in range(N_LAYERS)}
+        for il in range(1, N_LAYERS):
+            predicted = [it.experts.tolist() for it in predictions if it.il == il]
+            assert predicted == by_layer[il][:-1]
+
+
+def test_an_engine_refuses_a_prefetch_that_cannot_be(small_moe: Path):
+    with pyorch.load(small_moe, budget="50%", n_ctx=256) as model:
+        with pytest.raises(pyorch.PyorchError, match="crystal-ball"):
+            model.engine.set_prefetch("crystal-ball")
+        with pytest.raises(pyorch.PyorchError, match="distance from 1 to 8"):
+            model.engine.set_prefetch("next-router", distance=0)
