@@ -239,13 +239,9 @@ class TraceWriter:
             if there != here:
                 raise PyorchError(f"{self.path} cannot be appended to: its {field.name} is {there}, not {here}")
         size = os.fstat(self._file.fileno()).st_size
+        # Slots of records that were cut off need no care: whatever token gets such a number gets its slot.
         n = max(0, size - self.header.records_offset) // self._record_dtype.itemsize
         self._file.truncate(self.header.records_offset + n * self._record_dtype.itemsize)
-        for slot, content in enumerate(
-            _map(self._written, self._slot_dtype, HEADER_BYTES, self.header.records_offset)["record"]
-        ):
-            if content > n:  # its record was cut off; the number will soon be that of another token
-                self._write_at(HEADER_BYTES + slot * self._slot_dtype.itemsize, bytes(8))
         return n
 
     def _end(self) -> int:

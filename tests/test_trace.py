@@ -10,6 +10,7 @@ import sys
 from itertools import combinations
 from pathlib import Path
 
+import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 from conftest import CHECKPOINT, small_model
@@ -42,13 +43,15 @@ def random_records(header: TraceHeader, n: int, seed: int = 0) -> np.ndarray:
     return records
 
 
-def write_trace(path: Path, records: np.ndarray, header: TraceHeader = HEADER, step: int = 7, **options) -> Trace:
-    """In batches of `step`. The inputs of a token are all its record's number."""
+def write_trace(
+    path: Path, records: np.ndarray, header: TraceHeader = HEADER, step: int = 7, sign: int = 1, **options
+) -> Trace:
+    """In batches of `step`. The inputs of a token are all its record's number, times the sign."""
     with TraceWriter(path, header, **options) as writer:
         for start in range(0, len(records), step):
             batch = records[start : start + step]
             rows, slots = writer.sample(len(batch))
-            inputs = np.broadcast_to((writer.n_records + rows)[:, None, None], (len(rows), len(header.layers), 8))
+            inputs = sign * np.broadcast_to((writer.n_records + rows)[:, None, None], (len(rows), len(header.layers), 8))
             writer.write(batch, rows, slots, inputs.astype(np.float16))
     return Trace(path)
 
@@ -115,9 +118,10 @@ def test_inputs_of_records_that_were_cut_off_are_gone(tmp_path: Path) -> None:
     os.truncate(path, HEADER.records_offset + n * HEADER.record_dtype().itemsize + 1)
     left, inputs = Trace(path).inputs
     assert set(left) == {i for i in indices if i < n} and (inputs == left[:, None, None]).all()
-    write_trace(path, records[n : n + 1], append=True)  # must not inherit what was kept for its number
-    left, inputs = Trace(path).inputs
-    assert (inputs == left[:, None, None]).all() and left.max(initial=0) <= n
+    write_trace(path, records[n:], append=True, sign=-1)
+    again, inputs = Trace(path).inputs
+    assert set(again) == set(indices) and n in again
+    assert (inputs == np.where(again < n, again, -again)[:, None, None]).all()
 
 
 @pytest.mark.parametrize("size", [HEADER_BYTES, HEADER_BYTES + 10, HEADER.records_offset - 1, HEADER.records_offset])
@@ -195,11 +199,50 @@ def small_moe_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recorded(small_moe_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     """Prose and questions, the whole distribution and a sample of inputs, in more than one ubatch."""
-    path = tmp_path_factory.mktemp("trace") / "small.trace"
+    return record(small_moe_f32, tmp_path_factory.mktemp("trace") / "small.trace")
+
+
+@pytest.fixture(scope="module")
+def recorded_with_float32_attention(small_moe_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """The same without what llama.cpp rounds to float16: the KV cache, and the queries of flash attention."""
+
+    def in_float32() -> llama.llama_context_params:
+        params = defaults()
+        params.type_k = params.type_v = 0  # GGML_TYPE_F32
+        params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        return params
+
+    defaults = llama.llama_context_default_params
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "llama_context_default_params", in_float32)
+        return record(small_moe_f32, tmp_path_factory.mktemp("trace") / "small.trace")
+
+
+def record(model: Path, path: Path) -> Trace:
     for data, append in ((TEXT, False), (FACTS, True)):
-        profile(small_moe_f32, [data], path, n_tokens=2048, router="full", n_inputs=64, append=append,
-                n_ctx=256, n_ubatch=100, **OPTIONS)
+        profile(model, [data], path, n_tokens=2048, router="full", n_inputs=64, append=append, n_ctx=256,
+                n_ubatch=100, **OPTIONS)
     return Trace(path)
+
+
+@pytest.fixture(scope="module")
+def router_logits(recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """What transformers computes in float32 for the pieces of prose: float64[n_tokens, 8, 64]."""
+    checkpoint = tmp_path_factory.mktemp("checkpoint") / "small-moe"
+    checkpoint.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (checkpoint / file).symlink_to((CHECKPOINT / file).resolve())
+    (checkpoint / "tokens.json").write_text(json.dumps([it["token"].tolist() for it in prose(recorded)]))
+    process = Path(__file__).with_name("checkpoint_process.py")
+    subprocess.run([sys.executable, process, "routers", checkpoint.parent], check=True, capture_output=True, timeout=300)
+    return np.load(checkpoint / "routers.npy").reshape(-1, 8, 64).astype(np.float64)
+
+
+def prose(trace: Trace) -> list[np.ndarray]:
+    """Requests that fill the context."""
+    pieces = [it for it in requests_of(trace).values() if len(it) == 256]
+    assert len(pieces) == 8
+    return pieces
 
 
 def requests_of(trace: Trace) -> dict[int, np.ndarray]:
@@ -213,29 +256,29 @@ def same_choice(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (np.sort(a, -1) == np.sort(b, -1)).all(-1)
 
 
-def test_recorded_routing_equals_transformers(recorded: Trace, tmp_path: Path) -> None:
-    pieces = [it for it in requests_of(recorded).values() if len(it) == 256]
-    assert len(pieces) == 8
-    checkpoint = tmp_path / "small-moe"
-    checkpoint.mkdir()
-    for file in ("config.json", "model.safetensors"):
-        (checkpoint / file).symlink_to((CHECKPOINT / file).resolve())
-    (checkpoint / "tokens.json").write_text(json.dumps([it["token"].tolist() for it in pieces]))
-    process = Path(__file__).with_name("checkpoint_process.py")
-    subprocess.run([sys.executable, process, "routers", tmp_path], check=True, capture_output=True, timeout=300)
-    logits = np.load(checkpoint / "routers.npy").reshape(-1, 8, 64)
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
+def compare(trace: Trace, logits: np.ndarray) -> tuple[float, float]:
+    """The share of tokens and layers that chose the same experts, and how close the others were to doing so: the
+    largest difference of logits between the last expert chosen and the first one left out."""
+    ours = np.concatenate(prose(trace))
+    same = same_choice(ours["experts"], np.argsort(-logits, -1, kind="stable")[..., :6])
+    ordered = -np.sort(-logits, -1)
+    probs = np.exp(logits - ordered[..., :1])
     probs /= probs.sum(-1, keepdims=True)
-    ours = np.concatenate(pieces)
-    theirs = np.argsort(-logits, -1, kind="stable")[..., :6]
-    same = same_choice(ours["experts"], theirs)
-    assert same.mean() >= 0.999
-    # What differs is a tie but for rounding: the last one chosen and the first one left out.
-    ordered = -np.sort(-probs, -1)
-    assert (ordered[..., 5] - ordered[..., 6])[~same].max(initial=0) < 1e-3
     chosen = np.take_along_axis(probs, ours["experts"].astype(int), -1)
-    assert np.abs(ours["probs"] - chosen).max() < 5e-3 and np.abs(ours["probs"] - chosen).mean() < 1e-5
-    assert np.abs(ours["router"].astype(float) - probs).mean() < 1e-5
+    assert np.abs(ours["probs"] - chosen).mean() < 1e-4 and np.abs(ours["router"] - probs).mean() < 1e-5
+    return same.mean(), (ordered[..., 5] - ordered[..., 6])[~same].max(initial=0)
+
+
+def test_recorded_routing_equals_transformers(
+    recorded_with_float32_attention: Trace, router_logits: np.ndarray
+) -> None:
+    same, gap = compare(recorded_with_float32_attention, router_logits)
+    assert same >= 0.9999 and gap < 1e-5  # ties but for the order of a float32 sum
+
+
+def test_recorded_routing_differs_only_by_attention_in_float16(recorded: Trace, router_logits: np.ndarray) -> None:
+    same, gap = compare(recorded, router_logits)
+    assert same >= 0.998 and gap < 0.1  # of logits whose median gap at this place is 0.1
 
 
 def test_probabilities_are_those_of_the_distribution(recorded: Trace) -> None:
@@ -271,14 +314,17 @@ def test_recording_is_the_same_at_any_budget(small_moe: Path, tmp_path: Path) ->
 def test_requests_in_one_batch_are_recorded_as_if_alone(
     small_moe_f32: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    prose = TEXT.read_text()
+    data = tmp_path / "data.jsonl"  # texts of different lengths that do not end
+    data.write_text("".join(json.dumps({"text": prose[80 * i :][: 40 + i]}) + "\n" for i in range(60)))
     traces = []
     for together, n_ubatch in ((64, 50), (1, 512)):
         monkeypatch.setattr(profiling, "MAX_REQUESTS_TOGETHER", together)
         path = tmp_path / f"{together}.trace"
-        done = profile(small_moe_f32, [FACTS], path, n_tokens=1500, n_ubatch=n_ubatch, n_decode=2, **OPTIONS)
-        assert done.prefill_tokens == 1500 and done.decode_tokens > 2 * done.n_requests - 10
+        done = profile(small_moe_f32, [data], path, n_ubatch=n_ubatch, n_decode=2, **OPTIONS)
+        assert done.n_requests == 60 and done.prefill_tokens > 1000 and done.decode_tokens > 110
         traces.append(requests_of(Trace(path)))
-    assert traces[0].keys() == traces[1].keys() and len(traces[0]) > 20
+    assert traces[0].keys() == traces[1].keys()
     a, b = (np.concatenate(list(it.values())) for it in traces)
     for field in ("request", "position", "token", "phase"):
         assert np.array_equal(a[field], b[field]), field

@@ -24,6 +24,8 @@ COMMANDS = {
     "inspect": ("pyorch.cli.inspect", "show what a model is made of and what it needs"),
     "verify": ("pyorch.cli.verify", "check that a budget does not change the logits"),
     "bench": ("pyorch.bench", "measure"),
+    "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
+    "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
     "exec": ("pyorch.cli.exec", "run a script written for llama_cpp under a budget"),
     "demo": ("pyorch.cli.demo", "see it work on a small model, in less than a minute"),
 }

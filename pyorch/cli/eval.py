@@ -1,0 +1,264 @@
+"""`pyorch eval`: what a setting costs in accuracy, and what it brings in speed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pyorch.cli.options import (
+    add_command,
+    add_model_options,
+    add_substitution_options,
+    load_arguments,
+    print_json,
+    substitution_arguments,
+)
+from pyorch.errors import PyorchError
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "eval", "measure accuracy, and what lossy settings cost of it",
+        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --buddies alpha=0.95,k=16,rho=3",
+    )
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
+    _add_arc(kinds)
+    _add_perplexity(kinds)
+    return parser
+
+
+def _add_arc(kinds: argparse._SubParsersAction) -> None:
+    parser = add_command(
+        kinds, "arc", "multiple-choice questions, scored as lm-evaluation-harness scores arc_easy and arc_challenge",
+        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl ARC-Challenge-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
+        "      --baseline original,random --buddies alpha=0.95,k=16,rho=3 --speed-tokens 256 --plot sweep.png",
+    )
+    add_model_options(parser)
+    add_question_options(parser)
+    sweep = parser.add_argument_group("sweep", "Accuracy and speed of lossy settings, as in tables 2 to 4 of the paper.")
+    sweep.add_argument("--cache-rate", metavar="C,...", help="keep this share of each layer's experts, such as 0.75,0.5,0.375")
+    sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
+                       help="a row with these settings, such as alpha=0.95,k=16,rho=3, or default; may be repeated")
+    sweep.add_argument("--baseline", default="original", metavar="NAME,...",
+                       help="rows to compare with: original, random (default: original)")
+    sweep.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+    sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
+                       help="judge with the profile's most active experts resident, simulated, in batches; or with a real "
+                            "cache, token by token (default: static)")
+    sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
+                       help="measure decoding of N tokens, with a real cache, for each row and round; 0: do not (default: 256)")
+    sweep.add_argument("--speed-rounds", type=int, default=2, metavar="N", help="rounds of it, in turns (default: 2)")
+    parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
+                        help="what the table shows (default: acc_norm, accuracy by likelihood per character)")
+    parser.add_argument("--resume", type=Path, metavar="FILE.json", help="keep what is measured here, and go on from it")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows, with both metrics and all counters")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against throughput")
+    parser.add_argument("--json", action="store_true", help="print the rows as a JSON array")
+    parser.set_defaults(run=run_arc)
+
+
+def add_question_options(parser: argparse.ArgumentParser) -> None:
+    """Which questions are asked, and how. Also of `pyorch tune`."""
+    parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE.jsonl",
+                        help="questions in ARC's layout")
+    parser.add_argument("--shots", type=int, default=0, metavar="N", help="examples before each question (default: 0)")
+    parser.add_argument("--shots-data", metavar="FILE.jsonl",
+                        help="take the examples from its first questions (default: those of --data, which are then not asked)")
+    parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions of a file")
+
+
+def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
+    parser = add_command(
+        kinds, "perplexity", "perplexity of texts, and KL divergence from the lossless model",
+        "pyorch eval perplexity olmoe.gguf --data book.txt --cache-rate 0.5 --buddies alpha=0.95,rho=3",
+    )
+    add_model_options(parser)
+    add_substitution_options(parser)
+    parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE",
+                        help="text, or JSONL with a field text or prompt")
+    parser.add_argument("--window", type=int, default=512, metavar="N",
+                        help="tokens that are computed from nothing but themselves (default: 512)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="predict at most N tokens")
+    parser.add_argument("--cache-rate", type=float, metavar="C", help="keep this share of each layer's experts, for a lossy setting")
+    parser.add_argument("--cache", choices=("static", "dynamic"), default="static",
+                        help="see `pyorch eval arc --help` (default: static)")
+    parser.add_argument("--compare", metavar="MODEL.gguf",
+                        help="the reference of KL divergence and agreement (default: for a lossy setting, the model itself)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_perplexity)
+
+
+def run_arc(args: argparse.Namespace) -> int:
+    _check_arc(args)
+
+    from pyorch.cli.progress import Bar
+    from pyorch.convert.output import check_target, write_text
+    from pyorch.eval import report, sweep
+    from pyorch.eval.plot import check_plot, draw
+    from pyorch.eval.record import Record
+
+    plan = sweep.Plan(
+        model=args.model,
+        rates=parse_rates(args.cache_rate) if args.cache_rate else (),
+        methods=_methods(args),
+        cache=args.cache,
+        budget=args.budget,
+        buddies_file=args.buddies_file,
+        speed_tokens=args.speed_tokens,
+        n_rounds=args.speed_rounds,
+        **question_arguments(args),
+    )
+    if args.plot is not None:
+        check_plot(args.plot)
+    if args.csv is not None:
+        check_target(args.csv.absolute())
+    record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
+    with Bar(not args.verbose) as bar:
+        rows = sweep.run(plan, record, bar.update)
+    if args.csv is not None:
+        write_text(args.csv, report.to_csv(rows, plan.data))
+    if args.plot is not None:
+        draw(rows, args.metric, args.plot)
+    if args.json:
+        print_json(report.to_json(rows, plan.data))
+        return 0
+    print("\n".join(report.table(rows, plan.data, args.metric)))
+    print(_footnote(rows, args), file=sys.stderr)
+    return 0
+
+
+def question_arguments(args: argparse.Namespace) -> dict[str, object]:
+    """Of add_question_options() and add_model_options(), as sweep.Plan takes them."""
+    for name in ("limit", "shots"):
+        value = getattr(args, name)
+        if value is not None and value < (1 if name == "limit" else 0):
+            raise PyorchError(f"--{name} {value} is less than {1 if name == 'limit' else 0}")
+    options = load_arguments(args)
+    return {
+        "data": tuple(args.data), "n_shots": args.shots, "shots_data": args.shots_data, "limit": args.limit,
+        "n_threads": options.pop("n_threads"), "load_options": options,
+    }
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Cache rates, of which none is given twice."""
+    rates = []
+    for word in text.split(","):
+        try:
+            rate = float(word)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate <= 1:
+            raise PyorchError(f'cache rate "{word}" is not a share above 0 and at most 1, such as 0.5')
+        if rate not in rates:
+            rates.append(rate)
+    return tuple(rates)
+
+
+def _methods(args: argparse.Namespace) -> tuple:
+    from pyorch.eval.method import BASELINES, lossy_method
+    from pyorch.substitution import Substitution
+
+    methods = []
+    for word in args.baseline.split(",") if args.baseline else []:
+        if word not in BASELINES:
+            raise PyorchError(f'baseline "{word}" is not known: use {" or ".join(BASELINES)}')
+        methods.append(BASELINES[word])
+    for settings in args.settings:
+        substitution = Substitution.parse(settings)
+        if not substitution.lossy:
+            raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
+        methods.append(lossy_method(substitution))
+    if not methods:
+        raise PyorchError("there is no row to measure: give --baseline or --buddies")
+    return tuple(dict.fromkeys(methods))
+
+
+def _check_arc(args: argparse.Namespace) -> None:
+    lossy = args.settings or args.baseline != "original"
+    if args.cache_rate is None:
+        if lossy or args.cache == "dynamic":
+            raise PyorchError("lossy rows need a cache to miss in: give --cache-rate, such as 0.5")
+        if args.plot is not None:
+            raise PyorchError("a plot of accuracy against throughput needs --cache-rate")
+    elif args.budget != "auto":
+        raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
+    if args.plot is not None and not args.speed_tokens:
+        raise PyorchError("a plot of accuracy against throughput needs --speed-tokens")
+    for name in ("speed_tokens", "speed_rounds"):
+        least = 0 if name == "speed_tokens" else 1
+        if getattr(args, name) < least:
+            raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
+
+
+def _footnote(rows, args: argparse.Namespace) -> str:
+    counts = ", ".join(str(it.n) for it in rows[0].judgement.accuracies)
+    errors = max(it.stderr(args.metric) for it in rows[0].judgement.accuracies)
+    return f"{args.metric} of {counts} questions; standard error of one accuracy up to {errors:.3f}"
+
+
+def run_perplexity(args: argparse.Namespace) -> int:
+    for name in ("window", "tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise PyorchError(f"--{name} {value} is less than 1")
+    lossy = substitution_arguments(args)
+    if (args.cache_rate is not None) != (lossy["substitution"] is not None):
+        raise PyorchError("a lossy setting needs a cache to miss in, and the other way round: give both --cache-rate and --buddies")
+    if args.cache_rate is not None:
+        parse_rates(str(args.cache_rate))
+        if args.budget != "auto":
+            raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
+
+    from pyorch.cli.progress import Bar
+
+    with Bar(not args.verbose) as bar:
+        result, stats = _perplexity(args, lossy["substitution"], bar)
+    if args.json:
+        fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",
+                  "reference_log_likelihood", "kl_divergence", "top1_agreement")
+        print_json({name: getattr(result, name) for name in fields} | {"substitution": stats})
+        return 0
+    print(f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in {result.n_windows} windows")
+    if result.kl_divergence is not None:
+        print(f"reference  {result.reference_perplexity:.3f}; KL divergence {result.kl_divergence:.4g} nats, "
+              f"same top token {result.top1_agreement:.1%}")
+    if stats is not None:
+        print(f"lossy      {stats.substituted / result.n_tokens:.2f} expert slots substituted a token, "
+              f"{stats.dropped / result.n_tokens:.2f} dropped")
+    return 0
+
+
+def _perplexity(args: argparse.Namespace, substitution, bar):
+    """The result, and the statistics of substitution or None."""
+    import contextlib
+
+    from pyorch.data import read_documents
+    from pyorch.eval import method, perplexity
+    from pyorch.memory import MAPPED
+    from pyorch.model import load
+
+    documents = list(read_documents(args.data))
+    options = load_arguments(args) | {"substitution": None, "buddies": None}
+    with contextlib.ExitStack() as stack:
+        if substitution is None:
+            model = stack.enter_context(load(args.model, budget=args.budget, **{**options, "n_ctx": 64}))
+        else:
+            it = method.lossy_method(substitution)
+            needed = substitution.needs_buddies or args.cache == method.STATIC
+            buddies = method.read_buddies(args.model, args.buddies_file, needed)
+            if args.cache == method.STATIC:
+                whole = stack.enter_context(method.static_model(args.model, **options))
+                model = stack.enter_context(method.simulated(whole, it, args.cache_rate, buddies))
+            else:
+                model = stack.enter_context(
+                    method.dynamic_model(args.model, it, method.share(args.cache_rate), buddies, **options))
+        reference = None
+        if args.compare or substitution is not None:
+            reference = stack.enter_context(load(args.compare or args.model, budget=MAPPED, **{**options, "n_ctx": 64}))
+        texts = perplexity.windows(model, documents, args.window, args.tokens)
+        result = perplexity.measure(
+            model, texts, reference, method.n_ubatch(substitution, args.cache), args.threads, lambda done, total: bar.update("tokens", done, total)
+        )
+        return result, model.stats().substitution

@@ -1,0 +1,174 @@
+"""`pyorch tune`: find the fastest lossy setting that keeps the accuracy."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
+from pyorch.cli.options import add_command, add_model_options, print_json
+from pyorch.errors import PyorchError
+
+_SHOWN = 12  # trials of the table
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "tune", "find the fastest lossy setting that keeps the accuracy",
+        "pyorch tune olmoe.gguf --data train-questions.jsonl --cache-rate 0.5 --min-accuracy 0.95\n"
+        '  pyorch run olmoe.gguf --profile olmoe.profile.json -p "Once upon a time"',
+    )
+    parser.description += (
+        " The best of many settings is also the luckiest: report its accuracy on other questions than those given here."
+    )
+    add_model_options(parser)
+    add_question_options(parser)
+    parser.add_argument("--cache-rate", metavar="C", help="tune for this share of the experts, in place of --budget")
+    parser.add_argument("--min-accuracy", type=float, metavar="SHARE",
+                        help="keep this share of the accuracy (default: 0.95, unless --max-kl is given)")
+    parser.add_argument("--max-kl", type=float, metavar="NATS",
+                        help="keep the mean KL divergence from the lossless model, on the text of --data, at or below this")
+    parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
+                        help="accuracy by likelihood per character, or by likelihood (default: acc_norm)")
+    parser.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+    parser.add_argument("--trials", type=int, default=48, metavar="N", help="try at most N settings (default: 48)")
+    parser.add_argument("--candidates", type=int, default=3, metavar="N",
+                        help="measure the speed of the best N of them (default: 3)")
+    parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
+                        help="by decoding N tokens, twice; 0: trust what would be read (default: 256)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: MODEL.profile.json beside the model")
+    parser.add_argument("--json", action="store_true", help="print the trials and the profile as one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0. PyorchError if no setting reaches the goal."""
+    _check(args)
+
+    from pyorch.cli.progress import Bar
+    from pyorch.convert.output import check_target
+    from pyorch.eval.method import share
+    from pyorch.eval.profile_file import default_path, write_profile
+    from pyorch.eval.search import Goal
+    from pyorch.eval.tune import Request, tune
+    from pyorch.modelmap import ModelMap
+
+    output = args.output or default_path(args.model)
+    check_target(output.absolute())
+    min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
+    request = Request(
+        model=args.model,
+        budget=share(*parse_rates(args.cache_rate)) if args.cache_rate else args.budget,
+        goal=Goal(min_accuracy, args.max_kl),
+        metric=args.metric,
+        buddies_file=args.buddies_file,
+        max_trials=args.trials,
+        n_candidates=args.candidates,
+        speed_tokens=args.speed_tokens,
+        **question_arguments(args),
+    )
+    with Bar(not args.verbose) as bar:
+        tuning = tune(request, bar.update)
+    if tuning.profile is None:
+        raise PyorchError(_unreached(tuning, request.goal))
+    with ModelMap(args.model) as model_map:
+        write_profile(output, tuning.profile, model_map)
+    if args.json:
+        print_json({"output": output, "profile": tuning.profile, "trials": _trials(tuning)})
+        return 0
+    print("\n".join(_table(tuning)))
+    it = tuning.profile
+    print(f"\n{output}: {_sentence(it)}")
+    if it.tokens_per_second is not None and it.tokens_per_second < it.original_tokens_per_second:
+        print("pyorch: note: no setting was faster than lossless decoding here", file=sys.stderr)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.cache_rate is not None:
+        if args.budget != "auto":
+            raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
+        if len(parse_rates(args.cache_rate)) != 1:
+            raise PyorchError(f"--cache-rate {args.cache_rate}: tune for one cache rate at a time")
+    elif args.budget == "auto":
+        raise PyorchError("say what to tune for: --cache-rate 0.5, or --budget with the memory that there will be")
+    if args.min_accuracy is not None and not 0 < args.min_accuracy <= 1:
+        raise PyorchError(f"--min-accuracy {args.min_accuracy:g} is not a share above 0 and at most 1, such as 0.95")
+    if args.max_kl is not None and not args.max_kl >= 0:
+        raise PyorchError(f"--max-kl {args.max_kl:g} is negative")
+    for name, least in (("trials", 5), ("candidates", 1), ("speed_tokens", 0)):
+        if getattr(args, name) < least:
+            raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
+
+
+def _unreached(tuning, goal) -> str:
+    closest = min(tuning.trials, key=lambda it: it.loss)
+    wanted, got = [], []
+    if goal.min_accuracy is not None:
+        wanted.append(f"{goal.min_accuracy:.1%} of the accuracy")
+        got.append(f"{closest.outcome.accuracy / tuning.original.accuracy:.1%}")
+    if goal.max_kl is not None:
+        wanted.append(f"a KL divergence of {goal.max_kl:g} nats")
+        got.append(f"{closest.outcome.kl_divergence:.4g} nats")
+    return (f"none of {len(tuning.trials)} settings keeps {' and '.join(wanted)}; the closest, "
+            f"{closest.substitution}, keeps {' and '.join(got)}: ask for less, or give it more memory")
+
+
+def _sentence(it) -> str:
+    parts = [f"{it.settings} at {it.budget}"]
+    if it.accuracy is not None:
+        parts.append(f"{it.accuracy / it.original_accuracy:.1%} of the accuracy of {it.n_questions} questions")
+    if it.kl_divergence is not None:
+        parts.append(f"KL divergence {it.kl_divergence:.4g} nats")
+    if it.tokens_per_second is not None:
+        parts.append(f"{it.tokens_per_second:.2f} tok/s, lossless {it.original_tokens_per_second:.2f}")
+    return ", ".join(parts)
+
+
+def _trials(tuning) -> list[dict[str, object]]:
+    rows = []
+    for it in tuning.trials:
+        speed = tuning.speeds.get(it.substitution)
+        rows.append({
+            "settings": str(it.substitution),
+            "reached": it.reached,
+            "accuracy": it.outcome.accuracy,
+            "kl_divergence": it.outcome.kl_divergence,
+            "absent_per_token": it.outcome.slots.per_token("absent"),
+            "experts_read_per_token": it.outcome.slots.read_per_token,
+            "tokens_per_second": speed.rate if speed is not None else None,
+        })
+    return rows
+
+
+def _table(tuning) -> list[str]:
+    original = tuning.speeds.get(None)
+    rows = [("settings", "accuracy", "kept", "KL", "reads/token", "tok/s", "")]
+    accuracy = tuning.original.accuracy
+    rows.append(("lossless", _number(accuracy, ".3f"), "", "", _number(_absent(tuning), ".1f"),
+                 _number(original.rate if original else None, ".2f"), ""))
+    for row in _trials(tuning)[:_SHOWN]:
+        kept = row["accuracy"] / accuracy if accuracy else None
+        rows.append((
+            row["settings"], _number(row["accuracy"], ".3f"), _number(kept, ".1%"), _number(row["kl_divergence"], ".4f"),
+            _number(row["experts_read_per_token"], ".1f"), _number(row["tokens_per_second"], ".2f"),
+            "" if row["reached"] else "too lossy",
+        ))
+    columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(row[i].ljust(widths[i]) if i in (0, 6) else row[i].rjust(widths[i]) for i in columns).rstrip()
+             for row in rows]
+    if len(tuning.trials) > _SHOWN:
+        lines.append(f"and {len(tuning.trials) - _SHOWN} more")
+    return lines
+
+
+def _absent(tuning) -> float:
+    """Experts that lossless decoding reads for a token with a static cache: seen while other settings were tried."""
+    return max(it.outcome.slots.per_token("absent") for it in tuning.trials)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,167 @@
+"""How absent experts are treated in an evaluation, and which experts count as absent.
+
+A cache rate c keeps the share c of each layer's experts resident. A *static* cache is simulated: the model is in
+memory whole, and substitution takes the experts that the profile selected most often for resident, and no others.
+So what happens to a token depends on the token alone, questions are computed in large batches, and results are
+reproducible. It is a hard judge: a real cache follows the text, and misses less. A *dynamic* cache is a real one:
+the budget is the share c of the experts, and tokens are fed one at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyorch import memory
+from pyorch.errors import BudgetError, PyorchError
+from pyorch.eval.arc import N_BATCH
+from pyorch.model import Model, load
+from pyorch.substitution import Substitution, find_buddies
+
+if TYPE_CHECKING:
+    from pyorch.buddies import Buddies
+
+STATIC, DYNAMIC = CACHES = ("static", "dynamic")
+
+_N_CTX = 64  # of the context that load() makes and that nothing is computed in
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the paper's tables: "original" waits for absent experts, "random" and "buddies" replace them."""
+
+    name: str
+    substitution: Substitution | None
+
+    @property
+    def settings(self) -> str:
+        return "" if self.substitution is None else str(self.substitution)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """What became of the expert slots of n_tokens, in all layers. absent: whose expert was absent.
+
+    A token that is left out of the last layer, because no logits are wanted after it, counts as a part of one.
+    """
+
+    n_tokens: int
+    absent: int
+    substituted: int
+    dropped: int
+
+    def per_token(self, name: str) -> float:
+        return getattr(self, name) / self.n_tokens if self.n_tokens else 0.0
+
+    @property
+    def read_per_token(self) -> float:
+        """Experts that have to be read for a token."""
+        return (self.absent - self.substituted - self.dropped) / self.n_tokens if self.n_tokens else 0.0
+
+
+def slots(model: Model) -> Slots:
+    """Since the model's statistics were reset. Without a substitution only the tokens are known."""
+    stats = model.stats()
+    n_tokens = stats.experts.tokens // len(model.layers) if stats.experts is not None and model.layers else 0
+    it = stats.substitution
+    if it is None:
+        return Slots(n_tokens, 0, 0, 0)
+    refused = it.refused_tae + it.refused_margin + it.refused_distribution + it.refused_rho + it.refused_buddies
+    return Slots(n_tokens, it.substituted + refused, it.substituted, it.dropped)
+
+
+ORIGINAL = Method("original", None)
+RANDOM = Method("random", Substitution(mode="random"))
+BASELINES = {method.name: method for method in (ORIGINAL, RANDOM)}
+
+
+def lossy_method(substitution: Substitution) -> Method:
+    return Method(substitution.mode if substitution.mode != "none" else "drop", substitution)
+
+
+def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
+    """Tokens that may be computed at once.
+
+    1 with a cache that changes from token to token, and where settings look at all tokens of a micro-batch (eq. 2,
+    reuse in eq. 3), of which decoding has one.
+    """
+    it = substitution
+    by_batch = it is not None and (it.beta is not None or it.read_ms is not None or it.reuse != 1)
+    return 1 if cache == DYNAMIC or by_batch else N_BATCH
+
+
+@contextlib.contextmanager
+def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
+    """The model with all experts in memory, which simulated() can take away. BudgetError where they do not fit."""
+    from pyorch.modelmap import ModelMap
+
+    with ModelMap(path) as model_map:
+        info = model_map.info
+        if not model_map.layers:
+            raise PyorchError(f"{path} is a dense model: it has no experts that could be absent")
+    limit = memory.memory_limit()
+    needed = info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit)
+    if needed > limit.free_bytes:
+        raise BudgetError(
+            f"a static cache needs the whole model in memory, {memory.format_bytes(needed, round_up=True)}, and "
+            f"{memory.format_bytes(limit.free_bytes)} are free ({limit.source}): use --cache dynamic"
+        )
+    with load(path, budget="100%", **{"n_ctx": _N_CTX, **options}) as model:
+        yield model
+
+
+@contextlib.contextmanager
+def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies | None) -> Iterator[Model]:
+    """A static cache. Without a method that replaces experts nothing is simulated: it waits for all of them."""
+    model.reset_stats()
+    if method.substitution is None:
+        yield model
+        return
+    model.set_cache(buddies.most_active(rate))
+    # A prompt's tokens are treated as if each had been decoded.
+    model.substitute(dataclasses.replace(method.substitution, prefill=True), buddies)
+    try:
+        yield model
+    finally:
+        model.substitute(None)
+        model.set_cache(None)
+
+
+@contextlib.contextmanager
+def dynamic_model(
+    path: str | os.PathLike[str], method: Method, budget: str, buddies: Buddies | None, **options: object
+) -> Iterator[Model]:
+    """The model under a real budget, freshly loaded: a share such as "50%", or a size.
+
+    With buddy lists, the cache begins with the experts that the profile selected most often: what stands in for
+    absent experts would otherwise keep an empty cache from filling.
+    """
+    with load(path, budget=budget, **{"n_ctx": _N_CTX, **options}) as model:
+        if buddies is not None and model.engine is not None:
+            stats = model.engine.stats()
+            rate = min(1.0, stats.budget_bytes / max(1, model.map.info.slots_bytes))
+            for il, mask in buddies.most_active(rate).items():
+                model.layers[il].prefetch(mask.nonzero()[0])
+            model.engine.wait_idle()
+        model.substitute(method.substitution, buddies)
+        model.reset_stats()
+        yield model
+
+
+def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed: bool) -> Buddies | None:
+    """The lists of a model, from a file or from beside it; None where there are none and none are needed."""
+    from pyorch.modelmap import ModelMap
+
+    with ModelMap(path) as model_map:
+        if buddies_file is None and not needed and "buddies" not in model_map.sidecars():
+            return None
+        return find_buddies(Substitution(), buddies_file, model_map)
+
+
+def share(rate: float) -> str:
+    """A cache rate as a budget."""
+    return f"{rate * 100:g}%"

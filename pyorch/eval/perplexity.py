@@ -1,0 +1,141 @@
+"""Perplexity of texts, and how far a model's predictions are from those of a reference.
+
+A text is divided into windows of at most n_window tokens, each computed from nothing but itself. In a window every
+token is predicted by those before it; where the model's tokenizer adds a BOS token each window begins with one.
+Each token of a text is predicted once, the very first one only after a BOS token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from pyorch.context import Context
+from pyorch.data import Document
+from pyorch.errors import PyorchError
+from pyorch.eval.arc import N_BATCH, tokenize
+from pyorch.logits import kl_divergences, log_probabilities, top1_agreements
+from pyorch.model import Model
+
+_OUTPUT_BYTES = 64 << 20  # for logits
+
+OnProgress = Callable[[int, int], None]  # tokens done, total
+
+
+@dataclass(frozen=True)
+class Window:
+    """inputs and what follows each of them, of equal length."""
+
+    inputs: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Over n_tokens that were predicted. The last three are None without a reference.
+
+    log_likelihood: mean, in nats per token. kl_divergence: mean, in nats, of the model's distributions from the
+    reference's. top1_agreement: share of tokens for which both hold the same to be the most probable.
+    """
+
+    n_tokens: int
+    n_windows: int
+    log_likelihood: float
+    reference_log_likelihood: float | None
+    kl_divergence: float | None
+    top1_agreement: float | None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.log_likelihood)
+
+    @property
+    def reference_perplexity(self) -> float | None:
+        return None if self.reference_log_likelihood is None else math.exp(-self.reference_log_likelihood)
+
+
+def windows(
+    model: Model, documents: Sequence[Document], n_window: int = N_BATCH, n_tokens: int | None = None
+) -> list[Window]:
+    """The windows of some texts, with n_tokens to predict at most. PyorchError if there is nothing to predict."""
+    result = []
+    handle = model.llama.model
+    n_window = min(n_window, llama.llama_model_n_ctx_train(handle))
+    has_bos = llama.llama_vocab_get_add_bos(llama.llama_model_get_vocab(handle))
+    left = n_tokens if n_tokens is not None else math.inf
+    for document in documents:
+        tokens = tokenize(model.llama, document.text)
+        # A window with a BOS token of its own continues where the last target was.
+        bos, tokens = (tokens[:1], tokens[1:]) if has_bos else ((), tokens)
+        first = 0 if has_bos else 1
+        for begin in range(first, len(tokens), n_window):
+            targets = tokens[begin : begin + min(n_window, left)]
+            inputs = bos + tokens[begin : begin + len(targets) - 1] if has_bos else tokens[begin - 1 : begin + len(targets) - 1]
+            result.append(Window(inputs, targets))
+            left -= len(targets)
+            if left <= 0:
+                return result
+    if not result:
+        raise PyorchError("the text is too short: there is no token to predict")
+    return result
+
+
+def measure(
+    model: Model,
+    texts: Sequence[Window],
+    reference: Model | None = None,
+    n_ubatch: int = N_BATCH,
+    n_threads: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> Perplexity:
+    """Perplexity as the model computes now: under its budget, its substitution, its cache.
+
+    Args:
+        reference: a model with the same vocabulary, to compare with.
+        n_ubatch: tokens that are computed at once; with 1 as in decoding. The reference is computed alike: the
+            shape of a batch changes the rounding.
+
+    Raises PyorchError for a reference with another vocabulary.
+    """
+    if reference is not None and reference.llama.n_vocab() != model.llama.n_vocab():
+        raise PyorchError(
+            f"{reference.map.path} has a vocabulary of {reference.llama.n_vocab()} tokens, {model.map.path} one of "
+            f"{model.llama.n_vocab()}: they cannot be compared"
+        )
+    total = sum(len(it.targets) for it in texts)
+    done = 0
+    sums = np.zeros(4)  # log-likelihood, the reference's, divergence, agreement
+    pieces = _predictions(model, texts, n_ubatch, n_threads)
+    others = itertools.repeat(None) if reference is None else _predictions(reference, texts, n_ubatch, n_threads)
+    for (logits, targets), other in zip(pieces, others):
+        sums[0] += log_probabilities(logits, targets).sum()
+        if other is not None:
+            expected, _ = other
+            sums[1] += log_probabilities(expected, targets).sum()
+            sums[2] += kl_divergences(expected, logits).sum()
+            sums[3] += top1_agreements(expected, logits).sum()
+        done += len(targets)
+        if on_progress is not None:
+            on_progress(done, total)
+    means = [float(it) for it in sums / total]
+    compared = means[1:] if reference is not None else (None, None, None)
+    return Perplexity(total, len(texts), means[0], *compared)
+
+
+def _predictions(
+    model: Model, texts: Sequence[Window], n_ubatch: int, n_threads: int | None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Piece by piece of each window: logits float32[n, n_vocab] and what follows, int[n]."""
+    n_batch = max(1, min(N_BATCH, _OUTPUT_BYTES // (4 * model.llama.n_vocab())))
+    n_ctx = max(len(it.inputs) for it in texts)
+    with Context(model.llama.model, n_ctx, n_batch, n_ubatch, n_threads=n_threads, exact=True) as context:
+        for window in texts:
+            context.clear()
+            for begin in range(0, len(window.inputs), n_batch):
+                logits = context.decode(window.inputs[begin : begin + n_batch])
+                yield logits, np.array(window.targets[begin : begin + n_batch])

@@ -1,0 +1,111 @@
+"""A sweep's table: for people, as CSV, and as plain data for JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyorch.eval.sweep import METRICS, Row
+from pyorch.memory import MiB
+
+
+_CHANGED = "changed slots/token"  # substituted or dropped
+
+
+def names(data: Sequence[str]) -> list[str]:
+    """Short names of the files: ARC-E and ARC-C where they are these, else without directory and suffix."""
+    known = {"arc-easy": "ARC-E", "arc-challenge": "ARC-C"}
+    stems = [Path(path).stem for path in data]
+    short = [next((name for start, name in known.items() if stem.lower().startswith(start)), stem) for stem in stems]
+    for candidate in (short, stems):
+        if len(set(candidate)) == len(data):
+            return candidate
+    return list(data)
+
+
+def table(rows: Sequence[Row], data: Sequence[str], metric: str) -> list[str]:
+    """Lines. Columns that say nothing here are left out."""
+    columns = _columns(rows, names(data), metric)
+    lines = [[title, *(cell(row) for row in rows)] for title, cell in columns]
+    widths = [max(map(len, column)) for column in lines]
+    is_text = [title in ("cache", "method", "settings") for title, _ in columns]
+    result = []
+    for i in range(len(rows) + 1):
+        if i > 1 and rows[i - 1].rate != rows[i - 2].rate:
+            result.append("")
+        cells = [
+            column[i].ljust(width) if left else column[i].rjust(width) for column, width, left in zip(lines, widths, is_text)
+        ]
+        result.append("  ".join(cells).rstrip())
+    return result
+
+
+def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
+    swept = rows[0].rate is not None
+    columns = []
+    if swept:
+        columns += [
+            ("cache", lambda it: f"{it.rate:g}"),
+            ("method", lambda it: it.method),
+            ("settings", lambda it: it.settings),
+        ]
+    columns += [(name, lambda it, i=i: f"{getattr(it.judgement.accuracies[i], metric):.3f}") for i, name in enumerate(files)]
+    if len(files) > 1:
+        columns.append(("average", lambda it: f"{it.judgement.average(metric):.3f}"))
+    if swept:
+        columns.append(("kept", lambda it: f"{it.kept[metric]:.1%}"))
+    if any(it.speed is not None for it in rows):
+        columns += [
+            ("tok/s", lambda it: _number(it.speed, lambda speed: f"{speed.rate:.2f}")),
+            ("speedup", lambda it: "-" if it.speedup is None else f"{it.speedup - 1:+.1%}"),
+            ("MiB/token", lambda it: _number(it.speed, lambda speed: f"{speed.bytes_per_token / MiB:.2f}")),
+            (_CHANGED, lambda it: _number(it.speed, lambda speed: f"{(speed.substituted + speed.dropped) / speed.n_tokens:.2f}")),
+        ]
+    elif swept:
+        columns.append((_CHANGED, lambda it: f"{sum(map(it.judgement.slots.per_token, ('substituted', 'dropped'))):.2f}"))
+    return columns
+
+
+def _number(value, form) -> str:
+    return "-" if value is None else form(value)
+
+
+def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]:
+    """One flat object for each row; also the columns of the CSV. Accuracies and shares from 0 to 1.
+
+    judged_*_per_token: expert slots while accuracy was measured; decoded_*: while speed was.
+    """
+    result = []
+    for row in rows:
+        it: dict[str, object] = {"cache_rate": row.rate, "method": row.method, "settings": row.settings}
+        for name, accuracy in zip(names(data), row.judgement.accuracies):
+            it[f"{name} questions"] = accuracy.n
+            for metric in METRICS:
+                it[f"{name} {metric}"] = getattr(accuracy, metric)
+                it[f"{name} {metric} stderr"] = accuracy.stderr(metric)
+        for metric in METRICS:
+            it[f"average {metric}"] = row.judgement.average(metric)
+            it[f"kept {metric}"] = row.kept[metric]
+        for what in ("absent", "substituted", "dropped"):
+            it[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
+        speed = row.speed
+        it["tokens_per_second"] = speed.rate if speed is not None else None
+        it["speedup"] = row.speedup
+        it["bytes_read_per_token"] = speed.bytes_per_token if speed is not None else None
+        it["stall_seconds_per_token"] = speed.stall_seconds / speed.n_tokens if speed is not None else None
+        it["hit_rate"] = speed.hits / (speed.hits + speed.misses) if speed is not None and speed.hits else None
+        for what in ("substituted", "dropped"):
+            it[f"decoded_{what}_per_token"] = getattr(speed, what) / speed.n_tokens if speed is not None else None
+        result.append(it)
+    return result
+
+
+def to_csv(rows: Sequence[Row], data: Sequence[str]) -> str:
+    text = io.StringIO()
+    objects = to_json(rows, data)
+    writer = csv.DictWriter(text, objects[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(objects)
+    return text.getvalue()

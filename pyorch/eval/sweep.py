@@ -1,0 +1,230 @@
+"""Accuracy and speed of several methods at several cache rates: the paper's tables 2 to 4.
+
+What is finished is kept in a file, so that a sweep that was interrupted goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.errors import FormatError
+from pyorch.eval import arc
+from pyorch.eval.arc import Task
+from pyorch.eval.method import (
+    DYNAMIC, ORIGINAL, STATIC, Method, dynamic_model, n_ubatch, read_buddies, share, simulated, slots, static_model,
+)
+from pyorch.eval.record import Judgement, Record
+from pyorch.eval.speed import Speed, measure_speed, total
+from pyorch.model import Model
+
+if TYPE_CHECKING:
+    from pyorch.buddies import Buddies
+
+METRICS = ("acc_norm", "acc")
+
+OnProgress = Callable[[str, int, int], None]  # step, done, total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a sweep measures: every method at every cache rate, on every file.
+
+    Without cache rates only the original is judged, at `budget`. speed_tokens: decoded for each speed, 0 for none;
+    n_rounds: how often, in turns. limit: questions of a file at most.
+    """
+
+    model: str
+    data: tuple[str, ...]
+    rates: tuple[float, ...] = ()
+    methods: tuple[Method, ...] = (ORIGINAL,)
+    cache: str = STATIC
+    budget: str = "auto"
+    n_shots: int = 0
+    shots_data: str | None = None
+    limit: int | None = None
+    buddies_file: str | None = None
+    speed_tokens: int = 0
+    n_rounds: int = 2
+    n_threads: int | None = None
+    load_options: dict[str, object] = field(default_factory=dict)  # of pyorch.load
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. rate None: the model as it is loaded. speed None: not measured.
+
+    kept: the average of `metric` as a share of the original's. speedup: over the original at the same rate.
+    """
+
+    rate: float | None
+    method: str
+    settings: str
+    judgement: Judgement
+    kept: dict[str, float]
+    speed: Speed | None
+    speedup: float | None
+
+
+def run(plan: Plan, record: Record, on_progress: OnProgress) -> list[Row]:
+    """Measures what the record lacks, each finished part being saved at once, and returns the whole table."""
+    judge(plan, record, on_progress)
+    if plan.rates and plan.speed_tokens:
+        measure_speeds(plan, record, on_progress)
+    return rows(plan, record)
+
+
+def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
+    """Accuracies of all rows. The original's is that of every rate: it is lossless."""
+    wanted = [(None, ORIGINAL)] + [(rate, it) for rate in plan.rates for it in plan.methods if it != ORIGINAL]
+    wanted = [it for it in wanted if _row_key(*it) not in record.judgements]
+    if not wanted:
+        return
+    progress = _Questions(on_progress, len(wanted))
+    if plan.cache == DYNAMIC or not plan.rates:
+        buddies = _buddies(plan)
+        for rate, method in wanted:
+            budget = plan.budget if rate is None else share(rate)
+            with dynamic_model(plan.model, method, budget, buddies, n_threads=plan.n_threads, **plan.load_options) as model:
+                width = n_ubatch(method.substitution, plan.cache)
+                record.judged(_row_key(rate, method), _judge(model, _tasks(model, plan), width, plan, progress))
+        return
+    buddies = _buddies(plan)
+    with static_model(plan.model, n_threads=plan.n_threads, **plan.load_options) as model:
+        tasks = _tasks(model, plan)
+        for rate, method in wanted:
+            with simulated(model, method, rate, buddies):
+                width = n_ubatch(method.substitution)
+                record.judged(_row_key(rate, method), _judge(model, tasks, width, plan, progress))
+
+
+def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
+    """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
+    buddies = _buddies(plan)
+    methods = (ORIGINAL, *(it for it in plan.methods if it != ORIGINAL))
+    order = [
+        (rate, method)
+        for i in range(plan.n_rounds)
+        for rate in plan.rates
+        for method in (methods if i % 2 == 0 else reversed(methods))
+    ]
+    missing = list(order)
+    for rate, method in set(order):
+        for _ in record.speeds.get(_speed_key(plan, rate, method), ()):
+            if (rate, method) in missing:
+                missing.remove((rate, method))
+    for done, (rate, method) in enumerate(missing):
+        on_progress("speed", done, len(missing))
+        speed = measure_speed(
+            plan.model, method, share(rate), buddies, plan.data, plan.speed_tokens, plan.n_threads, **plan.load_options
+        )
+        record.timed(_speed_key(plan, rate, method), speed)
+
+
+def rows(plan: Plan, record: Record) -> list[Row]:
+    original = record.judgements[_row_key(None, ORIGINAL)]
+    table = []
+    for rate in plan.rates or (None,):
+        reference = _speed(plan, record, rate, ORIGINAL)
+        for method in plan.methods if plan.rates else (ORIGINAL,):
+            judgement = original if method == ORIGINAL else record.judgements[_row_key(rate, method)]
+            kept = {
+                metric: judgement.average(metric) / original.average(metric) if original.average(metric) else float("nan")
+                for metric in METRICS
+            }
+            speed = _speed(plan, record, rate, method)
+            speedup = speed.rate / reference.rate if speed is not None and reference is not None else None
+            table.append(Row(rate, method.name, method.settings, judgement, kept, speed, speedup))
+    return table
+
+
+def _judge(
+    model: Model, tasks: Sequence[Task], width: int, plan: Plan, progress: _Questions
+) -> Judgement:
+    accuracies = []
+    progress.begin_row(sum(len(task.questions) for task in tasks))
+    for task in tasks:
+        scores = arc.score(model, task, width, n_threads=plan.n_threads, on_progress=progress.update)
+        accuracies.append(arc.accuracy(scores))
+        progress.end_task(len(task.questions))
+    return Judgement(tuple(accuracies), slots(model))
+
+
+def _tasks(model: Model, plan: Plan) -> list[Task]:
+    return [arc.read_task(model, path, plan.n_shots, plan.shots_data, plan.limit) for path in plan.data]
+
+
+def _buddies(plan: Plan) -> Buddies | None:
+    if not plan.rates:
+        return None
+    replacing = any(it.substitution is not None for it in plan.methods)
+    needs_lists = any(it.substitution is not None and it.substitution.needs_buddies for it in plan.methods)
+    return read_buddies(plan.model, plan.buddies_file, needs_lists or (replacing and plan.cache == STATIC))
+
+
+class _Questions:
+    """Progress over all rows, as if each had as many questions as the present one."""
+
+    def __init__(self, on_progress: OnProgress, n_rows: int) -> None:
+        self._on_progress = on_progress
+        self._n_rows = n_rows
+        self._row = -1
+        self._before = self._n_questions = 0
+
+    def begin_row(self, n_questions: int) -> None:
+        self._row += 1
+        self._before, self._n_questions = 0, n_questions
+
+    def update(self, n_done: int) -> None:
+        done = self._row * self._n_questions + self._before + n_done
+        self._on_progress("questions", done, self._n_rows * self._n_questions)
+
+    def end_task(self, n_questions: int) -> None:
+        self._before += n_questions
+
+
+def _row_key(rate: float | None, method: Method) -> str:
+    return f"{method.name} {method.settings}".strip() if rate is None else f"{rate:g} {method.name} {method.settings}".strip()
+
+
+def _speed_key(plan: Plan, rate: float, method: Method) -> str:
+    return f"{_row_key(rate, method)} {plan.speed_tokens} tokens"
+
+
+def _speed(plan: Plan, record: Record, rate: float | None, method: Method) -> Speed | None:
+    """All rounds as one."""
+    if rate is None or not plan.speed_tokens:
+        return None
+    rounds = record.speeds.get(_speed_key(plan, rate, method))
+    return total(rounds) if rounds else None
+
+
+def conditions(plan: Plan) -> dict[str, object]:
+    """What the results of a plan depend on, besides rates and methods, by names for the user."""
+    from pyorch import sidecar
+    from pyorch.modelmap import ModelMap
+
+    with ModelMap(plan.model) as model_map:
+        model = sidecar.fingerprint(model_map)
+        beside = model_map.sidecars().get("buddies")
+    buddies = plan.buddies_file or beside
+    return {
+        "model": model,
+        "--data": [_digest(path) for path in plan.data],
+        "--shots": plan.n_shots,
+        "--shots-data": _digest(plan.shots_data) if plan.shots_data and plan.n_shots else None,
+        "--limit": plan.limit,
+        "--cache": plan.cache,
+        "buddies file": _digest(buddies) if buddies else None,
+    }
+
+
+def _digest(path: str | os.PathLike[str]) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None

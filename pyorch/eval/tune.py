@@ -1,0 +1,157 @@
+"""Finds the setting that decodes fastest among those that keep what is asked of the accuracy.
+
+Settings are searched (pyorch.eval.search) with a static cache, which judges them reproducibly and in batches, and
+by what they would read. Then the best few, and the original, are measured as they decode at the real budget, and
+the fastest wins.
+
+The best of many trials is the luckiest, too: its accuracy is a little too good on the questions that chose it. So
+these must be others than those whose accuracy is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from pyorch import memory
+from pyorch.data import read_documents
+from pyorch.errors import PyorchError
+from pyorch.eval import arc, perplexity
+from pyorch.eval.method import (
+    ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model,
+)
+from pyorch.eval.profile_file import Profile
+from pyorch.eval.search import Goal, Outcome, Search, Trial
+from pyorch.eval.speed import Speed, measure_speed, total
+from pyorch.model import load
+from pyorch.modelmap import ModelMap
+from pyorch.substitution import Substitution
+
+OnProgress = Callable[[str, int, int], None]  # step, done, total
+
+_KL_TOKENS = 4096  # predicted for a divergence
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to tune for. budget: a share of the experts, or a size. n_candidates: settings whose speed is measured,
+    by n_rounds of speed_tokens; with 0 tokens what is read decides."""
+
+    model: str
+    data: tuple[str, ...]
+    budget: str
+    goal: Goal
+    metric: str = "acc_norm"
+    n_shots: int = 0
+    shots_data: str | None = None
+    limit: int | None = None
+    buddies_file: str | None = None
+    max_trials: int = 48
+    n_candidates: int = 3
+    speed_tokens: int = 256
+    n_rounds: int = 2
+    n_threads: int | None = None
+    load_options: dict[str, object] | None = None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """trials: those that reach the goal first, the one that reads least first. speeds: of the original (None) and
+    of the candidates, empty if not measured. best: None if no setting reaches the goal."""
+
+    original: Outcome
+    trials: tuple[Trial, ...]
+    speeds: dict[Substitution | None, Speed]
+    best: Trial | None
+    profile: Profile | None
+
+
+def tune(request: Request, on_progress: OnProgress) -> Tuning:
+    with ModelMap(request.model) as model_map:
+        if not model_map.layers:
+            raise PyorchError(f"{request.model} is a dense model: it has no experts that could be absent")
+        info = model_map.info
+        n_bytes = memory.parse_budget(request.budget, info)
+    if not isinstance(n_bytes, int) or n_bytes >= info.slots_bytes:
+        raise PyorchError(f'budget "{request.budget}" keeps all experts, or depends on the moment: there is nothing to tune')
+    rate = n_bytes / info.slots_bytes
+    with _judge(request, rate) as (judge, n_questions):
+        search = Search(
+            judge, request.goal, info.n_expert_used, request.max_trials,
+            lambda done, most: on_progress("search", done, most),
+        )
+        trials = search.run()
+    reached = [it for it in trials if it.reached]
+    speeds = _speeds(request, reached[: request.n_candidates], on_progress) if reached and request.speed_tokens else {}
+    best = None
+    if reached:
+        best = max(reached[: len(speeds) - 1], key=lambda it: speeds[it.substitution].rate) if speeds else reached[0]
+    profile = _profile(request, rate, n_questions, search.original, best, speeds) if best is not None else None
+    return Tuning(search.original, tuple(trials), speeds, best, profile)
+
+
+@contextmanager
+def _judge(request: Request, rate: float) -> Iterator[tuple[Callable[[Substitution | None], Outcome], int]]:
+    """What judges a setting, and the number of questions. The model is loaded once for all trials."""
+    options = {**(request.load_options or {}), "n_threads": request.n_threads}
+    buddies = read_buddies(request.model, request.buddies_file, needed=True)
+    with ExitStack() as stack:
+        model = stack.enter_context(static_model(request.model, **options))
+        tasks, texts, reference = [], [], None
+        if request.goal.min_accuracy is not None:
+            tasks = [arc.read_task(model, it, request.n_shots, request.shots_data, request.limit) for it in request.data]
+        if request.goal.max_kl is not None:
+            reference = stack.enter_context(load(request.model, budget=memory.MAPPED, **{**options, "n_ctx": 64}))
+            texts = perplexity.windows(model, list(read_documents(request.data)), n_tokens=_KL_TOKENS)
+
+        def judge(substitution: Substitution | None) -> Outcome:
+            width = n_ubatch(substitution)
+            method = ORIGINAL if substitution is None else lossy_method(substitution)
+            with simulated(model, method, rate, buddies):
+                accuracies = [
+                    arc.accuracy(arc.score(model, task, width, n_threads=request.n_threads)) for task in tasks
+                ]
+                kl = None
+                if texts:
+                    kl = perplexity.measure(model, texts, reference, width, request.n_threads).kl_divergence
+                done = slots(model)
+            accuracy = sum(getattr(it, request.metric) for it in accuracies) / len(accuracies) if tasks else None
+            return Outcome(accuracy, kl, done)
+
+        yield judge, sum(len(task.questions) for task in tasks)
+
+
+def _speeds(request: Request, trials: Sequence[Trial], on_progress: OnProgress) -> dict[Substitution | None, Speed]:
+    """In rounds there and back: what drifts in one direction favours none."""
+    buddies = read_buddies(request.model, request.buddies_file, needed=True)
+    methods: list[Method] = [ORIGINAL, *(lossy_method(it.substitution) for it in trials)]
+    order = [it for i in range(request.n_rounds) for it in (methods if i % 2 == 0 else reversed(methods))]
+    rounds: dict[Substitution | None, list[Speed]] = {it.substitution: [] for it in methods}
+    for done, method in enumerate(order):
+        on_progress("speed", done, len(order))
+        rounds[method.substitution].append(measure_speed(
+            request.model, method, request.budget, buddies, request.data, request.speed_tokens, request.n_threads,
+            **(request.load_options or {}),
+        ))
+    return {substitution: total(them) for substitution, them in rounds.items()}
+
+
+def _profile(
+    request: Request, rate: float, n_questions: int, original: Outcome, best: Trial,
+    speeds: dict[Substitution | None, Speed],
+) -> Profile:
+    speed = speeds.get(best.substitution)
+    return Profile(
+        settings=str(best.substitution),
+        budget=request.budget,
+        cache_rate=rate,
+        metric=request.metric,
+        n_questions=n_questions,
+        accuracy=best.outcome.accuracy,
+        original_accuracy=original.accuracy,
+        kl_divergence=best.outcome.kl_divergence,
+        tokens_per_second=speed.rate if speed is not None else None,
+        original_tokens_per_second=speeds[None].rate if speeds else None,
+        bytes_read_per_token=speed.bytes_per_token if speed is not None else None,
+    )

@@ -1,0 +1,506 @@
+"""Accuracy by log-likelihood, perplexity, and sweeps over lossy settings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINT
+
+from pyorch import load
+from pyorch.buddies import Buddies, LayerBuddies
+from pyorch.cli import main
+from pyorch.context import Context
+from pyorch.convert import convert
+from pyorch.data import Document, Question
+from pyorch.errors import FormatError, PyorchError
+from pyorch.eval import arc, method, perplexity, report, sweep
+from pyorch.eval.arc import Accuracy, Score
+from pyorch.memory import MAPPED
+from pyorch.model import Model
+from pyorch.modelmap import ModelMap
+from pyorch.substitution import Substitution
+
+FACTS = CHECKPOINT / "facts-test.jsonl"
+TEXT = CHECKPOINT / "text-test.txt"
+N_EXPERT = 64
+
+# Of log-likelihoods, in nats. Sums are made in another order. That now and then decides for another sixth expert, or,
+# where weights are BF16, rounds an activation to the other neighbour.
+USUAL_DIFFERENCE, LARGEST_DIFFERENCE = 1e-5, 0.1
+
+
+@pytest.fixture(scope="module")
+def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained fixture in F32, so that the weights are those of transformers' float32 model."""
+    path = tmp_path_factory.mktemp("exact") / "exact.gguf"
+    convert(CHECKPOINT, path, outtype="f32", pre_tokenizer="gpt-2")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(small_moe: Path):
+    """The model with all experts in memory."""
+    with load(small_moe, budget="100%", n_ctx=64, n_threads=1) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def buddies_file(small_moe: Path) -> Path:
+    """Random lists of buddies: for what happens with them, not for how good they are."""
+    path = small_moe.with_name("random.gguf")
+    with ModelMap(small_moe) as model_map:
+        random_buddies().write(path, model_map)
+    return path
+
+
+def random_buddies(k_max: int = 8) -> Buddies:
+    rng = np.random.default_rng(1)
+    layers = {}
+    for il in range(8):
+        ids = np.stack([rng.permutation(np.delete(np.arange(N_EXPERT), e))[:k_max] for e in range(N_EXPERT)])
+        q = np.tile(np.linspace(0.2, 0.02, k_max), (N_EXPERT, 1))
+        percentiles = np.linspace(0, 1, 101).astype(np.float32)
+        layers[il] = LayerBuddies(
+            il, ids.astype(np.int32), q.astype(np.float32), np.ones((N_EXPERT, k_max), np.float32),
+            rng.integers(1, 1000, N_EXPERT), percentiles, percentiles,
+        )
+    return Buddies(layers, dict.fromkeys(layers, 1.0), "coactivation", 1000)
+
+
+def write_questions(path: Path, n: int, **changes: object) -> Path:
+    lines = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:n]]
+    path.write_text("".join(json.dumps({**it, **changes}) + "\n" for it in lines), encoding="utf-8")
+    return path
+
+
+def log_likelihoods(scores: list[Score]) -> np.ndarray:
+    return np.array([it.log_likelihoods for it in scores])
+
+
+#
+# questions
+#
+
+
+@pytest.mark.parametrize("n_shots", [0, 3])
+def test_scores_agree_with_transformers_question_by_question(exact_model: Path, tmp_path: Path, n_shots: int) -> None:
+    path = write_questions(tmp_path / "facts.jsonl", 40 + n_shots)
+    answers = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("arc_process.py")), str(CHECKPOINT), str(path), str(n_shots)],
+        capture_output=True, text=True, check=True,
+    )
+    expected = np.array([json.loads(line) for line in answers.stdout.splitlines()])
+    with load(exact_model, budget="100%", n_ctx=64, n_threads=1) as model:
+        task = arc.read_task(model, path, n_shots)
+        scores = arc.score(model, task, n_threads=1)
+    assert len(scores) == len(expected) == 40
+    difference = np.abs(log_likelihoods(scores) - expected)
+    assert np.median(difference) < USUAL_DIFFERENCE and difference.max() < LARGEST_DIFFERENCE, difference.max(-1)
+    for it, values in zip(scores, expected):
+        assert it.choice == values.argmax()
+        lengths = [len(choice) for choice in it.question.choices]
+        assert it.choice_norm == (values / lengths).argmax()
+
+
+@pytest.mark.parametrize("n_shots", [0, 3])
+def test_batched_scores_are_those_of_each_choice_by_itself(whole: Model, n_shots: int) -> None:
+    task = arc.read_task(whole, FACTS, n_shots, limit=60)
+    batched = arc.score(whole, task, n_threads=1)
+    alone = arc.score(whole, task, together=False, n_threads=1)
+    difference = np.abs(log_likelihoods(batched) - log_likelihoods(alone))
+    assert np.median(difference) < USUAL_DIFFERENCE and difference.max() < LARGEST_DIFFERENCE
+    assert [it.choice for it in batched] == [it.choice for it in alone]
+    assert [it.choice_norm for it in batched] == [it.choice_norm for it in alone]
+
+
+def test_a_score_does_not_depend_on_the_question_before(whole: Model) -> None:
+    task = arc.read_task(whole, FACTS, limit=12)
+    scores = arc.score(whole, task, n_threads=1)
+    last = arc.score(whole, arc.Task(task.path, task.questions[-1:], task.prompts[-1:]), n_threads=1)
+    assert np.allclose(last[0].log_likelihoods, scores[-1].log_likelihoods, atol=LARGEST_DIFFERENCE)
+    assert not np.allclose(last[0].log_likelihoods, scores[-2].log_likelihoods, atol=LARGEST_DIFFERENCE)
+
+
+def test_acc_norm_divides_by_the_characters_of_the_choice() -> None:
+    question = Question("q", "?", ("no", "yes"), ("A", "B"), 1)
+    score = Score(question, np.array([-2.0, -2.9]))
+    assert score.choice == 0 and score.choice_norm == 1  # -1 and -0.97 a character; -0.67 and -0.72 with the space
+    assert arc.accuracy([score]) == Accuracy(1, 0.0, 1.0)
+
+
+def test_the_prompt_is_that_of_the_harness(whole: Model, tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "facts.jsonl", 3)
+    task = arc.read_task(whole, path, n_shots=2)
+    first, second, third = (json.loads(line) for line in path.read_text().splitlines())
+    answers = [next(c["text"] for c in it["question"]["choices"] if c["label"] == it["answerKey"]) for it in (first, second)]
+    expected = (
+        f"Question: {first['question']['stem']}\nAnswer: {answers[0]}\n\n"
+        f"Question: {second['question']['stem']}\nAnswer: {answers[1]}\n\n"
+        f"Question: {third['question']['stem']}\nAnswer:"
+    )
+    assert [it.id for it in task.questions] == [third["id"]]
+    detokenize = whole.llama.detokenize
+    assert detokenize(list(task.prompts[0].context)).decode() == expected
+    choices = [it["text"] for it in third["question"]["choices"]]
+    assert [detokenize(list(it)).decode() for it in task.prompts[0].continuations] == [f" {it}" for it in choices]
+
+
+def test_examples_of_another_file_leave_all_questions(whole: Model, tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "facts.jsonl", 5)
+    task = arc.read_task(whole, path, n_shots=2, shots_path=CHECKPOINT / "facts-train.jsonl")
+    assert len(task.questions) == 5
+
+
+def test_digits_as_labels_and_three_to_five_choices(whole: Model, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:3]]
+    plain = write_questions(tmp_path / "plain.jsonl", 3)
+    for n, it in zip((3, 4, 5), lines):
+        choices = it["question"]["choices"]
+        choices += [{"text": "something else", "label": "E"}]
+        it["answerKey"] = str("ABCDE".index(it["answerKey"]) + 1) if n > 3 else "1"
+        it["question"]["choices"] = [{**choice, "label": str(i + 1)} for i, choice in enumerate(choices[:n])]
+    path = tmp_path / "digits.jsonl"
+    path.write_text("".join(json.dumps(it) + "\n" for it in lines))
+    scores = arc.score(whole, arc.read_task(whole, path), n_threads=1)
+    letters = arc.score(whole, arc.read_task(whole, plain), n_threads=1)
+    assert [len(it.log_likelihoods) for it in scores] == [3, 4, 5]
+    assert scores[1].choice == letters[1].choice and scores[1].question.answer == letters[1].question.answer
+    assert np.allclose(scores[1].log_likelihoods, letters[1].log_likelihoods, atol=LARGEST_DIFFERENCE)
+
+
+def test_a_question_longer_than_the_context_is_named(whole: Model, tmp_path: Path) -> None:
+    it = json.loads(FACTS.read_text(encoding="utf-8").splitlines()[0])
+    it["question"]["stem"] = "word " * 5000
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps(it) + "\n")
+    with pytest.raises(PyorchError, match=r"long.jsonl: question facts_test_0000 .* has \d+ tokens, the model was trained"):
+        arc.read_task(whole, path)
+
+
+def test_a_failed_batch_leaves_the_prefix_of_all_questions(small_moe: Path) -> None:
+    """Context's sequences are as before, so the same questions can be asked again."""
+    with load(small_moe, budget="100%", n_ctx=64, n_threads=1) as model:
+        with Context(model.llama.model, 64, 64, n_seq_max=4, n_threads=1, shared=True) as context:
+            context.decode([5, 6, 7], outputs=())
+            first = []
+            for _ in range(2):
+                for sequence in (1, 2):
+                    context.copy(0, sequence)
+                first.append(context.decode([8, 9, 10], [(1, 2), 1, 2], outputs=(0, 2)))
+                for sequence in (1, 2):
+                    context.remove(sequence)
+            assert first[0].shape == (2, model.llama.n_vocab()) and np.array_equal(*first)
+
+
+#
+# sweeps
+#
+
+
+def run_sweep(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict]:
+    assert main(["eval", "arc", *map(str, arguments), "--json", "--threads", "1"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_original_alone(small_moe: Path, whole: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    row, = run_sweep(capsys, small_moe, "--data", FACTS, "--limit", 40, "--budget", "50%")
+    scores = arc.accuracy(arc.score(whole, arc.read_task(whole, FACTS, limit=40), n_threads=1))
+    assert (row["facts-test questions"], row["facts-test acc"], row["facts-test acc_norm"]) == (40, scores.acc, scores.acc_norm)
+    assert row["method"] == "original" and row["cache_rate"] is None and row["tokens_per_second"] is None
+    assert row["facts-test acc"] > 0.6, "the model knows its facts"
+
+
+def test_with_every_expert_in_the_cache_nothing_changes(whole: Model) -> None:
+    task = arc.read_task(whole, FACTS, limit=10)
+    with method.simulated(whole, method.ORIGINAL, 1.0, None):
+        original = arc.score(whole, task, n_threads=1)
+    with method.simulated(whole, method.RANDOM, 1.0, random_buddies()):
+        lossy = arc.score(whole, task, n_threads=1)
+        assert method.slots(whole).absent == 0
+    assert np.array_equal(log_likelihoods(original), log_likelihoods(lossy))
+
+
+def test_a_static_cache_is_the_most_active_experts(whole: Model) -> None:
+    buddies = random_buddies()
+    seen = {il: set() for il in whole.layers}
+    task = arc.read_task(whole, FACTS, limit=10)
+    settings = method.lossy_method(Substitution.parse("mode=random"))
+    with method.simulated(whole, settings, 0.25, buddies):
+        whole.engine.set_observer(lambda it: seen[it.il].update(it.experts.ravel().tolist()))
+        arc.score(whole, task, n_threads=1)
+        whole.engine.set_observer(None)
+        counts = method.slots(whole)
+    # Random replacement finds a resident for everything: absent slots are those that were replaced.
+    assert 0 < counts.absent == counts.substituted and counts.read_per_token == 0
+    # About three quarters of the slots are absent with a quarter of the experts, whichever they are.
+    assert 0.5 < counts.absent / (counts.n_tokens * 8 * 6) < 0.95
+    # llama.cpp leaves out of the last layer the tokens after which no logits are wanted.
+    assert 7 / 8 < counts.n_tokens / sum(it.n_tokens for it in task.prompts) < 1
+    after = arc.score(whole, task, n_threads=1)
+    assert whole.stats().substitution is None and arc.accuracy(after).acc > 0.4, "lossless again"
+
+
+def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
+    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        small_moe, "--data", FACTS, "--limit", 20, "--cache-rate", "0.75,0.375", "--buddies", "alpha=0.9,rho=2",
+        "--baseline", "original,random", "--buddies-file", buddies_file, "--speed-tokens", 0,
+    )
+    rows = run_sweep(capsys, *arguments)
+    assert rows == run_sweep(capsys, *arguments)
+    assert [(it["cache_rate"], it["method"]) for it in rows] == [
+        (rate, name) for rate in (0.75, 0.375) for name in ("original", "random", "buddies")
+    ]
+    assert rows[0]["kept acc"] == 1 and rows[0]["facts-test acc"] == rows[3]["facts-test acc"]
+    substituted = [it["judged_substituted_per_token"] for it in rows]
+    assert substituted[0] == substituted[3] == 0 < substituted[1] < substituted[4]
+    assert 0 < substituted[5] <= 2 * 8, "at most rho in each of 8 layers"
+
+
+def test_a_dynamic_cache_misses_and_replaces(small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original, lossy = run_sweep(
+        capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.25", "--cache", "dynamic",
+        "--buddies", "alpha=1", "--buddies-file", buddies_file, "--speed-tokens", 0,
+    )
+    assert original["judged_substituted_per_token"] == 0 < lossy["judged_substituted_per_token"]
+
+
+def test_speed_is_of_the_real_budget(small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_sweep(
+        capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "1,0.25", "--buddies", "alpha=1",
+        "--buddies-file", buddies_file, "--speed-tokens", 16, "--speed-rounds", 1,
+    )
+    whole, _, original, lossy = rows
+    assert all(it["tokens_per_second"] > 0 for it in rows) and whole["speedup"] == original["speedup"] == 1
+    assert whole["bytes_read_per_token"] == 0 < lossy["bytes_read_per_token"] < original["bytes_read_per_token"]
+    assert original["decoded_substituted_per_token"] == 0 < lossy["decoded_substituted_per_token"]
+
+
+def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
+    whole: Model, small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the experts of a batch are absent, but not of a token of its own."""
+    it = method.lossy_method(Substitution.parse("mode=random,beta=0.3"))
+    task = arc.read_task(whole, FACTS, limit=3)
+    substituted = []
+    for n_ubatch in (arc.N_BATCH, 1):
+        with method.simulated(whole, it, 0.5, random_buddies()):
+            arc.score(whole, task, n_ubatch, n_threads=1)
+            substituted.append(method.slots(whole).substituted)
+    assert substituted[0] == 0 < substituted[1]
+    row = run_sweep(
+        capsys, small_moe, "--data", FACTS, "--limit", 3, "--cache-rate", 0.5, "--buddies", it.settings, "--buddies-file",
+        buddies_file, "--speed-tokens", 0)[1]
+    assert row["judged_substituted_per_token"] > 0
+    for settings, width in (("rho=2,tau=p15", arc.N_BATCH), ("beta=0.5", 1), ("reuse=0.9", 1), ("read_ms=2", 1)):
+        assert method.n_ubatch(Substitution.parse(settings)) == width
+    assert method.n_ubatch(None, method.DYNAMIC) == 1
+
+
+def sweep_arguments(small_moe: Path, buddies_file: Path, record: Path) -> list[str]:
+    return [str(it) for it in (
+        "eval", "arc", small_moe, "--data", FACTS, "--limit", 8, "--cache-rate", "0.5", "--buddies", "rho=1",
+        "--buddies", "rho=2", "--baseline", "original,random", "--buddies-file", buddies_file, "--speed-tokens", 0,
+        "--threads", 1, "--resume", record)]
+
+
+def test_an_interrupted_sweep_goes_on_where_it_ended(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = sweep_arguments(small_moe, buddies_file, tmp_path / "sweep.json")
+    score, n_calls = arc.score, 0
+
+    def counted(*args, **options):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 3:
+            raise KeyboardInterrupt
+        return score(*args, **options)
+
+    monkeypatch.setattr(arc, "score", counted)
+    assert main(arguments) == 130
+    assert main(arguments) == 0 and n_calls == 3 + 2  # of four rows two were finished
+    table = capsys.readouterr().out
+    assert main(arguments) == 0 and n_calls == 5
+    assert capsys.readouterr().out == table and table.count("buddies") == 2 and "random" in table
+
+
+def test_a_record_of_other_conditions_is_refused(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "sweep.json"
+    arguments = sweep_arguments(small_moe, buddies_file, record)
+    assert main(arguments) == 0
+    assert main([*arguments, "--limit", "9"]) == 2
+    assert f"{record} was made with another --limit" in capsys.readouterr().err
+    record.write_text("[]")
+    assert main(arguments) == 2
+    assert "is no record of a sweep" in capsys.readouterr().err
+
+
+def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
+    rows = run_sweep(
+        capsys, small_moe, "--data", FACTS, "--data", CHECKPOINT / "facts-train.jsonl", "--limit", 4, "--cache-rate", "0.5",
+        "--buddies", "rho=2", "--buddies-file", buddies_file, "--speed-tokens", 8, "--csv", table, "--plot", picture,
+    )
+    with table.open() as file:
+        read = list(csv.DictReader(file))
+    assert [it["method"] for it in read] == ["original", "buddies"] and read[1]["settings"] == "rho=2"
+    assert float(read[1]["average acc"]) == rows[1]["average acc"]
+    assert rows[1]["average acc"] == (rows[1]["facts-test acc"] + rows[1]["facts-train acc"]) / 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_has_a_line_for_each_row_and_leaves_out_what_was_not_measured(
+    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(it) for it in (
+        "eval", "arc", small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--buddies", "mode=none,miss=drop",
+        "--buddies-file", buddies_file, "--speed-tokens", 0, "--threads", 1)]) == 0
+    printed = capsys.readouterr()
+    header, original, dropping = printed.out.splitlines()
+    assert header.split() == ["cache", "method", "settings", "facts-test", "kept", "changed", "slots/token"]
+    assert original.split()[:2] == ["0.5", "original"] and original.split()[-2:] == ["100.0%", "0.00"]
+    assert dropping.split()[1:3] == ["drop", "mode=none,miss=drop"] and float(dropping.split()[-1]) > 1
+    assert "acc_norm of 4 questions" in printed.err
+
+
+def test_the_table_names_arc_as_the_paper_does() -> None:
+    assert report.names(["a/ARC-Easy-Dev.jsonl", "a/ARC-Challenge-Dev.jsonl"]) == ["ARC-E", "ARC-C"]
+    assert report.names(["a/ARC-Easy-Dev.jsonl", "a/ARC-Easy-Test.jsonl"]) == ["ARC-Easy-Dev", "ARC-Easy-Test"]
+    assert report.names(["a/x.jsonl", "b/x.jsonl"]) == ["a/x.jsonl", "b/x.jsonl"]
+
+
+#
+# perplexity
+#
+
+
+def test_perplexity_is_that_of_numpy(whole: Model) -> None:
+    text = TEXT.read_text(encoding="utf-8")[:2000]
+    tokens = whole.llama.tokenize(text.encode(), add_bos=False)
+    n_window, total, n = 100, 0.0, 0
+    with Context(whole.llama.model, n_threads=1, exact=True) as context:
+        for begin in range(0, len(tokens) - 1, n_window):
+            context.clear()
+            rows = context.decode(tokens[begin : begin + n_window]).astype(np.float64)
+            for row, token in zip(rows, tokens[begin + 1 : begin + 1 + n_window]):
+                total -= math.log(np.exp(row)[token] / np.exp(row).sum())
+                n += 1
+    result = perplexity.measure(whole, perplexity.windows(whole, [Document(text, "text")], n_window), n_threads=1)
+    assert result.n_tokens == n == len(tokens) - 1
+    assert result.perplexity == pytest.approx(math.exp(total / n), rel=1e-6)
+    assert 10 < result.perplexity < 60, "the model knows Python"
+
+
+def test_windows_predict_each_token_once(whole: Model) -> None:
+    document = Document(TEXT.read_text(encoding="utf-8")[:1500], "text")
+    tokens = tuple(whole.llama.tokenize(document.text.encode(), add_bos=False))
+    for n_window in (1, 7, 64, 10_000):
+        texts = perplexity.windows(whole, [document], n_window)
+        assert sum((it.targets for it in texts), ()) == tokens[1:]
+        assert sum((it.inputs for it in texts), ()) == tokens[:-1]
+    limited = perplexity.windows(whole, [document, document], 64, n_tokens=100)
+    assert [len(it.targets) for it in limited] == [64, 36]
+
+
+def run_perplexity(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
+    assert main(["eval", "perplexity", *map(str, arguments), "--data", str(TEXT), "--json", "--threads", "1"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_lossless_under_a_budget_diverges_by_nothing(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    it = run_perplexity(capsys, small_moe, "--budget", "25%", "--compare", small_moe, "--tokens", 300)
+    assert it["kl_divergence"] == 0 and it["top1_agreement"] == 1
+    assert it["perplexity"] == it["reference_perplexity"] and it["substitution"] is None
+
+
+def test_divergence_grows_as_the_cache_shrinks(
+    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lossy = [
+        run_perplexity(capsys, small_moe, "--cache-rate", rate, "--buddies", "alpha=1", "--buddies-file", buddies_file,
+                       "--tokens", 300)
+        for rate in (1, 0.75, 0.25)
+    ]
+    assert lossy[0]["kl_divergence"] == 0 < lossy[1]["kl_divergence"] < lossy[2]["kl_divergence"]
+    assert lossy[2]["top1_agreement"] < 1 and lossy[2]["perplexity"] > lossy[2]["reference_perplexity"]
+    assert lossy[2]["substitution"]["substituted"] > lossy[1]["substitution"]["substituted"] > 0
+
+
+def test_a_gate_that_lets_nothing_pass_is_lossless_token_by_token(
+    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    it = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--buddies", "beta=0.01", "--buddies-file", buddies_file,
+                        "--tokens", 60)
+    assert it["kl_divergence"] == 0 and it["substitution"]["refused_distribution"] > 0
+
+
+#
+# mistakes
+#
+
+
+def test_malformed_questions_name_the_line(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_questions(tmp_path / "facts.jsonl", 3)
+    with path.open("a") as file:
+        file.write('{"id": "x", "question": {"stem": "?"}, "answerKey": "A"}\n')
+    assert main(["eval", "arc", str(small_moe), "--data", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"{path}:4: " in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    (["--cache-rate", "1.5"], 'cache rate "1.5" is not a share'),
+    (["--buddies", "rho=3"], "give --cache-rate"),
+    (["--cache-rate", "0.5", "--buddies", "rho=x"], 'rho="x" is not a whole number'),
+    (["--cache-rate", "0.5", "--baseline", "best"], 'baseline "best" is not known'),
+    (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
+    (["--limit", "0"], "--limit 0 is less than 1"),
+    (["--shots", "400"], "no question is left"),
+    (["--shots", "401"], "has 400 questions, 401 examples"),
+    (["--cache-rate", "0.5", "--buddies", "rho=3", "--speed-tokens", "0"], "make them with `pyorch buddies`"),
+    (["--cache-rate", "0.5", "--plot", "x.png", "--speed-tokens", "0"], "needs --speed-tokens"),
+])
+def test_mistakes_are_sentences(
+    small_moe: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
+) -> None:
+    assert main(["eval", "arc", str(small_moe), "--data", str(FACTS), *arguments]) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_a_model_that_does_not_fit_is_not_simulated(small_moe: Path, buddies_file: Path, monkeypatch) -> None:
+    from pyorch import memory
+
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("cgroup /job", 128 << 20, 101 << 20))
+    with pytest.raises(PyorchError, match="use --cache dynamic"):
+        with method.static_model(small_moe):
+            pass
+
+
+def test_another_vocabulary_cannot_be_compared(whole: Model, dense_model: Path) -> None:
+    with load(dense_model, budget=MAPPED, n_ctx=64) as other:
+        texts = perplexity.windows(whole, [Document("import os", "text")])
+        with pytest.raises(PyorchError, match="vocabulary"):
+            perplexity.measure(whole, texts, other)
+
+
+def test_a_text_of_one_token_has_nothing_to_predict(whole: Model) -> None:
+    with pytest.raises(PyorchError, match="too short"):
+        perplexity.windows(whole, [Document("a", "text")])
+
+
+def test_a_sweep_reads_its_own_plan(small_moe: Path, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="cannot be read"):
+        sweep.conditions(sweep.Plan(str(small_moe), (str(tmp_path / "absent.jsonl"),)))

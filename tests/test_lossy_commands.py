@@ -1,0 +1,107 @@
+"""Commands with lossy settings: asked for by flags or a profile, named as lossy, refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyorch.eval.profile_file import Profile, write_profile
+from pyorch.modelmap import ModelMap
+from test_substitution import random_buddies
+
+PROMPT = "import os\n\ndef main():"
+
+
+@pytest.fixture(scope="module")
+def model(small_moe: Path, tmp_path_factory) -> Path:
+    """The small model with buddy lists beside it."""
+    path = tmp_path_factory.mktemp("lossy") / "model.gguf"
+    os.link(small_moe, path)
+    with ModelMap(path) as model_map:
+        random_buddies(1).write(path.with_name("model.buddies.gguf"), model_map)
+    return path
+
+
+def pyorch(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "pyorch", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_run_says_what_was_substituted(model: Path):
+    run = ("run", model, "-p", PROMPT, "-n", 24, "--budget", "25%", "--threads", 1, "--seed", 1, "--temp", 0)
+    done = pyorch(*run, "--buddies", "rho=2")
+    assert done.returncode == 0 and "lossy: " in done.stderr, done.stderr
+    lossy = json.loads(pyorch(*run, "--buddies", "rho=2", "--json").stdout)["stats"]["substitution"]
+    assert lossy["substituted"] > 0 and lossy["tokens"] > 0
+    lossless = pyorch(*run)
+    assert "lossy" not in lossless.stderr and json.loads(pyorch(*run, "--json").stdout)["stats"]["substitution"] is None
+
+
+def test_verify_tells_the_cost_of_a_lossy_setting_and_succeeds(model: Path):
+    done = pyorch("verify", model, "--budget", "25%", "--threads", 1, "--substitute", "random")
+    assert done.returncode == 0, done.stderr
+    assert "lossy" in done.stdout and "KL divergence" in done.stdout and "bit-identical" not in done.stdout
+
+
+def test_bench_compares_lossy_with_lossless(model: Path):
+    done = pyorch("bench", model, "--budget", "25%", "--buddies", "default", "--tokens", 8, "--prompt-tokens", 16,
+                  "--repeat", 1, "--threads", 1)
+    assert done.returncode == 0, done.stderr
+    assert "budget 25%, lossy default: decode" in done.stdout and "changed slots/token" in done.stdout
+
+
+def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, llama_cpp\nfrom pyorch import managed\n"
+        "llm = llama_cpp.Llama(sys.argv[1], n_ctx=256, n_threads=1, verbose=False)\n"
+        f"llm({PROMPT!r}, max_tokens=24)\n"
+        "print(managed.find(llm.model).engine.substitution_stats().substituted)\n"
+    )
+    done = pyorch("exec", "--budget", "25%", "--buddies", "rho=2", script, model)
+    assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
+
+
+def test_a_profile_brings_its_setting_and_its_budget(model: Path, tmp_path: Path):
+    profile = Profile("rho=1,tau=p10", "25%", 0.25, "acc_norm", 10, 0.8, 0.8, None, None, None, None)
+    with ModelMap(model) as model_map:
+        write_profile(tmp_path / "profile.json", profile, model_map)
+    run = ("run", model, "-p", PROMPT, "-n", 24, "--threads", 1, "--json", "--profile", tmp_path / "profile.json")
+    stats = json.loads(pyorch(*run).stdout)["stats"]
+    assert stats["substitution"]["substituted"] > 0
+    with ModelMap(model) as model_map:
+        assert stats["experts"]["budget_bytes"] == model_map.info.slots_bytes // 4
+    other = json.loads(pyorch(*run, "--budget", "50%").stdout)["stats"]["experts"]
+    assert other["budget_bytes"] == 2 * stats["experts"]["budget_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--buddies", "rho=many"), 'rho="many" is not a whole number'),
+        (("--buddies", "cosine=1"), '"cosine" is not known'),
+        (("--buddies-file", "x.gguf"), "ask for substitution with --buddies"),
+        (("--buddy-weight", "own"), "ask for them with --buddies or --substitute"),
+        (("--buddies", "default", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
+        (("--profile", "nowhere.json"), "nowhere.json cannot be read"),
+    ],
+)
+def test_a_mistake_gets_a_sentence(model: Path, flags: tuple[str, ...], sentence: str):
+    done = pyorch("run", model, "-p", PROMPT, "-n", 1, "--budget", "50%", *flags)
+    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_lists_that_are_missing_or_another_models_are_refused(model: Path, small_moe: Path, tmp_path: Path):
+    alone = tmp_path / "alone.gguf"
+    os.link(small_moe, alone)
+    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "default")
+    assert done.returncode == 2 and "pyorch buddies" in done.stderr
+    damaged = tmp_path / "alone.buddies.gguf"
+    damaged.write_bytes(model.with_name("model.buddies.gguf").read_bytes()[:2000])
+    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "default")
+    assert done.returncode == 2 and "alone.buddies.gguf" in done.stderr and "Traceback" not in done.stderr
