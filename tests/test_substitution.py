@@ -313,7 +313,7 @@ def test_a_layer_can_have_its_own_substitution(small_moe: Path):
 
 
 def test_dropping_reads_nothing_in_decode(small_moe: Path):
-    with pyorch.load(small_moe, budget="25%", n_ctx=256, n_threads=1) as model:
+    with pyorch.load(small_moe, budget="25%", prefetch="none", n_ctx=256, n_threads=1) as model:
         decode(model)
         model.substitute("mode=none,miss=drop")
         model.reset_stats()

@@ -97,7 +97,8 @@ class Search:
 
     def _search(self, start: Substitution) -> None:
         start = self._least_loss(replace(start, weight=weight) for weight in WEIGHTS)
-        start = self._least_loss(replace(start, order=order) for order in ("rank", "weight"))
+        # With all dials open every absent expert is replaced, and the order says little: the lowest weight first, then.
+        start = self._least_loss(replace(start, order=order) for order in ("weight", "rank"))
         if self._trials[start].reached:
             return
         best = self._first_reached(start)
