@@ -41,6 +41,8 @@ class Context:
         shared: bool = False,
         exact: bool = False,
     ) -> None:
+        if n_ctx < n_seq_max:  # llama.cpp would end the process
+            raise PyorchError(f"a context of {n_ctx} tokens cannot hold {n_seq_max} sequences")
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, min(n_ubatch, n_batch)
         params.n_seq_max = n_seq_max

@@ -14,6 +14,7 @@ from conftest import small_model
 
 import pyorch
 from pyorch import managed
+from pyorch.context import Context
 
 SCRIPT = """
 import sys
@@ -144,3 +145,8 @@ def test_a_program_that_closes_nothing_ends_quietly(small_moe: Path, tmp_path: P
     path.write_text(source)
     done = python(path, small_moe)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_context_too_small_for_its_sequences_is_refused(small_moe: Path) -> None:
+    with pyorch.load(small_moe, budget="50%", n_ctx=64) as model, pytest.raises(pyorch.PyorchError, match="4 tokens cannot hold 8"):
+        Context(model.llama.model, n_ctx=4, n_seq_max=8)
