@@ -7,7 +7,7 @@ import errno
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -107,8 +107,9 @@ class Routing:
 
     experts: int32[n_tokens, n_expert_used]; weights: float32[n_tokens, n_expert_used], as multiplied
     with the outputs; probs: float32[n_tokens, n_expert] after gating; logits: float32[n_tokens, n_expert]
-    and inputs: float32[n_tokens, n_embd] of the router. context tells contexts apart; decode: one token of
-    each sequence. Before any substitution.
+    and inputs: float32[n_tokens, n_embd] of the router; residuals: float32[n_tokens, n_embd] of which the
+    inputs are the RMS normalization, None where the model has none. context tells contexts apart; decode: one
+    token of each sequence. Before any substitution.
     """
 
     context: int
@@ -119,6 +120,44 @@ class Routing:
     probs: np.ndarray
     logits: np.ndarray
     inputs: np.ndarray
+    residuals: np.ndarray | None = None
+
+
+# dtype, and the field of pyorch_routing that says how many columns there are
+_ROUTING_ARRAYS = {
+    "experts": (np.int32, "n_expert_used"), "weights": (np.float32, "n_expert_used"), "probs": (np.float32, "n_expert"),
+    "logits": (np.float32, "n_expert"), "inputs": (np.float32, "n_embd"), "residuals": (np.float32, "n_embd"),
+}
+
+
+class RoutingView:
+    """What a Routing is made of, while the engine shows it: the same attributes, arrays as views of its memory."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw) -> None:
+        self._raw = raw
+
+    @property
+    def context(self) -> int:
+        return int(ffi.cast("uintptr_t", self._raw.context))
+
+    @property
+    def il(self) -> int:
+        return self._raw.il
+
+    @property
+    def decode(self) -> bool:
+        return bool(self._raw.decode)
+
+    def __getattr__(self, name: str) -> np.ndarray | None:
+        if name not in _ROUTING_ARRAYS:
+            raise AttributeError(name)
+        raw, (dtype, columns) = self._raw, _ROUTING_ARRAYS[name]
+        pointer, n = getattr(raw, name), getattr(raw, columns)
+        if not pointer:
+            return None
+        return np.frombuffer(ffi.buffer(pointer, raw.n_tokens * n * 4), dtype).reshape(raw.n_tokens, n)
 
 
 @dataclass(frozen=True)
@@ -293,13 +332,14 @@ class Engine:
         """Zeroes the counters, not the gauges."""
         check(lib.pyorch_reset_stats(self.handle))
 
-    def set_observer(self, observer: Callable[[Routing], None] | None, copy: bool = True) -> None:
+    def set_observer(self, observer: Callable[[Any], None] | None, copy: bool = True) -> None:
         """Shows each routing decision to the observer, between router and experts; None removes it.
 
         It runs on a compute thread: it must return quickly, and not decode. What it raises is printed.
 
         Args:
-            copy: False: the arrays are views of memory that is valid during the call only.
+            copy: False: not a Routing but a RoutingView, whose arrays are made when they are asked for, and valid
+                during the call only.
         """
         callback = _observer_callback(observer, copy) if observer is not None else ffi.NULL
         check(lib.pyorch_set_observer(self.handle, callback, ffi.NULL))
@@ -407,26 +447,16 @@ def _read_callback(source: Source):
     return read
 
 
-def _observer_callback(observer: Callable[[Routing], None], copy: bool):
+def _observer_callback(observer: Callable[[Any], None], copy: bool):
     @ffi.callback("pyorch_observer_fn")
     def observe(_user, raw):
-        def array(pointer, dtype: type, columns: int) -> np.ndarray:
-            size = raw.n_tokens * columns * np.dtype(dtype).itemsize
-            view = np.frombuffer(ffi.buffer(pointer, size), dtype).reshape(raw.n_tokens, columns)
-            return view.copy() if copy else view
-
-        observer(
-            Routing(
-                int(ffi.cast("uintptr_t", raw.context)),
-                raw.il,
-                bool(raw.decode),
-                array(raw.experts, np.int32, raw.n_expert_used),
-                array(raw.weights, np.float32, raw.n_expert_used),
-                array(raw.probs, np.float32, raw.n_expert),
-                array(raw.logits, np.float32, raw.n_expert),
-                array(raw.inputs, np.float32, raw.n_embd),
-            )
-        )
+        view = RoutingView(raw)
+        if not copy:
+            observer(view)
+            return
+        arrays = {name: getattr(view, name) for name in _ROUTING_ARRAYS}
+        copies = {name: None if array is None else array.copy() for name, array in arrays.items()}
+        observer(Routing(view.context, view.il, view.decode, **copies))
 
     return observe
 

@@ -171,7 +171,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
         )
         try:
-            Prefetch.parse(settings.prefetch).apply(managed.engine)
+            Prefetch.parse(settings.prefetch).apply(managed.engine, managed.map)
             for layer in managed.map.layers:
                 apply_to_layer(managed.engine, layer.il, settings.substitution, managed.buddies)
         except PyorchError:

@@ -9,6 +9,7 @@ from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
     from pyorch.engine import Engine
+    from pyorch.modelmap import ModelMap
 
 AUTO, NONE = "auto", "none"
 
@@ -50,10 +51,18 @@ class Prefetch:
         if not 0 <= self.min_precision <= 1:
             raise PyorchError(f"prefetch precision {self.min_precision:g} is not from 0 to 1")
 
-    def apply(self, engine: Engine) -> None:
-        """Sets it. Raises as check() does."""
+    def apply(self, engine: Engine, model_map: ModelMap) -> None:
+        """Sets it, with the default vectors beside the model if there are any.
+
+        Raises as check() does, and FormatError if that sidecar is damaged or another model's.
+        """
         n_layers = len(engine.n_expert)
         self.check(n_layers)
         automatic = self.predictor == AUTO
         predictor = "quasi-hidden" if automatic else self.predictor
+        sidecar = model_map.sidecars().get("predictor")
+        if predictor == "quasi-hidden" and sidecar is not None:
+            from pyorch.default_vectors import DefaultVectors
+
+            DefaultVectors.read(sidecar, model_map).apply(engine)
         engine.set_prefetch(predictor, min(self.distance, n_layers), self.min_precision, automatic)

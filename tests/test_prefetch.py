@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pyorch
+from pyorch.cli import main
 from pyorch.context import Context
+from pyorch.convert.expert_outputs import LayerExperts
+from pyorch.default_vectors import DefaultVectors
 from pyorch.engine import PREDICTORS, Prediction, Routing
+from pyorch.modelmap import ModelMap
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return open(self.path).read()\n"
@@ -95,3 +100,74 @@ def test_an_engine_refuses_a_prefetch_that_cannot_be(small_moe: Path):
             model.engine.set_prefetch("crystal-ball")
         with pytest.raises(pyorch.PyorchError, match="distance from 1 to 8"):
             model.engine.set_prefetch("next-router", distance=0)
+
+
+@pytest.fixture(scope="module")
+def calibrated(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model with default vectors beside it."""
+    path = tmp_path_factory.mktemp("calibrated") / "model.gguf"
+    os.link(small_moe, path)
+    data = Path(__file__).parent / "fixtures" / "small-moe" / "facts-train.jsonl"
+    assert main(["calibrate", str(path), "--data", str(data), "--tokens", "2000", "--threads", "1"]) == 0
+    return path
+
+
+def test_default_vectors_are_the_mean_outputs_of_the_experts(calibrated: Path):
+    """Of the experts as they are in the file, computed with numpy, on the router inputs that selected them."""
+    il = 3
+    seen: list[Routing] = []
+    with pyorch.load(calibrated, budget="50%", prefetch="none", n_ctx=256, n_threads=1) as model:
+        tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
+        model.engine.set_observer(lambda it: seen.append(it) if it.il == il else None)
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context, model.engine.calibrating():
+            context.decode(tokens)
+        model.engine.set_observer(None)
+        vectors, counts = model.engine.mean_outputs(il, model.llama.n_embd())
+        assert counts.sum() == len(tokens) * N_USED
+        (routing,) = seen
+        experts = LayerExperts(model.map, il)
+        for expert in np.flatnonzero(counts)[:8]:
+            inputs = routing.inputs[(routing.experts == expert).any(axis=1)]
+            assert len(inputs) == counts[expert]
+            expected = experts.outputs(expert, inputs).mean(axis=0)
+            np.testing.assert_allclose(vectors[expert], expected, atol=2e-2 * np.abs(expected).max())
+        assert not vectors[counts == 0].any()
+
+
+def test_quasi_hidden_predicts_as_numpy_does(calibrated: Path):
+    with pyorch.load(calibrated, budget="50%", n_ctx=256, n_threads=1) as model, ModelMap(calibrated) as model_map:
+        defaults = DefaultVectors.read(calibrated.with_name("model.predictor.gguf"), model_map).vectors
+        routings, predictions = watched(model, "quasi-hidden", 2)
+        norms = {}
+        for il in range(N_LAYERS):
+            place = model.map.tensor_range(f"blk.{il}.ffn_norm.weight")
+            norms[il] = np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset)
+        seen: dict[int, list[Routing]] = {}
+        for it in routings:
+            seen.setdefault(it.il, []).append(it)
+        taken: dict[tuple[int, int], int] = {}
+        assert len(predictions) > N_LAYERS
+        for it in predictions:
+            nth = taken[it.il_from, it.il] = taken.get((it.il_from, it.il), -1) + 1
+            routed = seen[it.il_from][nth]
+            hidden = routed.residuals[0] + routed.weights[0] @ defaults[it.il_from][routed.experts[0]]
+            hidden = hidden / np.sqrt((hidden**2).mean() + 1e-6) * norms[it.il]
+            expected = np.argsort(-(router(model, it.il) @ hidden), kind="stable")[: 2 * N_USED]
+            assert len(set(expected[:N_USED].tolist()) ^ set(it.experts[:N_USED].tolist())) <= 2  # a tie at the edge
+            assert it.experts[0] == expected[0]
+
+
+def test_default_vectors_of_another_model_are_refused(calibrated: Path, tmp_path: Path):
+    other = tmp_path / "other.gguf"
+    with pyorch.load(calibrated, budget="50%", n_ctx=64):
+        pass
+    content = bytearray(calibrated.read_bytes())
+    with ModelMap(calibrated) as model_map:
+        place = model_map.tensor_range("blk.2.ffn_gate_inp.weight")
+    content[place.offset] ^= 1
+    other.write_bytes(content)
+    (tmp_path / "other.predictor.gguf").write_bytes(calibrated.with_name("model.predictor.gguf").read_bytes())
+    with pytest.raises(pyorch.FormatError, match="other.predictor.gguf"):
+        pyorch.load(other, budget="50%", n_ctx=64)
+    with pyorch.load(other, budget="50%", prefetch="none", n_ctx=64):
+        pass

@@ -229,6 +229,7 @@ typedef struct pyorch_routing {
     const float *   probs;         // [n_tokens][n_expert] after gating
     const float *   logits;        // [n_tokens][n_expert] of the router
     const float *   inputs;        // [n_tokens][n_embd] of the router
+    const float *   residuals;     // [n_tokens][n_embd] of which the inputs are the RMS normalization, or NULL
 } pyorch_routing;
 
 // Called on a compute thread, between router and experts: it must return quickly and not decode.

@@ -56,7 +56,7 @@ void PrefetchController::token(double seconds) {
     }
     if (t.n == TRIAL) {
         const double mean    = t.sum / t.n;
-        const bool   changed = mean > CHANGED * t.mean || t.mean > CHANGED * mean;
+        const bool   changed = t.mean > 0 && (mean > CHANGED * t.mean || t.mean > CHANGED * mean);
         close_phase();
         t.sum = 0;
         t.n   = 0;

@@ -1,7 +1,7 @@
 // Whether prefetching pays, found out by trying: token times with it and without it, in turns.
 //
 // A prefetch can lose: on a disk that is busy anyway, from a page cache that answers at once, or on cores that
-// have no time for it. So the loser of the last comparison is tried again, ever more rarely while it goes on
+// have no time for it. It mostly gains, so it begins on, and is compared after a while. The loser of the last comparison is tried again, ever more rarely while it goes on
 // losing, and at once when the winner's own times change.
 
 #pragma once
@@ -24,10 +24,12 @@ private:
         int    n     = 0;
     };
 
+    static constexpr int FIRST_RUN = 192; // short answers are done before anything is tried
+
     Mode  mode     = ON;
-    bool  trial    = true; // this phase is to find out, else to make use of what was found
-    int   seen     = 0;    // tokens in this phase
-    int   run      = 0;    // tokens of the next phase that is no trial
+    bool  trial    = false; // this phase is to find out, else to make use of what was found
+    int   seen     = 0;     // tokens in this phase
+    int   run      = FIRST_RUN; // tokens of a phase that is no trial
     Times times[2];
 
     void begin(Mode next, bool as_trial);

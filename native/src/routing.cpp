@@ -99,6 +99,7 @@ void observe(pyorch_engine & engine, const GraphLayer & g, const ggml_tensor * i
     routing.probs         = floats(ids, PROBS);
     routing.logits        = floats(ids, LOGITS);
     routing.inputs        = floats(ids, INPUT);
+    routing.residuals     = ids->src[RESIDUAL] ? floats(ids, RESIDUAL) : nullptr;
     engine.observer(engine.observer_user, &routing);
 }
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "profile": ("pyorch.cli.profile", "record what the routers decide on some text"),
     "trace": ("pyorch.cli.trace", "show what a recorded trace says"),
     "buddies": ("pyorch.cli.buddies", "find the experts that may stand in for others, from a trace"),
+    "calibrate": ("pyorch.cli.calibrate", "measure what predictions of experts are made with"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of and what it needs"),
     "verify": ("pyorch.cli.verify", "check that a budget does not change the logits"),
     "bench": ("pyorch.bench", "measure"),
