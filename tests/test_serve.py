@@ -19,10 +19,12 @@ import gguf
 import openai
 import pytest
 from conftest import PROMPT, small_model
+from test_substitution import random_buddies
 
 from pyorch import llama_server
 from pyorch.llama_server import Flags
 from pyorch.memory import MiB
+from pyorch.modelmap import ModelMap
 
 PATIENCE_SECONDS = 60
 
@@ -258,3 +260,17 @@ def test_planner_is_told_the_context_that_the_server_makes():
 def test_prompt_cache_and_draft_model_are_left_room(small_moe: Path):
     flags = Flags(["-cram", "100", "-md", str(small_moe)])
     assert flags.other_bytes() == 100 * MiB + small_moe.stat().st_size
+
+
+def test_a_lossy_server_says_what_it_substituted(small_moe: Path, tmp_path: Path, start) -> None:
+    model, port = tmp_path / "model.gguf", free_port()
+    os.link(small_moe, model)
+    with ModelMap(model) as model_map:
+        random_buddies(1).write(model.with_name("model.buddies.gguf"), model_map)
+    options = ("--budget", "25%", "--threads", "1", "--buddies", "rho=2", "--json", "--port", str(port))
+    server = start(pyorch_serve(model, *options), port)
+    assert server.complete(PROMPT, 24)
+    status, stdout = server.stop()
+    assert status == 0
+    lossy = json.loads(stdout.splitlines()[-1])["substitution"]
+    assert lossy["substituted"] > 0 and lossy["lossy_tokens"] <= lossy["tokens"]
