@@ -37,7 +37,7 @@ def test_contexts_share_a_tight_budget_while_reads_fail_and_orders_come_in(sanit
     )
     for seed in (1, 2):
         done = subprocess.run(
-            [program, tmp_path / "stress.gguf", str(seed), "80"], capture_output=True, text=True, timeout=120
+            [program, tmp_path / "stress.gguf", str(seed), "40"], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
 
