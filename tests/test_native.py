@@ -42,6 +42,16 @@ def test_contexts_share_a_tight_budget_while_reads_fail_and_orders_come_in(sanit
         assert done.returncode == 0, done.stderr
 
 
+def test_speculation_gives_forecast_experts_the_weights_that_the_model_would(tmp_path):
+    headers()
+    program = tmp_path / "speculation_test"
+    sources = [ROOT / "native/tests/speculation_test.cpp", ROOT / "native/src/speculation.cpp"]
+    includes = [f"-I{ROOT / 'native/src'}", f"-I{ROOT / 'native/include'}"]
+    subprocess.run(["g++", "-std=c++17", "-O1", "-o", program, *includes, *sources], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture(scope="module")
 def controller(tmp_path_factory) -> Path:
     headers()

@@ -81,6 +81,12 @@ pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32
 pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
                                     const char ** path, uint64_t * offset, uint64_t * size);
 
+// The ggml type of any tensor, owned by the map.
+pyorch_status pyorch_map_get_tensor_type(const pyorch_map * map, const char * name, const char ** type);
+
+// A floating-point number of the metadata. PYORCH_INVALID where there is none.
+pyorch_status pyorch_map_get_float(const pyorch_map * map, const char * key, double * value);
+
 // A string of the metadata, owned by the map.
 pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value);
 
@@ -91,8 +97,10 @@ pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const
 typedef struct pyorch_engine pyorch_engine;
 
 typedef enum pyorch_policy {
-    PYORCH_LRU = 0, // least recently used goes first
-    PYORCH_LFU = 1, // least frequently used goes first, old uses fade
+    PYORCH_LRU     = 0, // least recently used goes first
+    PYORCH_LFU     = 1, // least frequently used goes first, old uses fade
+    PYORCH_FINEMOE = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
+    PYORCH_BELADY  = 3, // needed last goes first: in a replay, which knows
 } pyorch_policy;
 
 // Bytes of shard file (0-based) from offset into buf. Returns the number of bytes read, which may be
@@ -107,6 +115,7 @@ typedef struct pyorch_config {
     uint64_t       read_bytes;   // one read request at most, 0: default
     pyorch_read_fn read;         // NULL: the files of the map
     void *         read_user;
+    int32_t        simulated;    // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
 } pyorch_config;
 
 // Starts the reader threads. The map is copied. PYORCH_BUDGET below floor_bytes.
@@ -148,20 +157,96 @@ pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t 
 
 // What guesses the experts of later layers while a layer of a decoding ubatch computes.
 typedef enum pyorch_predictor {
-    PYORCH_PREDICT_NONE           = 0,
-    PYORCH_PREDICT_PREVIOUS_TOKEN = 1, // what the layer used for the previous token
-    PYORCH_PREDICT_LAYER_ALL      = 2, // every expert of the layer
-    PYORCH_PREDICT_NEXT_ROUTER    = 3, // its router, applied to the router input of the layer at hand
-    PYORCH_PREDICT_QUASI_HIDDEN   = 4, // its router, applied to a guess of its input: see pyorch_set_default_vectors
+    PYORCH_PREDICT_NONE              = 0,
+    PYORCH_PREDICT_PREVIOUS_TOKEN    = 1, // what the layer used for the previous token
+    PYORCH_PREDICT_LAYER_ALL         = 2, // every expert of the layer
+    PYORCH_PREDICT_NEXT_ROUTER       = 3, // its router, applied to the router input of the layer at hand
+    PYORCH_PREDICT_QUASI_HIDDEN      = 4, // its router, applied to a guess of its input: see pyorch_set_default_vectors
+    PYORCH_PREDICT_ACTIVATION_MATRIX = 5, // what the most alike request used in the layer: see pyorch_set_maps
+    PYORCH_PREDICT_ESTIMATOR         = 6, // a trained network, one layer ahead: see pyorch_set_estimator
+    PYORCH_PREDICT_HYBRID            = 7, // that network for some layers, quasi-hidden for the others: see pyorch_set_hybrid
+    PYORCH_PREDICT_EXPERT_MAP        = 8, // what the most alike iteration used in the layer: see pyorch_set_maps
+    PYORCH_PREDICT_ORACLE            = 9, // the truth: in a replay, which knows
 } pyorch_predictor;
 
-// distance: layers ahead at most, at least 1. min_precision: guesses that come true less often than this, as counted
-// while running, are not read; 0 reads all. automatic: nonzero: only while it makes decoding faster, which is tried.
+// Sets what guesses every layer, see pyorch_set_layer_prefetch.
+// automatic: nonzero: only while it makes decoding faster, which is tried.
+// A decode that was aborted inside a layer may leave a prediction at work on the model's weights: set
+// PYORCH_PREDICT_NONE, which waits for it, before that model is freed.
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
                                   int32_t automatic);
 
+// Sets what guesses one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
+// often than this, as counted while running, are not read; 0 reads all.
+pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision);
+
+// Lossy: layers compute with the experts and weights that were forecast for them one layer earlier, in place of their
+// routers' choice, and read nothing else (Speculating Experts, section 4). The first layer keeps to its router, and
+// so does one that nothing forecasts one layer ahead.
+typedef enum pyorch_speculate {
+    PYORCH_SPECULATE_NONE   = 0,
+    PYORCH_SPECULATE_DECODE = 1, // ubatches of one token of each sequence
+    PYORCH_SPECULATE_ALL    = 2, // prompts too: shows what it costs in accuracy
+} pyorch_speculate;
+
+pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode);
+
+// Since pyorch_reset_stats. A slot is one of the n_expert_used of a token.
+typedef struct pyorch_speculation_counts {
+    uint64_t tokens; // of the ubatches concerned, counted in each layer
+    uint64_t slots;  // that got a forecast expert
+    uint64_t right;  // of them, those whose router chose the same
+} pyorch_speculation_counts;
+
+pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts);
+
+// What a layer's router is made of, as in the graph; arrays may be NULL but for gate. Copied. For a simulated engine,
+// which has no graph.
+typedef struct pyorch_router {
+    int32_t       n_expert;
+    int32_t       n_embd;
+    const float * gate;    // [n_expert][n_embd]
+    const float * bias;    // [n_expert] of the logits
+    const float * norm;    // [n_embd] of the RMS normalization of the input
+    float         eps;     // of the same
+    const float * choice;  // [n_expert] added to the probabilities for the choice only
+    int32_t       sigmoid; // nonzero: probabilities are sigmoids, not a softmax
+} pyorch_router;
+
+pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router);
+
+// The router as it is used. Arrays belong to the model that is loaded under the engine, or to a simulated engine.
+// PYORCH_INVALID where there is none: no context was made yet, or its graph computes the router in another way.
+pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router);
+
 // Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
 pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd);
+
+// A network that corrects the logits which the router of the next layer gives for a quasi-hidden state (Speculating
+// Experts, appendix A). n_layers: the first so many layers with experts have their states as its input.
+typedef struct pyorch_estimator {
+    int32_t       n_embd, n_latent, n_hidden, n_layers, n_expert;
+    const float * in_weight;   // [n_latent][n_embd]
+    const float * in_bias;     // [n_latent]
+    const float * position;    // [n_layers][n_latent], by the layer whose state is the input
+    const float * up_weight;   // [n_hidden][n_latent]
+    const float * up_bias;     // [n_hidden]
+    const float * down_weight; // [n_latent][n_hidden]
+    const float * down_bias;   // [n_latent]
+    const float * norm_weight; // [n_latent] LayerNorm, epsilon 1e-5
+    const float * norm_bias;   // [n_latent]
+    const float * head_weight; // [n_layers][n_expert][n_latent]
+    const float * head_bias;   // [n_layers][n_expert]
+} pyorch_estimator;
+
+// Copied. PYORCH_INVALID where it does not fit the layers of the model.
+pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
+
+// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.
+pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
+
+// What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
+pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert);
 
 // While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.
 pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
@@ -170,8 +255,8 @@ pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
 // counts [n_expert]: how often it was.
 pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd);
 
-// What was predicted when layer il_from was routed: experts of layer il, the likeliest first, each once.
-// Called on the prefetching thread.
+// What was predicted for one token when layer il_from was routed (-1: when the ubatch began): experts of layer il, the
+// likeliest first. Called on the prefetching thread.
 typedef void (*pyorch_prediction_fn)(void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n);
 
 // One per engine; NULL removes it. On return no call of the old one is running.
@@ -237,6 +322,42 @@ typedef void (*pyorch_observer_fn)(void * user, const pyorch_routing * routing);
 
 // One observer per engine; NULL removes it. On return no call of the old one is running.
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user);
+
+//
+// history: expert maps of past iterations (FineMoE), and activation matrices of past requests (MoE-Infinity)
+//
+
+typedef struct pyorch_maps pyorch_maps;
+
+// n_expert: of the widest layer; n_embd 0: without embeddings; capacity: in iterations; distance: of prefetching, for
+// the redundancy score by which an iteration replaces another in a full store; n_requests: capacity in requests.
+pyorch_status pyorch_maps_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
+                              int32_t n_requests, pyorch_maps ** maps);
+void          pyorch_maps_free(pyorch_maps * maps); // engines that have it keep it
+
+// Predictors of the engine search it, and add what the engine decodes. NULL: they have none, and guess nothing.
+pyorch_status pyorch_set_maps(pyorch_engine * engine, pyorch_maps * maps);
+
+// An iteration: embedding [n_embd], or NULL, and the distributions of its routers, map [n_layers][n_expert].
+pyorch_status pyorch_maps_add(pyorch_maps * maps, const float * embedding, const float * map);
+
+// A request: how often it used each expert, [n_layers][n_expert]. A full store replaces the most alike one.
+pyorch_status pyorch_maps_add_request(pyorch_maps * maps, const float * counts);
+
+pyorch_status pyorch_maps_size(const pyorch_maps * maps, int32_t * n_maps, int32_t * n_requests);
+
+// Copies embeddings [n_maps][n_embd], maps [n_maps][n_layers][n_expert] and requests [n_requests][n_layers][n_expert];
+// any may be NULL. n_maps, n_requests: for how many there is room, then how many there are; a running engine adds more.
+pyorch_status pyorch_maps_export(const pyorch_maps * maps, float * embeddings, float * probs, int32_t * n_maps,
+                                 float * requests, int32_t * n_requests);
+
+// The most alike iteration, and its cosine: by embedding where n_known is 0, else by the first n_known layers of map.
+// index -1: there is none.
+pyorch_status pyorch_maps_search(const pyorch_maps * maps, const float * embedding, const float * map, int32_t n_known,
+                                 int32_t * index, float * score);
+
+// The most alike request, and its cosine, by the layers of counts that are not all 0. index -1: there is none.
+pyorch_status pyorch_maps_search_request(const pyorch_maps * maps, const float * counts, int32_t * index, float * score);
 
 //
 // substitution: lossy, off until set
@@ -319,6 +440,58 @@ pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il,
 pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
                                 int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
                                 pyorch_substitution_counts * counts);
+
+//
+// replay: what the table, a policy and a predictor would do with a recorded routing, in simulated time
+//
+
+// Arrays are row-major by recorded token; L layers, the first n_layers of the engine's map: no token passes others.
+typedef struct pyorch_recording {
+    int64_t n_tokens;
+    int32_t n_layers;
+    int32_t n_expert;
+    int32_t n_used;
+    int32_t n_embd;
+    const uint16_t * experts;    // [n_tokens][L][n_used], the likeliest first
+    const float *    weights;    // [n_tokens][L][n_used]
+    const float *    probs;      // [n_tokens][L][n_expert] with the sum 1, or NULL
+    const float *    states;     // [n_tokens][L][n_embd] of which the routers' inputs are the normalization, or NULL
+    const float *    embeddings; // [n_tokens][n_embd] of the embedding layer, or NULL
+    const uint32_t * request;    // [n_tokens]
+
+    // What is played, in this order: ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1].
+    int64_t          n_ubatches;
+    const int64_t *  begin;      // [n_ubatches + 1]
+    const int64_t *  order;
+    const uint8_t *  decode;     // [n_ubatches] nonzero: one token of each sequence
+} pyorch_recording;
+
+typedef struct pyorch_replay_config {
+    double  read_bytes_per_second;
+    double  read_seconds;    // that a request costs beside its bytes
+    double  compute_seconds; // of a decoded token when all is resident, spread evenly over the layers
+    double  route_share;     // of a layer's, what is computed before its router
+    double  prefill_seconds; // of a token of a prompt
+    double  predict_seconds; // from a layer's router to the forecast that follows from it
+    int64_t n_warm;          // ubatches that are played before anything is counted
+} pyorch_replay_config;
+
+// Of what was counted. Hits, loads and bytes are in pyorch_get_stats.
+typedef struct pyorch_replay_result {
+    int64_t  n_tokens;
+    int64_t  n_decoded;
+    double   seconds;
+    double   decode_seconds;
+    double   stall_seconds; // of these, the time without a matrix to compute with
+    double   read_seconds;  // in which the disk was busy
+    double   predict_wall_seconds; // that forecasts really took, on this machine
+} pyorch_replay_result;
+
+// Plays a recording on a simulated engine, which keeps what it then has resident.
+// right, total: [L][max_distance][n_ranks] or NULL: how often the expert that a forecast named at a rank, so many layers
+// (less one) ahead, was used, and how often one was named. Of decoded tokens.
+pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording, const pyorch_replay_config * config,
+                            pyorch_replay_result * result, int32_t max_distance, int32_t n_ranks, uint64_t * right, uint64_t * total);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,9 @@
 // The C API: arguments in, exceptions out.
 
 #include "engine.h"
+#include "estimator.h"
+#include "expert_maps.h"
+#include "replay.h"
 #include "routing.h"
 
 #include <algorithm>
@@ -8,6 +11,10 @@
 
 struct pyorch_map {
     pyorch::ModelMap map;
+};
+
+struct pyorch_maps {
+    std::shared_ptr<pyorch::ExpertMaps> history;
 };
 
 namespace {
@@ -49,6 +56,14 @@ const pyorch::MoeLayer & layer_at(const pyorch_map * map, int32_t il) {
     return *layer;
 }
 
+const pyorch::TensorRange & tensor_at(const pyorch_map * map, const char * name) {
+    const auto t = map->map.tensors.find(name);
+    if (t == map->map.tensors.end()) {
+        throw Failure(PYORCH_INVALID, format("%s has no tensor %s", map->map.files[0].path.c_str(), name));
+    }
+    return t->second;
+}
+
 void check_experts(pyorch_engine * engine, int layer, int n_expert) {
     const auto & l = engine->table.map.layers[layer];
     if (n_expert != l.n_expert) {
@@ -56,10 +71,24 @@ void check_experts(pyorch_engine * engine, int layer, int n_expert) {
     }
 }
 
-void check_policy(int32_t policy) {
-    if (policy != PYORCH_LRU && policy != PYORCH_LFU) {
-        throw Failure(PYORCH_INVALID, format("unknown eviction policy %d", policy));
+void check_policy(int32_t policy, bool simulated) {
+    if (policy < PYORCH_LRU || policy > (simulated ? PYORCH_BELADY : PYORCH_FINEMOE)) {
+        throw Failure(PYORCH_INVALID, policy == PYORCH_BELADY ? "Belady's policy needs to know the future: only a replay does" :
+            format("unknown eviction policy %d", policy));
     }
+}
+
+pyorch::LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision) {
+    if (predictor < PYORCH_PREDICT_NONE || predictor > (engine->simulated ? PYORCH_PREDICT_ORACLE : PYORCH_PREDICT_EXPERT_MAP)) {
+        throw Failure(PYORCH_INVALID, predictor == PYORCH_PREDICT_ORACLE ? "the oracle needs to know the future: only a replay does" :
+            format("unknown predictor %d", predictor));
+    }
+    const int n_layers = (int) engine->table.map.layers.size();
+    if (distance < 1 || distance > n_layers || !(min_precision >= 0 && min_precision <= 1)) {
+        throw Failure(PYORCH_INVALID, format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
+            n_layers, distance, min_precision));
+    }
+    return { (pyorch_predictor) predictor, distance, min_precision };
 }
 
 } // namespace
@@ -144,13 +173,22 @@ pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32
 pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
                                     const char ** path, uint64_t * offset, uint64_t * size) {
     return guarded([&] {
-        const auto t = map->map.tensors.find(name);
-        if (t == map->map.tensors.end()) {
-            throw Failure(PYORCH_INVALID, format("%s has no tensor %s", map->map.files[0].path.c_str(), name));
+        const pyorch::TensorRange & t = tensor_at(map, name);
+        *path   = map->map.files[t.file].path.c_str();
+        *offset = t.offset;
+        *size   = t.bytes;
+    });
+}
+
+pyorch_status pyorch_map_get_tensor_type(const pyorch_map * map, const char * name, const char ** type) {
+    return guarded([&] { *type = tensor_at(map, name).type.c_str(); });
+}
+
+pyorch_status pyorch_map_get_float(const pyorch_map * map, const char * key, double * value) {
+    return guarded([&] {
+        if (!map->map.get_float(key, *value)) {
+            throw Failure(PYORCH_INVALID, format("no floating-point number %s in the metadata", key));
         }
-        *path   = map->map.files[t->second.file].path.c_str();
-        *offset = t->second.offset;
-        *size   = t->second.bytes;
     });
 }
 
@@ -168,7 +206,7 @@ pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const
 
 pyorch_status pyorch_engine_new(const pyorch_map * map, const pyorch_config * config, pyorch_engine ** engine) {
     return guarded([&] {
-        check_policy(config->policy);
+        check_policy(config->policy, config->simulated != 0);
         if (map->map.layers.empty()) {
             throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
         }
@@ -181,7 +219,12 @@ void pyorch_engine_free(pyorch_engine * engine) {
 }
 
 pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
-    return guarded([&] { pyorch::capture(engine ? &engine->table.map : nullptr, engine); });
+    return guarded([&] {
+        if (engine && engine->simulated) {
+            throw Failure(PYORCH_INVALID, "a simulated engine reads nothing: no model can be loaded under it");
+        }
+        pyorch::capture(engine ? &engine->table.map : nullptr, engine);
+    });
 }
 
 pyorch_status pyorch_capture_mapped(const pyorch_map * map) {
@@ -205,7 +248,7 @@ pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
 
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
     return guarded([&] {
-        check_policy(policy);
+        check_policy(policy, engine->simulated);
         engine->table.set_policy((pyorch_policy) policy);
     });
 }
@@ -224,15 +267,96 @@ pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t 
 
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
     return guarded([&] {
-        if (predictor < PYORCH_PREDICT_NONE || predictor > PYORCH_PREDICT_QUASI_HIDDEN) {
-            throw Failure(PYORCH_INVALID, format("unknown predictor %d", predictor));
+        const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
+        engine->prefetcher.set_automatic(automatic != 0);
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) {
+            for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
+                planner.set(layer, prefetch);
+            }
+        });
+    });
+}
+
+pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision) {
+    return guarded([&] {
+        const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
+        const int  layer    = engine->table.layer_index(il);
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set(layer, prefetch); });
+    });
+}
+
+pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
+    return guarded([&] {
+        if (mode < PYORCH_SPECULATE_NONE || mode > PYORCH_SPECULATE_ALL) {
+            throw Failure(PYORCH_INVALID, format("unknown mode of speculation %d", mode));
         }
-        const int n_layers = (int) engine->table.map.layers.size();
-        if (distance < 1 || distance > n_layers || !(min_precision >= 0 && min_precision <= 1)) {
-            throw Failure(PYORCH_INVALID, format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
-                n_layers, distance, min_precision));
+        engine->speculation.set((pyorch_speculate) mode);
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set_speculative(mode != PYORCH_SPECULATE_NONE); });
+    });
+}
+
+pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts) {
+    return guarded([&] { *counts = engine->speculation.counts(); });
+}
+
+pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        check_experts(engine, layer, router->n_expert);
+        if (!engine->simulated) {
+            throw Failure(PYORCH_INVALID, "routers are set for simulated engines: others have those of the model");
         }
-        engine->prefetcher.set((pyorch_predictor) predictor, distance, min_precision, automatic != 0);
+        engine->set_router(layer, *router);
+    });
+}
+
+pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        std::lock_guard<std::mutex> lock(engine->routers_mutex);
+        const auto & it = engine->routers[layer];
+        if (!it) {
+            throw Failure(PYORCH_INVALID, format("the router of layer %d is not known", il));
+        }
+        *router = { it.n_expert, it.n_embd, it.gate, it.bias, it.norm, it.eps, it.choice, it.sigmoid };
+    });
+}
+
+pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator) {
+    return guarded([&] {
+        const auto & layers = engine->table.map.layers;
+        const pyorch_estimator & e = *estimator;
+        if (e.n_embd < 1 || e.n_latent < 1 || e.n_hidden < 1 || e.n_layers < 1 || (size_t) e.n_layers >= layers.size()) {
+            throw Failure(PYORCH_INVALID, format("an estimator for %d of %zu layers, with widths of %d, %d and %d, does not fit",
+                e.n_layers, layers.size(), e.n_embd, e.n_latent, e.n_hidden));
+        }
+        for (int layer = 1; layer <= e.n_layers; ++layer) {
+            check_experts(engine, layer, e.n_expert);
+        }
+        auto copy = std::make_shared<const pyorch::Estimator>(e);
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set_estimator(std::move(copy)); });
+    });
+}
+
+pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n) {
+    return guarded([&] {
+        if (n < 0 || (size_t) n != engine->table.map.layers.size()) {
+            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", engine->table.map.layers.size(), n));
+        }
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set_estimated({ layers, layers + n }); });
+    });
+}
+
+pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        std::shared_ptr<const pyorch::Estimator> it;
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { it = planner.estimator(); });
+        if (!it || layer >= it->n_layers || n_embd != it->n_embd || n_expert != it->n_expert) {
+            throw Failure(PYORCH_INVALID, format("there is no estimator for layer %d with states of %d values and %d experts", il, n_embd, n_expert));
+        }
+        std::fill(logits, logits + n_expert, 0.0f);
+        it->correct(layer, state, logits);
     });
 }
 
@@ -240,7 +364,8 @@ pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, con
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
-        engine->prefetcher.set_default_vectors(layer, std::vector<float>(vectors, vectors + (size_t) n_expert * n_embd));
+        std::vector<float> copy(vectors, vectors + (size_t) n_expert * n_embd);
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set_default_vectors(layer, std::move(copy)); });
     });
 }
 
@@ -260,14 +385,15 @@ pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float 
 
 pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user) {
     return guarded([&] {
-        if (!observer) {
-            engine->prefetcher.set_observer({});
-            return;
+        pyorch::PrefetchPlanner::Observer shown;
+        if (observer) {
+            shown = [=](const void * context, int from, const pyorch::Forecast & it) {
+                const auto & layers = engine->table.map.layers;
+                const std::vector<int32_t> experts(it.experts.begin(), it.experts.end());
+                observer(user, context, from < 0 ? -1 : layers[from].il, layers[it.layer].il, experts.data(), (int32_t) experts.size());
+            };
         }
-        engine->prefetcher.set_observer([=](const void * context, int from, int layer, const std::vector<int32_t> & experts) {
-            const auto & layers = engine->table.map.layers;
-            observer(user, context, layers[from].il, layers[layer].il, experts.data(), (int32_t) experts.size());
-        });
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set_observer(std::move(shown)); });
     });
 }
 
@@ -295,6 +421,7 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
     return guarded([&] {
         engine->table.reset_stats();
         engine->substitutions.reset_counts();
+        engine->speculation.reset_counts();
     });
 }
 
@@ -398,6 +525,117 @@ pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * r
             normalized != 0, softmax_selected != 0,
         };
         *counts = engine->substitutions.preview(layer, routing->il, batch);
+    });
+}
+
+//
+// history
+//
+
+pyorch_status pyorch_maps_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
+                              int32_t n_requests, pyorch_maps ** maps) {
+    return guarded([&] {
+        if (n_layers < 1 || n_expert < 1 || n_embd < 0) {
+            throw Failure(PYORCH_INVALID, format("there are no expert maps of %d layers of %d experts with embeddings of %d numbers", n_layers, n_expert, n_embd));
+        }
+        for (auto [what, value] : { std::pair("capacity", capacity), std::pair("prefetch distance", distance), std::pair("number of requests", n_requests) }) {
+            if (value < 1) {
+                throw Failure(PYORCH_INVALID, format("the %s of expert maps is at least 1, not %d", what, value));
+            }
+        }
+        *maps = new pyorch_maps { std::make_shared<pyorch::ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests) };
+    });
+}
+
+void pyorch_maps_free(pyorch_maps * maps) {
+    delete maps;
+}
+
+pyorch_status pyorch_maps_add(pyorch_maps * maps, const float * embedding, const float * map) {
+    return guarded([&] {
+        if (!maps->history->iterations.add(embedding, map)) {
+            throw Failure(PYORCH_INVALID, "an expert map, or its embedding, has a value that is not a finite number");
+        }
+    });
+}
+
+pyorch_status pyorch_maps_add_request(pyorch_maps * maps, const float * counts) {
+    return guarded([&] {
+        if (!maps->history->requests.add(counts)) {
+            throw Failure(PYORCH_INVALID, "the counts of a request are finite numbers of 0 or more, and not all 0");
+        }
+    });
+}
+
+pyorch_status pyorch_set_maps(pyorch_engine * engine, pyorch_maps * maps) {
+    return guarded([&] {
+        const auto & layers = engine->table.map.layers;
+        for (const auto & layer : layers) {
+            if (maps && maps->history->iterations.n_expert < layer.n_expert) {
+                throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the expert maps %d", layer.il, layer.n_expert, maps->history->iterations.n_expert));
+            }
+        }
+        if (maps && maps->history->iterations.n_layers > (int) layers.size()) {
+            throw Failure(PYORCH_INVALID, format("the model has %zu layers with routed experts, the expert maps %d", layers.size(), maps->history->iterations.n_layers));
+        }
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) { planner.set_maps(maps ? maps->history : nullptr); });
+    });
+}
+
+pyorch_status pyorch_maps_size(const pyorch_maps * maps, int32_t * n_maps, int32_t * n_requests) {
+    return guarded([&] {
+        *n_maps     = maps->history->iterations.size();
+        *n_requests = maps->history->requests.size();
+    });
+}
+
+pyorch_status pyorch_maps_export(const pyorch_maps * maps, float * embeddings, float * probs, int32_t * n_maps,
+                                 float * requests, int32_t * n_requests) {
+    return guarded([&] {
+        *n_maps = maps->history->iterations.copy_to(embeddings, probs, *n_maps);
+        *n_requests = maps->history->requests.copy_to(requests, *n_requests);
+    });
+}
+
+pyorch_status pyorch_maps_search(const pyorch_maps * maps, const float * embedding, const float * map, int32_t n_known,
+                                 int32_t * index, float * score) {
+    return guarded([&] {
+        auto & store = maps->history->iterations;
+        if (n_known < 0 || n_known > store.n_layers) {
+            throw Failure(PYORCH_INVALID, format("an expert map has %d layers, so %d of them cannot be known", store.n_layers, n_known));
+        }
+        pyorch::ExpertMapSearch search(store);
+        pyorch::Match match = search.begin(embedding);
+        for (int l = 0; l < n_known; ++l) {
+            match = search.observe(map + (size_t) l * store.n_expert, store.n_expert);
+        }
+        *index = match.index;
+        *score = match.score;
+    });
+}
+
+pyorch_status pyorch_maps_search_request(const pyorch_maps * maps, const float * counts, int32_t * index, float * score) {
+    return guarded([&] {
+        const pyorch::Match match = maps->history->requests.nearest(counts);
+        *index = match.index;
+        *score = match.score;
+    });
+}
+
+//
+// replay
+//
+
+pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording, const pyorch_replay_config * config,
+                            pyorch_replay_result * result, int32_t max_distance, int32_t n_ranks, uint64_t * right, uint64_t * total) {
+    return guarded([&] {
+        if (!engine->simulated) {
+            throw Failure(PYORCH_INVALID, "a replay needs a simulated engine");
+        }
+        pyorch::check_recording(engine->table.map, *recording, *config);
+        engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) {
+            *result = pyorch::replay(engine->table, planner, engine->routers, *recording, *config, { max_distance, n_ranks, right, total });
+        });
     });
 }
 

@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include "routing.h"
+
 #include <algorithm>
 
 // Readers compete with the compute threads for cores, and each further one makes the matrix that is needed first
@@ -26,11 +28,13 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
         substitutions((int) map.layers.size()),
         calibration(n_experts(map)),
         routers(map.layers.size()),
+        own_routers(map.layers.size()),
+        simulated(config.simulated != 0),
         prefetcher(table, [this] {
             std::lock_guard<std::mutex> lock(routers_mutex);
             return routers;
         }),
-        readers(table, config.n_readers > 0 ? config.n_readers : default_readers()) {
+        readers(table, simulated ? 0 : config.n_readers > 0 ? config.n_readers : default_readers()) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         for (size_t r = 0; r < map.layers[i].tensors.size(); ++r) {
             auto t = std::make_unique<pyorch::ManagedTensor>();
@@ -40,6 +44,10 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
             tensors.push_back(std::move(t));
         }
     }
+}
+
+pyorch_engine::~pyorch_engine() {
+    pyorch::forget(this);
 }
 
 pyorch::ManagedTensor * pyorch_engine::find(const char * name) const {
@@ -62,4 +70,18 @@ pyorch::GraphLayer * pyorch_engine::graph_layer(const void * context, int layer,
         }
     }
     return &of_context[2 * layer + decode];
+}
+
+void pyorch_engine::set_router(int layer, const pyorch_router & it) {
+    auto copy = [](const float * values, size_t n, std::vector<float> & to) -> const float * {
+        to.assign(values, values ? values + n : values);
+        return values ? to.data() : nullptr;
+    };
+    std::lock_guard<std::mutex> lock(routers_mutex);
+    pyorch::OwnRouter & own = own_routers[layer];
+    routers[layer] = {
+        copy(it.gate, (size_t) it.n_expert * it.n_embd, own.gate), copy(it.bias, it.n_expert, own.bias),
+        copy(it.norm, it.n_embd, own.norm), it.eps, copy(it.choice, it.n_expert, own.choice),
+        it.sigmoid != 0, it.n_embd, it.n_expert,
+    };
 }

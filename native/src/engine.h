@@ -6,6 +6,7 @@
 #include "prefetcher.h"
 #include "readers.h"
 #include "residency.h"
+#include "speculation.h"
 #include "substitution.h"
 
 #include <map>
@@ -43,13 +44,20 @@ struct ManagedTensor {
     int             role;
 };
 
+// Router weights that no model holds.
+struct OwnRouter {
+    std::vector<float> gate, bias, norm, choice;
+};
+
 } // namespace pyorch
 
 struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
+    ~pyorch_engine();
 
     pyorch::ResidencyTable                                   table;
     pyorch::Substitutions                                    substitutions;
+    pyorch::Speculation                                      speculation;
     std::vector<std::unique_ptr<pyorch::ManagedTensor>>      tensors;
     std::mutex                                               graphs_mutex;
     std::map<const void *, std::vector<pyorch::GraphLayer>>  graphs; // by context, two entries a layer: prefill, decode
@@ -61,13 +69,18 @@ struct pyorch_engine {
 
     pyorch::Calibration                calibration;
     std::mutex                         routers_mutex;
-    std::vector<pyorch::RouterWeights> routers; // by layer, as the graph last had them
+    std::vector<pyorch::RouterWeights> routers; // by layer, as the graph last had them, or from own_routers
+    std::vector<pyorch::OwnRouter>     own_routers;
 
+    const bool         simulated;
     pyorch::Prefetcher prefetcher;
     pyorch::Readers    readers; // last: stops before the table goes
 
     // The tensor of that name in the map, or null.
     pyorch::ManagedTensor * find(const char * name) const;
+
+    // Copies the weights. For a simulated engine.
+    void set_router(int layer, const pyorch_router & router);
 
     pyorch::GraphLayer * graph_layer(const void * context, int layer, bool decode);
 };

@@ -11,8 +11,10 @@ namespace pyorch {
 
 // What a policy may know about an expert. Time counts the layers that were computed.
 struct Usage {
-    uint64_t last_use  = 0;
-    float    frequency = 0; // of uses, as the policy counts them, at last_use
+    uint64_t last_use    = 0;
+    float    frequency   = 0; // of uses, as the policy counts them, at last_use
+    float    probability = 0; // with which the next pass of its layer will need it, as was last forecast
+    uint64_t next_use    = UINT64_MAX; // the truth, where it is known: in a replay
 };
 
 class EvictionPolicy {

@@ -110,7 +110,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
                 (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
         }
         tensor_bytes += bytes;
-        tensors[tensor_name] = { file, offset, bytes };
+        tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
 
         int         il = 0;
         std::string role;
@@ -262,6 +262,17 @@ bool ModelMap::get_int(const std::string & key, int index, int64_t & value) cons
         case GGUF_TYPE_INT64:  return read(int64_t());
         default:               return false;
     }
+}
+
+bool ModelMap::get_float(const std::string & key, double & value) const {
+    const int64_t   id   = gguf_find_key(metadata.get(), key.c_str());
+    const gguf_type type = id < 0 ? GGUF_TYPE_COUNT : gguf_get_kv_type(metadata.get(), id);
+    if (type == GGUF_TYPE_FLOAT32) {
+        value = gguf_get_val_f32(metadata.get(), id);
+    } else if (type == GGUF_TYPE_FLOAT64) {
+        value = gguf_get_val_f64(metadata.get(), id);
+    }
+    return type == GGUF_TYPE_FLOAT32 || type == GGUF_TYPE_FLOAT64;
 }
 
 bool ModelMap::get_str(const std::string & key, const char * & value) const {

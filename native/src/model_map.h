@@ -47,9 +47,10 @@ struct MapFile {
 };
 
 struct TensorRange {
-    int      file; // index into ModelMap::files
-    uint64_t offset;
-    uint64_t bytes;
+    int         file; // index into ModelMap::files
+    uint64_t    offset;
+    uint64_t    bytes;
+    std::string type; // ggml type
 };
 
 class ModelMap {
@@ -75,6 +76,7 @@ public:
 
     // Metadata of the first shard; false where the key is missing or of another kind.
     bool get_int(const std::string & key, int index, int64_t & value) const;
+    bool get_float(const std::string & key, double & value) const;
     bool get_str(const std::string & key, const char * & value) const;
 
 private:

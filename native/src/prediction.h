@@ -1,7 +1,7 @@
 // Which experts the next layers will need, guessed from what is known when a layer was routed.
 //
-// A predictor sees every layer of a decoding ubatch and names experts of later layers, the likeliest
-// first. It knows nothing of residency: what becomes of a prediction is the prefetcher's business.
+// A predictor sees every layer of a decoding ubatch and makes forecasts of later layers. It knows nothing
+// of residency: what becomes of a forecast is the prefetch planner's business.
 
 #pragma once
 
@@ -13,24 +13,39 @@
 
 namespace pyorch {
 
-// A layer of a decoding ubatch, just routed. Arrays are row-major by token.
+// Nothing is forecast for wider ubatches: their layers need nearly all experts.
+constexpr int MAX_PREDICTED_TOKENS = 4;
+
+// A ubatch begins. Each of its tokens is one iteration of one sequence.
+struct IterationBegin {
+    bool               request;    // of a new request: its prompt begins
+    bool               decode;     // one token of each sequence
+    int                n_tokens;
+    std::vector<float> embeddings; // [n_tokens][n_embd] of the embedding layer, or empty
+};
+
+// A layer of a ubatch, just routed. Arrays are row-major by token.
 struct RoutedLayer {
     int                  layer; // index into the layers with experts
     int                  n_tokens;
     int                  n_used;
+    bool                 decode;  // one token of each sequence
     std::vector<int32_t> experts; // [n_tokens][n_used], the likeliest first
     std::vector<float>   weights; // [n_tokens][n_used] of their outputs
 
     // Empty where the predictor does not ask for them, or the graph does not have them.
+    std::vector<float>   probs;     // [n_tokens][n_expert] with the sum 1
     std::vector<float>   inputs;    // [n_tokens][n_embd] of the router
     std::vector<float>   residuals; // [n_tokens][n_embd] before the normalization that makes inputs of them
 };
 
-struct Prediction {
-    int layer;
-    int expert;
-    int rank;     // among those predicted for this layer and token, 0 is the likeliest
-    int distance; // layers ahead
+// What one layer will need for one token.
+struct Forecast {
+    int                layer;
+    int                distance;    // layers ahead of the last one that was routed
+    int                token;       // of the ubatch
+    std::vector<int>   experts;     // worth reading, the likeliest first
+    std::vector<float> probability; // [n_expert] with the sum 1, empty where the predictor has none
 };
 
 // The weights with which a layer chooses its experts, where the model keeps them.
@@ -51,22 +66,44 @@ class Predictor {
 public:
     virtual ~Predictor() = default;
 
-    // Appends what later layers will need. Called for the layers of one sequence of ubatches in order.
-    virtual void routed(const RoutedLayer & layer, std::vector<Prediction> & predictions) = 0;
-
+    // Both append what later layers will need. Called for the ubatches of one context in order, and for their layers.
+    virtual void begin(const IterationBegin &, std::vector<Forecast> &) {}
+    virtual void routed(const RoutedLayer & layer, std::vector<Forecast> & forecasts) = 0;
 };
 
 // What a predictor wants to see of a layer, beside its experts and weights.
-enum PredictorNeeds { NEEDS_NOTHING, NEEDS_INPUTS, NEEDS_RESIDUALS };
+enum PredictorNeeds : unsigned {
+    NEEDS_NOTHING    = 0,
+    NEEDS_INPUTS     = 1,
+    NEEDS_RESIDUALS  = 2,  // or inputs, where there are none
+    NEEDS_PROBS      = 4,
+    NEEDS_PREFILL    = 8,  // layers of prompts too
+    NEEDS_EMBEDDINGS = 16,
+    NEEDS_ROUTERS    = 32, // reads the model's own weights
+};
 
-PredictorNeeds needs_of(pyorch_predictor kind);
+unsigned needs_of(pyorch_predictor kind);
 
 // Of each layer [n_expert][n_embd]: the mean output of each expert. Empty where it is not known.
 using DefaultVectors = std::vector<std::vector<float>>;
 
-// routers: of all layers; entries may be empty. distance: layers ahead at most, at least 1. Null for PYORCH_PREDICT_NONE.
-std::unique_ptr<Predictor> make_predictor(pyorch_predictor kind, const std::vector<RouterWeights> & routers,
-                                          std::shared_ptr<const DefaultVectors> defaults,
-                                          const std::vector<int> & n_expert, int distance);
+class Estimator;
+class ExpertMaps;
+
+// What predictors are made of; all shared, none changes once it is here.
+struct PredictionModel {
+    std::vector<int>                      n_expert; // by layer
+    std::vector<RouterWeights>            routers;  // by layer, entries may be empty
+    std::shared_ptr<const DefaultVectors> defaults;
+    std::shared_ptr<const Estimator>      estimator;
+    std::vector<uint8_t>                  estimated; // by layer: hybrid takes the estimator
+    std::shared_ptr<ExpertMaps>           maps;      // of past iterations and requests; this one grows
+};
+
+// distance: by layer, how many layers ahead it is guessed at most; 0: it is not.
+std::unique_ptr<Predictor> make_predictor(pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance);
+
+// The indices of the n largest values, largest first, the lower index among equals.
+std::vector<int> top(const float * values, int n_values, int n);
 
 } // namespace pyorch

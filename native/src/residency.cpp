@@ -158,7 +158,8 @@ void ResidencyTable::acquire(Owner & owner, int layer, const std::vector<int> & 
         }
     }
 
-    passing = layer;
+    passing    = layer;
+    last_layer = std::max(last_layer, layer);
     settle_guesses(layer);
 
     auto still_absent = [&] {
@@ -173,7 +174,13 @@ void ResidencyTable::acquire(Owner & owner, int layer, const std::vector<int> & 
         }
         // What cannot be taken now is held by another layer, or a reader is at it: both end soon.
         while (still_absent() && !make_room(absent.size() * l.slot_bytes, layer, true)) {
-            space.wait(lock);
+            if (waiter) {
+                lock.unlock();
+                waiter();
+                lock.lock();
+            } else {
+                space.wait(lock);
+            }
         }
     }
     const size_t queued = demand.size();
@@ -280,8 +287,9 @@ void ResidencyTable::drop(Expert & e) {
 }
 
 // Evicts until so many bytes can be allocated; layer is the one that wants them. What was read ahead and
-// not used yet goes only for demand, what was used after unused_since not at all. False if what is left is in use: the caller waits and tries again.
-bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand, uint64_t unused_since) {
+// not used yet goes only for demand, what is spared not at all. False if what is left is in use: the caller waits and
+// tries again.
+bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand, const Spared & spared) {
     if (pool.available() >= bytes) {
         return true;
     }
@@ -300,7 +308,7 @@ bool ResidencyTable::make_room(uint64_t bytes, int layer, bool for_demand, uint6
         }
         for (int id = 0; id < l.n_expert; ++id) {
             Expert & e = l.experts[id];
-            if (e.in_use || e.pinned || e.usage.last_use > unused_since) {
+            if (e.in_use || e.pinned || e.usage.last_use > spared.used_after || e.usage.probability > spared.more_likely_than) {
                 continue;
             }
             if (e.state == Expert::LOADING) {

@@ -23,8 +23,10 @@
 #include "source.h"
 
 #include <atomic>
+#include <cmath>
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -73,6 +75,12 @@ struct ReadRequest {
     char *   buf;
 };
 
+// What a read ahead may not take memory from.
+struct Spared {
+    uint64_t used_after       = UINT64_MAX; // experts used later than this
+    float    more_likely_than = INFINITY;   // experts whose forecast is higher
+};
+
 class ResidencyTable {
 public:
     ResidencyTable(const ModelMap & map, std::unique_ptr<Source> source, const pyorch_config & config);
@@ -102,6 +110,9 @@ public:
     // The next request, or false when stop() was called. Sleeps while there is none.
     bool next_read(ReadRequest & request);
 
+    // The same, but false at once while there is none.
+    bool try_next_read(ReadRequest & request);
+
     // result: bytes read or negative errno
     void finish_read(const ReadRequest & request, int64_t result, uint64_t ns);
     void stop();
@@ -117,9 +128,21 @@ public:
         bool   absent; // out
     };
 
-    // What the next pass of a layer will probably need; replaces what was wanted for it before. Read behind all demand
-    // and only while nothing that was used in the last token must go for it; forgotten when the layer comes.
-    void want(int layer, std::vector<Want> & wants);
+    // What the next pass of a layer will probably need, as was known when layer `from` came (-1: when a ubatch began);
+    // replaces what was wanted for it before. Read behind all demand and only while nothing that was used in the last
+    // token must go for it; forgotten when the layer comes, and not even noted if it has come meanwhile.
+    void want(int layer, int from, std::vector<Want> & wants);
+
+    // probability[n_expert]: with which the next pass of a layer will need each of its experts.
+    void expect(int layer, const std::vector<float> & probability);
+
+    // For a replay, in which one thread is everybody.
+
+    // Called in place of sleeping in acquire(): ends one read.
+    void set_waiter(std::function<void()> waiter);
+
+    // When an expert will be used next, in layers computed (see EvictionPolicy).
+    void foresee(int layer, int expert, uint64_t next_use);
 
     // For everybody else. Layers are given by il; throws Failure.
 
@@ -166,6 +189,7 @@ private:
     std::condition_variable arrived; // for compute threads: a matrix
     std::condition_variable space;   // for acquire: something was released or finished
     std::condition_variable idle;
+    std::function<void()>   waiter;  // in place of waiting for space
 
     BlockPool               pool;
     std::vector<Layer>      layers;
@@ -175,6 +199,7 @@ private:
     std::vector<Guess>      guesses;       // nor here, and they may never get any
     int                     n_predicted = 0; // experts with the flag
     int                     passing     = 0; // the layer that was last acquired
+    int                     last_layer  = -1; // that is ever acquired: those that a decode does not pass come behind it
     uint64_t                held_bytes  = 0; // of experts that are in use or pinned
     int                     n_in_use    = 0;
     int                     n_in_flight = 0;
@@ -203,8 +228,9 @@ private:
     void drop(Expert & e);
     void unqueue(Expert & e);
     void take_over_ahead(const std::vector<Expert *> & experts);
-    bool make_room(uint64_t bytes, int layer, bool for_demand, uint64_t unused_since = UINT64_MAX);
+    bool make_room(uint64_t bytes, int layer, bool for_demand, const Spared & spared = {});
     void shrink_layer(int layer, int n);
+    bool pop_read(ReadRequest & request);
     bool next_ahead();
     bool next_guess();
     void settle_guesses(int layer);

@@ -100,19 +100,40 @@ bool ResidencyTable::next_ahead() {
     return false;
 }
 
-void ResidencyTable::want(int layer, std::vector<Want> & wants) {
+void ResidencyTable::want(int layer, int from, std::vector<Want> & wants) {
+    const int n = (int) layers.size();
     {
         std::lock_guard<std::mutex> lock(mutex);
+        const int  since    = from < 0 ? last_layer : from;
+        const int  distance = (layer - since - 1 + n) % n + 1;
+        const bool late     = since >= 0 && (passing - since + n) % n >= distance;
         guesses.erase(std::remove_if(guesses.begin(), guesses.end(), [&](const Guess & g) { return g.expert->layer == layer; }), guesses.end());
         for (Want & w : wants) {
             Expert & e = layers[layer].experts[w.expert];
             w.absent = e.state == Expert::ABSENT;
-            if (w.absent && w.wanted) {
+            if (w.absent && w.wanted && !late) {
                 guesses.push_back({ &e, w.probability });
             }
         }
     }
     work.notify_all();
+}
+
+void ResidencyTable::expect(int layer, const std::vector<float> & probability) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (size_t id = 0; id < probability.size(); ++id) {
+        layers[layer].experts[id].usage.probability = probability[id];
+    }
+}
+
+void ResidencyTable::foresee(int layer, int expert, uint64_t next_use) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].experts[expert].usage.next_use = next_use;
+}
+
+void ResidencyTable::set_waiter(std::function<void()> waiter_) {
+    std::lock_guard<std::mutex> lock(mutex);
+    waiter = std::move(waiter_);
 }
 
 // A layer comes: what was guessed for it was right, or in vain, or is not wanted any more.
@@ -152,8 +173,8 @@ bool ResidencyTable::next_guess() {
         if (e.state != Expert::ABSENT || e.in_use > 0 || l.n_loaded >= l.max) {
             continue;
         }
-        const uint64_t last_token = now > (uint64_t) n ? now - n : 0;
-        if (!make_room(l.slot_bytes, e.layer, false, last_token) || !start_load(e, ahead)) {
+        const Spared spared = { now > (uint64_t) n ? now - n : 0, e.usage.probability > 0 ? e.usage.probability : INFINITY };
+        if (!make_room(l.slot_bytes, e.layer, false, spared) || !start_load(e, ahead)) {
             continue;
         }
         e.read_ahead = e.predicted = true;
@@ -167,24 +188,35 @@ bool ResidencyTable::is_idle() const {
     return demand.empty() && ahead.empty() && ahead_wanted.empty() && guesses.empty() && n_in_flight == 0;
 }
 
+bool ResidencyTable::pop_read(ReadRequest & request) {
+    auto * queue = !demand.empty() ? &demand : !ahead.empty() || next_ahead() || next_guess() ? &ahead : nullptr;
+    if (!queue) {
+        return false;
+    }
+    request = queue->front();
+    queue->pop_front();
+    ++request.expert->in_flight;
+    ++n_in_flight;
+    return true;
+}
+
 bool ResidencyTable::next_read(ReadRequest & request) {
     std::unique_lock<std::mutex> lock(mutex);
     while (!stopped) {
-        auto * queue = !demand.empty() ? &demand : !ahead.empty() || next_ahead() || next_guess() ? &ahead : nullptr;
-        if (!queue) {
-            if (is_idle()) {
-                idle.notify_all();
-            }
-            work.wait(lock);
-            continue;
+        if (pop_read(request)) {
+            return true;
         }
-        request = queue->front();
-        queue->pop_front();
-        ++request.expert->in_flight;
-        ++n_in_flight;
-        return true;
+        if (is_idle()) {
+            idle.notify_all();
+        }
+        work.wait(lock);
     }
     return false;
+}
+
+bool ResidencyTable::try_next_read(ReadRequest & request) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return pop_read(request);
 }
 
 void ResidencyTable::finish_read(const ReadRequest & request, int64_t result, uint64_t ns) {

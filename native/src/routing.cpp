@@ -7,7 +7,11 @@
 #include "llama-moe.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <numeric>
 #include <sys/stat.h>
 
 namespace pyorch {
@@ -106,7 +110,6 @@ void observe(pyorch_engine & engine, const GraphLayer & g, const ggml_tensor * i
 // Lets other experts take the places of absent ones, if that is allowed.
 void substitute(GraphLayer & g, ggml_tensor * ids) {
     pyorch_engine & engine = *g.engine;
-    g.new_weights.clear();
     if (!engine.substitutions.active(g.layer, g.decode)) {
         return;
     }
@@ -143,27 +146,63 @@ void copy_floats(const ggml_tensor * from, std::vector<float> & to) {
     to.assign(data, data + ggml_nelements(from));
 }
 
-// Shows the prefetcher what was routed; of a wide ubatch, whose layers need nearly all experts, nothing.
+// The probabilities of each token with the sum 1, whatever the model makes of its logits.
+void copy_distribution(const ggml_tensor * probs, const GraphLayer & g, std::vector<float> & to) {
+    copy_floats(probs, to);
+    const size_t n_expert = g.engine->table.map.layers[g.layer].n_expert;
+    for (size_t begin = 0; begin < to.size(); begin += n_expert) {
+        float * row = to.data() + begin;
+        if (g.softmax_selected) {
+            const float most = *std::max_element(row, row + n_expert);
+            std::transform(row, row + n_expert, row, [&](float logit) { return std::exp(logit - most); });
+        }
+        const float sum = std::accumulate(row, row + n_expert, 0.0f);
+        std::transform(row, row + n_expert, row, [&](float p) { return p / sum; });
+    }
+}
+
+// Shows the prefetcher what was routed, and computes next.
 void predict(const GraphLayer & g, const ggml_tensor * ids) {
-    static constexpr int MAX_TOKENS = 4;
-    Prefetcher & prefetcher = g.engine->prefetcher;
-    if (!g.decode || ids->ne[1] > MAX_TOKENS || !prefetcher.wants(g.context, g.layer)) {
+    Prefetcher &   prefetcher = g.engine->prefetcher;
+    const unsigned needs      = prefetcher.needs();
+    const bool     speculates = g.engine->speculation.active(g.decode);
+    const bool     predicts   = g.decode && ids->ne[1] <= MAX_PREDICTED_TOKENS && prefetcher.wants();
+    if (!speculates && !predicts && !(prefetcher.active() && !g.decode && (needs & NEEDS_PREFILL))) {
         return;
     }
     RoutedLayer layer;
     layer.layer    = g.layer;
     layer.n_tokens = (int) ids->ne[1];
     layer.n_used   = (int) ids->ne[0];
+    layer.decode   = g.decode;
     const int32_t * experts = (const int32_t *) ids->data;
     layer.experts.assign(experts, experts + ggml_nelements(ids));
-    const float * weights = floats(ids, WEIGHTS);
-    layer.weights.assign(weights, weights + ggml_nelements(ids));
-    if (prefetcher.needs() == NEEDS_RESIDUALS && ids->src[RESIDUAL]) {
-        copy_floats(ids->src[RESIDUAL], layer.residuals);
-    } else if (prefetcher.needs() != NEEDS_NOTHING) {
-        copy_floats(ids->src[INPUT], layer.inputs);
+    if (speculates || predicts) {
+        const float * weights = g.new_weights.empty() ? floats(ids, WEIGHTS) : g.new_weights.data();
+        layer.weights.assign(weights, weights + ggml_nelements(ids));
+        if ((needs & NEEDS_RESIDUALS) && ids->src[RESIDUAL]) {
+            copy_floats(ids->src[RESIDUAL], layer.residuals);
+        }
+        if ((needs & NEEDS_INPUTS) || ((needs & NEEDS_RESIDUALS) && !ids->src[RESIDUAL])) {
+            copy_floats(ids->src[INPUT], layer.inputs);
+        }
+        if (needs & NEEDS_PROBS) {
+            copy_distribution(ids->src[PROBS], g, layer.probs);
+        }
     }
     prefetcher.routed(g.context, std::move(layer));
+}
+
+// Puts what was forecast for this layer in the place of what its router chose.
+void speculate(GraphLayer & g, ggml_tensor * ids) {
+    pyorch_engine & engine = *g.engine;
+    const float * weights = floats(ids, WEIGHTS);
+    g.new_weights.assign(weights, weights + ggml_nelements(ids));
+    const RouterChoice choice = {
+        (int) ids->ne[1], engine.table.map.layers[g.layer].n_expert, (int) ids->ne[0],
+        (int32_t *) ids->data, g.new_weights.data(), floats(ids, PROBS), g.normalized,
+    };
+    engine.speculation.apply(choice, g.layer > 0 ? engine.prefetcher.next_forecasts(g.context, g.layer) : std::vector<Forecast>());
 }
 
 void route_op(ggml_tensor * ids, int ith, int, void * user) {
@@ -173,7 +212,12 @@ void route_op(ggml_tensor * ids, int ith, int, void * user) {
     GraphLayer & g = *(GraphLayer *) user;
     copy_ids(ids);
     observe(*g.engine, g, ids);
-    substitute(g, ids);
+    g.new_weights.clear();
+    if (g.engine->speculation.active(g.decode)) {
+        speculate(g, ids);
+    } else {
+        substitute(g, ids);
+    }
 
     const int32_t * begin = (const int32_t *) ids->data;
     thread_local std::vector<int> experts;
@@ -212,9 +256,77 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
         const ggml_tensor * ids = experts->src[1];
         g.engine->calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
     }
+    // After the last layer the model may be freed, and predictors read its routers.
+    if (g.layer + 1 == (int) g.engine->table.map.layers.size() && (g.engine->prefetcher.needs() & NEEDS_ROUTERS)) {
+        g.engine->prefetcher.settle(g.context);
+    }
     if (!g.engine->table.release(*g.owner)) {
         decode_failed = true;
     }
+}
+
+//
+// beginning
+//
+
+// Which engine a context computes with, and whether its last ubatch was of a prompt.
+struct ContextState {
+    pyorch_engine * engine;
+    bool            prefill = false;
+};
+
+std::mutex                           contexts_mutex;
+std::map<const void *, ContextState> contexts;
+
+void remember(const void * context, pyorch_engine * engine) {
+    std::lock_guard<std::mutex> lock(contexts_mutex);
+    ContextState & state = contexts[context];
+    if (state.engine != engine) {
+        state = { engine, false };
+    }
+}
+
+// Rows of the token table, as floats. Empty where it is out of reach.
+std::vector<float> embeddings_of(const ggml_tensor * table, const int32_t * tokens, int n_tokens) {
+    const auto to_float = table ? ggml_get_type_traits(table->type)->to_float : nullptr;
+    const bool is_float = table && table->type == GGML_TYPE_F32;
+    if (!tokens || !table || (!to_float && !is_float) || !table->data || !table->buffer || !ggml_backend_buffer_is_host(table->buffer)) {
+        return {};
+    }
+    std::vector<float> rows((size_t) n_tokens * table->ne[0]);
+    for (int t = 0; t < n_tokens; ++t) {
+        const char * row = (const char *) table->data + tokens[t] * table->nb[1];
+        float *      to  = rows.data() + (size_t) t * table->ne[0];
+        if (is_float) {
+            memcpy(to, row, table->ne[0] * sizeof(float));
+        } else {
+            to_float(row, to, table->ne[0]);
+        }
+    }
+    return rows;
+}
+
+void on_begin(ggml_backend_sched_t sched, const ggml_tensor * tok_embd, const int32_t * tokens, uint32_t n_tokens, bool decode) {
+    pyorch_engine * engine;
+    bool            request;
+    {
+        std::lock_guard<std::mutex> lock(contexts_mutex);
+        const auto it = contexts.find(sched);
+        if (it == contexts.end()) {
+            return;
+        }
+        engine  = it->second.engine;
+        request = !decode && !it->second.prefill;
+        it->second.prefill = !decode;
+    }
+    if (!engine->prefetcher.active()) {
+        return;
+    }
+    IterationBegin begin = { request, decode, (int) n_tokens, {} };
+    if ((engine->prefetcher.needs() & NEEDS_EMBEDDINGS) && decode && n_tokens <= MAX_PREDICTED_TOKENS) {
+        begin.embeddings = embeddings_of(tok_embd, tokens, (int) n_tokens);
+    }
+    engine->prefetcher.begin(sched, std::move(begin));
 }
 
 //
@@ -264,6 +376,7 @@ void on_route(llama_moe_route * route) {
         return;
     }
     GraphLayer * g = m->engine->graph_layer(route->sched, m->layer, route->decode);
+    remember(route->sched, m->engine);
     g->normalized       = route->normalized;
     g->softmax_selected = route->softmax_selected;
 
@@ -308,13 +421,20 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
 // Set once, when the library is loaded: later, another model might be computing.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed };
-    static const llama_moe_hooks       moe_hooks = { on_weight, on_route, on_done };
+    static const llama_moe_hooks       moe_hooks = { on_weight, on_route, on_done, on_begin };
     ggml_cpu_set_expert_hooks(&cpu_hooks);
     llama_set_moe_hooks(&moe_hooks);
     return true;
 }();
 
 } // namespace
+
+void forget(const pyorch_engine * engine) {
+    std::lock_guard<std::mutex> lock(contexts_mutex);
+    for (auto it = contexts.begin(); it != contexts.end();) {
+        it = it->second.engine == engine ? contexts.erase(it) : std::next(it);
+    }
+}
 
 void capture(const ModelMap * map, pyorch_engine * engine) {
     captured_map    = map;

@@ -10,4 +10,7 @@ namespace pyorch {
 // experts are mapped and nobody manages them.
 void capture(const ModelMap * map, pyorch_engine * engine);
 
+// The engine is about to go.
+void forget(const pyorch_engine * engine);
+
 } // namespace pyorch

@@ -99,7 +99,7 @@ static void guess(ResidencyTable & table, std::mt19937 & rng, int layer, std::ve
     for (int id : { used[0], used[1], (int) (rng() % N_EXPERT) }) {
         wants.push_back({ id, 0.5, true, false });
     }
-    table.want(layer, wants);
+    table.want(layer, layer - 1, wants);
 }
 
 // One context: two compute threads go through the layers as mul_mat_id does.

@@ -1,0 +1,87 @@
+// The predictors that learn from history, on numbers from stdin.
+//
+//     history_predictors expert-map|activation-matrix N_LAYERS N_EXPERT N_EMBD CAPACITY DISTANCE N_REQUESTS
+//
+// Each line is an event: what the predictor is shown, or what others put into its store meanwhile:
+//
+//     begin REQUEST DECODE N_TOKENS HAS_EMBEDDINGS [embeddings]
+//     routed LAYER N_TOKENS N_USED DECODE HAS_PROBS experts [probs]
+//     add [embedding] [map]
+//     request [counts]
+//
+// After each it prints the forecasts, "LAYER DISTANCE TOKEN N_EXPERTS experts [probability]", and then
+// "size N_MAPS N_REQUESTS".
+
+#include "expert_maps.h"
+#include "prediction.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <string>
+
+namespace pyorch {
+std::unique_ptr<Predictor> make_expert_map       (const PredictionModel & model, const std::vector<int> & distance);
+std::unique_ptr<Predictor> make_activation_matrix(const PredictionModel & model, const std::vector<int> & distance);
+}
+
+template <typename T>
+static std::vector<T> read(size_t n) {
+    std::vector<T> values(n);
+    for (T & value : values) {
+        std::cin >> value;
+    }
+    return values;
+}
+
+int main(int argc, char ** argv) {
+    if (argc != 8) {
+        return 2;
+    }
+    int n[6];
+    for (int i = 0; i < 6; ++i) {
+        n[i] = atoi(argv[i + 2]);
+    }
+    const auto [n_layers, n_expert, n_embd, capacity, distance, n_requests] = n;
+    pyorch::PredictionModel model;
+    model.n_expert.assign(n_layers, n_expert);
+    model.maps = std::make_shared<pyorch::ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests);
+    const std::vector<int> distances(n_layers, distance);
+    const auto predictor = std::string(argv[1]) == "expert-map" ? pyorch::make_expert_map(model, distances)
+                                                                : pyorch::make_activation_matrix(model, distances);
+    std::string event;
+    while (std::cin >> event) {
+        std::vector<pyorch::Forecast> forecasts;
+        if (event == "begin") {
+            const auto head = read<int>(4);
+            const auto embeddings = read<float>((size_t) head[3] * head[2] * n_embd);
+            predictor->begin({ head[0] != 0, head[1] != 0, head[2], embeddings }, forecasts);
+        } else if (event == "routed") {
+            const auto head = read<int>(5);
+            pyorch::RoutedLayer it = {};
+            it.layer    = head[0];
+            it.n_tokens = head[1];
+            it.n_used   = head[2];
+            it.decode   = head[3] != 0;
+            it.experts  = read<int32_t>((size_t) it.n_tokens * it.n_used);
+            it.probs    = read<float>((size_t) head[4] * it.n_tokens * n_expert);
+            predictor->routed(it, forecasts);
+        } else if (event == "request") {
+            model.maps->requests.add(read<float>((size_t) n_layers * n_expert).data());
+        } else {
+            const auto embedding = read<float>(n_embd);
+            model.maps->iterations.add(embedding.data(), read<float>((size_t) n_layers * n_expert).data());
+        }
+        for (const auto & f : forecasts) {
+            printf("%d %d %d %zu", f.layer, f.distance, f.token, f.experts.size());
+            for (int e : f.experts) {
+                printf(" %d", e);
+            }
+            for (float p : f.probability) {
+                printf(" %.9g", p);
+            }
+            printf("\n");
+        }
+        printf("size %d %d\n", model.maps->iterations.size(), model.maps->requests.size());
+    }
+}
