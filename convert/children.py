@@ -1,4 +1,4 @@
-"""Starts the converter and the quantizer as child processes and turns their failures into sentences."""
+"""Starts the converter, the quantizer and trainings as child processes and turns their failures into sentences."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pyorch.errors import PyorchError
 OnProgress = Callable[[int, int], None]  # done, total
 
 _CONVERTER = Path(__file__).with_name("converter_process.py")
+_ESTIMATOR = Path(__file__).with_name("estimator_process.py")
 
 
 class WriteError(PyorchError):
@@ -70,6 +71,22 @@ def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress |
         raise PyorchError("this quantization needs an importance matrix, which pyorch convert does not make: "
                           "use a type of 3 bits and more, or llama.cpp's llama-imatrix and llama-quantize")
     raise PyorchError(f"llama.cpp's quantizer failed: {_one_line(message or last_line)}; --verbose shows its log")
+
+
+def run_estimator(job: dict, *, verbose: bool = False, on_progress: OnProgress | None = None) -> None:
+    """Trains {"trace", "arrays", "output": paths, "n_latent", "n_hidden", "epochs", "seed": int, "lr": float}.
+
+    arrays: npz with the records "training" and "held_out", and of each layer i "defaults.i" and the router's "gate.i",
+    "norm.i" and so on, "eps" of all, "sigmoid" of all. output: npz of weights; beside it a .json says what was
+    measured. Raises PyorchError.
+    """
+    failure = _run([sys.executable, str(_ESTIMATOR)], job, verbose, on_progress)
+    if failure is None:
+        return
+    kind, message, last_line = failure
+    if kind == "missing":
+        raise PyorchError(f"training needs Python packages that are missing ({message}): pip install 'pyorch[convert]'")
+    raise PyorchError(f"the training failed: {_one_line(message or last_line)}; --verbose shows its log")
 
 
 def _one_line(text: str) -> str:

@@ -10,11 +10,12 @@ from pyorch import _libs
 _libs.claim_llama_cpp()
 
 if TYPE_CHECKING:
-    from pyorch.engine import Engine, Routing, Stats
+    from pyorch.engine import Engine, Stats
     from pyorch.errors import BudgetError, ExpertReadError, FormatError, PyorchError
     from pyorch.managed import manage
     from pyorch.model import LayerPolicy, Model, load
     from pyorch.modelmap import ModelMap
+    from pyorch.routing import Routing
     from pyorch.substitution import Substitution
 
 __version__: str
@@ -29,7 +30,7 @@ _HOMES = {
     "Model": "model",
     "ModelMap": "modelmap",
     "PyorchError": "errors",
-    "Routing": "engine",
+    "Routing": "routing",
     "Stats": "engine",
     "Substitution": "substitution",
     "load": "model",

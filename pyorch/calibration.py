@@ -2,21 +2,62 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pyorch import memory
+from pyorch.bench.disk import expert_ranges, measure_bandwidth
 from pyorch.context import Context
 from pyorch.data import read_documents
-from pyorch.default_vectors import DefaultVectors
 from pyorch.errors import PyorchError
 from pyorch.model import Model, load
+from pyorch.predictor_file import DefaultVectors, PredictorFile
+from pyorch.prefetch import NONE, Prefetch
+from pyorch.profiling import Recorder, trace_header
+from pyorch.replay import Recording, ReplaySettings, replay
 
 _PIECE = 512  # tokens that are computed together, from nothing but themselves
 
+# One piece of ten is held out, up to so many tokens, to try on it how far ahead to read.
+_HELD_OUT = 10
+_TRIAL_TOKENS = 2048
+
+_TIMED_TOKENS = 24  # decoded to know what computing takes
+_DISK_SECONDS = 1.0
+_BUDGET = 0.4  # of the experts, at which distances are compared
+_DISTANCES = (1, 2, 3, 4)
+_SAME = 0.005  # a gain that is none: reading farther ahead wastes more
+
 OnProgress = Callable[[str, int, int], None]  # "calibrating", tokens done, of at most
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the replay of held-out tokens says of a prefetch distance; 0: nothing is read ahead."""
+
+    distance: int
+    tpot_ms: float
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """trials: empty where too little text was held out; why: else why there are none, or ""."""
+
+    default_vectors: DefaultVectors
+    trials: tuple[Trial, ...] = ()
+    why: str = ""
+
+    @property
+    def distance(self) -> int | None:
+        """The shortest of those with the fewest milliseconds, or nearly; None without trials."""
+        ahead = {it.distance: it.tpot_ms for it in self.trials if it.distance}
+        return min((it for it in ahead if ahead[it] <= (1 + _SAME) * min(ahead.values())), default=None)
 
 
 def calibrate(
@@ -26,8 +67,8 @@ def calibrate(
     n_threads: int | None = None,
     on_progress: OnProgress | None = None,
     **load_options: object,
-) -> DefaultVectors:
-    """Measures them on documents (see pyorch.data), at any budget.
+) -> Calibrated:
+    """Measures default vectors on documents (see pyorch.data), at any budget, and tries how far ahead reading pays.
 
     Args:
         n_tokens: of the data at most, None for all.
@@ -35,26 +76,89 @@ def calibrate(
     Raises PyorchError for a dense model, or data without a token; FormatError for what cannot be read.
     """
     n_threads = n_threads or memory.physical_cores()
-    done = 0
-    with load(path, **{"n_ctx": _PIECE, "n_threads": n_threads, **load_options}) as model:
+    held_out: list[list[int]] = []
+    n_read = n_done = 0
+    # Nothing is predicted, and a predictor file that is no good does not keep from making a new one.
+    with load(path, **{"n_ctx": _PIECE, "n_threads": n_threads, **load_options, "prefetch": NONE}) as model:
         if model.engine is None:
             raise PyorchError(model.note or f"{os.fspath(path)}: nothing manages its experts, so no output is seen")
         n_embd = model.llama.n_embd()
-        with Context(model.llama.model, _PIECE, _PIECE, _PIECE, n_threads=n_threads) as context, model.engine.calibrating():
-            for piece in _pieces(model, data):
-                piece = piece if n_tokens is None else piece[: n_tokens - done]
-                if not piece:
-                    break
-                context.clear()
-                context.decode(piece)
-                done += len(piece)
-                if on_progress is not None:
-                    on_progress("calibrating", done, n_tokens or 0)
-        if not done:
-            raise PyorchError(f"{', '.join(map(os.fspath, data))}: there is no text to calibrate with")
-        means = {il: model.engine.mean_outputs(il, n_embd) for il in model.layers}
-    vectors = {il: vectors for il, (vectors, _) in means.items()}
-    return DefaultVectors(vectors, {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, done)
+        with Context(model.llama.model, _PIECE, _PIECE, _PIECE, n_threads=n_threads) as context:
+            with model.engine.calibrating():
+                for number, piece in enumerate(_pieces(model, data), start=1):
+                    piece = piece if n_tokens is None else piece[: n_tokens - n_read]
+                    if not piece:
+                        break
+                    n_read += len(piece)
+                    if number % _HELD_OUT == 0 and sum(map(len, held_out)) < _TRIAL_TOKENS:
+                        held_out.append(piece)
+                        continue
+                    context.clear()
+                    context.decode(piece)
+                    n_done += len(piece)
+                    if on_progress is not None:
+                        on_progress("calibrating", n_read, n_tokens or 0)
+            if not n_done:
+                raise PyorchError(f"{', '.join(map(os.fspath, data))}: there is no text to calibrate with")
+            means = {il: model.engine.mean_outputs(il, n_embd) for il in model.layers}
+            vectors = DefaultVectors(
+                {il: vectors for il, (vectors, _) in means.items()},
+                {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, n_done,
+            )
+            if not held_out:
+                return Calibrated(vectors, why=f"one piece of {_HELD_OUT} is held out for that, and the text has fewer")
+            try:
+                return Calibrated(vectors, tuple(_trials(model, context, vectors, held_out)))
+            except PyorchError as error:  # a model whose routing cannot be recorded or replayed
+                return Calibrated(vectors, why=str(error))
+
+
+def _trials(model: Model, context: Context, vectors: DefaultVectors, pieces: list[list[int]]) -> Iterator[Trial]:
+    recording = _record(model, context, pieces)
+    info = model.map.info
+    settings = ReplaySettings(
+        budget=max(info.floor_bytes, int(_BUDGET * info.slots_bytes)),
+        read_bandwidth=measure_bandwidth(expert_ranges(model.map), _DISK_SECONDS).bytes_per_second,
+        compute_ms=_compute_ms(model, context, pieces[0]),
+        n_warm_tokens=len(recording) // 4,
+    )
+    file = PredictorFile(vectors)
+    for distance in (0, *_DISTANCES):
+        if distance < len(recording.layers):
+            prefetch = Prefetch("quasi-hidden", distance) if distance else Prefetch(NONE)
+            tried = dataclasses.replace(settings, prefetch=prefetch)
+            yield Trial(distance, replay(model.map, recording, tried, predictor_file=file).tpot_ms)
+
+
+def _record(model: Model, context: Context, pieces: list[list[int]]) -> Recording:
+    header = trace_header(model.map, states=True)
+    recorder = Recorder(header, _PIECE)
+    records = []
+    model.engine.set_observer(recorder, copy=False)
+    try:
+        for number, piece in enumerate(pieces):
+            context.clear()
+            recorder.expect(len(piece))
+            context.decode(piece)
+            records.append(recorder.records())
+            records[-1]["request"] = number
+    finally:
+        model.engine.set_observer(None)
+    whole = np.concatenate(records)
+    return Recording(header.layers, header.n_expert, whole["experts"], whole["weights"], whole["request"],
+                     states=np.ascontiguousarray(whole["states"]))
+
+
+def _compute_ms(model: Model, context: Context, tokens: list[int]) -> float:
+    """Milliseconds of a decoded token beside the waits for experts."""
+    context.clear()
+    tokens = list(itertools.islice(itertools.cycle(tokens), _TIMED_TOKENS))
+    context.decode(tokens[:1])
+    stalled, begin = model.engine.stats().stall_ns, time.perf_counter()
+    for token in tokens[1:]:
+        context.decode([token])
+    seconds = time.perf_counter() - begin - (model.engine.stats().stall_ns - stalled) / 1e9
+    return max(1e-3, 1000 * seconds / (len(tokens) - 1))
 
 
 def _pieces(model: Model, data: Sequence[str | os.PathLike[str]]) -> Iterator[list[int]]:

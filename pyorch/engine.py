@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from pyorch.bindings import check, ffi, lib, string
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.memory import parse_budget
 from pyorch.modelmap import ModelMap
+from pyorch.routing import Prediction, observer_callback, prediction_callback
+if TYPE_CHECKING:
+    from pyorch.expert_maps import ExpertMaps
 
 PREDICTORS = {
     "none": "PYORCH_PREDICT_NONE",
@@ -22,8 +26,17 @@ PREDICTORS = {
     "layer-all": "PYORCH_PREDICT_LAYER_ALL",
     "next-router": "PYORCH_PREDICT_NEXT_ROUTER",
     "quasi-hidden": "PYORCH_PREDICT_QUASI_HIDDEN",
+    "activation-matrix": "PYORCH_PREDICT_ACTIVATION_MATRIX",
+    "estimator": "PYORCH_PREDICT_ESTIMATOR",
+    "hybrid": "PYORCH_PREDICT_HYBRID",
+    "expert-map": "PYORCH_PREDICT_EXPERT_MAP",
 }
-POLICIES = {"lru": "PYORCH_LRU", "lfu": "PYORCH_LFU"}
+# "decode": in ubatches of one token of each sequence; "all": in prompts too.
+SPECULATION = {"none": "PYORCH_SPECULATE_NONE", "decode": "PYORCH_SPECULATE_DECODE", "all": "PYORCH_SPECULATE_ALL"}
+POLICIES = {"lru": "PYORCH_LRU", "lfu": "PYORCH_LFU", "finemoe": "PYORCH_FINEMOE"}
+
+# What needs to know the future: for simulated engines.
+FORESIGHT = {"predictor": {"oracle": "PYORCH_PREDICT_ORACLE"}, "policy": {"belady": "PYORCH_BELADY"}}
 
 
 class Source(Protocol):
@@ -92,6 +105,19 @@ class SubstitutionStats:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """What layers executed in place of their routers' choice. The names are those of pyorch_speculation_counts.
+
+    tokens: of the ubatches concerned, counted once for each layer. slots: experts of tokens that were forecast;
+    right: of them, those that the router chose too.
+    """
+
+    tokens: int
+    slots: int
+    right: int
+
+
+@dataclass(frozen=True)
 class Residency:
     """Flags of the experts of a layer, each bool[n_expert]."""
 
@@ -102,72 +128,25 @@ class Residency:
 
 
 @dataclass(frozen=True)
-class Routing:
-    """What a layer's router decided for one ubatch.
+class Router:
+    """What a layer chooses its experts with; arrays float32, None where there is no such thing.
 
-    experts: int32[n_tokens, n_expert_used]; weights: float32[n_tokens, n_expert_used], as multiplied
-    with the outputs; probs: float32[n_tokens, n_expert] after gating; logits: float32[n_tokens, n_expert]
-    and inputs: float32[n_tokens, n_embd] of the router; residuals: float32[n_tokens, n_embd] of which the
-    inputs are the RMS normalization, None where the model has none. context tells contexts apart; decode: one
-    token of each sequence. Before any substitution.
+    gate: [n_expert, n_embd]; bias: [n_expert] of the logits; norm: [n_embd] of the RMS normalization, with eps, that
+    makes the input; choice: [n_expert], added to the probabilities for the choice only. sigmoid: probabilities are
+    sigmoids, not a softmax.
     """
 
-    context: int
-    il: int
-    decode: bool
-    experts: np.ndarray
-    weights: np.ndarray
-    probs: np.ndarray
-    logits: np.ndarray
-    inputs: np.ndarray
-    residuals: np.ndarray | None = None
+    gate: np.ndarray
+    bias: np.ndarray | None
+    norm: np.ndarray | None
+    eps: float
+    choice: np.ndarray | None
+    sigmoid: bool
 
-
-# dtype, and the field of pyorch_routing that says how many columns there are
-_ROUTING_ARRAYS = {
-    "experts": (np.int32, "n_expert_used"), "weights": (np.float32, "n_expert_used"), "probs": (np.float32, "n_expert"),
-    "logits": (np.float32, "n_expert"), "inputs": (np.float32, "n_embd"), "residuals": (np.float32, "n_embd"),
-}
-
-
-class RoutingView:
-    """What a Routing is made of, while the engine shows it: the same attributes, arrays as views of its memory."""
-
-    __slots__ = ("_raw",)
-
-    def __init__(self, raw) -> None:
-        self._raw = raw
-
-    @property
-    def context(self) -> int:
-        return int(ffi.cast("uintptr_t", self._raw.context))
-
-    @property
-    def il(self) -> int:
-        return self._raw.il
-
-    @property
-    def decode(self) -> bool:
-        return bool(self._raw.decode)
-
-    def __getattr__(self, name: str) -> np.ndarray | None:
-        if name not in _ROUTING_ARRAYS:
-            raise AttributeError(name)
-        raw, (dtype, columns) = self._raw, _ROUTING_ARRAYS[name]
-        pointer, n = getattr(raw, name), getattr(raw, columns)
-        if not pointer:
-            return None
-        return np.frombuffer(ffi.buffer(pointer, raw.n_tokens * n * 4), dtype).reshape(raw.n_tokens, n)
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What was predicted when layer il_from was routed: experts int32[n] of layer il, the likeliest first."""
-
-    context: int
-    il_from: int
-    il: int
-    experts: np.ndarray
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        arrays = {name: getattr(self, name) for name in ("gate", "bias", "norm", "choice")}
+        return {name: array for name, array in arrays.items() if array is not None}
 
 
 class Engine:
@@ -180,6 +159,7 @@ class Engine:
         n_readers: reader threads, 0 for the default.
         direct_io: read around the page cache where the file system can.
         source: reads in place of the map's files.
+        simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
     """
 
     def __init__(
@@ -190,19 +170,23 @@ class Engine:
         n_readers: int = 0,
         direct_io: bool = True,
         source: Source | None = None,
+        simulated: bool = False,
     ) -> None:
         n = parse_budget(budget, model_map.info)
         if not isinstance(n, int):
             raise BudgetError(f'an engine needs a size as its budget, not "{budget}"')
         self._read = _read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
+        self.simulated = simulated
+        self.maps: ExpertMaps | None = None  # set_maps()
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}  # by il
         config = ffi.new("pyorch_config *")
         config.budget_bytes = n
-        config.policy = _policy(policy)
+        config.policy = self._constant(policy, "policy", POLICIES)
         config.n_readers = n_readers
         config.direct_io = direct_io
         config.read = self._read
+        config.simulated = simulated
         out = ffi.new("pyorch_engine **")
         check(lib.pyorch_engine_new(model_map.handle, config, out))
         self._engine = out[0]
@@ -246,7 +230,7 @@ class Engine:
         check(lib.pyorch_set_budget(self.handle, n_bytes))
 
     def set_policy(self, policy: str) -> None:
-        check(lib.pyorch_set_policy(self.handle, _policy(policy)))
+        check(lib.pyorch_set_policy(self.handle, self._constant(policy, "policy", POLICIES)))
 
     def set_prefetch(
         self, predictor: str, distance: int = 1, min_precision: float = 0.0, automatic: bool = False
@@ -258,14 +242,89 @@ class Engine:
             min_precision: guesses that come true less often than this, as counted while running, are not read.
             automatic: only while it makes decoding faster, which is tried again and again.
         """
-        if predictor not in PREDICTORS:
-            raise PyorchError(f'predictor "{predictor}" is not known: use {", ".join(PREDICTORS)}')
-        check(lib.pyorch_set_prefetch(self.handle, getattr(lib, PREDICTORS[predictor]), distance, min_precision, automatic))
+        kind = self._constant(predictor, "predictor", PREDICTORS)
+        check(lib.pyorch_set_prefetch(self.handle, kind, distance, min_precision, automatic))
+
+    def set_layer_prefetch(self, il: int, predictor: str, distance: int = 1, min_precision: float = 0.0) -> None:
+        """What reads experts of one layer ahead, see set_prefetch()."""
+        kind = self._constant(predictor, "predictor", PREDICTORS)
+        check(lib.pyorch_set_layer_prefetch(self.handle, il, kind, distance, min_precision))
+
+    def set_router(self, il: int, router: Router) -> None:
+        """What predictors apply, for a simulated engine, which has no graph to take it from. Copied, as float32."""
+        arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in router.arrays().items()}
+        n_expert, n_embd = arrays["gate"].shape
+        for name, width in (("bias", n_expert), ("norm", n_embd), ("choice", n_expert)):
+            if name in arrays and arrays[name].shape != (width,):
+                raise PyorchError(f"the {name} of a router with {n_expert} experts and {n_embd} inputs has the shape "
+                                  f"{arrays[name].shape}, not ({width},)")
+        raw = ffi.new("pyorch_router *", {"n_expert": n_expert, "n_embd": n_embd, "eps": router.eps, "sigmoid": router.sigmoid})
+        for name, array in arrays.items():
+            setattr(raw, name, _pointer("float[]", array))
+        check(lib.pyorch_set_router(self.handle, il, raw))
+
+    def set_maps(self, maps: ExpertMaps) -> None:
+        """Past iterations and requests, that predictors search and add to."""
+        check(lib.pyorch_set_maps(self.handle, maps.handle))
+        self.maps = maps
+
+    def set_speculation(self, mode: str) -> None:
+        """Whether layers execute what is forecast for them one layer earlier (lossy): one of SPECULATION."""
+        if mode not in SPECULATION:
+            raise PyorchError(f'speculation "{mode}" is not known: use {", ".join(SPECULATION)}')
+        check(lib.pyorch_set_speculation(self.handle, getattr(lib, SPECULATION[mode])))
+
+    def speculation_stats(self) -> SpeculationStats:
+        """Zeroed by reset_stats()."""
+        raw = ffi.new("pyorch_speculation_counts *")
+        check(lib.pyorch_get_speculation_counts(self.handle, raw))
+        return _dataclass(SpeculationStats, raw)
 
     def set_default_vectors(self, il: int, vectors: np.ndarray) -> None:
         """Mean outputs of the experts of a layer, float32[n_expert, n_embd], for the quasi-hidden predictor."""
         vectors = np.ascontiguousarray(vectors, np.float32)
         check(lib.pyorch_set_default_vectors(self.handle, il, _pointer("float[]", vectors), *vectors.shape))
+
+    def set_estimator(self, weights: Mapping[str, np.ndarray]) -> None:
+        """The arrays of pyorch_estimator, float32 (see pyorch.predictor_file.Estimator). PyorchError if they do not fit."""
+        arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
+        raw = ffi.new("pyorch_estimator *")
+        raw.n_latent, raw.n_embd = arrays["in_weight"].shape
+        raw.n_hidden = len(arrays["up_bias"])
+        raw.n_layers, raw.n_expert = arrays["head_bias"].shape
+        for name, array in arrays.items():
+            setattr(raw, name, _pointer("float[]", array))
+        check(lib.pyorch_set_estimator(self.handle, raw))
+
+    def set_hybrid(self, layers: Iterable[bool]) -> None:
+        """Whether the hybrid predictor takes the estimator, and not quasi-hidden, to guess each layer, in the order of il."""
+        mask = np.fromiter(layers, np.uint8)
+        check(lib.pyorch_set_hybrid(self.handle, _pointer("uint8_t[]", mask), mask.size))
+
+    def estimate(self, il: int, state: np.ndarray) -> np.ndarray:
+        """What the estimator adds to the router logits of the layer after il, for a quasi-hidden state float32[n_embd]."""
+        state = np.ascontiguousarray(state, np.float32)
+        logits = np.empty(self.n_expert[il], np.float32)
+        check(
+            lib.pyorch_estimate(
+                self.handle, il, _pointer("float[]", state), state.size, _pointer("float[]", logits), logits.size
+            )
+        )
+        return logits
+
+    def router(self, il: int) -> Router:
+        """A copy. PyorchError where it is not known: no context was made yet, or its graph computes it in another way."""
+        raw = ffi.new("pyorch_router *")
+        check(lib.pyorch_get_router(self.handle, il, raw))
+
+        def copied(pointer, *shape: int) -> np.ndarray | None:
+            return np.frombuffer(ffi.buffer(pointer, 4 * math.prod(shape)), np.float32).reshape(shape).copy() if pointer else None
+
+        n_expert, n_embd = raw.n_expert, raw.n_embd
+        return Router(
+            copied(raw.gate, n_expert, n_embd), copied(raw.bias, n_expert), copied(raw.norm, n_embd), raw.eps,
+            copied(raw.choice, n_expert), bool(raw.sigmoid),
+        )
 
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -289,7 +348,7 @@ class Engine:
 
     def set_prediction_observer(self, observer: Callable[[Prediction], None] | None) -> None:
         """Shows each prediction to the observer, on the prefetching thread; None removes it."""
-        callback = _prediction_callback(observer) if observer is not None else ffi.NULL
+        callback = prediction_callback(observer) if observer is not None else ffi.NULL
         check(lib.pyorch_set_prediction_observer(self.handle, callback, ffi.NULL))
         self._prediction_observer = callback
 
@@ -341,7 +400,7 @@ class Engine:
             copy: False: not a Routing but a RoutingView, whose arrays are made when they are asked for, and valid
                 during the call only.
         """
-        callback = _observer_callback(observer, copy) if observer is not None else ffi.NULL
+        callback = observer_callback(observer, copy) if observer is not None else ffi.NULL
         check(lib.pyorch_set_observer(self.handle, callback, ffi.NULL))
         self._observer = callback  # the old one is freed only now, when no call of it can be running
 
@@ -413,15 +472,19 @@ class Engine:
         check(lib.pyorch_get_substitution_counts(self.handle, il, raw))
         return _dataclass(SubstitutionStats, raw)
 
+    def _constant(self, name: str, what: str, known: dict[str, str]) -> int:
+        """Of the C API. PyorchError for what is not known, or knows the future while the engine does not."""
+        if name in FORESIGHT[what] and not self.simulated:
+            raise PyorchError(f'{what} "{name}" needs to know the future: only pyorch replay does')
+        constant = known.get(name) or FORESIGHT[what].get(name)
+        if constant is None:
+            *names, last = known
+            raise PyorchError(f'{what} "{name}" is not known: use {", ".join(names)} or {last}')
+        return getattr(lib, constant)
+
     def _on_experts(self, function, il: int, experts: Iterable[int]) -> None:
         ids = np.fromiter(experts, np.int32)
         check(function(self.handle, il, ffi.from_buffer("int32_t[]", ids), ids.size))
-
-
-def _policy(name: str) -> int:
-    if name not in POLICIES:
-        raise PyorchError(f'policy "{name}" is not known: use {" or ".join(POLICIES)}')
-    return getattr(lib, POLICIES[name])
 
 
 def _read_callback(source: Source):
@@ -445,29 +508,6 @@ def _read_callback(source: Source):
             return -errno.EIO
 
     return read
-
-
-def _observer_callback(observer: Callable[[Any], None], copy: bool):
-    @ffi.callback("pyorch_observer_fn")
-    def observe(_user, raw):
-        view = RoutingView(raw)
-        if not copy:
-            observer(view)
-            return
-        arrays = {name: getattr(view, name) for name in _ROUTING_ARRAYS}
-        copies = {name: None if array is None else array.copy() for name, array in arrays.items()}
-        observer(Routing(view.context, view.il, view.decode, **copies))
-
-    return observe
-
-
-def _prediction_callback(observer: Callable[[Prediction], None]):
-    @ffi.callback("pyorch_prediction_fn")
-    def observe(_user, context, il_from, il, experts, n):
-        ids = np.frombuffer(ffi.buffer(experts, n * 4), np.int32).copy()
-        observer(Prediction(int(ffi.cast("uintptr_t", context)), il_from, il, ids))
-
-    return observe
 
 
 def _pointer(kind: str, array: np.ndarray | None):

@@ -23,6 +23,7 @@ from pyorch import logs, measure, memory
 from pyorch.bindings import check, ffi, lib
 from pyorch.engine import Engine, Source
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
+from pyorch.expert_maps import ExpertMaps
 from pyorch.modelmap import ModelMap
 from pyorch.prefetch import AUTO, Prefetch
 from pyorch.substitution import Substitution, apply_to_layer, find_buddies
@@ -38,9 +39,11 @@ class Settings:
     """How models are loaded. Fields that are None leave what the caller of llama_cpp chose.
 
     n_ubatch, n_outputs_max and flash_attn_type are for contexts that are made while the settings are in
-    force. prefetch: as Prefetch.parse() reads it.
-    substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes the widest that leaves most of the memory to
-    experts: in prefill every expert is read once for each ubatch, so twice as wide is half the reading.
+    force. prefetch: as Prefetch.parse() reads it. maps: a file of expert maps in place of the sidecar beside the model; it
+    need not exist. speculate: layers execute what prefetch forecasts for them; lossy.
+    substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes
+    the widest that leaves most of the memory to experts: in prefill every expert is read once for each ubatch, so
+    twice as wide is half the reading.
     """
 
     budget: int | str = memory.AUTO
@@ -53,6 +56,8 @@ class Settings:
     n_ubatch: int | str | None = None
     n_outputs_max: int | None = None
     flash_attn_type: int | None = None
+    maps: str | os.PathLike[str] | None = None
+    speculate: bool = False
     substitution: Substitution | None = None
     buddies: Buddies | str | os.PathLike[str] | None = None  # default: the sidecar beside the model
     on_free: Callable[[ManagedModel], None] | None = None  # called when the model is freed, its engine not yet
@@ -69,6 +74,11 @@ class ManagedModel:
     engine: Engine | None = None
     buddies: Buddies | None = None
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
+
+    def prefetch_of(self, text: str | None) -> Prefetch:
+        """What a text says, None: what the model was loaded with."""
+        it = Prefetch.parse(text if text is not None else self.settings.prefetch)
+        return it.speculative(self.map) if text is None and self.settings.speculate else it
 
     @property
     def automatic(self) -> bool:
@@ -166,12 +176,17 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         finally:
             check(lib.pyorch_engine_capture(ffi.NULL))
     else:
+        if settings.speculate and settings.substitution is not None:
+            raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
         managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.map)
         managed.engine = Engine(
             managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
         )
         try:
-            Prefetch.parse(settings.prefetch).apply(managed.engine, managed.map)
+            if settings.maps is not None and os.path.exists(settings.maps):
+                managed.engine.set_maps(ExpertMaps.read(settings.maps, managed.map))
+            managed.prefetch_of(None).apply(managed.engine, managed.map)
+            managed.engine.set_speculation("decode" if settings.speculate else "none")
             for layer in managed.map.layers:
                 apply_to_layer(managed.engine, layer.il, settings.substitution, managed.buddies)
         except PyorchError:
@@ -184,6 +199,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
 def _free_model(free: Callable, model: int) -> None:
     with _lock:  # first: once it is freed, another thread may get a model at the same address
         managed = _models.pop(model, None)
+    if managed is not None and managed.engine is not None:
+        managed.engine.set_prefetch("none")  # an aborted decode may have left a prediction, which reads the model
     free(model)
     if managed is None:
         return

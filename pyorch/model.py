@@ -16,11 +16,12 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch import logs, managed, memory
-from pyorch.engine import Engine, Source, Stats, SubstitutionStats
+from pyorch.engine import Source, SpeculationStats, Stats, SubstitutionStats
 from pyorch.errors import PyorchError
 from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
 from pyorch.modelmap import ModelMap
-from pyorch.prefetch import AUTO
+from pyorch.prefetch import AUTO, Prefetch
+from pyorch.sidecar import default_path
 from pyorch.substitution import Substitution, apply_to_layer, find_buddies
 
 if TYPE_CHECKING:
@@ -41,23 +42,26 @@ class LayerPolicy:
 
     Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
     while it runs; pinned ones stay. substitution: what stands in for absent ones (lossy); None: nothing.
+    prefetch: what guesses them while earlier layers decode, such as "next-router:2:0.5"; None: as the model was loaded.
     """
 
     min_experts: int = 0
     max_experts: int | None = None
     pinned: frozenset[int] = frozenset()
     substitution: Substitution | None = None
+    prefetch: str | None = None
 
 
 class Layer:
     """A block with routed experts."""
 
-    def __init__(self, engine: Engine, il: int, n_expert: int, policy: LayerPolicy, buddies: Buddies | None) -> None:
+    def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
         self.il = il
         self.n_expert = n_expert
-        self._engine = engine
-        self._policy = policy
-        self._buddies = buddies
+        self._engine = record.engine
+        self._record = record
+        self._policy = LayerPolicy(substitution=record.settings.substitution)
+        self._buddies = record.buddies
 
     @property
     def residency(self) -> np.ndarray:
@@ -77,6 +81,8 @@ class Layer:
             self._engine.set_layer_limits(self.il, policy.min_experts, limit)
             if policy.substitution != self._policy.substitution:
                 apply_to_layer(self._engine, self.il, policy.substitution, self._buddies)
+            if policy.prefetch != self._policy.prefetch:
+                self._record.prefetch_of(policy.prefetch).apply(self._engine, self._record.map, self.il)
         except PyorchError:
             self._engine.unpin(self.il, added)
             raise
@@ -132,6 +138,7 @@ class ModelStats:
     peak_memory_bytes: int  # of the process
     experts: Stats | None
     substitution: SubstitutionStats | None  # None where nothing is lossy
+    speculation: SpeculationStats | None  # None where nothing is executed on speculation
     layers: dict[int, Stats]
 
     @property
@@ -164,8 +171,10 @@ class Model:
         self.llama = model
         self.map: ModelMap = record.map
         self.engine = record.engine
+        self._record = record
+        self._speculative = record.settings.speculate and record.engine is not None
         self.layers = {
-            layer.il: Layer(record.engine, layer.il, layer.n_expert, LayerPolicy(substitution=record.settings.substitution), record.buddies)
+            layer.il: Layer(record, layer.il, layer.n_expert)
             for layer in (record.map.layers if record.engine is not None else ())
         }
         self.residency: Mapping[int, np.ndarray] = _ResidencyView(self.layers)
@@ -252,6 +261,34 @@ class Model:
             for il in self.layers:
                 self.engine.set_cache(il, (masks or {}).get(il))
 
+    def speculate(self, prefetch: str | None, prompts: bool = False) -> None:
+        """Lets layers execute what is forecast for them one layer earlier, and read nothing else (lossy).
+
+        Args:
+            prefetch: what forecasts, such as "hybrid", or "auto"; None: routers decide again, and what is read ahead is
+                what the model was loaded with.
+            prompts: in prompts too, which shows what it costs in accuracy.
+
+        Raises PyorchError where layers are substituted, or the predictor's forecasts cannot be executed.
+        """
+        if self.engine is None:
+            return
+        if prefetch is not None and any(layer.policy.substitution is not None for layer in self.layers.values()):
+            raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
+        it = self._record.prefetch_of(None) if prefetch is None else Prefetch.parse(prefetch).speculative(self.map)
+        it.apply(self.engine, self.map)
+        self.engine.set_speculation("none" if prefetch is None else "all" if prompts else "decode")
+        self._speculative = prefetch is not None
+
+    def save_maps(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Writes the expert maps with what was learned while decoding, by default beside the model.
+
+        Raises PyorchError where no predictor collects any, or the file cannot be written.
+        """
+        if self.engine is None or self.engine.maps is None:
+            raise PyorchError("no expert maps were collected: load the model with the prefetch expert-map or activation-matrix")
+        self.engine.maps.write(path or default_path(self.map.path, "maps"), self.map)
+
     def stats(self) -> ModelStats:
         perf = llama.llama_perf_context(self.llama.ctx)
         lossy = any(layer.policy.substitution is not None for layer in self.layers.values())
@@ -265,6 +302,7 @@ class Model:
             peak,
             self.engine.stats() if self.engine is not None else None,
             self.engine.substitution_stats() if lossy else None,
+            self.engine.speculation_stats() if self._speculative else None,
             {il: layer.stats() for il, layer in self.layers.items()},
         )
 
@@ -297,6 +335,8 @@ def load(
     direct_io: bool = True,
     source: Source | None = None,
     use_extra_bufts: bool = True,
+    maps: str | os.PathLike[str] | None = None,
+    speculate: bool = False,
     substitution: Substitution | str | None = None,
     buddies: Buddies | str | os.PathLike[str] | None = None,
     verbose: bool = False,
@@ -316,6 +356,9 @@ def load(
         prefetch: what is read ahead while decoding: "auto", "none" or a predictor, see Prefetch.parse().
         n_readers, direct_io, source: see Engine.
         use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.
+        maps: expert maps for the predictors that search them, in place of the sidecar beside the model; the file need
+            not exist, see Model.save_maps().
+        speculate: layers execute what `prefetch` forecasts for them ("auto": hybrid or quasi-hidden). Lossy.
         substitution: lets resident experts stand in for absent ones, as Model.substitute() does. Lossy.
         buddies: the lists for it. Default: the sidecar beside the model.
         llama_kwargs: for llama_cpp.Llama.
@@ -339,6 +382,8 @@ def load(
         direct_io=direct_io,
         source=source,
         use_extra_bufts=use_extra_bufts,
+        maps=maps,
+        speculate=speculate,
         substitution=Substitution.parse(substitution) if isinstance(substitution, str) else substitution,
         buddies=buddies,
         n_ubatch=n_ubatch or default_ubatch(path, budget),

@@ -107,10 +107,23 @@ class ModelMap:
         check(lib.pyorch_map_get_tensor(self.handle, name.encode(), path, offset, size))
         return ByteRange(string(path[0]), offset[0], size[0])
 
+    def tensor_type(self, name: str) -> str:
+        """The ggml type of any tensor, such as q4_K. PyorchError if there is none of that name."""
+        kind = ffi.new("char const **")
+        check(lib.pyorch_map_get_tensor_type(self.handle, name.encode(), kind))
+        return string(kind[0])
+
     def metadata_int(self, key: str, index: int = 0, default: int | None = None) -> int | None:
         """An integer of the metadata, of an array the element at index; the default where there is none."""
         value = ffi.new("int64_t *")
         if lib.pyorch_map_get_int(self.handle, key.encode(), index, value) != lib.PYORCH_OK:
+            return default
+        return value[0]
+
+    def metadata_float(self, key: str, default: float | None = None) -> float | None:
+        """A floating-point number of the metadata, the default where there is none."""
+        value = ffi.new("double *")
+        if lib.pyorch_map_get_float(self.handle, key.encode(), value) != lib.PYORCH_OK:
             return default
         return value[0]
 

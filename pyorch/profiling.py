@@ -17,11 +17,12 @@ from pyorch import memory, sidecar
 from pyorch.context import Context
 from pyorch.convert.output import check_target
 from pyorch.data import read_documents
-from pyorch.engine import Routing, Stats
+from pyorch.engine import Stats
 from pyorch.errors import PyorchError
 from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.model import DEFAULT_CTX, Model, load
 from pyorch.modelmap import LayerInfo, ModelMap
+from pyorch.routing import Routing
 from pyorch.trace import DECODE, PREFILL, TraceHeader, TraceWriter
 
 ROUTERS = ("topk", "full")
@@ -69,6 +70,7 @@ def profile(
     n_tokens: int | None = None,
     router: str = "topk",
     n_inputs: int = 0,
+    states: bool = False,
     n_decode: int = 0,
     seed: int = 0,
     append: bool = False,
@@ -86,6 +88,7 @@ def profile(
         n_tokens: of the data at most, None for all.
         router: "topk" or, "full", the whole distribution of every router as well.
         n_inputs: tokens in a sample, uniform over all, of router inputs.
+        states: record the residual states before the routers too, 4 * L * n_embd bytes a token.
         n_decode: tokens to generate after each request, greedily, until an end of text. Not part of n_tokens.
         append: continue the trace if there is one.
         n_ctx: tokens of one request at most. Default: what the model was trained with, at most 4096.
@@ -106,7 +109,7 @@ def profile(
     with load(path, n_ctx=256, n_batch=256, n_threads=n_threads, **load_options) as model:
         if model.engine is None:
             raise PyorchError(model.note or f"{path}: nothing manages its experts, so no routing is seen")
-        header = _header(model.map, router, n_inputs, seed)
+        header = trace_header(model.map, router, n_inputs, seed, states)
         session = _Session(model, header, n_decode, n_ctx, n_ubatch, n_threads)
         with session, TraceWriter(output, header, append and Path(output).exists()) as writer:
             return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress)
@@ -118,7 +121,10 @@ def recorded_layers(model_map: ModelMap) -> tuple[LayerInfo, ...]:
     return tuple(layer for layer in model_map.layers if layer.il < model_map.info.n_layers - n_extra)
 
 
-def _header(model_map: ModelMap, router: str, n_inputs: int, seed: int) -> TraceHeader:
+def trace_header(
+    model_map: ModelMap, router: str = "topk", n_inputs: int = 0, seed: int = 0, states: bool = False
+) -> TraceHeader:
+    """Raises PyorchError for layers with different numbers of experts."""
     layers = recorded_layers(model_map)
     widths = {layer.n_expert for layer in layers}
     if len(widths) != 1:
@@ -135,6 +141,7 @@ def _header(model_map: ModelMap, router: str, n_inputs: int, seed: int) -> Trace
         router=router,
         n_inputs=n_inputs,
         seed=seed,
+        states=states,
     )
 
 
@@ -161,6 +168,7 @@ class Recorder:
         self._experts = np.empty((n_layers, n_batch, k), np.int32)
         self._weights = np.empty((n_layers, n_batch, k), np.float32)
         self._probs = np.empty((n_layers, n_batch, n_expert), np.float32)
+        self._states = np.empty((n_layers, n_batch if header.states else 0, header.n_embd), np.float32)
         self._softmax_of_selected: bool | None = None
         self.expect(0, ())
 
@@ -191,8 +199,10 @@ class Recorder:
         self._probs[layer, start:end] = routing.probs
         if self._softmax_of_selected is None:  # as in gpt-oss: what is ranked is not normalized
             self._softmax_of_selected = np.array_equal(routing.probs, routing.logits)
-        if self._softmax_of_selected:
+        if self._softmax_of_selected or self._header.states:
             self._weights[layer, start:end] = routing.weights
+        if self._header.states:
+            self._states[layer, start:end] = routing.inputs if routing.residuals is None else routing.residuals
         if self._rows:
             a, b = bisect.bisect_left(self._rows, start), bisect.bisect_left(self._rows, end)
             if a < b:
@@ -220,6 +230,9 @@ class Recorder:
             if self._softmax_of_selected:
                 probs = np.exp(probs - probs.max(axis=-1, keepdims=True))
             records["router"] = probs / probs.sum(axis=-1, keepdims=True)
+        if self._header.states:
+            records["weights"] = self._weights[:, :n].swapaxes(0, 1)
+            records["states"] = self._states[:, :n].swapaxes(0, 1)
         return records
 
     def inputs(self) -> np.ndarray:
@@ -243,7 +256,8 @@ class _Session:
         self._vocab = llama.llama_model_get_vocab(handle)
         whole = model.engine.stats().budget_bytes >= model_map.info.slots_bytes
         n_ubatch = n_ubatch or (NARROW_UBATCH if whole else WIDE_UBATCH)
-        row_bytes = 4 * llama.llama_vocab_n_tokens(self._vocab) + 4 * len(header.layers) * header.n_expert
+        kept = header.n_expert + (header.n_embd if header.states else 0)
+        row_bytes = 4 * llama.llama_vocab_n_tokens(self._vocab) + 4 * len(header.layers) * kept
         self._n_batch = min(self._n_ctx, max(MAX_REQUESTS_TOGETHER, _BATCH_BYTES // row_bytes))
         # Without a common KV cache llama.cpp reorders the tokens of a batch; a recurrent state is never common.
         recurrent = llama.llama_model_is_recurrent(handle) or llama.llama_model_is_hybrid(handle)

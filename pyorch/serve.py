@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 from pyorch.cli.options import (
     add_command,
+    add_maps_option,
     add_profile_option,
     add_residency_options,
     add_substitution_options,
+    maps_file,
     substitution_arguments,
 )
 from pyorch.errors import PyorchError
@@ -56,6 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--stats-every", type=float, metavar="SECONDS", help="print statistics again and again, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as a line of JSON")
     parser.add_argument("--verbose", action="store_true", help="show llama-server's log")
+    add_maps_option(parser)
     add_substitution_options(parser)
     add_profile_option(parser)
     parser.set_defaults(run=run)
@@ -94,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
         stats_every=args.stats_every,
         as_json=args.json,
+        maps=maps_file(args),
         **lossy,
     )
 
@@ -109,6 +113,8 @@ def serve(
     verbose: bool = False,
     stats_every: float | None = None,
     as_json: bool = False,
+    maps: str | os.PathLike[str] | None = None,
+    speculate: bool = False,
     substitution: Substitution | None = None,
     buddies: Buddies | str | os.PathLike[str] | None = None,
 ) -> int:
@@ -119,7 +125,8 @@ def serve(
         source: see Engine.
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
-        prefetch, substitution, buddies: see pyorch.load.
+        maps: see pyorch.load; what was learned is written there at the end.
+        prefetch, speculate, substitution, buddies: see pyorch.load.
 
     Returns:
         The exit status: 0 after a signal, 2 if the server could not start.
@@ -142,8 +149,8 @@ def serve(
     from pyorch.managed import Settings
 
     settings = Settings(
-        budget=budget, policy=policy, prefetch=prefetch, direct_io=direct_io, source=source, substitution=substitution,
-        buddies=buddies,
+        budget=budget, policy=policy, prefetch=prefetch, direct_io=direct_io, source=source, maps=maps,
+        speculate=speculate, substitution=substitution, buddies=buddies,
     )
     with _planned(path, settings, server) as record:
         watch = _Watch(path, address, record.engine, stats_every, as_json)
@@ -182,6 +189,8 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
             yield record
         finally:
             if record.engine is not None:
+                if settings.maps is not None and record.engine.maps is not None and record.engine.maps.n_maps:
+                    record.engine.maps.write(settings.maps, record.map)
                 record.engine.close()
 
 
@@ -303,12 +312,13 @@ class _Watch(threading.Thread):
     def _print_stats(self) -> None:
         from pyorch.memory import format_bytes
 
-        stats, lossy = self._engine.stats(), self._engine.substitution_stats()
+        stats, lossy, speculated = self._engine.stats(), self._engine.substitution_stats(), self._engine.speculation_stats()
         if self._as_json:
             line = {
                 "seconds": round(time.monotonic() - self._began, 3),
                 **dataclasses.asdict(stats),
                 "substitution": dataclasses.asdict(lossy) if lossy.tokens else None,
+                "speculation": dataclasses.asdict(speculated) if speculated.tokens else None,
             }
             print(json.dumps(line), flush=True)
             return
@@ -317,6 +327,8 @@ class _Watch(threading.Thread):
             f"experts: hit rate {hit_rate}, {format_bytes(stats.bytes_read)} read, waited {stats.stall_ns / 1e9:.2f} s; "
             f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
         )
+        if speculated.tokens:
+            self._say(f"lossy: {speculated.slots} expert slots computed as forecast, {speculated.right} of them as chosen")
         if lossy.tokens:
             self._say(
                 f"lossy: {lossy.lossy_tokens} of {lossy.tokens} token-layers changed, {lossy.substituted} expert slots "

@@ -3,7 +3,7 @@
 Layout, all little-endian:
 
     0     8 bytes   b"PYORCHTR"
-    8     u4        format version, 1
+    8     u4        format version, 2; 1 is the same without states
     12    u4        length of the header
     16    u4        CRC-32 of the header
     20              the header: the fields of TraceHeader as JSON, zeros up to byte 4096
@@ -13,7 +13,9 @@ Layout, all little-endian:
                       u4 request; u4 position in it; i4 token; u1 phase (0 prefill, 1 decode);
                       u2[L, k] selected experts, as the router ordered them; f4[L, k] their probabilities
                       (where a model takes the softmax over the selected only: their weights);
-                      f2[L, n_expert] the distribution over all experts, if router is "full"
+                      f2[L, n_expert] the distribution over all experts, if router is "full";
+                      with states: f4[L, k] the weights of the selected experts' outputs, and f4[L, n_embd] what
+                      the router's input is the normalization of (where a model has no such thing: the input)
 
 L counts the layers with routed experts in the order of the header. Fields are aligned as in C. A file
 that was cut off is whole up to its last complete record; slots whose record is missing count as empty.
@@ -34,7 +36,7 @@ import numpy as np
 from pyorch.errors import FormatError, PyorchError
 
 MAGIC = b"PYORCHTR"
-VERSION = 1
+VERSION = 2
 HEADER_BYTES = 4096
 PREFILL, DECODE = 0, 1
 
@@ -46,7 +48,8 @@ class TraceHeader:
     """What a trace is about.
 
     fingerprint: of the model (pyorch.sidecar); layers: block numbers il; router: "topk" or "full";
-    n_inputs: tokens in the full sample of router inputs, 0 without one; seed: of the sample.
+    n_inputs: tokens in the full sample of router inputs, 0 without one; seed: of the sample;
+    states: whether records have the residual states before the routers.
     """
 
     fingerprint: str
@@ -58,6 +61,7 @@ class TraceHeader:
     router: str = "topk"
     n_inputs: int = 0
     seed: int = 0
+    states: bool = False
 
     def record_dtype(self) -> np.dtype:
         """Of one token."""
@@ -68,6 +72,8 @@ class TraceHeader:
         ]
         if self.router == "full":
             fields.append(("router", "<f2", (n_layers, self.n_expert)))
+        if self.states:
+            fields += [("weights", "<f4", (n_layers, self.n_expert_used)), ("states", "<f4", (n_layers, self.n_embd))]
         return np.dtype(fields, align=True)
 
     def slot_dtype(self) -> np.dtype:
@@ -266,8 +272,9 @@ def _read_header(file: io.FileIO, path: Path) -> TraceHeader:
     if len(content) < HEADER_BYTES:
         raise FormatError(f"{path} is cut off in its header: it holds nothing")
     prefix = np.frombuffer(content, _PREFIX, count=1)[0]
-    if prefix["version"] != VERSION:
-        raise FormatError(f"{path} is a trace of version {prefix['version']}: this pyorch reads version {VERSION}")
+    if not 1 <= prefix["version"] <= VERSION:
+        raise FormatError(f"{path} is a trace of version {prefix['version']}: this pyorch reads versions 1 and "
+                          f"{VERSION}")
     text = content[_PREFIX.itemsize :][: prefix["length"]]
     if len(text) != prefix["length"] or zlib.crc32(text) != prefix["crc"]:
         raise FormatError(f"{path}: the header is damaged")

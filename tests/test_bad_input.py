@@ -115,7 +115,7 @@ def test_a_script_that_is_absent(refused, tmp_path: Path) -> None:
 
 
 def test_an_unknown_policy(small_moe: Path) -> None:
-    with pytest.raises(Exception, match='policy "random" is not known: use lru or lfu'):
+    with pytest.raises(Exception, match='policy "random" is not known: use lru, lfu or finemoe'):
         load(small_moe, budget="50%", policy="random")
 
 

@@ -12,9 +12,11 @@ import pyorch
 from pyorch.cli import main
 from pyorch.context import Context
 from pyorch.convert.expert_outputs import LayerExperts
-from pyorch.default_vectors import DefaultVectors
-from pyorch.engine import PREDICTORS, Prediction, Routing
+from pyorch.engine import PREDICTORS
+from pyorch.expert_maps import ExpertMaps
 from pyorch.modelmap import ModelMap
+from pyorch.predictor_file import Estimator, PredictorFile
+from pyorch.routing import Prediction, Routing
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return open(self.path).read()\n"
@@ -32,10 +34,27 @@ def resident_logits(small_moe: Path) -> bytes:
         return decode(model).tobytes()
 
 
+def any_estimator(model) -> Estimator:
+    """One that nobody trained."""
+    rng, n_embd, n_latent, n_hidden = np.random.default_rng(0), model.llama.n_embd(), 8, 12
+    shapes = {
+        "in_weight": (n_latent, n_embd), "in_bias": (n_latent,), "position": (N_LAYERS - 1, n_latent),
+        "up_weight": (n_hidden, n_latent), "up_bias": (n_hidden,), "down_weight": (n_latent, n_hidden), "down_bias": (n_latent,),
+        "norm_weight": (n_latent,), "norm_bias": (n_latent,),
+        "head_weight": (N_LAYERS - 1, N_EXPERT, n_latent), "head_bias": (N_LAYERS - 1, N_EXPERT),
+    }
+    return Estimator(**{name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
+
+
 @pytest.mark.parametrize("distance", [1, 3])
 @pytest.mark.parametrize("predictor", PREDICTORS)
 def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_logits: bytes, predictor: str, distance: int):
     with pyorch.load(small_moe, budget="25%", prefetch="none", n_ctx=256, n_threads=1) as model:
+        if predictor in ("activation-matrix", "expert-map"):
+            model.engine.set_maps(ExpertMaps.for_model(model.map))
+        if predictor in ("estimator", "hybrid"):
+            model.engine.set_estimator(any_estimator(model).arrays())
+            model.engine.set_hybrid([il % 2 for il in range(N_LAYERS)])
         model.engine.set_prefetch(predictor, distance)
         assert decode(model).tobytes() == resident_logits
         stats = model.stats().experts
@@ -136,7 +155,7 @@ def test_default_vectors_are_the_mean_outputs_of_the_experts(calibrated: Path):
 
 def test_quasi_hidden_predicts_as_numpy_does(calibrated: Path):
     with pyorch.load(calibrated, budget="50%", n_ctx=256, n_threads=1) as model, ModelMap(calibrated) as model_map:
-        defaults = DefaultVectors.read(calibrated.with_name("model.predictor.gguf"), model_map).vectors
+        defaults = PredictorFile.read(calibrated.with_name("model.predictor.gguf"), model_map).default_vectors.vectors
         routings, predictions = watched(model, "quasi-hidden", 2)
         norms = {}
         for il in range(N_LAYERS):

@@ -10,9 +10,9 @@ import pytest
 from conftest import small_model
 
 from pyorch.context import Context
-from pyorch.engine import Routing
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.model import LayerPolicy, Model
+from pyorch.routing import Routing
 
 N_LAYER, N_EXPERT, N_USED = 8, 64, 6
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import pyorch
 from pyorch.buddies import Buddies, LayerBuddies
 from pyorch.context import Context
-from pyorch.engine import Routing, SubstitutionStats
+from pyorch.engine import SubstitutionStats
+from pyorch.routing import Routing
 from pyorch.substitution import Percentile, Substitution, apply_to_layer
 
 N_EXPERT, N_LAYERS, K_MAX = 64, 8, 8

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from itertools import combinations
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from pyorch import profiling, routing_stats
 from pyorch.cli import main
 from pyorch.context import Context
 from pyorch.convert import convert
-from pyorch.engine import Routing
+from pyorch.routing import Routing
 from pyorch.errors import FormatError, PyorchError
 from pyorch.profiling import Recorder, profile
 from pyorch.trace import DECODE, HEADER_BYTES, PREFILL, Trace, TraceHeader, TraceWriter, part_path
@@ -88,7 +89,7 @@ def test_a_trace_that_is_appended_to_equals_one_written_at_once(tmp_path: Path) 
     assert once.read_bytes() == twice.read_bytes()
 
 
-@pytest.mark.parametrize("change", [dict(fingerprint="0" * 64), dict(layers=(1, 2)), dict(router="full"), dict(seed=4)])
+@pytest.mark.parametrize("change", [dict(fingerprint="0" * 64), dict(layers=(1, 2)), dict(router="full"), dict(seed=4), dict(states=True)])
 def test_a_trace_of_something_else_is_not_appended_to(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "a.trace"
     write_trace(path, random_records(HEADER, 10))
@@ -136,7 +137,7 @@ def test_a_trace_that_was_cut_off_before_its_records_is_empty(tmp_path: Path, si
     (lambda content: b"", "is not a trace: it does not begin with PYORCHTR"),
     (lambda content: b"GGUF" + content[4:], "is not a trace"),
     (lambda content: content[:100], "is cut off in its header"),
-    (lambda content: content[:8] + b"\x02" + content[9:], "is a trace of version 2: this pyorch reads version 1"),
+    (lambda content: content[:8] + b"\x03" + content[9:], "is a trace of version 3: this pyorch reads versions 1 and 2"),
     (lambda content: content.replace(b"qwen2moe", b"qwen9moe"), "the header is damaged"),
     (lambda content: content[:12] + b"\xff\xff" + content[14:], "the header is damaged"),
 ])
@@ -149,6 +150,19 @@ def test_a_file_with_another_header_is_refused(tmp_path: Path, capsys, damage, c
     assert main(["trace", "stats", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"pyorch: error: {path}") and error.count("\n") == 1
+
+
+def test_a_trace_of_version_1_is_one_without_states(tmp_path: Path) -> None:
+    path, records = tmp_path / "a.trace", random_records(HEADER, 10)
+    write_trace(path, records)
+    fields = dataclasses.asdict(HEADER)
+    del fields["states"]
+    header = json.dumps(fields).encode()
+    content = path.read_bytes()
+    prefix = np.array([(b"PYORCHTR", 1, len(header), zlib.crc32(header))], "S8,<u4,<u4,<u4").tobytes()
+    path.write_bytes((prefix + header).ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
+    trace = Trace(path)
+    assert trace.header == HEADER and np.array_equal(trace.records, records)
 
 
 def test_an_absent_trace_is_refused(tmp_path: Path) -> None:
@@ -302,10 +316,26 @@ def test_sampled_inputs_give_the_recorded_routing(recorded: Trace, small_moe_f32
         assert np.abs(probs - recorded.records["router"][indices, layer]).max() < 3e-3
 
 
+def test_recorded_states_are_what_the_inputs_are_made_of(small_moe_f32: Path, tmp_path: Path) -> None:
+    import gguf
+
+    path = tmp_path / "a.trace"
+    profile(small_moe_f32, [FACTS], path, n_tokens=300, n_inputs=40, states=True, n_decode=2, n_ubatch=64, **OPTIONS)
+    trace = Trace(path)
+    weights = {tensor.name: tensor.data for tensor in gguf.GGUFReader(small_moe_f32).tensors}
+    indices, inputs = trace.inputs
+    states = trace.records["states"][indices]
+    for layer, il in enumerate(trace.header.layers):
+        state = states[:, layer]
+        normalized = state / np.sqrt((state**2).mean(-1, keepdims=True) + 1e-6) * weights[f"blk.{il}.ffn_norm.weight"]
+        np.testing.assert_allclose(inputs[:, layer], normalized, rtol=2e-3, atol=2e-3)
+    assert np.array_equal(trace.records["weights"], trace.records["probs"])  # of this architecture
+
+
 def test_recording_is_the_same_at_any_budget(small_moe: Path, tmp_path: Path) -> None:
     contents = []
     for budget in ("13%", "100%"):
-        profile(small_moe, [FACTS], tmp_path / "a.trace", n_tokens=500, n_decode=3, n_inputs=9, n_ubatch=64,
+        profile(small_moe, [FACTS], tmp_path / "a.trace", n_tokens=500, n_decode=3, n_inputs=9, states=True, n_ubatch=64,
                 budget=budget, n_threads=2)
         contents.append((tmp_path / "a.trace").read_bytes())
     assert contents[0] == contents[1]

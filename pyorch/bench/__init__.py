@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of the prompt (default: 512)")
     parser.add_argument("--repeat", type=int, default=3, metavar="R", help="rounds, of which medians are taken (default: 3)")
     parser.add_argument("--data", metavar="FILE", help="text to feed (default: a module of Python's library)")
-    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--policy", choices=("lru", "lfu", "finemoe"), default="lru", help="which expert is evicted first")
     parser.add_argument("--prefetch", default="auto", metavar="WHAT,...",
                         help="measure each budget with each of these, as `pyorch run --prefetch` takes them (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench import goals, rounds, table
     from pyorch.bench.summary import summarize
     from pyorch.modelmap import ModelMap
+    from pyorch.prefetch import Prefetch
 
     for name in ("tokens", "prompt_tokens", "repeat"):
         if getattr(args, name) < 1:
@@ -57,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError(f"{args.model} is a dense model: there are no experts to measure")
         file_bytes = model_map.info.file_bytes
         fits = _fits(model_map.info)
-        lossy = substitution_arguments(args)["substitution"]
-        if lossy is not None and args.goals:
-            raise PyorchError("--goals are for lossless runs: measure substitution with --budget")
-        if args.goals and args.prefetch != "auto":
-            raise PyorchError("--goals are for --prefetch auto: measure others with --budget")
-        configs = goals.goal_configs(file_bytes, args.policy) if args.goals else _configs(args, model_map.info, fits)
-        pairs = [] if lossy is None else _lossy_pairs(configs, str(lossy), args.buddies_file or "")
+        lossy = substitution_arguments(args)
+        if args.goals and (lossy["substitution"] is not None or lossy["speculate"]):
+            raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
+        for prefetch in args.prefetch.split(","):
+            Prefetch.parse(prefetch).check(model_map.info.n_moe_layers)
+        if args.goals and "," in args.prefetch:
+            raise PyorchError("--goals are measured with one --prefetch")
+        configs = goals.goal_configs(file_bytes, args.policy, args.prefetch) if args.goals else _configs(args, model_map.info, fits)
+        pairs = _lossy_pairs(configs, lossy)
         configs += [config for config, _ in pairs]
         if not fits:
             _say("the model does not fit in memory: there is no reference for the roofline, and nothing with all experts")
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         if not any(it.measurement for it in results.runs):
             raise PyorchError(results.runs[0].failure)
         summaries = [summarize(results, config, goals.RESIDENT) for config in configs]
-        reached = list(goals.goals(results, file_bytes, args.policy)) if args.goals else []
+        reached = list(goals.goals(results, file_bytes, args.policy, args.prefetch)) if args.goals else []
         if args.json:
             print_json({
                 "machine": table.machine(), "model": model_map.path, "info": model_map.info,
@@ -104,7 +107,6 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     """The reference, which is all resident, first."""
     from pyorch import memory
     from pyorch.bench import goals
-    from pyorch.prefetch import Prefetch
 
     compare = [word for word in args.compare.split(",") if word]
     for word in compare:
@@ -115,14 +117,12 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     budgets = args.budget or ("auto" if limit else "25%,40%,60%,100%" if fits else "auto")
     configs = [goals.RESIDENT]
     prefetches = args.prefetch.split(",")
-    for prefetch in prefetches:
-        Prefetch.parse(prefetch).check(info.n_moe_layers)
     for budget in budgets.split(","):
         memory.parse_budget(budget, info)
-        config = goals.budget_config(budget, args.policy, limit_bytes, limit)
         for prefetch in prefetches:
+            config = goals.budget_config(budget, args.policy, prefetch, limit_bytes, limit)
             label = f"{config.label}, prefetch {prefetch}" if len(prefetches) > 1 else config.label
-            configs.append(replace(config, label=label, prefetch=prefetch))
+            configs.append(replace(config, label=label))
     if "mmap" in compare:
         configs.append(goals.mmap_config(limit_bytes, limit))
     if "stock" in compare:
@@ -130,14 +130,18 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     return configs
 
 
-def _lossy_pairs(configs: list, settings: str, buddies: str) -> list[tuple]:
-    """For each configuration that reads experts: the same with substitution, and itself."""
+def _lossy_pairs(configs: list, lossy: dict) -> list[tuple]:
+    """For each configuration that reads experts: the same with what substitution_arguments() asks for, and itself."""
     from pyorch.bench.job import ENGINE
 
+    if lossy["speculate"]:
+        label, change = "speculating", {"speculate": True}
+    elif lossy["substitution"] is not None:
+        label, change = str(lossy["substitution"]), {"substitution": str(lossy["substitution"]), "buddies": lossy["buddies"] or ""}
+    else:
+        return []
     lossless = [it for it in configs if it.mode == ENGINE and not it.preload]
-    return [
-        (replace(it, label=f"{it.label}, lossy {settings}", substitution=settings, buddies=buddies), it) for it in lossless
-    ]
+    return [(replace(it, label=f"{it.label}, lossy {label}", **change), it) for it in lossless]
 
 
 def _jobs(args: argparse.Namespace):

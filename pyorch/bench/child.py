@@ -117,7 +117,8 @@ class _Run:
         wasted = max(0, it.prefetch_loads - it.prefetch_hits) / it.loads if it.loads else 0.0
         useful = round(it.bytes_read * (1 - min(1.0, wasted)))
         lossy = self.engine.substitution_stats()
-        changed = lossy.substituted + lossy.dropped
+        speculated = self.engine.speculation_stats()
+        changed = lossy.substituted + lossy.dropped + speculated.slots - speculated.right
         return Phase(n_tokens, seconds, it.hits, it.misses, it.bytes_read, useful, it.stall_ns / 1e9, changed)
 
 
@@ -159,7 +160,7 @@ def _managing(job: Job) -> Iterator[None]:
     lossy = Substitution.parse(config.substitution) if config.substitution else None
     settings = managed.Settings(
         budget=config.budget, policy=config.policy, prefetch=config.prefetch, substitution=lossy,
-        buddies=config.buddies or None,
+        buddies=config.buddies or None, speculate=config.speculate,
     )
     with managed.managing(settings):
         yield

@@ -25,6 +25,11 @@ class Config:
     repack: bool = True  # dense weights in the layout of the faster kernels; experts never are
     substitution: str = ""  # settings of a lossy run, as Substitution.parse() reads them
     buddies: str = ""  # file of its lists; default: beside the model
+    speculate: bool = False  # compute with what is forecast; lossy
+
+    @property
+    def lossy(self) -> bool:
+        return bool(self.substitution) or self.speculate
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Phase:
     """Prefill or decode. Without an engine hits and misses are 0, and the bytes are what the kernel read.
 
     useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
-    slots that were substituted or dropped.
+    slots that were substituted, dropped, or forecast otherwise than the router chose.
     """
 
     n_tokens: int

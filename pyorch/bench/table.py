@@ -49,7 +49,7 @@ def header(model_map: ModelMap, n_prompt: int, n_tokens: int, n_rounds: int, n_t
 
 
 def table(summaries: Sequence[Summary]) -> list[str]:
-    lossy = any(it.config.substitution for it in summaries)
+    lossy = any(it.config.lossy for it in summaries)
     columns = (*_COLUMNS, "changed slots/token") if lossy else _COLUMNS
     rows = [columns, *(_row(it, lossy) for it in summaries)]
     widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(len(columns))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,13 @@ from pyorch.errors import PyorchError
 
 @dataclass(frozen=True)
 class Calibration:
+    """What --json prints. trials: pyorch.calibration.Trial of each distance, of which the chosen one is the best."""
+
     path: Path
     n_tokens: int
     unused: int  # experts that no token selected
+    distance: int | None
+    trials: tuple[object, ...]
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -40,19 +45,46 @@ def run(args: argparse.Namespace) -> int:
     from pyorch import sidecar
     from pyorch.calibration import calibrate
     from pyorch.convert.output import check_target
-    from pyorch.default_vectors import KIND
     from pyorch.modelmap import ModelMap
+    from pyorch.predictor_file import KIND, PredictorFile
 
     output = args.output or sidecar.default_path(args.model, KIND)
     check_target(output.absolute())
     options = load_arguments(args)
     with Bar(not args.verbose) as bar:
-        vectors = calibrate(args.model, args.data, args.tokens, budget=args.budget, on_progress=bar.update, **options)
+        calibrated = calibrate(args.model, args.data, args.tokens, budget=args.budget, on_progress=bar.update, **options)
+    vectors = calibrated.default_vectors
     with ModelMap(args.model) as model_map:
-        vectors.write(output, model_map)
-    done = Calibration(output, vectors.n_tokens, sum(int((counts == 0).sum()) for counts in vectors.counts.values()))
+        lost = _has_estimator(output, model_map)
+        PredictorFile(vectors, distance=calibrated.distance).write(output, model_map)
+    unused = sum(int((counts == 0).sum()) for counts in vectors.counts.values())
+    done = Calibration(output, vectors.n_tokens, unused, calibrated.distance, calibrated.trials)
+    if lost:
+        print(f"pyorch: note: {output} held an estimator, which was trained with other default vectors: train it again "
+              "with pyorch train-predictor", file=sys.stderr)
     if args.json:
         print_json(done)
     else:
         print(f"{done.path}: default vectors from {done.n_tokens} tokens; {done.unused} experts were never selected")
+        print(_distance_sentence(calibrated))
     return 0
+
+
+def _distance_sentence(it) -> str:
+    if it.distance is None:
+        return f"how far ahead to read was not tried: {it.why or 'no layer with experts comes after another'}"
+    milliseconds = {trial.distance: trial.tpot_ms for trial in it.trials}
+    tried = ", ".join(f"{distance} {ms:.2f}" for distance, ms in milliseconds.items() if distance)
+    return (f"prefetch distance {it.distance}: ms a token in a replay at a budget of 40 %, by distance: {tried}; "
+            f"{milliseconds[0]:.2f} without prefetch")
+
+
+def _has_estimator(path: Path, model_map) -> bool:
+    """Of what is overwritten; it may be of another model, or damaged."""
+    from pyorch.errors import FormatError
+    from pyorch.predictor_file import PredictorFile
+
+    try:
+        return PredictorFile.read(path, model_map).estimator is not None
+    except FormatError:
+        return False

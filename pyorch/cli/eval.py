@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pyorch.cli import eval_prefetch
 from pyorch.cli.options import (
     add_command,
     add_model_options,
@@ -25,6 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
     _add_arc(kinds)
     _add_perplexity(kinds)
+    eval_prefetch.add_parser(kinds)
     return parser
 
 
@@ -40,6 +42,9 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep.add_argument("--cache-rate", metavar="C,...", help="keep this share of each layer's experts, such as 0.75,0.5,0.375")
     sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
                        help="a row with these settings, such as alpha=0.95,k=16,rho=3, or default; may be repeated")
+    sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
+                       help="a row that computes with the experts that a predictor expects: next-router, quasi-hidden, "
+                            "estimator or hybrid; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
                        help="rows to compare with: original, random (default: original)")
     sweep.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
@@ -157,7 +162,8 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def _methods(args: argparse.Namespace) -> tuple:
-    from pyorch.eval.method import BASELINES, lossy_method
+    from pyorch.eval.method import BASELINES, lossy_method, speculation
+    from pyorch.prefetch import SPECULATIVE, Prefetch
     from pyorch.substitution import Substitution
 
     methods = []
@@ -170,13 +176,17 @@ def _methods(args: argparse.Namespace) -> tuple:
         if not substitution.lossy:
             raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
         methods.append(lossy_method(substitution))
+    for forecast in args.speculate:
+        if Prefetch.parse(forecast).predictor not in SPECULATIVE:
+            raise PyorchError(f'--speculate "{forecast}" cannot be computed with: use {", ".join(SPECULATIVE)}')
+        methods.append(speculation(forecast))
     if not methods:
-        raise PyorchError("there is no row to measure: give --baseline or --buddies")
+        raise PyorchError("there is no row to measure: give --baseline, --buddies or --speculate")
     return tuple(dict.fromkeys(methods))
 
 
 def _check_arc(args: argparse.Namespace) -> None:
-    lossy = args.settings or args.baseline != "original"
+    lossy = args.settings or args.speculate or args.baseline != "original"
     if args.cache_rate is None:
         if lossy or args.cache == "dynamic":
             raise PyorchError("lossy rows need a cache to miss in: give --cache-rate, such as 0.5")
@@ -204,7 +214,10 @@ def run_perplexity(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise PyorchError(f"--{name} {value} is less than 1")
     lossy = substitution_arguments(args)
-    if (args.cache_rate is not None) != (lossy["substitution"] is not None):
+    if lossy["speculate"]:
+        if lossy["substitution"] is not None or args.cache_rate is not None:
+            raise PyorchError("--speculate misses no expert: it goes without --cache-rate and --buddies")
+    elif (args.cache_rate is not None) != (lossy["substitution"] is not None):
         raise PyorchError("a lossy setting needs a cache to miss in, and the other way round: give both --cache-rate and --buddies")
     if args.cache_rate is not None:
         parse_rates(str(args.cache_rate))
@@ -214,16 +227,18 @@ def run_perplexity(args: argparse.Namespace) -> int:
     from pyorch.cli.progress import Bar
 
     with Bar(not args.verbose) as bar:
-        result, stats = _perplexity(args, lossy["substitution"], bar)
+        result, stats, speculated = _perplexity(args, lossy["substitution"], bar)
     if args.json:
         fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",
                   "reference_log_likelihood", "kl_divergence", "top1_agreement")
-        print_json({name: getattr(result, name) for name in fields} | {"substitution": stats})
+        print_json({name: getattr(result, name) for name in fields} | {"substitution": stats, "speculation": speculated})
         return 0
     print(f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in {result.n_windows} windows")
     if result.kl_divergence is not None:
         print(f"reference  {result.reference_perplexity:.3f}; KL divergence {result.kl_divergence:.4g} nats, "
               f"same top token {result.top1_agreement:.1%}")
+    if speculated is not None:
+        print(f"lossy      {speculated.slots} expert slots computed as forecast, {speculated.right} of them as chosen")
     if stats is not None:
         print(f"lossy      {stats.substituted / result.n_tokens:.2f} expert slots substituted a token, "
               f"{stats.dropped / result.n_tokens:.2f} dropped")
@@ -231,7 +246,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 
 def _perplexity(args: argparse.Namespace, substitution, bar):
-    """The result, and the statistics of substitution or None."""
+    """The result, and the statistics of substitution and speculation, or None."""
     import contextlib
 
     from pyorch.data import read_documents
@@ -240,7 +255,7 @@ def _perplexity(args: argparse.Namespace, substitution, bar):
     from pyorch.model import load
 
     documents = list(read_documents(args.data))
-    options = load_arguments(args) | {"substitution": None, "buddies": None}
+    options = load_arguments(args) | {"substitution": None, "buddies": None, "speculate": False}
     with contextlib.ExitStack() as stack:
         if substitution is None:
             model = stack.enter_context(load(args.model, budget=args.budget, **{**options, "n_ctx": 64}))
@@ -255,10 +270,12 @@ def _perplexity(args: argparse.Namespace, substitution, bar):
                 model = stack.enter_context(
                     method.dynamic_model(args.model, it, method.share(args.cache_rate), buddies, **options))
         reference = None
-        if args.compare or substitution is not None:
+        if args.speculate:
+            model.speculate(args.prefetch, prompts=True)
+        if args.compare or substitution is not None or args.speculate:
             reference = stack.enter_context(load(args.compare or args.model, budget=MAPPED, **{**options, "n_ctx": 64}))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
         result = perplexity.measure(
             model, texts, reference, method.n_ubatch(substitution, args.cache), args.threads, lambda done, total: bar.update("tokens", done, total)
         )
-        return result, model.stats().substitution
+        return result, model.stats().substitution, model.stats().speculation

@@ -37,12 +37,35 @@ def add_model_options(parser: argparse.ArgumentParser, budget: str = "auto") -> 
 
 def add_residency_options(parser: argparse.ArgumentParser) -> None:
     """What stays and what comes ahead of time."""
-    parser.add_argument("--policy", choices=("lru", "lfu"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--policy", choices=("lru", "lfu", "finemoe"), default="lru", help="which expert is evicted first")
     parser.add_argument(
         "--prefetch", default="auto", metavar="WHAT",
-        help="read experts ahead while decoding: none, previous-token, layer-all, next-router or quasi-hidden, each "
-             "also as NAME:DISTANCE:PRECISION, or auto, while it makes decoding faster (default: auto)",
+        help="read experts ahead while decoding: none, previous-token, layer-all, activation-matrix, next-router, "
+             "quasi-hidden, estimator, hybrid or expert-map, each also as NAME:DISTANCE:PRECISION, or auto, while it "
+             "makes decoding faster (default: auto)",
     )
+
+
+def add_maps_option(parser: argparse.ArgumentParser) -> None:
+    """Of commands that decode for long."""
+    parser.add_argument(
+        "--maps", type=Path, metavar="FILE",
+        help="for the predictors expert-map and activation-matrix: begin with what is in FILE, if it exists, and write "
+             "there at the end what was learned as well (default: begin with MODEL.maps.gguf, write nothing)",
+    )
+
+
+def maps_file(args: argparse.Namespace) -> Path | None:
+    """The file of --maps. PyorchError for one that would not be written, or that nothing would fill."""
+    if args.maps is None:
+        return None
+    from pyorch.convert.output import check_target
+    from pyorch.prefetch import Prefetch
+
+    if not Prefetch.parse(args.prefetch).searches_maps:
+        raise PyorchError(f'--maps is for the predictors expert-map and activation-matrix, and --prefetch is "{args.prefetch}"')
+    check_target(args.maps.absolute())
+    return args.maps
 
 
 def add_context_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +76,7 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_substitution_options(parser: argparse.ArgumentParser) -> None:
-    """What stands in for absent experts, for substitution_arguments()."""
+    """What is computed in place of absent experts, for substitution_arguments()."""
     group = parser.add_argument_group("lossy", "Off unless asked for: the model's answers change.")
     group.add_argument(
         "--buddies", metavar="SETTINGS",
@@ -64,6 +87,11 @@ def add_substitution_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--buddy-weight", choices=("keep", "own", "fitted"),
                        help="a buddy gets the weight of what it replaces, its own, or one fitted to its output (default: keep)")
     group.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+    group.add_argument(
+        "--speculate", action="store_true",
+        help="compute with the experts that --prefetch forecasts and read no others: next-router, quasi-hidden, estimator "
+             "or hybrid (auto: hybrid if there is an estimator)",
+    )
 
 
 def add_profile_option(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +101,11 @@ def add_profile_option(parser: argparse.ArgumentParser) -> None:
 
 
 def substitution_arguments(args: argparse.Namespace) -> dict[str, object]:
-    """Arguments of pyorch.load and managed.Settings: substitution and buddies. A profile also sets args.budget."""
+    """Arguments of pyorch.load and managed.Settings: substitution, buddies, speculate. A profile also sets args.budget."""
+    return _substitution(args) | {"speculate": args.speculate}
+
+
+def _substitution(args: argparse.Namespace) -> dict[str, object]:
     from pyorch.substitution import OFF, Substitution
 
     changes = {"mode": args.substitute, "miss": args.on_miss, "weight": args.buddy_weight}

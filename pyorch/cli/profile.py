@@ -26,6 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
                         help="record the selected experts, or each router's whole distribution (default: topk)")
     parser.add_argument("--inputs", type=int, default=0, metavar="N",
                         help="keep the routers' inputs for a random sample of N tokens (default: 0)")
+    parser.add_argument("--states", action="store_true",
+                        help="record the residual states before the routers too, as pyorch train-predictor needs them")
     parser.add_argument("--decode", type=int, default=0, metavar="N",
                         help="after each text generate up to N tokens, greedily, and record these too (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         with Bar(not args.verbose) as bar:
             done = profile(
                 args.model, args.data, args.output, budget=args.budget, n_tokens=args.tokens, router=args.router,
-                n_inputs=args.inputs, n_decode=args.decode, seed=args.seed, append=args.append,
+                n_inputs=args.inputs, states=args.states, n_decode=args.decode, seed=args.seed, append=args.append,
                 on_progress=bar.update, **load_arguments(args),
             )
     except BaseException:

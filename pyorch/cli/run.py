@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from pyorch.cli.options import (
     add_command,
     add_context_options,
+    add_maps_option,
     add_model_options,
     add_profile_option,
     add_substitution_options,
     load_arguments,
+    maps_file,
     print_json,
     read_prompt,
 )
@@ -37,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     )
     add_model_options(parser)
     add_context_options(parser)
+    add_maps_option(parser)
     add_substitution_options(parser)
     add_profile_option(parser)
     source = parser.add_mutually_exclusive_group(required=True)
@@ -61,25 +64,31 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.model import load
 
     options = load_arguments(args)  # a profile also says which budget
-    with load(args.model, budget=args.budget, **options) as model:
+    with load(args.model, budget=args.budget, maps=maps_file(args), **options) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)
         sampling = {"max_tokens": args.tokens, "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
         if args.chat:
             _chat(model, sampling, args.seed)
             print_stats(model.stats())
-            return 0
-        text = ""
-        for piece in model.generate(prompt, seed=args.seed, **sampling):
-            text += piece
-            if not args.json:
-                print(piece, end="", flush=True)
-        if args.json:
-            print_json(RunResult(text, model.stats()))
         else:
-            print(flush=True)
-            print_stats(model.stats())
+            _generate(model, prompt, sampling, args)
+        if args.maps is not None:
+            model.save_maps(args.maps)
     return 0
+
+
+def _generate(model: Model, prompt: str, sampling: dict, args: argparse.Namespace) -> None:
+    text = ""
+    for piece in model.generate(prompt, seed=args.seed, **sampling):
+        text += piece
+        if not args.json:
+            print(piece, end="", flush=True)
+    if args.json:
+        print_json(RunResult(text, model.stats()))
+    else:
+        print(flush=True)
+        print_stats(model.stats())
 
 
 def _chat(model: Model, sampling: dict, seed: int | None) -> None:
@@ -120,6 +129,9 @@ def print_stats(stats: ModelStats) -> None:
             f"peak {format_bytes(it.peak_bytes)}",
             file=sys.stderr,
         )
+    if stats.speculation is not None:
+        it = stats.speculation
+        print(f"lossy: {it.slots} expert slots computed as forecast, {it.right} of them as their routers chose", file=sys.stderr)
     if stats.substitution is not None:
         it = stats.substitution
         print(

@@ -32,14 +32,16 @@ _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the paper's tables: "original" waits for absent experts, "random" and "buddies" replace them."""
+    """A row of the papers' tables: "original" waits for absent experts, "random" and "buddies" replace them,
+    "speculate" computes with the experts that a predictor, `forecast`, expects."""
 
     name: str
     substitution: Substitution | None
+    forecast: str = ""
 
     @property
     def settings(self) -> str:
-        return "" if self.substitution is None else str(self.substitution)
+        return self.forecast if self.substitution is None else str(self.substitution)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ def slots(model: Model) -> Slots:
     stats = model.stats()
     n_tokens = stats.experts.tokens // len(model.layers) if stats.experts is not None and model.layers else 0
     it = stats.substitution
+    if stats.speculation is not None:
+        return Slots(n_tokens, 0, stats.speculation.slots - stats.speculation.right, 0)
     if it is None:
         return Slots(n_tokens, 0, 0, 0)
     refused = it.refused_tae + it.refused_margin + it.refused_distribution + it.refused_rho + it.refused_buddies
@@ -77,6 +81,10 @@ def slots(model: Model) -> Slots:
 ORIGINAL = Method("original", None)
 RANDOM = Method("random", Substitution(mode="random"))
 BASELINES = {method.name: method for method in (ORIGINAL, RANDOM)}
+
+
+def speculation(forecast: str) -> Method:
+    return Method("speculate", None, forecast)
 
 
 def lossy_method(substitution: Substitution) -> Method:
@@ -116,10 +124,17 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
 
 @contextlib.contextmanager
 def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies | None) -> Iterator[Model]:
-    """A static cache. Without a method that replaces experts nothing is simulated: it waits for all of them."""
+    """A static cache. Without a method that replaces experts nothing is simulated: it waits for all of them, or
+    computes with what is forecast, absent or not."""
     model.reset_stats()
     if method.substitution is None:
-        yield model
+        if method.forecast:
+            model.speculate(method.forecast, prompts=True)
+        try:
+            yield model
+        finally:
+            if method.forecast:
+                model.speculate(None)
         return
     model.set_cache(buddies.most_active(rate))
     # A prompt's tokens are treated as if each had been decoded.
@@ -148,6 +163,8 @@ def dynamic_model(
                 model.layers[il].prefetch(mask.nonzero()[0])
             model.engine.wait_idle()
         model.substitute(method.substitution, buddies)
+        if method.forecast:
+            model.speculate(method.forecast)
         model.reset_stats()
         yield model
 

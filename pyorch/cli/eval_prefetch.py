@@ -1,0 +1,212 @@
+"""`pyorch eval prefetch`: what predictors guess, and what comes of it."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pyorch.cli.options import add_command, print_json
+from pyorch.errors import BudgetError, PyorchError
+
+
+def add_parser(kinds: argparse._SubParsersAction) -> None:
+    parser = add_command(
+        kinds, "prefetch", "predictors of experts and eviction policies, compared on held-out text",
+        "pyorch eval prefetch olmoe.gguf --history chats.jsonl --data prose.txt questions.jsonl -o evaluation",
+    )
+    parser.add_argument("model", metavar="MODEL.gguf")
+    data = parser.add_argument_group(
+        "text", "Seven of ten requests of --data are the past that predictors know, unless --history gives one.\n"
+                "What is evaluated are the others.")
+    data.add_argument("--data", action="extend", nargs="+", default=[], metavar="FILE",
+                      help="text, or JSONL with a field text or prompt, or questions as ARC's")
+    data.add_argument("--history", action="extend", nargs="+", default=[], metavar="FILE", help="the past")
+    data.add_argument("--trace", type=Path, metavar="FILE",
+                      help="take what `pyorch profile --router full --states` recorded in place of --data")
+    data.add_argument("--history-trace", type=Path, metavar="FILE", help="the same of the past")
+    data.add_argument("--tokens", type=int, default=8000, metavar="N",
+                      help="record N tokens in all, as many of each file (default: %(default)s)")
+    replay = parser.add_argument_group("replay")
+    replay.add_argument("--budget", default="25%,40%,60%", metavar="SIZE,...", help="budgets (default: 25%%,40%%,60%%)")
+    replay.add_argument("--read-bandwidth", metavar="SIZE",
+                        help="of the disk a second, such as 1GB (default: measured)")
+    replay.add_argument("--compute-ms", type=float, metavar="MS",
+                        help="of a decoded token when all experts are resident (default: measured)")
+    replay.add_argument("--distance", default="1,2,3", metavar="N,...",
+                        help="layers ahead, of which each pair of predictor and policy takes the best "
+                             "(default: %(default)s)")
+    replay.add_argument("--min-precision", default="0,0.3,0.6", metavar="P,...",
+                        help="read guesses whose like came true this often, of which each takes the best "
+                             "(default: %(default)s)")
+    replay.add_argument("--capacity", type=int, default=1000, metavar="N",
+                        help="of the map store, in iterations (default: %(default)s)")
+    measure = parser.add_argument_group("measure")
+    measure.add_argument("--measure", action="store_true",
+                         help="also decode: on demand and with --prefetch auto, after prompts of several lengths, at "
+                              "the first budget; and with each predictor when all is resident. Takes minutes")
+    measure.add_argument("--context", default="256,512,1024,2048,4096", metavar="N,...",
+                         help="tokens of these prompts; what the model was not trained for is left out "
+                              "(default: %(default)s)")
+    measure.add_argument("--decode", type=int, default=96, metavar="N", help="tokens after each (default: %(default)s)")
+    measure.add_argument("--rounds", type=int, default=3, metavar="N", help="of them (default: %(default)s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR",
+                        help="write tables as CSV, and pictures, into this directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    given = _check(args)
+
+    from pyorch.cli.progress import Bar
+    from pyorch.eval import prefetch, prefetch_plots, prefetch_report
+    from pyorch.memory import parse_budget
+    from pyorch.modelmap import ModelMap
+
+    if args.output is not None:
+        prefetch_plots.check()
+        _make_directory(args.output)
+    with ModelMap(args.model) as model_map, Bar() as bar:
+        for budget in given.budgets:
+            parse_budget(budget, model_map.info)
+        if max(given.distances) > len(model_map.layers):
+            raise PyorchError(
+                f"--distance {max(given.distances)} is more than the {len(model_map.layers)} layers with experts")
+        with tempfile.TemporaryDirectory(prefix="pyorch-") as directory:
+            past, present = _traces(args, Path(directory), bar)
+            material = prefetch.Material(model_map, past, present, _measured_conditions(args, given, model_map, bar))
+            evaluation = prefetch.evaluate(material, bar.update)
+            if args.measure:
+                evaluation = _measured(args, given, evaluation, bar)
+    if args.output is not None:
+        directory = args.output.absolute()
+        paths = prefetch_report.write_csv(evaluation, directory) + prefetch_plots.draw(evaluation, directory)
+    if args.json:
+        goals = [vars(it) | {"met": it.met} for it in prefetch_report.goals(evaluation)]
+        print_json(vars(evaluation) | {"goals": goals})
+        return 0
+    print("\n".join(prefetch_report.for_terminal(evaluation)))
+    if args.output is not None:
+        print(f"{len(paths)} files in {args.output}: {', '.join(path.name for path in paths)}")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What arguments say that hold more than one word. read_bandwidth: None: to be measured."""
+
+    budgets: tuple[str, ...]
+    distances: tuple[int, ...]
+    min_precisions: tuple[float, ...]
+    contexts: tuple[int, ...]
+    read_bandwidth: float | None
+
+
+def _check(args: argparse.Namespace) -> _Given:
+    """PyorchError for arguments that cannot be, before anything is recorded."""
+    if bool(args.data) == (args.trace is not None):
+        raise PyorchError("what shall be evaluated is text or a trace: give --data or --trace, one of them")
+    if args.history and args.history_trace is not None:
+        raise PyorchError("the past is text or a trace: give --history or --history-trace, not both")
+    for name in ("tokens", "capacity", "decode", "rounds"):
+        if getattr(args, name) < 1:
+            raise PyorchError(f"--{name} {getattr(args, name)} is less than 1")
+    if args.compute_ms is not None and not args.compute_ms > 0:
+        raise PyorchError(f"--compute-ms {args.compute_ms:g} is not above 0")
+    if args.measure and not args.data:
+        raise PyorchError("--measure decodes text: give --data")
+    if not args.data and args.compute_ms is None:
+        raise PyorchError("without text nothing can be decoded to measure how long a token takes: give --compute-ms")
+    return _Given(
+        tuple(dict.fromkeys(args.budget.split(","))), _numbers("--distance", args.distance, int, 1),
+        _numbers("--min-precision", args.min_precision, float, 0, 1), _numbers("--context", args.context, int, 1),
+        _bandwidth(args.read_bandwidth) if args.read_bandwidth is not None else None,
+    )
+
+
+def _bandwidth(text: str) -> float:
+    from pyorch.memory import parse_size
+
+    try:
+        bandwidth = float(parse_size(text, 0))
+    except BudgetError:
+        bandwidth = 0.0
+    if not bandwidth > 0:
+        raise PyorchError(f'--read-bandwidth "{text}" is not a size above 0, such as 1GB')
+    return bandwidth
+
+
+def _numbers(option: str, text: str, kind: type, least: float, most: float = float("inf")) -> tuple:
+    """The numbers of a list, from the least to the most that is allowed. PyorchError for what is none."""
+    try:
+        values = tuple(dict.fromkeys(kind(word) for word in text.split(",")))
+    except ValueError:
+        values = ()
+    if not values or not all(least <= value <= most for value in values):
+        span = f"{least:g} or more" if most == float("inf") else f"from {least:g} to {most:g}"
+        raise PyorchError(f'{option} "{text}" is not a list of numbers, {span}, with commas between them')
+    return values
+
+
+def _make_directory(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+
+
+def _traces(args: argparse.Namespace, directory: Path, bar):
+    """The past and what is held out."""
+    from pyorch.eval.prefetch import split
+    from pyorch.trace import Trace
+
+    has_past = args.history or args.history_trace is not None
+    present = Trace(args.trace) if args.trace is not None else _record(
+        args, args.data, directory / "data.trace", args.tokens * 3 // 10 if has_past else args.tokens, bar)
+    if args.history_trace is not None:
+        return Trace(args.history_trace), present
+    if args.history:
+        return _record(args, args.history, directory / "history.trace", args.tokens * 7 // 10, bar), present
+    return split(present)
+
+
+def _record(args: argparse.Namespace, data: list[str], path: Path, n_tokens: int, bar):
+    from pyorch.eval.prefetch import REQUEST_TOKENS
+    from pyorch.profiling import profile
+    from pyorch.trace import Trace
+
+    for file in data:
+        profile(args.model, [file], path, n_tokens=max(1, n_tokens // len(data)), router="full", states=True,
+                append=True, n_ctx=REQUEST_TOKENS, n_threads=args.threads, on_progress=bar.update)
+    return Trace(path)
+
+
+def _measured_conditions(args: argparse.Namespace, given: _Given, model_map, bar):
+    from pyorch.bench import disk
+    from pyorch.eval import prefetch_measure
+    from pyorch.eval.prefetch import Conditions
+
+    bandwidth, compute_ms = given.read_bandwidth, args.compute_ms
+    if bandwidth is None:
+        bar.update("disk", 0, 1)
+        bandwidth = disk.measure_bandwidth(disk.expert_ranges(model_map), 3.0).bytes_per_second
+    if compute_ms is None:
+        bar.update("computing", 0, 1)
+        compute_ms = prefetch_measure.compute_ms(args.model, args.data, args.threads)
+    return Conditions(given.budgets, bandwidth, compute_ms, given.distances, given.min_precisions, args.capacity)
+
+
+def _measured(args: argparse.Namespace, given: _Given, evaluation, bar):
+    from pyorch.eval import prefetch_measure
+
+    return replace(
+        evaluation,
+        contexts=prefetch_measure.measure_contexts(
+            args.model, args.data, given.budgets[0], given.contexts, args.decode, args.rounds, bar.update,
+            n_threads=args.threads),
+        overheads=prefetch_measure.measure_overheads(
+            args.model, args.data, [row.predictor for row in evaluation.recalls], 8, bar.update, args.threads),
+    )

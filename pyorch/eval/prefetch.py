@@ -1,0 +1,398 @@
+"""All predictors and policies on one recorded routing: what they guess, what they keep, what a token would take.
+
+Past requests fill the stores of maps and activation matrices; others, held out, are replayed (FineMoE, section 6.1).
+The first quarter of these fills the cache, and finds for each pair of predictor and policy how far ahead and how
+choosily it reads best, at each budget; what follows counts. So no pair is judged by settings that suit another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.eval.similarity import Similarity, cosines, similarities, trajectory_cosines
+from pyorch.expert_maps import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
+from pyorch.modelmap import ModelMap
+from pyorch.predictor_file import PredictorFile
+from pyorch.prefetch import NONE, Prefetch
+from pyorch.replay import Recording, Replayed, ReplaySettings, replay
+from pyorch.trace import DECODE, PREFILL, Trace, TraceHeader
+
+PREDICTORS = ("next-router", "quasi-hidden", "estimator", "hybrid", "expert-map", "activation-matrix", "previous-token")
+DISTANCES = (1, 2, 3, 4)
+SWEPT_PREDICTORS = ("next-router", "quasi-hidden", "expert-map")
+CAPACITIES = (50, 100, 200, 500, 1000, 2000, 4000)
+BATCHES = (1, 2, 4, 8)
+REQUEST_TOKENS = 256  # of a text that becomes a request
+SAMPLE = 400  # iterations of each side for similarities: all pairs of them
+
+_HELD_OUT = (2, 5, 8)  # of ten requests
+_TUNED = 1500  # tokens at most of the first quarter that settings are found with
+_NOT_TUNED = (NONE, "layer-all", "previous-token", "oracle")  # they read all that they guess, or nothing
+
+OnProgress = Callable[[str, int, int], None]  # step, done, total
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A predictor and an eviction policy. known_as: who published it."""
+
+    predictor: str
+    policy: str
+    known_as: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.predictor} + {self.policy}"
+
+    @property
+    def is_bound(self) -> bool:
+        return self.predictor == "oracle" or self.policy == "belady"
+
+
+ON_DEMAND = Pair(NONE, "lru", "on demand")
+ON_DEMAND_LFU = Pair(NONE, "lfu")
+MIXTRAL_OFFLOADING = Pair("next-router", "lru", "Mixtral-Offloading")
+MOE_INFINITY = Pair("activation-matrix", "lfu", "MoE-Infinity")
+FINEMOE = Pair("expert-map", "finemoe", "FineMoE")
+QUASI_HIDDEN = Pair("quasi-hidden", "lru", "Speculating Experts")
+
+PAIRS = (
+    ON_DEMAND, ON_DEMAND_LFU, Pair("previous-token", "lru"), Pair("layer-all", "lru", "DeepSpeed-Inference"),
+    MIXTRAL_OFFLOADING, MOE_INFINITY, QUASI_HIDDEN, Pair("hybrid", "lru", "Speculating Experts"),
+    Pair("expert-map", "lru"), Pair("expert-map", "lfu"), FINEMOE,
+    Pair("quasi-hidden", "finemoe"), Pair("hybrid", "lfu"), Pair("hybrid", "finemoe"),
+    Pair(NONE, "belady", "bound"), Pair("oracle", "lru", "bound"), Pair("oracle", "belady", "bound"),
+)
+BATCHED = (ON_DEMAND, MIXTRAL_OFFLOADING, MOE_INFINITY, FINEMOE, QUASI_HIDDEN)
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What replays have in common. read_bandwidth: bytes a second; compute_ms: of a token when all is resident.
+
+    distances, min_precisions: of Prefetch, of which each pair takes what is best for it. capacity: of the map store, in
+    iterations.
+    """
+
+    budgets: tuple[str, ...] = ("25%", "40%", "60%")
+    read_bandwidth: float = 1e9
+    compute_ms: float = 30.0
+    distances: tuple[int, ...] = (1, 2, 3)
+    min_precisions: tuple[float, ...] = (0.0, 0.3, 0.6)
+    capacity: int = CAPACITY
+
+
+class Material:
+    """A model, requests of its past, and requests that are held out; with what lies beside the model.
+
+    missing: predictors that cannot be had, each with a sentence.
+    Raises FormatError for traces of another model, PyorchError for those without what predictors compute with.
+    """
+
+    def __init__(
+        self, model_map: ModelMap, past: Trace | TracePart, present: Trace | TracePart, conditions: Conditions
+    ) -> None:
+        for trace in (past, present):
+            if trace.header.router != "full" or not trace.header.states:
+                raise PyorchError(f"{trace.path} does not have what predictors compute with: record it with "
+                                  "--router full --states")
+        present = _shuffled(present)
+        self.map, self.past, self.present, self.conditions = model_map, past, present, conditions
+        self.recording = Recording.from_trace(present, model_map)
+        # A request begins with its first token, which is all of its prompt: the others are decoded.
+        first = np.diff(self.recording.request, prepend=self.recording.request[0] + 1) != 0
+        self.recording.phase = np.where(first, PREFILL, DECODE).astype(np.uint8)
+        sidecar = model_map.sidecars().get("predictor")
+        self.file = PredictorFile.read(sidecar, model_map) if sidecar is not None else PredictorFile()
+        self.missing = _missing(self.file, model_map)
+        self.n_layers = len(model_map.layers)
+        self.n_warm = len(self.recording) // 4
+        self.first = _head(self.recording, min(_TUNED, max(1, self.n_warm)))
+        self._settings: dict[tuple[Pair, str], Prefetch] = {}
+
+    def store(self, capacity: int, on_progress: OnProgress | None = None) -> ExpertMaps:
+        """The past, as maps and activation matrices."""
+        distance = min(DISTANCE, self.n_layers)
+        return ExpertMaps.from_trace(self.past, self.map, capacity, distance, on_progress=on_progress)
+
+    def prefetch(self, store: ExpertMaps, pair: Pair, budget: str) -> Prefetch:
+        """What is fastest for a pair at a budget, on the tokens that do not count."""
+        if pair.predictor in _NOT_TUNED:
+            return Prefetch(pair.predictor, 1, 0.0)
+        if (pair, budget) not in self._settings:
+            settings = [Prefetch(pair.predictor, distance, precision) for distance in self.conditions.distances
+                        for precision in self.conditions.min_precisions if distance <= self.n_layers]
+            self._settings[pair, budget] = min(
+                settings, key=lambda it: self.replay(self.first, store, pair, budget, it).tpot_ms)
+        return self._settings[pair, budget]
+
+    def replay(
+        self, recording: Recording, store: ExpertMaps, pair: Pair, budget: str, prefetch: Prefetch, batch: int = 1,
+        n_warm: int = 0,
+    ) -> Replayed:
+        settings = ReplaySettings(
+            policy=pair.policy, prefetch=prefetch, budget=budget, read_bandwidth=self.conditions.read_bandwidth,
+            compute_ms=self.conditions.compute_ms, n_warm_tokens=n_warm, batch=batch, as_decode=False,
+        )
+        return replay(self.map, recording, settings, store, self.file)
+
+    def available(self, pairs: Iterable[Pair]) -> list[Pair]:
+        return [pair for pair in pairs if pair.predictor not in self.missing]
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """Some requests of a trace, in memory."""
+
+    path: Path
+    header: TraceHeader
+    records: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Of the experts that tokens used in a layer, the share that was guessed so many layers ahead.
+
+    by_layer: of the first n_expert_used guesses, nan where there was none. by_rank: [layer][rank] how often the guess
+    of that rank was used. mean: over the layers that have `distance` layers before them.
+    """
+
+    predictor: str
+    distance: int
+    layers: tuple[int, ...]
+    by_layer: tuple[float, ...]
+    by_rank: tuple[tuple[float, ...], ...]
+    mean: float
+
+
+@dataclass(frozen=True)
+class Played:
+    """A replay, per token. useful_mib, wasted_mib: of what was read ahead. predict_ms: here, beside computing."""
+
+    predictor: str
+    policy: str
+    known_as: str
+    budget: str
+    distance: int
+    min_precision: float
+    batch: int
+    capacity: int
+    hit_rate: float
+    tpot_ms: float
+    stall_ms: float
+    read_mib: float
+    useful_mib: float
+    wasted_mib: float
+    predict_ms: float
+
+    @property
+    def pair(self) -> Pair:
+        return Pair(self.predictor, self.policy, self.known_as)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Recall and what comes of it, a row for each prefetch distance."""
+
+    played: Played
+    recall: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """n_maps: iterations in the store. Scores: the mean of the best cosine in it, by embedding and by layers known."""
+
+    played: Played
+    n_maps: int
+    semantic: float
+    trajectory: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All of it. notes: what is not in it, and why."""
+
+    n_past: int
+    n_present: int
+    conditions: Conditions
+    notes: tuple[str, ...]
+    recalls: list[Recall]
+    similarities: list[Similarity]
+    budgets: list[Played]
+    distances: list[Distance]
+    capacities: list[Capacity]
+    batches: list[Played]
+    contexts: list = field(default_factory=list)  # of prefetch_measure.Iteration
+    overheads: list = field(default_factory=list)  # of prefetch_measure.Overhead
+
+
+def evaluate(it: Material, on_progress: OnProgress) -> Evaluation:
+    """Everything that needs no running model."""
+    conditions = it.conditions
+    store = it.store(conditions.capacity, on_progress)
+    notes = [*it.missing.values()]
+    if it.file.default_vectors is None:
+        notes.append(f"quasi-hidden guesses without default vectors: {it.map.path} has none beside it, "
+                     "`pyorch calibrate` measures them")
+    return Evaluation(
+        n_past=len(it.past), n_present=len(it.present), conditions=conditions, notes=tuple(notes),
+        recalls=recalls(it, store, on_progress), similarities=similarity(it), budgets=budgets(it, store, on_progress),
+        distances=distances(it, store, on_progress), capacities=capacities(it, on_progress),
+        batches=batches(it, store, on_progress),
+    )
+
+
+def split(trace: Trace) -> tuple[TracePart, TracePart]:
+    """Seven of ten requests as the past, three to be held out. PyorchError for fewer than three requests."""
+    request = trace.records["request"]
+    numbers, index = np.unique(request, return_inverse=True)
+    if len(numbers) < 3:
+        raise PyorchError(f"{trace.path} has {len(numbers)} requests: with three or more some can be held out; "
+                          "give more text, or a past with --history or --history-trace")
+    held_out = np.isin(index % 10, _HELD_OUT)
+    return (TracePart(trace.path, trace.header, trace.records[~held_out]),
+            TracePart(trace.path, trace.header, trace.records[held_out]))
+
+
+def recalls(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Recall]:
+    """One layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
+    found = []
+    predictors = [name for name in PREDICTORS if name not in it.missing]
+    for done, predictor in enumerate(predictors):
+        on_progress("recall", done, len(predictors))
+        found.append(_recall(it, _guessed(it, store, predictor, 1), predictor, 1))
+    return found
+
+
+def similarity(it: Material) -> list[Similarity]:
+    """All pairs of a sample of past and of present iterations (FineMoE, figs. 8 and 9)."""
+    sides = []
+    for trace in (it.past, it.present):
+        records = trace.records[np.linspace(0, len(trace) - 1, min(SAMPLE, len(trace))).astype(np.int64)]
+        sides += [token_embeddings(it.map, records["token"]), records["router"].astype(np.float32), records["experts"]]
+    return similarities(*sides, distance=min(DISTANCE, it.n_layers - 1))
+
+
+def budgets(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
+    """All pairs at all budgets (FineMoE, figs. 12 and 14)."""
+    pairs = it.available(PAIRS)
+    steps = [(budget, pair) for budget in it.conditions.budgets for pair in pairs]
+    played = []
+    for done, (budget, pair) in enumerate(steps):
+        on_progress("budgets", done, len(steps))
+        played.append(_play(it, store, pair, budget))
+    return played
+
+
+def distances(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Distance]:
+    """FineMoE, fig. 15, at the middle budget."""
+    pairs = it.available((MIXTRAL_OFFLOADING, QUASI_HIDDEN, FINEMOE))
+    steps = [(pair, distance) for pair in pairs for distance in DISTANCES if distance <= it.n_layers]
+    rows = []
+    for done, (pair, distance) in enumerate(steps):
+        on_progress("distances", done, len(steps))
+        guessed = _guessed(it, store, pair.predictor, distance)
+        rows.append(Distance(_play(it, store, pair, _middle(it), distance=distance),
+                             _recall(it, guessed, pair.predictor, distance).mean))
+    return rows
+
+
+def capacities(it: Material, on_progress: OnProgress) -> list[Capacity]:
+    """FineMoE, fig. 16a, at the middle budget; for as many iterations as the past has."""
+    sizes = [n for n in CAPACITIES if n <= len(it.past)] or [len(it.past)]
+    distance = min(DISTANCE, it.n_layers - 1)
+    records = it.present.records[np.linspace(0, len(it.present) - 1, min(SAMPLE, len(it.present))).astype(np.int64)]
+    embeddings, maps = token_embeddings(it.map, records["token"]), records["router"].astype(np.float32)
+    rows = []
+    for done, n in enumerate(sizes):
+        on_progress("capacities", done, len(sizes))
+        store = it.store(n)
+        kept = store.export()
+        known = trajectory_cosines(maps, kept.maps)[: it.n_layers - distance]
+        rows.append(Capacity(
+            replace(_play(it, store, FINEMOE, _middle(it)), capacity=n), store.n_maps,
+            float(cosines(embeddings, kept.embeddings).max(axis=1).mean()), float(known.max(axis=2).mean()),
+        ))
+    return rows
+
+
+def batches(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
+    """FineMoE, fig. 16b, at the middle budget; batches of more requests than are held out are left out."""
+    n_requests = len(np.unique(it.recording.request))
+    sizes = [n for n in BATCHES if n <= n_requests]
+    steps = [(batch, pair) for batch in sizes for pair in it.available(BATCHED)]
+    rows = []
+    for done, (batch, pair) in enumerate(steps):
+        on_progress("batches", done, len(steps))
+        rows.append(_play(it, store, pair, _middle(it), batch=batch))
+    return rows
+
+
+def _play(
+    it: Material, store: ExpertMaps, pair: Pair, budget: str, distance: int | None = None, batch: int = 1
+) -> Played:
+    prefetch = it.prefetch(store, pair, budget)
+    prefetch = replace(prefetch, distance=distance or prefetch.distance)
+    done = it.replay(it.recording, store, pair, budget, prefetch, batch, it.n_warm)
+    mib_per_token = 1 / (1 << 20) / max(1, done.n_tokens)
+    return Played(
+        pair.predictor, pair.policy, pair.known_as, budget, prefetch.distance, prefetch.min_precision, batch,
+        store.capacity, done.hit_rate, done.tpot_ms, done.stall_ms, done.bytes_per_token / (1 << 20),
+        (done.useful_bytes + done.late_bytes) * mib_per_token, done.wasted_bytes * mib_per_token, done.predict_wall_ms,
+    )
+
+
+def _guessed(it: Material, store: ExpertMaps, predictor: str, distance: int) -> Replayed:
+    """A replay in which all guesses of a predictor are counted, and nothing has to be read."""
+    settings = ReplaySettings(prefetch=Prefetch(predictor, distance, 0.0), budget="100%", read_bandwidth=1e15,
+                              compute_ms=it.conditions.compute_ms, as_decode=False)
+    return replay(it.map, it.recording, settings, store, it.file, n_ranks=it.recording.experts.shape[2])
+
+
+def _recall(it: Material, replayed: Replayed, predictor: str, distance: int) -> Recall:
+    by_layer = replayed.recall_at(distance)
+    hits, totals = replayed.rank_hits[:, distance - 1], replayed.rank_totals[:, distance - 1]
+    by_rank = np.where(totals > 0, hits / np.maximum(totals, 1), np.nan)
+    return Recall(predictor, distance, it.recording.layers, tuple(by_layer.tolist()),
+                  tuple(map(tuple, by_rank.tolist())), _mean(by_layer[distance:]))
+
+
+def _middle(it: Material) -> str:
+    return it.conditions.budgets[len(it.conditions.budgets) // 2]
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _missing(file: PredictorFile, model_map: ModelMap) -> dict[str, str]:
+    if file.estimator is not None:
+        return {}
+    return {name: f"{name} is left out: {model_map.path} has no estimator beside it, `pyorch train-predictor` makes one"
+            for name in ("estimator", "hybrid")}
+
+
+def _shuffled(trace: Trace | TracePart) -> TracePart:
+    """Its requests in another order: files lie one after the other, and each part shall have of all."""
+    records = np.array(trace.records)
+    numbers, index = np.unique(records["request"], return_inverse=True)
+    records["request"] = np.random.default_rng(0).permutation(len(numbers))[index]
+    return TracePart(trace.path, trace.header, records)
+
+
+def _head(it: Recording, n: int) -> Recording:
+    """Its first tokens."""
+    return Recording(
+        it.layers, it.n_expert, it.experts[:n], it.weights[:n], it.request[:n], it.phase[:n],
+        it.probs[:n], lambda: it.states[:n], lambda: it.embeddings[:n],
+    )

@@ -1,0 +1,214 @@
+"""What reading ahead does to real decoding: FineMoE's figure 17, Speculating Experts' figure 8.
+
+Settings that are compared take turns on one loaded model, so that what the machine does beside concerns them alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from pyorch.context import Context
+from pyorch.data import read_documents
+from pyorch.errors import PyorchError
+from pyorch.model import Model, load
+from pyorch.prefetch import AUTO, NONE, Prefetch
+
+CONTEXTS = (256, 512, 1024, 2048, 4096)
+_WARM_UP = 16  # tokens after a prompt that are not counted
+_SETTLE = 288  # tokens until "auto" has compared reading ahead with not doing so
+_BLOCK = 24  # tokens until settings change, where all experts are resident
+
+OnProgress = Callable[[str, int, int], None]  # step, done, total
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """A decoded token under a budget, in milliseconds.
+
+    compute_ms: what is not stall. read_ms: of all readers; hidden_ms: of it, what was no stall. bound_ms: had all
+    reading been hidden behind computing that can be, as on-demand reading in the same context divides them
+    (Speculating Experts, section 5.2); reached: the share of that gain over on-demand reading, nan where that is none.
+    """
+
+    n_context: int
+    prefetch: str
+    tpot_ms: float
+    compute_ms: float
+    stall_ms: float
+    read_ms: float
+    hidden_ms: float
+    hit_rate: float
+    useful: float
+    bound_ms: float
+    reached: float
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """What a predictor costs where nothing needs to be read: the medians of blocks of tokens with and without it."""
+
+    predictor: str
+    tpot_ms: float
+    without_ms: float
+
+    @property
+    def share(self) -> float:
+        return self.tpot_ms / self.without_ms - 1
+
+
+@dataclass(frozen=True)
+class _Timed:
+    seconds: float
+    stall: float
+    read: float
+    hits: int
+    misses: int
+    loads: int
+    wasted: int
+    n_tokens: int
+
+
+def measure_contexts(
+    path: str | os.PathLike[str], data: Sequence[str | os.PathLike[str]], budget: str, contexts: Sequence[int],
+    n_tokens: int, n_rounds: int, on_progress: OnProgress, prefetches: Sequence[str] = (NONE, AUTO),
+    n_threads: int | None = None,
+) -> list[Iteration]:
+    """Decodes n_tokens after prompts of so many tokens, with each setting by turns, there and back.
+
+    "auto" first decodes until it has made up its mind, as it does once in the life of a process. Contexts that the
+    model was not trained for are left out. PyorchError where none is left, or the text is too short.
+    """
+    contexts = sorted(set(contexts))
+    with load(path, budget=budget, prefetch=NONE, n_ctx=64, n_threads=n_threads) as model:
+        _check_managed(model)
+        longest = llama.llama_model_n_ctx_train(model.llama.model)
+        contexts = [n for n in contexts if n + n_tokens + _WARM_UP <= longest]
+        if not contexts:
+            raise PyorchError(f"the model was trained for {longest} tokens: no context to measure leaves room for "
+                              f"{n_tokens + _WARM_UP} after it")
+        n_ctx = max(contexts) + n_tokens + _WARM_UP
+        text = _text(model, data, n_ctx)
+        timed: dict[tuple[int, str], list[_Timed]] = {}
+        steps = [it for i in range(n_rounds) for it in (prefetches if i % 2 == 0 else prefetches[::-1])]
+        with Context(model.llama.model, n_ctx, 512, 512, n_threads=n_threads) as context:
+            for done, setting in enumerate(steps):
+                Prefetch.parse(setting).apply(model.engine, model.map)
+                for _ in itertools.islice(_feed(context, text), _SETTLE if setting == AUTO else _WARM_UP):
+                    on_progress("contexts", done * len(contexts), len(steps) * len(contexts))
+                for i, n in enumerate(contexts):
+                    on_progress("contexts", done * len(contexts) + i, len(steps) * len(contexts))
+                    context.clear()
+                    for start in range(0, n, 512):
+                        context.decode(text[start : min(n, start + 512)], outputs=[])
+                    tokens = text[n : n + n_tokens + _WARM_UP]
+                    timed.setdefault((n, setting), []).append(_decode(model, context, tokens))
+        Prefetch(NONE).apply(model.engine, model.map)
+    return [_iteration(n, it, timed[n, it], timed[n, prefetches[0]]) for n in contexts for it in prefetches]
+
+
+def measure_overheads(
+    path: str | os.PathLike[str], data: Sequence[str | os.PathLike[str]], predictors: Sequence[str], n_blocks: int,
+    on_progress: OnProgress, n_threads: int | None = None,
+) -> list[Overhead]:
+    """Decodes n_blocks of tokens with each predictor and as many without, all experts being resident."""
+    with load(path, budget="100%", prefetch=NONE, n_ctx=64, n_threads=n_threads) as model:
+        _check_managed(model)
+        for layer in model.map.layers:
+            model.engine.prefetch(layer.il, range(layer.n_expert))
+        model.engine.wait_idle()
+        n_ctx = min(512, llama.llama_model_n_ctx_train(model.llama.model))
+        text = _text(model, data, n_ctx)
+        overheads = []
+        with Context(model.llama.model, n_ctx, 1, 1, n_threads=n_threads) as context:
+            feed = _feed(context, text)
+            for done, predictor in enumerate(predictors):
+                seconds: tuple[list[float], list[float]] = ([], [])
+                for block in range(2 * n_blocks):
+                    on_progress("overhead", done * 2 * n_blocks + block, len(predictors) * 2 * n_blocks)
+                    with_it = block % 2 == (block // 2) % 2  # 0 1 1 0: what drifts concerns both
+                    Prefetch(predictor if with_it else NONE, distance=1).apply(model.engine, model.map)
+                    times = [next(feed) for _ in range(_BLOCK)]
+                    seconds[with_it].append(float(np.median(times[4:])))
+                without, with_it = (1e3 * float(np.median(it)) for it in seconds)
+                overheads.append(Overhead(predictor, with_it, without))
+        Prefetch(NONE).apply(model.engine, model.map)
+    return overheads
+
+
+def compute_ms(
+    path: str | os.PathLike[str], data: Sequence[str | os.PathLike[str]], n_threads: int | None = None
+) -> float:
+    """Of a decoded token when all experts are resident, the median of some."""
+    with load(path, budget="100%", prefetch=NONE, n_ctx=64, n_threads=n_threads) as model:
+        _check_managed(model)
+        for layer in model.map.layers:
+            model.engine.prefetch(layer.il, range(layer.n_expert))
+        model.engine.wait_idle()
+        text = _text(model, data, 64)
+        with Context(model.llama.model, 64, 1, 1, n_threads=n_threads) as context:
+            return 1e3 * float(np.median(list(itertools.islice(_feed(context, text), 48))[8:]))
+
+
+def _decode(model: Model, context: Context, tokens: Sequence[int]) -> _Timed:
+    for token in tokens[:_WARM_UP]:
+        context.decode([token])
+    model.reset_stats()
+    begin = time.perf_counter()
+    for token in tokens[_WARM_UP:]:
+        context.decode([token])
+    seconds = time.perf_counter() - begin
+    it = model.stats().experts
+    wasted = max(0, it.prefetch_loads - it.prefetch_hits)
+    n_tokens = len(tokens) - _WARM_UP
+    return _Timed(seconds, it.stall_ns / 1e9, it.read_ns / 1e9, it.hits, it.misses, it.loads, wasted, n_tokens)
+
+
+def _iteration(n_context: int, prefetch: str, rounds: Sequence[_Timed], on_demand: Sequence[_Timed]) -> Iteration:
+    tpot, stall, read = (_per_token(rounds, name) for name in ("seconds", "stall", "read"))
+    base, base_stall = (_per_token(on_demand, name) for name in ("seconds", "stall"))
+    gain = min(base - base_stall, base_stall)
+    hits, misses, loads, wasted = (
+        sum(getattr(it, name) for it in rounds) for name in ("hits", "misses", "loads", "wasted"))
+    return Iteration(
+        n_context, prefetch, tpot, tpot - stall, stall, read, max(0.0, read - stall),
+        hits / (hits + misses) if hits + misses else float("nan"), 1 - wasted / loads if loads else float("nan"),
+        base - gain, (base - tpot) / gain if gain > 0 else float("nan"),
+    )
+
+
+def _per_token(rounds: Sequence[_Timed], name: str) -> float:
+    """Milliseconds, the median of the rounds."""
+    return 1e3 * float(np.median([getattr(it, name) / it.n_tokens for it in rounds]))
+
+
+def _feed(context: Context, text: Sequence[int]) -> Iterator[float]:
+    """Decodes a token for each step, the text again and again; seconds of each."""
+    while True:
+        context.clear()
+        for token in text:
+            begin = time.perf_counter()
+            context.decode([token])
+            yield time.perf_counter() - begin
+
+
+def _text(model: Model, data: Sequence[str | os.PathLike[str]], n: int) -> list[int]:
+    tokens: list[int] = []
+    for document in read_documents(data):
+        tokens += model.llama.tokenize(document.text.encode(), add_bos=not tokens)
+        if len(tokens) >= n:
+            return tokens[:n]
+    raise PyorchError(f"the data has {len(tokens)} tokens, but measuring needs {n}: give a longer text with --data")
+
+
+def _check_managed(model: Model) -> None:
+    if model.engine is None:
+        raise PyorchError(model.note or "nothing manages the model's experts, so there is nothing to measure")
+
+

@@ -1,0 +1,294 @@
+"""Expert maps: what routers decided in past iterations and requests, for the predictors that search them.
+
+An iteration is one token on its way through all layers: the output of the embedding layer and the distribution of
+each router (FineMoE, section 4.1), for the predictor expert-map. A request is how often it used each expert
+(MoE-Infinity), for activation-matrix. `pyorch maps` makes both from a trace and writes the sidecar model.maps.gguf.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import gguf
+import numpy as np
+
+from pyorch import sidecar
+from pyorch.bindings import check, ffi, lib
+from pyorch.errors import FormatError, PyorchError
+from pyorch.modelmap import ModelMap
+from pyorch.trace import Trace
+
+KIND = "maps"
+VERSION = 1
+
+# FineMoE keeps 1000 iterations, at distances from 3 to 6 (section 6.7).
+CAPACITY, DISTANCE, N_REQUESTS = 1000, 3, 100
+
+OnProgress = Callable[[str, int, int], None]  # "searching", tokens done, total
+
+_RECORDS_AT_ONCE = 1 << 10
+
+
+class Found(NamedTuple):
+    """The most alike entry and its cosine. index -1: there is none."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A copy of a store. Layers are those of the store, in its order."""
+
+    embeddings: np.ndarray  # float32[n, n_embd]; 0 where none was given
+    maps: np.ndarray  # float32[n, n_layers, n_expert]
+    requests: np.ndarray  # float32[n_requests, n_layers, n_expert]
+
+
+class ExpertMaps:
+    """A store of past iterations and requests, which an engine may share and add to.
+
+    Args:
+        n_expert: of the widest layer; the rows of others end with zeros.
+        n_embd: 0: without embeddings.
+        capacity: iterations. Into a full store a new one comes in place of the most redundant one (FineMoE,
+            section 4.4).
+        distance: of prefetching, in layers: the share d / L of the embeddings' likeness in redundancy.
+        n_requests: capacity in requests; a new one comes in place of the most alike one.
+
+    Raises PyorchError for sizes below 1.
+    """
+
+    def __init__(self, n_layers: int, n_expert: int, n_embd: int, capacity: int = CAPACITY, distance: int = DISTANCE,
+                 n_requests: int = N_REQUESTS) -> None:
+        out = ffi.new("pyorch_maps **")
+        check(lib.pyorch_maps_new(n_layers, n_expert, n_embd, capacity, distance, n_requests, out))
+        self.handle = ffi.gc(out[0], lib.pyorch_maps_free)
+        self.n_layers, self.n_expert, self.n_embd = n_layers, n_expert, n_embd
+        self.capacity, self.distance, self.request_capacity = capacity, distance, n_requests
+
+    @classmethod
+    def for_model(cls, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE,
+                  n_requests: int = N_REQUESTS) -> ExpertMaps:
+        """An empty one for the layers that a decode passes. PyorchError for a model without routed experts."""
+        layers = _layers(model_map)
+        n_expert = max(layer.n_expert for layer in layers)
+        return cls(len(layers), n_expert, _n_embd(model_map), capacity, distance, n_requests)
+
+    @property
+    def n_maps(self) -> int:
+        return self._sizes()[0]
+
+    @property
+    def n_requests(self) -> int:
+        return self._sizes()[1]
+
+    def add(self, map: np.ndarray, embedding: np.ndarray | None = None) -> None:
+        """Adds an iteration: [n_layers, n_expert], each row a distribution, and [n_embd].
+
+        Raises PyorchError for other shapes, and values that are not finite.
+        """
+        map = self._array("map", map, (self.n_layers, self.n_expert))
+        embedding = None if embedding is None else self._array("embedding", embedding, (self.n_embd,))
+        check(lib.pyorch_maps_add(self.handle, _pointer(embedding), _pointer(map)))
+
+    def add_request(self, counts: np.ndarray) -> None:
+        """Adds a request: [n_layers, n_expert]. PyorchError for other shapes, counts below 0, and none above."""
+        counts = self._array("counts", counts, (self.n_layers, self.n_expert))
+        check(lib.pyorch_maps_add_request(self.handle, _pointer(counts)))
+
+    def search_embedding(self, embedding: np.ndarray) -> Found:
+        """The iteration with the most alike embedding (eq. 4)."""
+        return self._search(embedding, None, 0)
+
+    def search_map(self, rows: np.ndarray) -> Found:
+        """The iteration most alike in its first layers, [n, n_expert] with n from 1 to n_layers (eq. 5)."""
+        n = len(rows)
+        if not 1 <= n <= self.n_layers:
+            raise PyorchError(f"{n} layers are known of an iteration, not 1 to {self.n_layers}")
+        return self._search(None, self._array("map", rows, (n, self.n_expert)), n)
+
+    def search_request(self, counts: np.ndarray) -> Found:
+        """The request most alike in the layers of counts [n_layers, n_expert] that are not all 0.
+
+        Alike is the cosine of the matrices, each row divided by its sum.
+        """
+        counts = self._array("counts", counts, (self.n_layers, self.n_expert))
+        index, score = ffi.new("int32_t *"), ffi.new("float *")
+        check(lib.pyorch_maps_search_request(self.handle, _pointer(counts), index, score))
+        return Found(index[0], score[0])
+
+    def export(self) -> Contents:
+        n_maps, n_requests = self._sizes()
+        embeddings = np.empty((n_maps, self.n_embd), np.float32)
+        maps = np.empty((n_maps, self.n_layers, self.n_expert), np.float32)
+        requests = np.empty((n_requests, self.n_layers, self.n_expert), np.float32)
+        room = ffi.new("int32_t[2]", [n_maps, n_requests])
+        check(
+            lib.pyorch_maps_export(
+                self.handle, _pointer(embeddings), _pointer(maps), room, _pointer(requests), room + 1,
+            )
+        )
+        return Contents(embeddings, maps, requests)
+
+    def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Writes the sidecar, whole or not at all. PyorchError if nothing is in the store, or it cannot be written."""
+        contents = self.export()
+        arrays = {name: array for name, array in vars(contents).items() if array.size}
+        if not arrays:
+            raise PyorchError(f"there are no expert maps to write into {os.fspath(path)}: nothing was added")
+        metadata = {
+            "layers": [layer.il for layer in _layers(model_map)], "capacity": self.capacity, "distance": self.distance,
+            "n_requests": self.request_capacity,
+        }
+        sidecar.write(path, KIND, VERSION, model_map, metadata, arrays)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> ExpertMaps:
+        """Reads and checks a sidecar. FormatError also for contents that cannot be this model's."""
+        metadata, arrays = sidecar.read(path, KIND, VERSION, model_map)
+        path = os.fspath(path)
+        layers = _layers(model_map)
+        if metadata.get("layers") != [layer.il for layer in layers]:
+            raise FormatError(f"{path} has maps of other layers than the {len(layers)} of {model_map.path} "
+                              "with routed experts")
+        sizes = [metadata.get(name) for name in ("capacity", "distance", "n_requests")]
+        if not all(isinstance(size, int) and 1 <= size < 1 << 31 for size in sizes):
+            raise FormatError(f"{path} does not say what its maps were made for: make it again")
+        it = cls.for_model(model_map, *sizes)
+        shape = it.n_layers, it.n_expert
+        maps = _checked(path, arrays, "maps", shape, it.capacity)
+        embeddings = _checked(path, arrays, "embeddings", (it.n_embd,), it.capacity)
+        if len(embeddings) != len(maps):
+            raise FormatError(f"{path} has {len(maps)} maps and {len(embeddings)} embeddings: make it again")
+        try:
+            for embedding, map in zip(embeddings, maps):
+                it.add(map, embedding)
+            for counts in _checked(path, arrays, "requests", shape, it.request_capacity):
+                it.add_request(counts)
+        except PyorchError as error:
+            raise FormatError(f"{path}: {error}") from None
+        return it
+
+    @classmethod
+    def from_trace(
+        cls, trace: Trace, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE,
+        n_requests: int = N_REQUESTS, on_progress: OnProgress | None = None,
+    ) -> ExpertMaps:
+        """Of the trace's tokens, in their order, and of its requests.
+
+        Raises FormatError for a trace of another model, PyorchError for one without whole distributions or tokens.
+        """
+        it = cls.for_model(model_map, capacity, distance, n_requests)
+        if trace.header.fingerprint != sidecar.fingerprint(model_map):
+            raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+        if trace.header.router != "full":
+            raise PyorchError(f"{trace.path} has the selected experts only: record the distributions of the routers "
+                              "with --router full")
+        if not len(trace):
+            raise PyorchError(f"{trace.path} holds no tokens: there is nothing to make expert maps from")
+        if trace.records["experts"].max() >= trace.header.n_expert:
+            raise FormatError(f"{trace.path} is damaged: it has an expert {trace.records['experts'].max()}, and the "
+                              f"model has {trace.header.n_expert} a layer")
+        for start in range(0, len(trace), _RECORDS_AT_ONCE):
+            records = trace.records[start : start + _RECORDS_AT_ONCE]
+            for map, embedding in zip(records["router"], token_embeddings(model_map, records["token"])):
+                it.add(map, embedding)
+            if on_progress is not None:
+                on_progress("searching", start + len(records), len(trace))
+        for counts in _request_counts(trace):
+            it.add_request(counts)
+        return it
+
+    def _sizes(self) -> tuple[int, int]:
+        n_maps, n_requests = ffi.new("int32_t *"), ffi.new("int32_t *")
+        check(lib.pyorch_maps_size(self.handle, n_maps, n_requests))
+        return n_maps[0], n_requests[0]
+
+    def _search(self, embedding: np.ndarray | None, map: np.ndarray | None, n_known: int) -> Found:
+        embedding = None if embedding is None else self._array("embedding", embedding, (self.n_embd,))
+        index, score = ffi.new("int32_t *"), ffi.new("float *")
+        check(lib.pyorch_maps_search(self.handle, _pointer(embedding), _pointer(map), n_known, index, score))
+        return Found(index[0], score[0])
+
+    def _array(self, name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        array = np.ascontiguousarray(values, np.float32)
+        if array.shape != shape:
+            raise PyorchError(f"{name} has the shape {list(array.shape)}, the store needs {list(shape)}")
+        return array
+
+
+def token_embeddings(model_map: ModelMap, tokens: np.ndarray) -> np.ndarray:
+    """float32[n, n_embd]: the rows of the token table, which are the outputs of the embedding layer up to a factor.
+
+    Only these rows are read. Raises PyorchError for a token that does not exist, or a table that cannot be
+    dequantized; FormatError if it cannot be read.
+    """
+    where, type_name, n_embd = model_map.tensor_range(_TABLE), model_map.tensor_type(_TABLE), _n_embd(model_map)
+    kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
+    block, block_bytes = gguf.GGML_QUANT_SIZES.get(kind, (1, 1))
+    row_bytes = n_embd // block * block_bytes
+    if kind is None or n_embd % block or where.size % row_bytes:
+        raise FormatError(f"{where.path}: {_TABLE} of the type {type_name} has no rows of {n_embd} numbers")
+    n_tokens = where.size // row_bytes
+    tokens = np.asarray(tokens, np.int64)
+    if not len(tokens):
+        return np.empty((0, n_embd), np.float32)
+    if not 0 <= tokens.min() <= tokens.max() < n_tokens:
+        raise PyorchError(f"{model_map.path} has tokens from 0 to {n_tokens - 1}, not {tokens.min()} to {tokens.max()}")
+    try:
+        table = np.memmap(where.path, np.uint8, "r", where.offset, (n_tokens, row_bytes))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{where.path} cannot be read: {error}") from None
+    wanted, rows = np.unique(tokens, return_inverse=True)
+    try:
+        return gguf.quants.dequantize(np.ascontiguousarray(table[wanted]), kind)[rows].astype(np.float32, copy=False)
+    except NotImplementedError:
+        raise PyorchError(f"{model_map.path}: {_TABLE} of the type {type_name} cannot be dequantized here") from None
+
+
+_TABLE = "token_embd.weight"
+
+
+def _layers(model_map: ModelMap):
+    from pyorch.profiling import recorded_layers
+
+    layers = recorded_layers(model_map)
+    if not layers:
+        raise PyorchError(f"{model_map.path} has no routed experts, so there are no maps of them")
+    return layers
+
+
+def _n_embd(model_map: ModelMap) -> int:
+    return model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=0)
+
+
+def _request_counts(trace: Trace):
+    """float32[n_layers, n_expert] of each request: how often it used each expert."""
+    header = trace.header
+    n_layers, n_expert = len(header.layers), header.n_expert
+    order = np.argsort(trace.records["request"], kind="stable")
+    ends = np.flatnonzero(np.diff(trace.records["request"][order])) + 1
+    for rows in np.split(order, ends):
+        experts = trace.records["experts"][rows].swapaxes(0, 1).reshape(n_layers, -1).astype(np.int64)
+        uses = experts + n_expert * np.arange(n_layers)[:, None]
+        yield np.bincount(uses.ravel(), minlength=n_layers * n_expert).reshape(n_layers, n_expert)
+
+
+def _checked(path: str, arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], most: int) -> np.ndarray:
+    array = arrays.get(name)
+    if array is None:
+        return np.empty((0, *shape), np.float32)
+    if array.dtype != np.float32 or array.shape[1:] != shape or len(array) > most:
+        raise FormatError(f"{path}: {name} has the shape {list(array.shape)}, the model needs "
+                          f"up to {most} of {list(shape)}")
+    if not np.isfinite(array).all() or (name != "embeddings" and array.min() < 0):
+        raise FormatError(f"{path}: {name} has values that cannot be: make it again")
+    return array
+
+
+def _pointer(array: np.ndarray | None):
+    return ffi.NULL if array is None else ffi.from_buffer("float[]", array)

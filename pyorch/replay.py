@@ -1,0 +1,431 @@
+"""Replay: what a recorded routing would cost under another policy, predictor, budget or disk, in simulated time.
+
+The residency table, its policies and the predictors are those that run beside llama.cpp; they are played the routing
+of a trace. What is modelled is the rest: one disk with a bandwidth and a latency, and compute that takes a fixed time
+for each token. `pyorch replay` prints it for many settings at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import gguf
+import numpy as np
+
+from pyorch import sidecar
+from pyorch.bindings import check, ffi, lib
+from pyorch.engine import Engine, Router, Stats
+from pyorch.errors import BudgetError, FormatError, PyorchError
+from pyorch.expert_maps import ExpertMaps, token_embeddings
+from pyorch.modelmap import ModelMap
+from pyorch.predictor_file import PredictorFile
+from pyorch.prefetch import DISTANCE, NONE, Prefetch
+from pyorch.trace import PREFILL, Trace
+
+_SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
+
+UBATCH = 512  # tokens of a prompt that are computed at once
+
+# What predictors need of a recording, and of the files beside a model.
+_BY_STATES = ("next-router", "quasi-hidden", "estimator", "hybrid")
+_BY_ESTIMATOR = ("estimator", "hybrid")
+_BY_MAPS = ("activation-matrix", "expert-map")
+_BY_PROBS = ("expert-map",)
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What a recording is played with.
+
+    policy: one of pyorch.engine.POLICIES, or "belady", which evicts what is needed last. prefetch: a predictor, or
+    "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
+
+    read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
+    bytes. compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of
+    it, what comes before a layer's router is known, None: the share of the dense weights in the bytes that a token
+    reads. prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the
+    forecasts that follow from it.
+
+    n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
+    recording, of prompts too, is one that is decoded, as if the text had been generated.
+    """
+
+    policy: str = "lru"
+    prefetch: Prefetch = Prefetch(NONE)
+    budget: int | str = "40%"
+    read_bandwidth: float = 1e9
+    read_latency_s: float = 0.0
+    compute_ms: float = 30.0
+    route_share: float | None = None
+    prefill_ms: float | None = None
+    predict_ms: float = 0.0
+    n_warm_tokens: int = 0
+    batch: int = 1
+    as_decode: bool = True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Ubatches, in the order in which they are played.
+
+    Ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1] of a recording; decode: one of each sequence.
+    """
+
+    begin: np.ndarray  # int64[n + 1]
+    order: np.ndarray  # int64[begin[n]]
+    decode: np.ndarray  # uint8[n]
+
+
+class Recording:
+    """A routing, token by token: those of one request in order, and its requests one after the other.
+
+    Args:
+        layers: block numbers il. experts: uint16[n, L, k], the likeliest first. weights: float32[n, L, k], of their
+            outputs. request: uint32[n]. phase: uint8[n], as in a trace; None: all are decoded.
+        probs: float32[n, L, n_expert], distributions of the routers. states: float32[n, L, n_embd], of which the
+            routers' inputs are the normalization. embeddings: float32[n, n_embd]. Each may be None. The last two may
+            be functions that make the array when something asks for it.
+    """
+
+    def __init__(
+        self, layers: tuple[int, ...], n_expert: int, experts: np.ndarray, weights: np.ndarray, request: np.ndarray,
+        phase: np.ndarray | None = None, probs: np.ndarray | None = None,
+        states: np.ndarray | Callable[[], np.ndarray] | None = None,
+        embeddings: np.ndarray | Callable[[], np.ndarray] | None = None,
+    ) -> None:
+        self.layers, self.n_expert = layers, n_expert
+        self.experts = np.ascontiguousarray(experts, np.uint16)
+        self.weights = np.ascontiguousarray(weights, np.float32)
+        self.request = np.ascontiguousarray(request, np.uint32)
+        self.phase = np.ones(len(experts), np.uint8) if phase is None else np.asarray(phase, np.uint8)
+        self.probs = None if probs is None else np.ascontiguousarray(probs, np.float32)
+        self._states, self._embeddings = states, embeddings
+
+    @classmethod
+    def from_trace(cls, trace: Trace, model_map: ModelMap) -> Recording:
+        """Raises FormatError for a trace of another model, PyorchError for one without tokens.
+
+        Weights are those of the trace where it has states; else probabilities, with the sum 1.
+        """
+        header, records = trace.header, trace.records
+        if header.fingerprint != sidecar.fingerprint(model_map):
+            raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+        if not len(trace):
+            raise PyorchError(f"{trace.path} holds no tokens: there is nothing to replay")
+        order = np.lexsort((records["position"], records["request"]))
+        if (np.diff(order) == 1).all():
+            order = slice(None)  # spares copies
+
+        def column(name: str) -> np.ndarray:
+            return np.ascontiguousarray(records[name][order])
+
+        if header.states:
+            weights = column("weights")
+        else:
+            weights = column("probs")
+            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
+        probs = None
+        if header.router == "full":
+            probs = column("router").astype(np.float32)
+            probs /= probs.sum(axis=-1, keepdims=True)
+        return cls(
+            header.layers, header.n_expert, column("experts"), weights, column("request"), column("phase"), probs,
+            (lambda: column("states")) if header.states else None, lambda: token_embeddings(model_map, column("token")),
+        )
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return len(self.experts)
+
+    @property
+    def has_states(self) -> bool:
+        return self._states is not None
+
+    @cached_property
+    def states(self) -> np.ndarray | None:
+        return _made(self._states)
+
+    @cached_property
+    def embeddings(self) -> np.ndarray | None:
+        return _made(self._embeddings)
+
+    def schedule(self, batch: int = 1, as_decode: bool = True) -> Schedule:
+        """Ubatches: a prompt's tokens together, at most 512; then one token of each of up to `batch` requests.
+
+        When a request ends the next one takes its place. as_decode: prompts too are played token by token.
+        """
+        ends = np.flatnonzero(np.diff(self.request)) + 1
+        waiting = deque(np.split(np.arange(len(self)), ends))
+        running: list[deque[int]] = []
+        ubatches: list[tuple[list[int], bool]] = []
+        while waiting or running:
+            while waiting and len(running) < batch:
+                tokens = waiting.popleft()
+                prompt = np.zeros(len(tokens), bool) if as_decode else self.phase[tokens] == PREFILL
+                head = tokens[prompt].tolist()
+                ubatches += [(head[i : i + UBATCH], False) for i in range(0, len(head), UBATCH)]
+                if not prompt.all():
+                    running.append(deque(tokens[~prompt].tolist()))
+            if running:
+                ubatches.append(([it.popleft() for it in running], True))
+                running = [it for it in running if it]
+        sizes = [len(tokens) for tokens, _ in ubatches]
+        return Schedule(
+            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+            np.array([token for tokens, _ in ubatches for token in tokens], np.int64),
+            np.array([decode for _, decode in ubatches], np.uint8),
+        )
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What it came to, of the tokens that were counted.
+
+    hit_rate: uses of experts that found the expert resident. tpot_ms: from one token of a request to the next;
+    stall_ms: of it, without a matrix to compute with; nan if nothing was decoded. bytes_per_token: read.
+    useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
+    their bytes. predict_wall_ms: what the forecasts of a token really took, here.
+    """
+
+    settings: ReplaySettings
+    n_tokens: int
+    n_decoded: int
+    seconds: float
+    hit_rate: float
+    tpot_ms: float
+    tokens_per_second: float  # decoded, of all requests together
+    stall_ms: float
+    bytes_per_token: float
+    disk_busy: float  # share of the time
+    useful: int
+    late: int
+    wasted: int
+    useful_bytes: int
+    late_bytes: int
+    wasted_bytes: int
+    predict_wall_ms: float
+    stats: Stats
+    n_expert_used: int
+    # uint64[L, D, R], of forecasts for a layer, d + 1 layers ahead: those whose rank r was used, and all.
+    rank_hits: np.ndarray = field(repr=False)
+    rank_totals: np.ndarray = field(repr=False)
+
+    @property
+    def recall(self) -> np.ndarray:
+        """recall_at() the distance of the settings."""
+        return self.recall_at(self.rank_hits.shape[1])
+
+    def recall_at(self, distance: int, k: int | None = None) -> np.ndarray:
+        """float64[L]: of the experts that decoded tokens used in a layer, the share that the first k forecasts named.
+
+        k: None: as many as a token uses. nan for layers that nothing was forecast for at this distance.
+        """
+        k = k or self.n_expert_used
+        hits, totals = self.rank_hits[:, distance - 1], self.rank_totals[:, distance - 1]
+        recall = hits[:, :k].sum(axis=1) / max(1, self.n_decoded * self.n_expert_used)
+        return np.where(totals.any(axis=1), recall, np.nan)
+
+
+def replay(
+    model_map: ModelMap, recording: Recording, settings: ReplaySettings, maps: ExpertMaps | None = None,
+    predictor_file: PredictorFile | None = None, n_ranks: int | None = None,
+) -> Replayed:
+    """Plays a recording; the same arguments give the same result.
+
+    Args:
+        maps: what activation-matrix and expert-map begin with; not changed. None: nothing.
+        predictor_file: default vectors and estimator for those that use them.
+        n_ranks: of forecasts to count. Default: twice the experts that a token uses.
+
+    Raises BudgetError for a budget below the floor, PyorchError for settings that cannot be, or a predictor for which
+    the recording does not have what it needs.
+    """
+    prefetch = _checked(model_map, recording, settings, predictor_file)
+    distance = min(prefetch.distance, len(model_map.layers))
+    n_ranks = n_ranks or min(2 * recording.experts.shape[2], recording.n_expert)
+    schedule = recording.schedule(settings.batch, settings.as_decode)
+    counts = np.zeros((2, len(recording.layers), distance, n_ranks), np.uint64)
+    with Engine(model_map, settings.budget, settings.policy, simulated=True) as engine:
+        if prefetch.predictor in _BY_STATES:
+            for layer in model_map.layers:
+                engine.set_router(layer.il, read_router(model_map, layer.il))
+            if predictor_file is not None:
+                predictor_file.apply(engine)
+        if prefetch.predictor in _BY_MAPS:
+            engine.set_maps(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
+        engine.set_prefetch(prefetch.predictor, distance, prefetch.min_precision)
+        result = _play(engine, recording, schedule, settings, prefetch, model_map, counts)
+        stats, by_layer = engine.stats(), [engine.stats(layer.il) for layer in model_map.layers]
+    sizes = [layer.expert_bytes for layer in model_map.layers]
+    late_bytes = sum(it.prefetch_late * size for it, size in zip(by_layer, sizes))
+    n_steps = int(schedule.decode[_warm_ubatches(schedule, settings.n_warm_tokens) :].sum())
+    return Replayed(
+        settings=settings, n_tokens=result.n_tokens, n_decoded=result.n_decoded, seconds=result.seconds,
+        hit_rate=stats.hit_rate, tpot_ms=_ratio(1000 * result.decode_seconds, n_steps),
+        tokens_per_second=_ratio(result.n_decoded, result.decode_seconds),
+        stall_ms=_ratio(1000 * result.stall_seconds, n_steps),
+        bytes_per_token=_ratio(stats.bytes_read, result.n_tokens),
+        disk_busy=_ratio(result.read_seconds, result.seconds),
+        useful=stats.prefetch_hits - stats.prefetch_late, late=stats.prefetch_late, wasted=stats.prefetch_wasted,
+        useful_bytes=sum(it.prefetch_hits * size for it, size in zip(by_layer, sizes)) - late_bytes,
+        late_bytes=late_bytes, wasted_bytes=sum(it.prefetch_wasted * size for it, size in zip(by_layer, sizes)),
+        predict_wall_ms=_ratio(1000 * result.predict_wall_seconds, len(recording)),
+        stats=stats, n_expert_used=recording.experts.shape[2], rank_hits=counts[0], rank_totals=counts[1],
+    )
+
+
+def _checked(
+    model_map: ModelMap, recording: Recording, settings: ReplaySettings, predictor_file: PredictorFile | None
+) -> Prefetch:
+    """The prefetch to set, with its distance."""
+    prefetch = settings.prefetch
+    name = prefetch.predictor
+    if name == "auto":
+        raise PyorchError("prefetch \"auto\" measures what pays while it runs: a replay needs the name of a predictor")
+    distance = prefetch.distance or (predictor_file.distance if predictor_file else None) or DISTANCE
+    prefetch = Prefetch(name, distance, prefetch.min_precision)
+    if name == "oracle":
+        prefetch = Prefetch(name, distance, 0.0)
+        Prefetch(NONE, distance).check(len(model_map.layers))
+    else:
+        prefetch.check(len(model_map.layers))
+    if tuple(layer.il for layer in model_map.layers[: len(recording.layers)]) != tuple(recording.layers):
+        raise PyorchError(f"the recording has other layers than the {len(model_map.layers)} of {model_map.path} with "
+                          "routed experts")
+    if name in _BY_STATES and not recording.has_states:
+        raise PyorchError(f"the predictor {name} computes with the states before the routers, which the trace does not "
+                          "have: record it with --states")
+    if name in _BY_PROBS and recording.probs is None:
+        raise PyorchError(f"the predictor {name} compares distributions of the routers, which the trace does not have: "
+                          "record it with --router full")
+    if name in _BY_ESTIMATOR and (predictor_file is None or predictor_file.estimator is None):
+        raise PyorchError(f"the predictor {name} needs an estimator, and {model_map.path} has none beside it: "
+                          "make one with pyorch train-predictor")
+    if settings.batch < 1 or settings.n_warm_tokens < 0:
+        raise PyorchError(f"a replay of {settings.batch} requests together after {settings.n_warm_tokens} tokens "
+                          "cannot be: use 1 or more, and 0 or more")
+    if settings.n_warm_tokens >= len(recording):
+        raise PyorchError(f"the recording has {len(recording)} tokens: {settings.n_warm_tokens} to begin with leave "
+                          "none to count")
+    if settings.budget == "auto":
+        raise BudgetError('a replay needs a size or a share as its budget, not "auto"')
+    return prefetch
+
+
+def _play(
+    engine: Engine, recording: Recording, schedule: Schedule, settings: ReplaySettings, prefetch: Prefetch,
+    model_map: ModelMap, counts: np.ndarray,
+):
+    """The pyorch_replay_result; counts: uint64[2, L, D, R] is filled."""
+    n_tokens, _, n_used = recording.experts.shape
+    probs = recording.probs if prefetch.predictor in _BY_PROBS else None
+    states = recording.states if prefetch.predictor in _BY_STATES else None
+    embeddings = recording.embeddings if prefetch.predictor == "expert-map" else None
+    arrays = [
+        ("experts", "uint16_t[]", recording.experts), ("weights", "float[]", recording.weights),
+        ("probs", "float[]", probs), ("states", "float[]", states), ("embeddings", "float[]", embeddings),
+        ("request", "uint32_t[]", recording.request), ("begin", "int64_t[]", schedule.begin),
+        ("order", "int64_t[]", schedule.order), ("decode", "uint8_t[]", schedule.decode),
+    ]
+    raw = ffi.new("pyorch_recording *", {
+        "n_tokens": n_tokens, "n_layers": len(recording.layers), "n_expert": recording.n_expert,
+        "n_used": n_used, "n_ubatches": len(schedule.decode),
+        "n_embd": next((array.shape[-1] for array in (states, embeddings) if array is not None), 0),
+    })
+    kept = [array if array is None else np.ascontiguousarray(array) for _, _, array in arrays]
+    for (name, kind, _), array in zip(arrays, kept):
+        setattr(raw, name, ffi.NULL if array is None else ffi.from_buffer(kind, array))
+    prefill_ms = settings.compute_ms if settings.prefill_ms is None else settings.prefill_ms
+    share = default_route_share(model_map) if settings.route_share is None else settings.route_share
+    config = ffi.new("pyorch_replay_config *", {
+        "read_bytes_per_second": settings.read_bandwidth, "read_seconds": settings.read_latency_s,
+        "compute_seconds": settings.compute_ms / 1000, "route_share": share, "prefill_seconds": prefill_ms / 1000,
+        "predict_seconds": settings.predict_ms / 1000, "n_warm": _warm_ubatches(schedule, settings.n_warm_tokens),
+    })
+    result = ffi.new("pyorch_replay_result *")
+    hits, totals = (ffi.from_buffer("uint64_t[]", it) for it in counts)
+    check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals))
+    return result
+
+
+def _warm_ubatches(schedule: Schedule, n_tokens: int) -> int:
+    """Ubatches that hold the first tokens."""
+    return int(np.searchsorted(schedule.begin, n_tokens))
+
+
+def default_route_share(model_map: ModelMap) -> float:
+    """Of the bytes of weights that a decoded token reads, those that are not experts'."""
+    info = model_map.info
+    try:
+        model_map.tensor_range("output.weight")
+        table = model_map.tensor_range("token_embd.weight").size  # of which a token takes one row
+    except PyorchError:
+        table = 0
+    experts = sum(layer.expert_bytes for layer in model_map.layers) * info.n_expert_used
+    dense = max(0, info.dense_bytes - table)
+    return dense / (dense + experts)
+
+
+def read_router(model_map: ModelMap, il: int) -> Router:
+    """From the file, what llama.cpp's graph computes with.
+
+    Raises PyorchError where there is none, or it cannot be dequantized.
+    """
+    arch = model_map.info.arch
+    gate = _tensor(model_map, f"blk.{il}.ffn_gate_inp.weight")
+    if gate is None:
+        raise PyorchError(f"{model_map.path} has no router weights blk.{il}.ffn_gate_inp.weight: only predictors that "
+                          "do without can be replayed")
+    n_expert = model_map.layer(il).n_expert
+    norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
+    norm = next((it for it in norms if it is not None), None)
+    eps = model_map.metadata_float(f"{arch}.attention.layer_norm_rms_epsilon")
+    return Router(
+        gate=gate.reshape(n_expert, -1),
+        bias=_tensor(model_map, f"blk.{il}.ffn_gate_inp.bias"),
+        norm=norm if eps is not None else None,  # not an RMS normalization
+        eps=eps or 0.0,
+        choice=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
+        sigmoid=model_map.metadata_int(f"{arch}.expert_gating_func", default=0) == _SIGMOID,
+    )
+
+
+def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
+    """float32 of any tensor, flat; None where there is none. PyorchError if it cannot be dequantized."""
+    try:
+        where = model_map.tensor_range(name)
+    except PyorchError:
+        return None
+    kind = getattr(gguf.GGMLQuantizationType, model_map.tensor_type(name).upper())
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        data = np.fromfile(where.path, np.uint8, where.size, offset=where.offset)
+        if len(data) < where.size:
+            raise FormatError(f"{where.path} cannot be read: it ends within {name}")
+        return gguf.quants.dequantize(data.reshape(-1, block_bytes), kind).astype(np.float32, copy=False).reshape(-1)
+    except OSError as error:
+        raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
+    except NotImplementedError:
+        raise PyorchError(f"{where.path}: {name} of the type {kind.name} cannot be dequantized here") from None
+
+
+def _copy(maps: ExpertMaps) -> ExpertMaps:
+    """One that may grow. Nothing is replaced: all of it fits."""
+    it = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance, maps.request_capacity)
+    contents = maps.export()
+    for embedding, map in zip(contents.embeddings, contents.maps):
+        it.add(map, embedding)
+    for counts in contents.requests:
+        it.add_request(counts)
+    return it
+
+
+def _made(array):
+    return array() if callable(array) else array
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("nan")

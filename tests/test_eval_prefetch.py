@@ -1,0 +1,252 @@
+"""`pyorch eval prefetch`: its numbers against brute force, its files, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINT
+
+from pyorch.cli import main
+from pyorch.errors import PyorchError
+from pyorch.eval import prefetch, prefetch_report
+from pyorch.eval.prefetch import (
+    FINEMOE, MIXTRAL_OFFLOADING, MOE_INFINITY, ON_DEMAND, ON_DEMAND_LFU, Conditions, Evaluation, Material, Played,
+    Recall, TracePart, split,
+)
+from pyorch.eval.prefetch_measure import Iteration, Overhead
+from pyorch.eval.similarity import overlaps, pearson, similarities, trajectory_cosines
+from pyorch.modelmap import ModelMap
+from pyorch.profiling import profile
+from pyorch.trace import Trace
+
+TEXT, FACTS = CHECKPOINT / "text-test.txt", CHECKPOINT / "facts-test.jsonl"
+N_LAYERS, N_USED = 8, 6
+TABLES = ("recall", "ranks", "similarity", "similarity-bins", "budgets", "distances", "capacities", "batches", "goals")
+FAST = ("--read-bandwidth", "20MB", "--compute-ms", "10", "--capacity", "60", "--distance", "1",
+        "--min-precision", "0.3")
+PICTURES = ("recall", "similarity", "budgets", "sweeps")
+CONDITIONS = Conditions(read_bandwidth=20e6, compute_ms=10.0, distances=(1, 2), min_precisions=(0.0, 0.6), capacity=100)
+
+
+@pytest.fixture(scope="module")
+def trace(small_moe: Path) -> Trace:
+    path = small_moe.with_name("eval-prefetch.trace")
+    for data in (TEXT, FACTS):
+        profile(small_moe, [data], path, n_tokens=160, router="full", states=True, append=True, n_ctx=64, n_threads=1,
+                budget="100%")
+    return Trace(path)
+
+
+@pytest.fixture(scope="module")
+def material(small_moe: Path, trace: Trace):
+    with ModelMap(small_moe) as model_map:
+        yield Material(model_map, *split(trace), CONDITIONS)
+
+
+def quiet(*_: object) -> None:
+    pass
+
+
+def test_seven_of_ten_requests_are_the_past(trace: Trace):
+    past, present = split(trace)
+    assert not set(past.records["request"]) & set(present.records["request"])
+    assert len(past) + len(present) == len(trace)
+    n = len(np.unique(trace.records["request"]))
+    assert abs(len(np.unique(present.records["request"])) / n - 0.3) < 0.1
+
+
+def test_what_cannot_be_split_says_so(trace: Trace):
+    one = TracePart(trace.path, trace.header, trace.records[:5])
+    with pytest.raises(PyorchError, match="1 requests: with three or more"):
+        split(one)
+
+
+def test_recall_of_the_previous_token_is_that_of_brute_force(material: Material):
+    found = {it.predictor: it for it in prefetch.recalls(material, material.store(100), quiet)}
+    experts, request = material.recording.experts, material.recording.request
+    decoded = np.flatnonzero(np.diff(request, prepend=request[0] + 1) == 0)
+    for layer in range(1, N_LAYERS):
+        # Only what is decoded is seen: the first token after a prompt has the last of the request before as its guess.
+        right = sum(len(set(experts[i, layer]) & set(experts[j, layer])) for i, j in zip(decoded[1:], decoded))
+        assert found["previous-token"].by_layer[layer] == pytest.approx(right / (len(decoded) * N_USED))
+    for it in found.values():
+        assert it.mean == pytest.approx(np.mean(it.by_layer[1:]))
+        for layer in range(1, N_LAYERS):
+            assert np.mean(it.by_rank[layer]) >= it.by_layer[layer] - 1e-9
+            assert 0 < it.by_layer[layer] < 1
+
+
+def test_recall_of_the_next_router_is_that_of_numpy(material: Material):
+    it = prefetch._recall(material, prefetch._guessed(material, material.store(50), "next-router", 1), "next-router", 1)
+    recording = material.recording
+    decoded = np.flatnonzero(np.diff(recording.request, prepend=recording.request[0] + 1) == 0)
+
+    def tensor(name: str) -> np.ndarray:
+        where = material.map.tensor_range(name)
+        return np.fromfile(where.path, np.float32, where.size // 4, offset=where.offset)
+
+    for layer in (1, 5):
+        states = recording.states[decoded, layer - 1]
+        norm = tensor(f"blk.{layer - 1}.ffn_norm.weight")
+        inputs = states / np.sqrt((states**2).mean(axis=1, keepdims=True) + 1e-6) * norm
+        logits = inputs @ tensor(f"blk.{layer}.ffn_gate_inp.weight").reshape(64, -1).T
+        guesses = np.argsort(-logits, axis=1)[:, :N_USED]
+        used = recording.experts[decoded, layer].astype(int)
+        right = np.mean([len(set(a) & set(b)) / N_USED for a, b in zip(guesses, used)])
+        assert it.by_layer[layer] == pytest.approx(right, abs=2e-3)
+    assert math.isnan(it.by_layer[0])
+
+
+def random_iterations(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    maps = rng.dirichlet(np.ones(8), (n, 3)).astype(np.float32)
+    return rng.normal(size=(n, 5)).astype(np.float32), maps, np.argsort(-maps, axis=2)[:, :, :2]
+
+
+def test_similarities_are_those_of_brute_force():
+    past, present = random_iterations(7, 1), random_iterations(5, 2)
+    found = {it.kind: it for it in similarities(*past, *present, distance=1)}
+    scores: dict[str, list[float]] = {kind: [] for kind in found}
+    rates: dict[str, list[float]] = {kind: [] for kind in found}
+    for i in range(5):
+        for j in range(7):
+            common = [len(set(present[2][i, layer]) & set(past[2][j, layer])) / 2 for layer in range(3)]
+            a, b = present[1][i], past[1][j]
+
+            def cosine(x: np.ndarray, y: np.ndarray) -> float:
+                return float(x.ravel() @ y.ravel() / np.linalg.norm(x) / np.linalg.norm(y))
+
+            scores["semantic"].append(cosine(present[0][i], past[0][j]))
+            scores["trajectory"].append(cosine(a, b))
+            for kind in ("semantic", "trajectory"):
+                rates[kind].append(np.mean(common))
+            for layer in (1, 2):
+                scores["trajectory ahead"].append(cosine(a[:layer], b[:layer]))
+                rates["trajectory ahead"].append(common[layer])
+    for kind, it in found.items():
+        assert it.n_pairs == len(scores[kind]) == sum(it.counts)
+        assert it.pearson == pytest.approx(np.corrcoef(scores[kind], rates[kind])[0, 1], abs=1e-5)
+        counts, means = np.array(it.counts), np.nan_to_num(np.array(it.hit_rates))
+        assert counts @ means == pytest.approx(sum(rates[kind]), rel=1e-5)
+
+
+def test_iterations_that_are_equal_are_wholly_alike():
+    _, maps, experts = random_iterations(4, 3)
+    assert np.diagonal(overlaps(experts, experts, 8), axis1=1, axis2=2).tolist() == [[1.0] * 4] * 3
+    assert np.diagonal(trajectory_cosines(maps, maps), axis1=1, axis2=2) == pytest.approx(1)
+
+
+def test_what_does_not_vary_has_no_correlation():
+    assert math.isnan(pearson(np.ones(5), np.arange(5)))
+    assert pearson(np.arange(5), -np.arange(5)) == pytest.approx(-1)
+
+
+def played(pair, budget: str, hit_rate: float, tpot_ms: float) -> Played:
+    return Played(pair.predictor, pair.policy, pair.known_as, budget, 2, 0.6, 1, 100, hit_rate, tpot_ms, tpot_ms / 2,
+                  1.0, 1.0, 0.0, 0.1)
+
+
+def evaluation(finemoe_hits: float, finemoe_ms: float) -> Evaluation:
+    def recall(predictor: str, mean: float) -> Recall:
+        return Recall(predictor, 1, (0, 1), (math.nan, mean), ((math.nan,), (mean,)), mean)
+
+    others = [played(pair, "40%", 0.5, 100.0)
+              for pair in (ON_DEMAND, ON_DEMAND_LFU, MIXTRAL_OFFLOADING, MOE_INFINITY)]
+    return Evaluation(
+        1, 1, Conditions(budgets=("40%",)), (), [recall("next-router", 0.6), recall("quasi-hidden", 0.7)], [],
+        [*others, played(FINEMOE, "40%", finemoe_hits, finemoe_ms)], [], [], [],
+    )
+
+
+def reached(it: Evaluation) -> dict[str, prefetch_report.Goal]:
+    return {goal.what: goal for goal in prefetch_report.goals(it)}
+
+
+def test_goals_tell_what_is_met_and_what_was_not_measured():
+    good, bad = reached(evaluation(0.6, 80.0)), reached(evaluation(0.4, 102.0))
+    hits = "hit rate of expert-map + finemoe / next-router + lru, 40%"
+    assert good[hits].met and good[hits].reached == pytest.approx(1.2)
+    assert not bad[hits].met
+    best = next(it for what, it in good.items() if what.endswith("best budget"))
+    assert best.met and best.reached == pytest.approx(0.2)
+    assert not good["recall of the estimator"].measured
+    measured = replace(evaluation(0.6, 80.0), contexts=[
+        Iteration(256, name, tpot, 50, 50, 50, 0, 0.5, 1.0, 50, 0.0)
+        for name, tpot in (("none", 100.0), ("auto", 102.0))
+    ], overheads=[Overhead("expert-map", 10.1, 10.0)])
+    slower = reached(measured)["measured: TPOT of auto above on demand, worst context"]
+    assert slower.reached == pytest.approx(0.02) and not slower.met
+    assert reached(measured)["measured: decode time that expert-map costs"].met
+
+
+def test_command_writes_every_table_and_picture(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    out = tmp_path / "evaluation"
+    arguments = ["eval", "prefetch", str(small_moe), "--data", str(TEXT), str(FACTS), "--tokens", "400",
+                 "--budget", "40%", *FAST, "-o", str(out)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    for name in TABLES:
+        rows = list(csv.reader((out / f"{name}.csv").open()))
+        assert len(rows) > 1 and len({len(row) for row in rows}) == 1, name
+    for name in PICTURES:
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+    assert {path.name for path in out.iterdir()} == {f"{it}.csv" for it in TABLES} | {f"{it}.png" for it in PICTURES}
+    assert "note: estimator is left out" in printed and "note: quasi-hidden guesses without default vectors" in printed
+    assert "expert-map" in printed and "belady" in printed
+    budgets = list(csv.DictReader((out / "budgets.csv").open()))
+    hit_rate = {(row["predictor"], row["policy"]): float(row["hit rate"]) for row in budgets}
+    assert hit_rate["none", "belady"] > hit_rate["none", "lru"]
+
+
+def test_command_prints_one_json_object_of_traces(small_moe: Path, trace: Trace, capsys: pytest.CaptureFixture):
+    assert main(["eval", "prefetch", str(small_moe), "--trace", str(trace.path), "--history-trace", str(trace.path),
+                 "--budget", "40%", *FAST, "--json"]) == 0
+    value = json.loads(capsys.readouterr().out)
+    assert value["n_past"] == value["n_present"] == len(trace)
+    assert {it["predictor"] for it in value["recalls"]} >= {"next-router", "expert-map"}
+    assert value["goals"] and isinstance(value["budgets"][0]["tpot_ms"], float)
+
+
+def test_measuring_decodes_on_demand_and_ahead(small_moe: Path, tmp_path: Path, trace: Trace):
+    from pyorch.eval.prefetch_measure import measure_contexts, measure_overheads
+
+    model = shutil.copy(small_moe, tmp_path)
+    rows = measure_contexts(model, [TEXT], "40%", [32, 100_000], 8, 1, quiet, n_threads=1)
+    assert [(it.n_context, it.prefetch) for it in rows] == [(32, "none"), (32, "auto")]
+    for it in rows:
+        assert it.tpot_ms == pytest.approx(it.compute_ms + it.stall_ms) and 0 < it.hit_rate < 1
+        assert it.bound_ms <= rows[0].tpot_ms
+    overheads = measure_overheads(model, [TEXT], ["next-router"], 1, quiet, 1)
+    assert overheads[0].predictor == "next-router" and overheads[0].tpot_ms > 0
+
+
+@pytest.mark.parametrize("arguments, sentence", [
+    ([], "give --data or --trace"),
+    (["--data", str(TEXT), "--trace", "x.trace"], "give --data or --trace"),
+    (["--data", str(TEXT), "--history", str(TEXT), "--history-trace", "x"], "not both"),
+    (["--data", str(TEXT), "--tokens", "0"], "--tokens 0 is less than 1"),
+    (["--data", str(TEXT), "--context", "many"], "not a list of numbers"),
+    (["--data", str(TEXT), "--budget", "1MB", "--compute-ms", "1"], "below the floor"),
+    (["--data", str(TEXT), "--min-precision", "2", "--compute-ms", "1"], "from 0 to 1"),
+    (["--data", str(TEXT), "--read-bandwidth", "fast", "--compute-ms", "1"], "fast"),
+    (["--data", str(TEXT), "--distance", "1,9"], "more than the 8 layers"),
+    (["--trace", "x.trace"], "give --compute-ms"),
+    (["--trace", "missing.trace", "--compute-ms", "1"], "missing.trace cannot be read"),
+])
+def test_mistakes_are_sentences(small_moe: Path, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture):
+    assert main(["eval", "prefetch", str(small_moe), *arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_trace_without_states_is_refused(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "plain.trace"
+    profile(small_moe, [TEXT], path, n_tokens=64, n_ctx=16, n_threads=1, budget="100%")
+    assert main(["eval", "prefetch", str(small_moe), "--trace", str(path), *FAST]) == 2
+    assert "--router full --states" in capsys.readouterr().err

@@ -1,0 +1,335 @@
+"""Replay: equal to what an engine counts beside llama.cpp, and exact where time can be computed by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import CHECKPOINT
+
+import pyorch
+from pyorch.cli import main
+from pyorch.cli.replay import parse_rate
+from pyorch.context import Context
+from pyorch.engine import Engine, Stats
+from pyorch.errors import BudgetError, FormatError, PyorchError
+from pyorch.expert_maps import ExpertMaps
+from pyorch.modelmap import ModelMap
+from pyorch.prefetch import Prefetch
+from pyorch.profiling import profile
+from pyorch.replay import Recording, Replayed, ReplaySettings, read_router, replay
+from pyorch.trace import Trace
+
+N_LAYERS, N_EXPERT, N_USED = 8, 64, 6
+LAYERS = tuple(range(N_LAYERS))
+TEXT = CHECKPOINT / "text-test.txt"
+
+
+@pytest.fixture(scope="module")
+def model_map(small_moe: Path):
+    with ModelMap(small_moe) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def trace(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 tokens of prose in requests of 100, with all that a trace can hold."""
+    path = tmp_path_factory.mktemp("trace") / "small.trace"
+    profile(small_moe, [TEXT], path, n_tokens=300, router="full", states=True, budget="100%", n_ctx=100, n_threads=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recording(trace: Path, model_map: ModelMap) -> Recording:
+    return Recording.from_trace(Trace(trace), model_map)
+
+
+def decode(path: Path, budget: str, policy: str, n_tokens: int = 150) -> tuple[Stats, Recording]:
+    """What an engine counts while it decodes token by token, and the routing that it sees."""
+    seen = []
+    with pyorch.load(path, budget=budget, policy=policy, prefetch="none", n_ctx=256, n_threads=1) as model:
+        tokens = model.llama.tokenize(TEXT.read_bytes(), add_bos=False)[:n_tokens]
+        model.engine.set_observer(lambda it: seen.append((it.il, it.experts[0], it.weights[0])))
+        model.reset_stats()
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            for token in tokens:
+                context.decode([token])
+        model.engine.set_observer(None)
+        stats = model.engine.stats()
+    assert [il for il, _, _ in seen] == list(LAYERS) * n_tokens
+    experts, weights = (np.array([it[i] for it in seen]).reshape(n_tokens, N_LAYERS, N_USED) for i in (1, 2))
+    return stats, Recording(LAYERS, N_EXPERT, experts, weights, np.zeros(n_tokens))
+
+
+@pytest.mark.parametrize("budget", ["25%", "50%"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_replay_counts_what_an_engine_counts(small_moe: Path, model_map: ModelMap, policy: str, budget: str) -> None:
+    real, routing = decode(small_moe, budget, policy)
+    simulated = replay(model_map, routing, ReplaySettings(policy, budget=budget)).stats
+    for name in ("hits", "misses", "loads", "evictions", "bytes_read", "tokens", "layer_passes", "resident_experts"):
+        assert getattr(simulated, name) == getattr(real, name), name
+    assert 0.3 < simulated.hit_rate < 0.95
+
+
+# Time
+
+
+def two_tokens() -> Recording:
+    """In the first layer alone, each of two experts: 3 and 5, then 1 and 3."""
+    experts = np.array([[[5, 3]], [[3, 1]]])
+    return Recording((0,), N_EXPERT, experts, np.full(experts.shape, 0.5), np.zeros(2))
+
+
+def by_hand(model_map: ModelMap, prefetch: str, **disk: float) -> Replayed:
+    settings = ReplaySettings("lru", Prefetch.parse(prefetch), "50%", compute_ms=8, route_share=0.5, **disk)
+    return replay(model_map, two_tokens(), settings)
+
+
+@pytest.mark.parametrize("disk", ["bandwidth", "latency"])
+def test_time_is_what_it_is_by_hand(model_map: ModelMap, disk: str) -> None:
+    """A matrix takes 1 ms to read and 2/3 ms to compute with, a router 4 ms.
+
+    Token 1: routed at 4; its matrices arrive at 5, 6, .. 10, in the order of the kernels, each before the one before
+    it was computed with: 10 + 2/3. Token 2: routed at 14 2/3; expert 3 is there, the matrices of expert 1 arrive at
+    15 2/3, 16 2/3 and 17 2/3. Expert 3 goes first, so only the first of them is waited for, 1/3 ms: 19.
+    """
+    one_ms = model_map.layers[0].expert_bytes / 3 * 1000
+    it = by_hand(model_map, "none", **(
+        dict(read_bandwidth=one_ms) if disk == "bandwidth" else dict(read_bandwidth=math.inf, read_latency_s=0.001)))
+    assert it.seconds == pytest.approx(0.019) and it.tpot_ms == pytest.approx(9.5)
+    assert it.stall_ms == pytest.approx((1 + 5 / 3 + 1 / 3) / 2)
+    assert it.disk_busy == pytest.approx(9 / 19)
+    assert (it.stats.hits, it.stats.misses, it.n_decoded) == (1, 3, 2)
+
+
+def test_what_is_read_ahead_is_there_as_early_as_by_hand(model_map: ModelMap) -> None:
+    """Before the first router, 3 is read until 3 ms, and 5 until 6 ms, a matrix each before it is needed."""
+    it = by_hand(model_map, "oracle:1", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000)
+    assert it.seconds == pytest.approx(0.016) and it.stall_ms == 0
+    assert (it.useful, it.late, it.wasted) == (2, 1, 0)  # 5 was on its way when it was needed
+    assert (it.stats.hits, it.stats.misses) == (3, 1)
+    assert it.useful_bytes == 2 * it.late_bytes == 2 * model_map.layers[0].expert_bytes
+    assert it.recall == pytest.approx([1.0])
+
+
+def test_a_forecast_that_takes_long_comes_late(model_map: ModelMap) -> None:
+    disk = dict(read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000)
+    soon, never = (by_hand(model_map, "oracle:1", predict_ms=ms, **disk) for ms in (1, 5))
+    assert 16 < 1000 * soon.seconds < 1000 * never.seconds
+    # The first came after its layer, for which it was of no use; the second too, and names what is there by then.
+    assert never.seconds == pytest.approx(by_hand(model_map, "none", **disk).seconds) and never.useful == 0
+
+
+def test_stalls_grow_as_the_disk_slows(model_map: ModelMap, recording: Recording) -> None:
+    stalls = [replay(model_map, recording, ReplaySettings(budget="25%", read_bandwidth=rate)).stall_ms
+              for rate in (math.inf, 1e9, 1e8, 1e7)]
+    assert stalls[0] == 0 and stalls == sorted(stalls) and stalls[2] < stalls[3] / 5
+
+
+def test_the_oracle_hides_what_the_disk_can_read_meanwhile(model_map: ModelMap, recording: Recording) -> None:
+    disk = ReplaySettings(budget="100%", read_bandwidth=1e8, route_share=0.5)
+    oracle = replay(model_map, recording, replace(disk, prefetch=Prefetch("oracle", 2)))
+    assert oracle.stall_ms == 0 and oracle.hit_rate == 1 and oracle.wasted == 0
+    assert oracle.tpot_ms == pytest.approx(disk.compute_ms)
+    assert replay(model_map, recording, disk).stall_ms > 0
+
+
+# Policies and predictors
+
+
+@pytest.mark.parametrize("budget", ["20%", "50%"])
+def test_no_policy_hits_more_often_than_beladys(model_map: ModelMap, recording: Recording, budget: str) -> None:
+    rates = {policy: replay(model_map, recording, ReplaySettings(policy, budget=budget)).hit_rate
+             for policy in ("lru", "lfu", "finemoe", "belady")}
+    assert rates["belady"] > max(rates["lru"], rates["lfu"], rates["finemoe"]) + 0.02
+
+
+def test_next_router_names_what_numpy_names(model_map: ModelMap, recording: Recording) -> None:
+    it = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("next-router", 2, 1.0), budget="100%"))
+    assert it.rank_hits.shape == (N_LAYERS, 2, 2 * N_USED)
+    for distance in (1, 2):
+        for layer in range(distance, N_LAYERS):
+            from_, to = read_router(model_map, layer - distance), read_router(model_map, layer)
+            states = recording.states[:, layer - distance]
+            inputs = states / np.sqrt((states.astype(np.float64) ** 2).mean(-1, keepdims=True) + from_.eps) * from_.norm
+            ranked = np.argsort(-(inputs @ to.gate.T), -1, kind="stable")[:, : 2 * N_USED]
+            hits = (ranked[:, :, None] == recording.experts[:, layer, None, :]).any(-1).sum(0)
+            assert np.abs(hits - it.rank_hits[layer, distance - 1].astype(int)).max() <= 2  # ties at an edge
+            recall = hits[:N_USED].sum() / len(recording) / N_USED
+            assert it.recall_at(distance)[layer] == pytest.approx(recall, abs=0.002)
+        assert np.isnan(it.recall_at(distance)[:distance]).all()
+    assert it.recall_at(1)[1:].mean() > it.recall_at(2)[2:].mean() > 0.3
+
+
+def test_routers_of_the_file_are_those_of_the_graph(small_moe: Path, model_map: ModelMap) -> None:
+    with pyorch.load(small_moe, budget="50%", prefetch="none", n_ctx=64, n_threads=1) as model:
+        with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
+            context.decode([1])
+        for il in LAYERS:
+            graph, file = model.engine.router(il), read_router(model_map, il)
+            assert graph.arrays().keys() == file.arrays().keys()
+            assert (graph.eps, graph.sigmoid) == (file.eps, file.sigmoid)
+            for name, array in graph.arrays().items():
+                assert np.array_equal(array, file.arrays()[name])
+
+
+def test_previous_token_recalls_what_did_not_change(model_map: ModelMap, recording: Recording) -> None:
+    it = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("previous-token", 1)))
+    same = (recording.experts[1:, :, :, None] == recording.experts[:-1, :, None, :]).any(-1)
+    assert it.recall == pytest.approx(same.sum((0, 2)) / len(recording) / N_USED)
+
+
+def test_maps_are_searched_and_left_as_they_were(model_map: ModelMap, recording: Recording, trace: Path) -> None:
+    maps = ExpertMaps.from_trace(Trace(trace), model_map, capacity=1000)
+    for predictor in ("expert-map", "activation-matrix"):
+        settings = ReplaySettings(prefetch=Prefetch(predictor, 2, 0.2), budget="50%")
+        known = replay(model_map, recording, settings, maps)
+        unknown = replay(model_map, recording, settings)
+        assert np.nanmean(known.recall) > np.nanmean(unknown.recall) > 0
+    assert (maps.n_maps, maps.n_requests) == (300, 3)
+    # A store that has this very iteration finds it by its embedding or its first layers.
+    again = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("expert-map", 1, 0.2)), maps)
+    assert np.nanmean(again.recall) > 0.8
+
+
+def test_a_replay_is_the_same_each_time(model_map: ModelMap, recording: Recording) -> None:
+    settings = ReplaySettings("finemoe", Prefetch("next-router", 2, 0.4), "30%", 1e8, batch=2)
+    a, b = (replay(model_map, recording, settings) for _ in range(2))
+    assert (a.seconds, a.stall_ms, a.useful, a.late, a.wasted) == (b.seconds, b.stall_ms, b.useful, b.late, b.wasted)
+    assert a.useful > 0 and a.wasted > 0 and np.array_equal(a.rank_hits, b.rank_hits)
+    assert replace(a.stats, read_ns=0) == replace(b.stats, read_ns=0)
+
+
+# What is played
+
+
+def test_a_schedule_plays_each_token_once_and_requests_side_by_side() -> None:
+    request = np.repeat([4, 5, 6], [600, 4, 3])
+    phase = np.r_[np.zeros(598), 1, 1, 0, 1, 1, 1, 1, 1, 1]
+    it = Recording((0,), 8, np.zeros((607, 1, 2)), np.ones((607, 1, 2)), request, phase)
+
+    def ubatches(batch: int, as_decode: bool) -> list[tuple[list[int], bool]]:
+        plan = it.schedule(batch, as_decode)
+        return [(plan.order[a:b].tolist(), bool(d)) for a, b, d in zip(plan.begin, plan.begin[1:], plan.decode)]
+
+    assert ubatches(1, True) == [([t], True) for t in range(607)]
+    prompt = [(list(range(512)), False), (list(range(512, 598)), False)]
+    assert ubatches(1, False) == [*prompt, ([598], True), ([599], True), ([600], False),
+                                  *(([t], True) for t in range(601, 607))]
+    assert ubatches(2, False) == [*prompt, ([600], False), ([598, 601], True), ([599, 602], True), ([603, 604], True),
+                                  ([605], True), ([606], True)]
+
+
+def test_prompts_are_played_as_prompts_if_asked(model_map: ModelMap, recording: Recording) -> None:
+    it = replay(model_map, recording, ReplaySettings(as_decode=False, prefill_ms=2.0, read_bandwidth=math.inf))
+    assert it.n_decoded == 0 and it.n_tokens == len(recording) and it.seconds == pytest.approx(0.6)
+    assert math.isnan(it.tpot_ms) and it.stats.layer_passes == 3 * N_LAYERS
+
+
+def test_what_is_warmed_up_is_not_counted(model_map: ModelMap, recording: Recording) -> None:
+    whole = replay(model_map, recording, ReplaySettings(budget="100%"))
+    rest = replay(model_map, recording, ReplaySettings(budget="100%", n_warm_tokens=100))
+    assert rest.n_tokens == 200 and rest.hit_rate > whole.hit_rate and rest.stats.tokens == 200 * N_LAYERS
+
+
+def test_several_requests_share_the_experts_of_a_step(model_map: ModelMap, recording: Recording) -> None:
+    settings = ReplaySettings(budget="100%", read_bandwidth=math.inf, route_share=0.0)
+    it = replay(model_map, recording, replace(settings, batch=3))
+    distinct = [len(np.unique(recording.experts[[t, 100 + t, 200 + t], layer])) for t in range(100) for layer in LAYERS]
+    assert it.stats.layer_passes == 100 * N_LAYERS and it.stats.hits + it.stats.misses == sum(distinct)
+    assert it.tpot_ms == pytest.approx(settings.compute_ms * np.mean(distinct) / N_USED)
+    assert it.tokens_per_second == pytest.approx(3000 / it.tpot_ms)
+
+
+# Errors and the command
+
+
+@pytest.mark.parametrize("settings, error, sentence", [
+    (dict(policy="random"), PyorchError, 'policy "random" is not known'),
+    (dict(budget="1%"), BudgetError, "is below the floor"),
+    (dict(budget="auto"), BudgetError, "needs a size or a share"),
+    (dict(prefetch=Prefetch("auto")), PyorchError, "needs the name of a predictor"),
+    (dict(prefetch=Prefetch("oracle", 9)), PyorchError, "distance 9 is not from 1 to 8"),
+    (dict(prefetch=Prefetch("estimator", 1)), PyorchError, "needs an estimator"),
+    (dict(read_bandwidth=0.0), PyorchError, "a bandwidth above 0"),
+    (dict(batch=0), PyorchError, "0 requests together"),
+    (dict(n_warm_tokens=300), PyorchError, "leave none to count"),
+])
+def test_settings_that_cannot_be_are_refused(
+    model_map: ModelMap, recording: Recording, settings, error, sentence
+) -> None:
+    with pytest.raises(error, match=sentence):
+        replay(model_map, recording, ReplaySettings(**settings))
+
+
+def test_recordings_that_do_not_fit_are_refused(model_map: ModelMap, recording: Recording) -> None:
+    experts, weights, request = recording.experts, recording.weights, recording.request
+    bare = Recording(LAYERS, N_EXPERT, experts, weights, request)
+    with pytest.raises(PyorchError, match="record it with --states"):
+        replay(model_map, bare, ReplaySettings(prefetch=Prefetch("next-router", 1)))
+    with pytest.raises(PyorchError, match="record it with --router full"):
+        replay(model_map, bare, ReplaySettings(prefetch=Prefetch("expert-map", 1)))
+    with pytest.raises(PyorchError, match="other layers"):
+        replay(model_map, Recording((1, 2), N_EXPERT, experts[:, :2], weights[:, :2], request), ReplaySettings())
+    with pytest.raises(PyorchError, match="experts beyond 63"):
+        replay(model_map, Recording(LAYERS, N_EXPERT, experts + 64, weights, request), ReplaySettings())
+
+
+def test_an_engine_that_runs_a_model_knows_no_future(model_map: ModelMap, small_moe: Path, capsys) -> None:
+    with Engine(model_map, "50%") as engine:
+        with pytest.raises(PyorchError, match="only pyorch replay does"):
+            engine.set_policy("belady")
+        with pytest.raises(PyorchError, match="only pyorch replay does"):
+            engine.set_prefetch("oracle")
+    assert main(["run", str(small_moe), "-p", "x", "--prefetch", "oracle", "--budget", "50%"]) == 2
+    assert "needs to know the future: only pyorch replay does" in capsys.readouterr().err
+
+
+def test_the_command_prints_all_combinations(small_moe: Path, trace: Path, capsys) -> None:
+    command = ["replay", str(small_moe), str(trace), "--policy", "lru,belady", "--predictor", "none,oracle:1",
+               "--budget", "25%,40%", "--read-bandwidth", "100MB/s", "--compute-ms", "10"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5 + 8 and "0.10 GB/s (given)" in lines[1]
+    assert [line.split()[:3] for line in lines[5:]] == [
+        [policy, predictor, budget]
+        for budget in ("25%", "40%") for policy in ("lru", "belady") for predictor in ("none", "oracle:1")
+    ]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["rows"]) == 8 and report["rows"][0]["recall"][0] is None and report["rows"][1]["recall"] == [1.0]
+    assert f"{report['rows'][0]['tpot_ms']:.1f}" in lines[5]
+
+
+def test_the_command_measures_the_disk_if_it_is_not_told(small_moe: Path, trace: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("pyorch.cli.replay._PROBE_SECONDS", 0.05)
+    assert main(["replay", str(small_moe), str(trace), "--budget", "50%"]) == 0
+    assert "GB/s (measured)" in capsys.readouterr().out
+
+
+def test_the_command_refuses_what_cannot_be(
+    small_moe: Path, small_moe_q4: Path, trace: Path, tmp_path: Path, capsys
+) -> None:
+    rate = ["--read-bandwidth", "1GB/s"]
+    for arguments, sentence in (
+        ([small_moe_q4, trace], "was recorded with another model"),
+        ([small_moe, tmp_path / "absent.trace"], "cannot be read"),
+        ([small_moe, trace, "--budget", "2%"], "is below the floor"),
+        ([small_moe, trace, "--policy", "fifo"], 'policy "fifo" is not known'),
+        ([small_moe, trace, "--predictor", "next-router:x"], "is not a predictor"),
+        ([small_moe, trace, "--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),
+    ):
+        assert main(["replay", *rate, *map(str, arguments)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("pyorch: error: ") and sentence in error and error.count("\n") == 1
+
+
+def test_rates_are_bytes_a_second() -> None:
+    assert parse_rate("1GB/s") == 1e9 and parse_rate("512MiB/S") == 512 << 20 and parse_rate("1000") == 1000
+    for text in ("40%", "-1GB/s", "0", "1 GB/min"):
+        with pytest.raises(PyorchError, match="is not understood"):
+            parse_rate(text)

@@ -1,0 +1,130 @@
+"""Speculative execution: layers compute what was forecast for them, and it is lossy, counted and can be ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pyorch
+from pyorch.cli import main
+from pyorch.context import Context
+from pyorch.routing import Prediction, Routing
+
+N_LAYERS, N_USED = 8, 6
+TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n"
+
+
+def decode(model, tokens: list[int]) -> np.ndarray:
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        return np.concatenate([context.decode([token]) for token in tokens])
+
+
+@pytest.fixture
+def model(small_moe: Path):
+    with pyorch.load(small_moe, budget="30%", prefetch="none", n_ctx=256, n_threads=1) as loaded:
+        yield loaded
+
+
+def tokens_of(model) -> list[int]:
+    return model.llama.tokenize(TEXT.encode(), add_bos=False)
+
+
+def test_layers_compute_what_was_forecast_for_them(model):
+    routings: list[Routing] = []
+    predictions: list[Prediction] = []
+    tokens = tokens_of(model)
+    model.speculate("quasi-hidden:1:1")
+    model.engine.set_observer(routings.append)
+    model.engine.set_prediction_observer(predictions.append)
+    model.reset_stats()
+    with model.engine.calibrating():
+        decode(model, tokens)
+    model.engine.set_observer(None)
+    model.engine.set_prediction_observer(None)
+
+    forecast = {il: [it.experts[:N_USED] for it in predictions if it.il == il] for il in range(1, N_LAYERS)}
+    chosen = {il: [it.experts[0] for it in routings if it.il == il] for il in range(N_LAYERS)}
+    right = sum(len(set(f) & set(c)) for il in forecast for f, c in zip(forecast[il], chosen[il], strict=True))
+    stats = model.stats().speculation
+    assert (stats.tokens, stats.slots) == (len(tokens) * N_LAYERS, len(tokens) * (N_LAYERS - 1) * N_USED)
+    assert stats.right == right < stats.slots
+    for il in range(N_LAYERS):
+        _, counts = model.engine.mean_outputs(il, model.llama.n_embd())
+        computed = forecast[il] if il else chosen[0]  # nothing comes before the first layer
+        assert counts.tolist() == np.bincount(np.concatenate(computed), minlength=len(counts)).tolist()
+
+
+def test_nothing_is_read_that_is_not_computed(model):
+    """A guess that is only read ahead may be wrong; one that is executed cannot."""
+    tokens = tokens_of(model)
+    model.engine.set_prefetch("quasi-hidden", 1, 0.0)
+    decode(model, tokens)
+    assert model.stats().experts.prefetch_wasted > 0
+    model.speculate("quasi-hidden:1:0")
+    decode(model, tokens[:1])  # what was guessed before is settled
+    model.reset_stats()
+    decode(model, tokens)
+    assert model.stats().experts.prefetch_loads > 0
+    assert model.stats().experts.prefetch_wasted == 0
+
+
+def test_a_model_is_lossless_again_when_speculation_ends(model):
+    tokens = tokens_of(model)
+    before = decode(model, tokens)
+    model.speculate("next-router")
+    assert decode(model, tokens).tobytes() != before.tobytes()
+    model.speculate(None)
+    assert model.stats().speculation is None
+    assert decode(model, tokens).tobytes() == before.tobytes()
+
+
+def test_prompts_keep_to_their_routers_unless_asked(model):
+    tokens = tokens_of(model)
+
+    def prefill() -> np.ndarray:
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            return context.decode(tokens)
+
+    lossless = prefill()
+    model.speculate("quasi-hidden")
+    assert prefill().tobytes() == lossless.tobytes()
+    model.speculate("quasi-hidden", prompts=True)
+    speculated = prefill()
+    assert speculated.tobytes() != lossless.tobytes()
+    # A prompt computed at once is what its tokens are one by one, but for the kernels.
+    np.testing.assert_allclose(speculated, decode(model, tokens), atol=0.1)
+
+
+def test_what_cannot_be_executed_is_refused(model, small_moe: Path, capsys):
+    with pytest.raises(pyorch.PyorchError, match="previous-token.*no weights"):
+        model.speculate("previous-token")
+    with pytest.raises(pyorch.PyorchError, match="needs an estimator"):
+        model.speculate("hybrid")
+    command = ["run", str(small_moe), "-p", "x", "-n", "2", "--budget", "50%", "--ctx", "64", "--speculate"]
+    assert main([*command, "--substitute", "random"]) == 2
+    assert "choose one of them" in capsys.readouterr().err
+    assert main([*command, "--prefetch", "none"]) == 2
+    assert "no weights to compute with" in capsys.readouterr().err
+
+
+def test_run_says_what_was_computed_as_forecast(small_moe: Path, tmp_path: Path, capsys):
+    path = tmp_path / "model.gguf"
+    os.link(small_moe, path)
+    assert main(["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "50%", "--ctx", "64", "--threads", "1",
+                 "--speculate"]) == 0
+    assert "expert slots computed as forecast" in capsys.readouterr().err
+
+
+def test_eval_has_rows_of_speculation(small_moe: Path, capsys):
+    import json
+
+    data = Path(__file__).parent / "fixtures" / "small-moe" / "facts-test.jsonl"
+    command = ["eval", "arc", str(small_moe), "--data", str(data), "--limit", "8", "--cache-rate", "0.5", "--threads", "1",
+               "--speculate", "quasi-hidden", "--speed-tokens", "0", "--json"]
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in rows] == ["original", "speculate"]
+    assert rows[-1]["settings"] == "quasi-hidden"
