@@ -155,7 +155,8 @@ class Engine:
     Args:
         model_map: the model's map; copied.
         budget: bytes, a share such as "40%", or a size such as "1.5GiB". BudgetError below the floor.
-        policy: which expert goes first, "lru" (least recently used) or "lfu" (least frequently).
+        policy: which expert goes first, "lru" (least recently used), "lfu" (least frequently) or "finemoe": the least
+            frequently used, but those first that nothing forecasts.
         n_readers: reader threads, 0 for the default.
         direct_io: read around the page cache where the file system can.
         source: reads in place of the map's files.
@@ -166,7 +167,7 @@ class Engine:
         self,
         model_map: ModelMap,
         budget: int | str,
-        policy: str = "lru",
+        policy: str = "finemoe",
         n_readers: int = 0,
         direct_io: bool = True,
         source: Source | None = None,

@@ -47,7 +47,7 @@ class Settings:
     """
 
     budget: int | str = memory.AUTO
-    policy: str = "lru"
+    policy: str = "finemoe"
     prefetch: str = AUTO
     n_readers: int = 0
     direct_io: bool = True

@@ -329,7 +329,7 @@ def load(
     n_threads: int | None = None,
     n_batch: int | None = None,
     n_ubatch: int | None = None,
-    policy: str = "lru",
+    policy: str = "finemoe",
     prefetch: str = AUTO,
     n_readers: int = 0,
     direct_io: bool = True,
@@ -352,7 +352,7 @@ def load(
         n_ubatch: tokens that are computed at once. Default: 2048 where experts have to be read, memory
             permitting, because prefill reads every expert once for each ubatch; 512 otherwise.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
-        policy: which expert is evicted first, "lru" or "lfu".
+        policy: which expert is evicted first, "lru", "lfu" or "finemoe" (see Engine).
         prefetch: what is read ahead while decoding: "auto", "none" or a predictor, see Prefetch.parse().
         n_readers, direct_io, source: see Engine.
         use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.

@@ -26,7 +26,8 @@ SPECULATIVE = ("next-router", *_OF_FILE)
 class Prefetch:
     """What guesses the experts of the layers ahead, and which guesses are read.
 
-    predictor: one of pyorch.engine.PREDICTORS, or "auto": quasi-hidden, only while it makes decoding faster.
+    predictor: one of pyorch.engine.PREDICTORS, or "auto", only while it makes decoding faster: hybrid where the model
+    has an estimator beside it, else quasi-hidden.
     distance: layers ahead at most; None: as many as `pyorch calibrate` found to pay, or 2. min_precision: a guess is
     read if its like came true at least this often, counted while running. Distance 2 and precision 0.6 were best, or
     next to it, at budgets of 25 and 60 % of the benchmark model on a disk of 1 GB/s:
@@ -77,7 +78,7 @@ class Prefetch:
         self.check(n_layers)
         if self.predictor == AUTO and il is not None:
             raise PyorchError('prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one')
-        predictor = "quasi-hidden" if self.predictor == AUTO else self.predictor
+        predictor = _best_predictor(model_map) if self.predictor == AUTO else self.predictor
         distance = self.distance
         if predictor in _OF_FILE:
             file = _read_file(model_map)
@@ -105,12 +106,15 @@ class Prefetch:
         Raises PyorchError for a predictor whose forecasts cannot be executed.
         """
         if self.predictor == AUTO:
-            found = "hybrid" if _read_file(model_map).estimator is not None else "quasi-hidden"
-            return Prefetch(found, self.distance, self.min_precision)
+            return Prefetch(_best_predictor(model_map), self.distance, self.min_precision)
         if self.predictor not in SPECULATIVE:
             raise PyorchError(f'what "{self.predictor}" predicts has no weights to compute with: '
                               f"speculate with {', '.join(SPECULATIVE)}")
         return self
+
+
+def _best_predictor(model_map: ModelMap) -> str:
+    return "hybrid" if _read_file(model_map).estimator is not None else "quasi-hidden"
 
 
 def _read_file(model_map: ModelMap):

@@ -106,7 +106,7 @@ def serve(
     path: str,
     budget: int | str = "auto",
     flags: Sequence[str] = (),
-    policy: str = "lru",
+    policy: str = "finemoe",
     prefetch: str = "auto",
     direct_io: bool = True,
     source: Source | None = None,

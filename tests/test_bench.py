@@ -180,7 +180,7 @@ def test_roofline_is_unknown_without_the_reference():
 
 
 def test_goal_that_was_not_measured_is_not_met():
-    reached = list(goals.goals(Results((run_of(RESIDENT, 1.0), run_of(BUDGET, 1.25)), ()), 4 * GiB, "lru", "auto"))
+    reached = list(goals.goals(Results((run_of(RESIDENT, 1.0), run_of(BUDGET, 1.25)), ()), 4 * GiB, "finemoe", "auto"))
     by_name = {goal.what: goal for goal in reached}
     assert by_name["decode, fraction of the roofline, budget 40%"].met
     assert not by_name["decode, fraction of the roofline, budget 25%"].met
@@ -188,7 +188,7 @@ def test_goal_that_was_not_measured_is_not_met():
 
 
 def test_goals_compare_with_llama_cpp_under_the_same_limits():
-    configs = goals.goal_configs(4 * GiB, "lru", "auto")
+    configs = goals.goal_configs(4 * GiB, "finemoe", "auto")
     assert len(set(configs)) == len(configs)
     for limit in (4 * GiB * 40 // 100, 4 * GiB * 60 // 100):
         assert {it.mode for it in configs if it.limit_bytes == limit} == {ENGINE, STOCK}

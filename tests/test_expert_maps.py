@@ -595,3 +595,21 @@ def test_the_command_refuses_in_a_sentence_and_leaves_nothing(
         printed = capsys.readouterr().err
         assert printed.startswith("pyorch: error: ") and printed.count("\n") == 1
     assert not output.exists()
+
+
+def test_run_keeps_what_it_learns(small_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "learned.gguf"
+    command = ["run", str(small_moe), "-p", "import os", "--temp", "0", "--budget", "50%", "--ctx", "64", "--threads", "1",
+               "--prefetch", "expert-map:2:0", "--maps", str(path)]
+
+    def n_maps() -> int:
+        with ModelMap(small_moe) as model_map:
+            return ExpertMaps.read(path, model_map).n_maps
+
+    assert main([*command, "-n", "1"]) == 0
+    assert not path.exists()  # a prompt alone leaves no iteration of a decode
+    assert main([*command, "-n", "8"]) == 0
+    first = n_maps()
+    assert first > 0
+    assert main([*command, "-n", "8"]) == 0
+    assert n_maps() > first

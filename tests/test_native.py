@@ -11,6 +11,7 @@ import pytest
 from pyorch import _libs
 
 ROOT = Path(__file__).parent.parent
+SANITIZERS = ["thread", "address"]
 SOURCES = ["residency", "residency_orders", "residency_reads", "readers", "source", "eviction", "block_pool", "model_map", "status"]
 
 
@@ -22,22 +23,30 @@ def headers() -> Path:
     return trees[0].parent.parent
 
 
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
-def test_contexts_share_a_tight_budget_while_reads_fail_and_orders_come_in(sanitizer, tmp_path):
-    tree = headers()
-    libraries = _libs.lib_dir()
-    program = tmp_path / "residency_stress"
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-pthread", "-o", program]
-        + [f"-I{ROOT / 'native/include'}", f"-I{tree / 'include'}", f"-I{tree / 'ggml/include'}"]
-        + [ROOT / "native/tests/residency_stress.cpp"]
-        + [ROOT / f"native/src/{name}.cpp" for name in SOURCES]
-        + [f"-L{libraries}", "-lllama", "-lggml-base", f"-Wl,-rpath,{libraries}"],
-        check=True,
-    )
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory) -> dict[str, Path]:
+    """The stress test, by sanitizer. Compiled at once: that takes longer than running it."""
+    tree, libraries, directory = headers(), _libs.lib_dir(), tmp_path_factory.mktemp("stress")
+    programs = {sanitizer: directory / sanitizer for sanitizer in SANITIZERS}
+    compilers = [
+        subprocess.Popen(
+            ["g++", "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-pthread", "-o", program]
+            + [f"-I{ROOT / 'native/include'}", f"-I{tree / 'include'}", f"-I{tree / 'ggml/include'}"]
+            + [ROOT / "native/tests/residency_stress.cpp"]
+            + [ROOT / f"native/src/{name}.cpp" for name in SOURCES]
+            + [f"-L{libraries}", "-lllama", "-lggml-base", f"-Wl,-rpath,{libraries}"]
+        )
+        for sanitizer, program in programs.items()
+    ]
+    assert [compiler.wait() for compiler in compilers] == [0, 0]
+    return programs
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_contexts_share_a_tight_budget_while_reads_fail_and_orders_come_in(sanitizer, stress, tmp_path):
     for seed in (1, 2):
         done = subprocess.run(
-            [program, tmp_path / "stress.gguf", str(seed), "40"], capture_output=True, text=True, timeout=120
+            [stress[sanitizer], tmp_path / "stress.gguf", str(seed), "40"], capture_output=True, text=True, timeout=120
         )
         assert done.returncode == 0, done.stderr
 

@@ -63,22 +63,28 @@ def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_lo
             assert (stats.prefetch_loads > 0) == (predictor != "none")
 
 
-def watched(model, predictor: str, distance: int) -> tuple[list[Routing], list[Prediction]]:
-    """What was routed and what was predicted, token by token."""
+def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], list[tuple[int, Prediction]]]:
+    """What was routed, by token and layer, and what was predicted, each with the number of its token.
+
+    A layer that is routed before earlier ones are predicted may go without: most, not all, are there.
+    """
     routings: list[Routing] = []
-    predictions: list[Prediction] = []
+    found: list[Prediction] = []
+    predictions: list[tuple[int, Prediction]] = []
     model.engine.set_prefetch(predictor, distance)
     model.engine.set_observer(routings.append)
-    model.engine.set_prediction_observer(predictions.append)
+    model.engine.set_prediction_observer(found.append)
     tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]
     with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
-        for token in tokens:
-            context.decode([token])
+        for i, token in enumerate(tokens):
+            context.decode([token])  # predictors that use routers are done with a token before its last layer ends
+            predictions += [(i, it) for it in found]
+            found.clear()
             model.engine.wait_idle()
     model.engine.set_prefetch("none")
     model.engine.set_observer(None)
     model.engine.set_prediction_observer(None)
-    return routings, predictions
+    return [routings[i : i + N_LAYERS] for i in range(0, len(routings), N_LAYERS)], predictions
 
 
 def router(model, il: int) -> np.ndarray:
@@ -91,26 +97,24 @@ def router(model, il: int) -> np.ndarray:
 def test_next_router_predicts_as_numpy_does(small_moe: Path, distance: int):
     with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
         routings, predictions = watched(model, "next-router", distance)
-        seen = {}
-        for i, it in enumerate(routings):
-            seen.setdefault(it.il, []).append(it)
         assert len(predictions) > N_LAYERS
-        taken: dict[tuple[int, int], int] = {}
-        for it in predictions:
+        for token, it in predictions:
             assert 1 <= it.il - it.il_from <= distance
-            nth = taken[it.il_from, it.il] = taken.get((it.il_from, it.il), -1) + 1
-            inputs = seen[it.il_from][nth].inputs[0]
-            scores = router(model, it.il) @ inputs
+            scores = router(model, it.il) @ routings[token][it.il_from].inputs[0]
             assert it.experts.tolist() == np.argsort(-scores, kind="stable")[: 2 * N_USED].tolist()
 
 
 def test_previous_token_predicts_what_the_layer_used_before(small_moe: Path):
     with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
         routings, predictions = watched(model, "previous-token", 1)
-        by_layer = {il: [it.experts[0].tolist() for it in routings if it.il == il] for il in range(N_LAYERS)}
+        n_found = 0
         for il in range(1, N_LAYERS):
-            predicted = [it.experts.tolist() for it in predictions if it.il == il]
-            assert predicted == by_layer[il][:-1]
+            used = iter([layers[il].experts[0].tolist() for layers in routings[:-1]])
+            for _, it in predictions:
+                if it.il == il:
+                    assert it.experts.tolist() in used  # and those after it in what is left
+                    n_found += 1
+        assert n_found > N_LAYERS
 
 
 def test_an_engine_refuses_a_prefetch_that_cannot_be(small_moe: Path):
@@ -161,14 +165,9 @@ def test_quasi_hidden_predicts_as_numpy_does(calibrated: Path):
         for il in range(N_LAYERS):
             place = model.map.tensor_range(f"blk.{il}.ffn_norm.weight")
             norms[il] = np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset)
-        seen: dict[int, list[Routing]] = {}
-        for it in routings:
-            seen.setdefault(it.il, []).append(it)
-        taken: dict[tuple[int, int], int] = {}
         assert len(predictions) > N_LAYERS
-        for it in predictions:
-            nth = taken[it.il_from, it.il] = taken.get((it.il_from, it.il), -1) + 1
-            routed = seen[it.il_from][nth]
+        for token, it in predictions:
+            routed = routings[token][it.il_from]
             hidden = routed.residuals[0] + routed.weights[0] @ defaults[it.il_from][routed.experts[0]]
             hidden = hidden / np.sqrt((hidden**2).mean() + 1e-6) * norms[it.il]
             expected = np.argsort(-(router(model, it.il) @ hidden), kind="stable")[: 2 * N_USED]

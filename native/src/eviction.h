@@ -13,7 +13,7 @@ namespace pyorch {
 struct Usage {
     uint64_t last_use    = 0;
     float    frequency   = 0; // of uses, as the policy counts them, at last_use
-    float    probability = 0; // with which the next pass of its layer will need it, as was last forecast
+    float    probability = 0; // its share in the last forecast of its layer; 1 / n_expert before any
     uint64_t next_use    = UINT64_MAX; // the truth, where it is known: in a replay
 };
 

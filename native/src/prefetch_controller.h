@@ -1,8 +1,8 @@
 // Whether prefetching pays, found out by trying: token times with it and without it, in turns.
 //
 // A prefetch can lose: on a disk that is busy anyway, from a page cache that answers at once, or on cores that
-// have no time for it. It mostly gains, so it begins on, and is compared after a while. The loser of the last comparison is tried again, ever more rarely while it goes on
-// losing, and at once when the winner's own times change.
+// have no time for it. It mostly gains, so it begins on, and is compared after a while. The loser of the last
+// comparison is tried again, ever more rarely while it goes on losing, and at once when the winner's own times change.
 
 #pragma once
 

@@ -6,11 +6,14 @@ namespace pyorch {
 
 // More layers than this waiting: the thread does not get its turn, and what it would predict has passed. A predictor
 // that collects whole iterations is shown all of them.
-static constexpr size_t MAX_WAITING            = 4;
-static constexpr size_t MAX_WAITING_COLLECTING = 256;
+static constexpr int MAX_WAITING            = 4;
+static constexpr int MAX_WAITING_COLLECTING = 256;
+
+// An expert that is read faster than this is there as soon as it is asked for: predicting it takes longer.
+static constexpr double LEAST_READ_SECONDS = 100e-6;
 
 Prefetcher::Prefetcher(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers) :
-        planner(table, std::move(routers)) {}
+        table(table), planner(table, std::move(routers)) {}
 
 Prefetcher::~Prefetcher() {
     {
@@ -42,9 +45,15 @@ void Prefetcher::set_automatic(bool automatic_) {
     timed_context = nullptr;
 }
 
+bool Prefetcher::can_pay() {
+    const double rate = table.read_bytes_per_second();
+    return rate == 0 || (double) table.map.layers[0].slot_bytes() / rate >= LEAST_READ_SECONDS;
+}
+
 void Prefetcher::begin(const void * context, IterationBegin && it) {
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic && it.decode) {
+        pays = can_pay();
         const auto now = std::chrono::steady_clock::now();
         // Contexts that run at once would be taken for one slow token.
         if (timed_context == context) {
@@ -63,18 +72,16 @@ bool Prefetcher::wants() {
         return false;
     }
     std::lock_guard<std::mutex> lock(mutex);
-    return !automatic || controller.on();
+    return !automatic || (pays && controller.on());
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {
     const bool collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
     {
         std::lock_guard<std::mutex> lock(mutex);
-        if (queue.size() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
-            const auto oldest = std::find_if(queue.begin(), queue.end(), [](const auto & it) { return it.second.index() == 1; });
-            if (oldest != queue.end()) {
-                queue.erase(oldest);
-            }
+        const auto is_layer = [](const auto & it) { return std::holds_alternative<RoutedLayer>(it.second); };
+        if (std::count_if(queue.begin(), queue.end(), is_layer) >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
+            queue.erase(std::find_if(queue.begin(), queue.end(), is_layer));
         }
         queue.emplace_back(context, std::move(layer));
     }

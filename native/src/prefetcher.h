@@ -59,15 +59,18 @@ private:
     std::deque<std::pair<const void *, Event>>    queue;
     const void *                                  predicting = nullptr; // the context whose event is at work
     bool                                          automatic  = false;
+    bool                                          pays       = true; // as far as can be told without trying
     PrefetchController                            controller;
     const void *                                  timed_context = nullptr;
     std::chrono::steady_clock::time_point         token_begin;
     bool                                          stopped = false;
 
+    ResidencyTable &                              table;
     std::mutex                                    state_mutex; // of the planner; compute threads take it to speculate only
     PrefetchPlanner                               planner;
     std::thread                                   thread;
 
+    bool can_pay();
     void changed();
     void run();
 };

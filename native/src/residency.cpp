@@ -43,6 +43,7 @@ ResidencyTable::ResidencyTable(const ModelMap & map, std::unique_ptr<Source> sou
         for (int id = 0; id < layer.n_expert; ++id) {
             layer.experts[id].layer = (int) i;
             layer.experts[id].id    = id;
+            layer.experts[id].usage.probability = 1.0f / layer.n_expert;
         }
         for (const auto & t : map.layers[i].tensors) {
             zeros_size = std::max(zeros_size, t.stride);

@@ -140,6 +140,9 @@ void ResidencyTable::set_waiter(std::function<void()> waiter_) {
 void ResidencyTable::settle_guesses(int layer) {
     guesses.erase(std::remove_if(guesses.begin(), guesses.end(), [&](const Guess & g) { return g.expert->layer == layer; }), guesses.end());
     Layer & l = layers[layer];
+    for (int id = 0; id < l.n_expert; ++id) {
+        l.experts[id].usage.probability = 1.0f / l.n_expert; // the forecast was of this pass
+    }
     for (int id = 0; id < l.n_expert && n_predicted > 0; ++id) {
         Expert & e = l.experts[id];
         if (!e.predicted) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from dataclasses import replace
@@ -30,7 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of the prompt (default: 512)")
     parser.add_argument("--repeat", type=int, default=3, metavar="R", help="rounds, of which medians are taken (default: 3)")
     parser.add_argument("--data", metavar="FILE", help="text to feed (default: a module of Python's library)")
-    parser.add_argument("--policy", choices=("lru", "lfu", "finemoe"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--policy", default="finemoe", metavar="NAME,...",
+                        help="measure each budget with each of these: lru, lfu, finemoe (default: finemoe)")
     parser.add_argument("--prefetch", default="auto", metavar="WHAT,...",
                         help="measure each budget with each of these, as `pyorch run --prefetch` takes them (default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
@@ -45,6 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     from pyorch.bench import goals, rounds, table
     from pyorch.bench.summary import summarize
+    from pyorch.engine import POLICIES
     from pyorch.modelmap import ModelMap
     from pyorch.prefetch import Prefetch
 
@@ -63,8 +66,11 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
         for prefetch in args.prefetch.split(","):
             Prefetch.parse(prefetch).check(model_map.info.n_moe_layers)
-        if args.goals and "," in args.prefetch:
-            raise PyorchError("--goals are measured with one --prefetch")
+        for policy in args.policy.split(","):
+            if policy not in POLICIES:
+                raise PyorchError(f'policy "{policy}" is not known: use {", ".join(POLICIES)}')
+        if args.goals and ("," in args.prefetch or "," in args.policy):
+            raise PyorchError("--goals are measured with one --prefetch and one --policy")
         configs = goals.goal_configs(file_bytes, args.policy, args.prefetch) if args.goals else _configs(args, model_map.info, fits)
         pairs = _lossy_pairs(configs, lossy)
         configs += [config for config, _ in pairs]
@@ -116,13 +122,13 @@ def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     limit_bytes = memory.parse_size(limit, info.file_bytes) if limit else 0
     budgets = args.budget or ("auto" if limit else "25%,40%,60%,100%" if fits else "auto")
     configs = [goals.RESIDENT]
-    prefetches = args.prefetch.split(",")
+    policies, prefetches = args.policy.split(","), args.prefetch.split(",")
     for budget in budgets.split(","):
         memory.parse_budget(budget, info)
-        for prefetch in prefetches:
-            config = goals.budget_config(budget, args.policy, prefetch, limit_bytes, limit)
-            label = f"{config.label}, prefetch {prefetch}" if len(prefetches) > 1 else config.label
-            configs.append(replace(config, label=label))
+        for policy, prefetch in itertools.product(policies, prefetches):
+            config = goals.budget_config(budget, policy, prefetch, limit_bytes, limit)
+            named = [config.label, *([policy] if len(policies) > 1 else []), *([f"prefetch {prefetch}"] if len(prefetches) > 1 else [])]
+            configs.append(replace(config, label=", ".join(named)))
     if "mmap" in compare:
         configs.append(goals.mmap_config(limit_bytes, limit))
     if "stock" in compare:

@@ -19,7 +19,7 @@ class Config:
     mode: str
     budget: str = ""
     limit_bytes: int = 0
-    policy: str = "lru"
+    policy: str = "finemoe"
     prefetch: str = "auto"
     preload: bool = False  # bring in all experts before anything is measured
     repack: bool = True  # dense weights in the layout of the faster kernels; experts never are

@@ -37,7 +37,9 @@ def add_model_options(parser: argparse.ArgumentParser, budget: str = "auto") -> 
 
 def add_residency_options(parser: argparse.ArgumentParser) -> None:
     """What stays and what comes ahead of time."""
-    parser.add_argument("--policy", choices=("lru", "lfu", "finemoe"), default="lru", help="which expert is evicted first")
+    parser.add_argument("--policy", choices=("lru", "lfu", "finemoe"), default="finemoe",
+                        help="which expert is evicted first: the least recently used, the least frequently used, or by "
+                             "frequency and forecast (default: finemoe)")
     parser.add_argument(
         "--prefetch", default="auto", metavar="WHAT",
         help="read experts ahead while decoding: none, previous-token, layer-all, activation-matrix, next-router, "
