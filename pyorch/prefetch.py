@@ -63,7 +63,7 @@ class Prefetch:
             raise PyorchError(f'prefetch "{self.predictor}" needs to know the future: only pyorch replay does')
         if self.predictor != AUTO and self.predictor not in PREDICTORS:
             raise PyorchError(f'prefetch "{self.predictor}" is not known: use {", ".join((AUTO, *PREDICTORS))}')
-        if self.distance is not None and not 1 <= self.distance <= max(n_layers, 2):
+        if self.distance is not None and not 1 <= self.distance <= n_layers:
             raise PyorchError(f"prefetch distance {self.distance} is not from 1 to {n_layers}, the layers with experts")
         if not 0 <= self.min_precision <= 1:
             raise PyorchError(f"prefetch precision {self.min_precision:g} is not from 0 to 1")
