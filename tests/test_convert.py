@@ -266,7 +266,9 @@ def test_file_cut_short_by_the_quantizer_is_noticed(plain, tmp_path):
 def test_interruption_leaves_nothing(checkpoint, out, stop):
     process = subprocess.Popen(
         [sys.executable, "-m", "pyorch", "convert", checkpoint, "-o", out / "model.gguf", "--pre-tokenizer", "gpt-2"],
-        stderr=subprocess.PIPE, text=True)
+        stderr=subprocess.PIPE, text=True,
+        # Where the tests run in the background, a shell lets them ignore Ctrl-C, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     while not any(out.iterdir()):  # the staging directory: the converter is being started
         time.sleep(0.02)
         assert process.poll() is None
