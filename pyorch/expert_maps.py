@@ -78,6 +78,10 @@ class ExpertMaps:
         n_expert = max(layer.n_expert for layer in layers)
         return cls(len(layers), n_expert, _n_embd(model_map), capacity, distance, n_requests)
 
+    def __bool__(self) -> bool:
+        """Whether there is anything in the store."""
+        return any(self._sizes())
+
     @property
     def n_maps(self) -> int:
         return self._sizes()[0]

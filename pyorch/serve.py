@@ -189,9 +189,11 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
             yield record
         finally:
             if record.engine is not None:
-                if settings.maps is not None and record.engine.maps is not None and record.engine.maps.n_maps:
-                    record.engine.maps.write(settings.maps, record.map)
-                record.engine.close()
+                try:
+                    if settings.maps is not None and record.engine.maps:
+                        record.engine.maps.write(settings.maps, record.map)
+                finally:
+                    record.engine.close()
 
 
 @dataclasses.dataclass(frozen=True)

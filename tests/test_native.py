@@ -12,7 +12,10 @@ from pyorch import _libs
 
 ROOT = Path(__file__).parent.parent
 SANITIZERS = ["thread", "address"]
-SOURCES = ["residency", "residency_orders", "residency_reads", "readers", "source", "eviction", "block_pool", "model_map", "status"]
+SOURCES = [
+    *("residency/residency", "residency/residency_orders", "residency/residency_reads", "residency/eviction"),
+    *("loading/readers", "loading/source", "banks/block_pool", "model/model_map", "base/status"),
+]
 
 
 def headers() -> Path:
@@ -31,7 +34,7 @@ def stress(tmp_path_factory) -> dict[str, Path]:
     compilers = [
         subprocess.Popen(
             ["g++", "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-pthread", "-o", program]
-            + [f"-I{ROOT / 'native/include'}", f"-I{tree / 'include'}", f"-I{tree / 'ggml/include'}"]
+            + [f"-I{ROOT / 'native/src'}", f"-I{ROOT / 'native/include'}", f"-I{tree / 'include'}", f"-I{tree / 'ggml/include'}"]
             + [ROOT / "native/tests/residency_stress.cpp"]
             + [ROOT / f"native/src/{name}.cpp" for name in SOURCES]
             + [f"-L{libraries}", "-lllama", "-lggml-base", f"-Wl,-rpath,{libraries}"]
@@ -54,7 +57,7 @@ def test_contexts_share_a_tight_budget_while_reads_fail_and_orders_come_in(sanit
 def test_speculation_gives_forecast_experts_the_weights_that_the_model_would(tmp_path):
     headers()
     program = tmp_path / "speculation_test"
-    sources = [ROOT / "native/tests/speculation_test.cpp", ROOT / "native/src/speculation.cpp"]
+    sources = [ROOT / "native/tests/speculation_test.cpp", ROOT / "native/src/routing/speculation.cpp"]
     includes = [f"-I{ROOT / 'native/src'}", f"-I{ROOT / 'native/include'}"]
     subprocess.run(["g++", "-std=c++17", "-O1", "-o", program, *includes, *sources], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)
@@ -65,7 +68,7 @@ def test_speculation_gives_forecast_experts_the_weights_that_the_model_would(tmp
 def controller(tmp_path_factory) -> Path:
     headers()
     program = tmp_path_factory.mktemp("controller") / "controller_test"
-    sources = [ROOT / "native/tests/controller_test.cpp", ROOT / "native/src/prefetch_controller.cpp"]
+    sources = [ROOT / "native/tests/controller_test.cpp", ROOT / "native/src/prediction/prefetch_controller.cpp"]
     subprocess.run(["g++", "-std=c++17", "-O1", "-o", program, f"-I{ROOT / 'native/src'}", *sources], check=True)
     return program
 

@@ -333,3 +333,20 @@ def test_rates_are_bytes_a_second() -> None:
     for text in ("40%", "-1GB/s", "0", "1 GB/min"):
         with pytest.raises(PyorchError, match="is not understood"):
             parse_rate(text)
+
+
+def test_layers_that_nothing_forecasts_keep_their_experts(model_map: ModelMap, recording: Recording) -> None:
+    """Nothing forecasts the first layer from routers: eviction by forecasts treats it as eviction by frequency does."""
+    def hit_rate(policy: str) -> float:
+        played = replay(model_map, recording, ReplaySettings(policy, Prefetch("quasi-hidden", 1, 0.0), "25%"))
+        return played.hit_rates[0]
+
+    assert hit_rate("finemoe") > 0.9 * hit_rate("lfu")
+
+
+def test_forecasts_tell_what_to_keep(model_map: ModelMap, recording: Recording) -> None:
+    """Nothing is read ahead here, so what is hit is what eviction left."""
+    def hit_rate(policy: str) -> float:
+        return replay(model_map, recording, ReplaySettings(policy, Prefetch("quasi-hidden", 2, 1.0), "25%")).hit_rate
+
+    assert hit_rate("finemoe") > hit_rate("lfu")

@@ -81,6 +81,15 @@ def test_a_model_is_lossless_again_when_speculation_ends(model):
     assert decode(model, tokens).tobytes() == before.tobytes()
 
 
+def test_without_a_predictor_nothing_is_speculated(model):
+    """And nobody waits for forecasts that are not made."""
+    tokens = tokens_of(model)
+    lossless = decode(model, tokens)
+    model.engine.set_speculation("decode")
+    assert decode(model, tokens).tobytes() == lossless.tobytes()
+    assert model.engine.speculation_stats().slots == 0
+
+
 def test_prompts_keep_to_their_routers_unless_asked(model):
     tokens = tokens_of(model)
 

@@ -1,6 +1,6 @@
 #include "engine.h"
 
-#include "routing.h"
+#include "routing/seam.h"
 
 #include <algorithm>
 

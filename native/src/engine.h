@@ -2,12 +2,12 @@
 
 #pragma once
 
-#include "calibration.h"
-#include "prefetcher.h"
-#include "readers.h"
-#include "residency.h"
-#include "speculation.h"
-#include "substitution.h"
+#include "routing/calibration.h"
+#include "prediction/prefetcher.h"
+#include "loading/readers.h"
+#include "residency/residency.h"
+#include "routing/speculation.h"
+#include "routing/substitution.h"
 
 #include <map>
 #include <memory>

@@ -4,7 +4,7 @@
 //
 // Times are in ms; each triple is a regime of N tokens. Times of single tokens vary by a third, as real ones do.
 
-#include "prefetch_controller.h"
+#include "prediction/prefetch_controller.h"
 
 #include <algorithm>
 #include <cstdio>

@@ -12,8 +12,8 @@
 // After each it prints the forecasts, "LAYER DISTANCE TOKEN N_EXPERTS experts [probability]", and then
 // "size N_MAPS N_REQUESTS".
 
-#include "expert_maps.h"
-#include "prediction.h"
+#include "prediction/expert_maps.h"
+#include "prediction/prediction.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -6,8 +6,8 @@
 //
 // FILE.gguf is written, used and left.
 
-#include "../src/readers.h"
-#include "../src/residency.h"
+#include "loading/readers.h"
+#include "residency/residency.h"
 
 #include "ggml.h"
 #include "gguf.h"

@@ -1,6 +1,6 @@
 // Weights of speculative execution: a forecast that equals the router's own distribution changes nothing.
 
-#include "speculation.h"
+#include "routing/speculation.h"
 
 #include <cmath>
 #include <cstdio>
@@ -49,7 +49,7 @@ int main() {
         float   weights[n_used] = { weight_of(1, 3), weight_of(3, 1) };
         const float before[n_used] = { weights[0], weights[1] };
         Speculation speculation;
-        require(speculation.apply({ 1, n_expert, n_used, experts, weights, probs, normalized }, { same }), "a complete forecast is taken");
+        require(speculation.apply({ 1, n_expert, n_used, experts, weights, probs, logits, nullptr, normalized, gating == SOFTMAX_OF_SELECTED }, { same }), "a complete forecast is taken");
         require(experts[0] == 1 && experts[1] == 3, "experts stay those of the forecast");
         require(std::abs(weights[0] - before[0]) < 1e-5f && std::abs(weights[1] - before[1]) < 1e-5f, "weights stay what the model makes");
 
@@ -58,15 +58,15 @@ int main() {
         other.experts = { 1, 0 };
         weights[0] = before[0];
         weights[1] = before[1];
-        require(speculation.apply({ 1, n_expert, n_used, experts, weights, probs, normalized }, { other }), "taken");
+        require(speculation.apply({ 1, n_expert, n_used, experts, weights, probs, logits, nullptr, normalized, gating == SOFTMAX_OF_SELECTED }, { other }), "taken");
         require(experts[1] == 0, "the forecast expert is computed");
         require(std::abs(weights[1] - weight_of(0, 1)) < 1e-5f && std::abs(weights[0] - weight_of(1, 0)) < 1e-5f, "with its own weight");
         require(speculation.counts().tokens == 2 && speculation.counts().slots == 4 && speculation.counts().right == 3, "counted");
 
         // Of a first layer nothing is forecast, and a forecast of fewer tokens is not taken for another's.
         experts[0] = 4;
-        require(!speculation.apply({ 1, n_expert, n_used, experts, weights, probs, normalized }, {}), "nothing to take");
-        require(!speculation.apply({ 1, n_expert, n_used, experts, weights, probs, normalized }, { same, same }), "too many");
+        require(!speculation.apply({ 1, n_expert, n_used, experts, weights, probs, logits, nullptr, normalized, gating == SOFTMAX_OF_SELECTED }, {}), "nothing to take");
+        require(!speculation.apply({ 1, n_expert, n_used, experts, weights, probs, logits, nullptr, normalized, gating == SOFTMAX_OF_SELECTED }, { same, same }), "too many");
         require(experts[0] == 4 && speculation.counts().slots == 4, "the router's choice stays");
     }
     return 0;

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             print_stats(model.stats())
         else:
             _generate(model, prompt, sampling, args)
-        if args.maps is not None and model.engine is not None and model.engine.maps.n_maps:
+        if args.maps is not None and model.engine is not None and model.engine.maps:
             model.save_maps(args.maps)
     return 0
 

@@ -1,0 +1,120 @@
+#include "loading/source.h"
+
+#include <cerrno>
+#include <cstring>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#ifndef O_DIRECT
+#define O_DIRECT 0 // not on this system: reads are buffered
+#endif
+
+namespace pyorch {
+namespace {
+
+class FileSource : public Source {
+public:
+    FileSource(const ModelMap & map, bool direct_io) {
+        for (const auto & f : map.files) {
+            files.push_back(std::make_unique<File>());
+            File & file = *files.back();
+            file.fd = open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
+            if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
+                throw Failure(PYORCH_IO, format("%s: %s", f.path.c_str(), strerror(errno)));
+            }
+            if (direct_io && O_DIRECT != 0) {
+                // Some file systems accept the flag and refuse the read, so try one.
+                file.direct_fd = open(f.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+                alignas(4096) static thread_local char page[4096];
+                if (file.direct_fd >= 0 && pread(file.direct_fd, page, sizeof(page), 0) < 0) {
+                    close(file.direct_fd);
+                    file.direct_fd = -1;
+                }
+            }
+        }
+    }
+
+    int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
+        const File & f = *files[file];
+
+        // Half of an expert from before a change and half from after it would be silent garbage.
+        struct stat now;
+        if (fstat(f.fd, &now) != 0) {
+            return -errno;
+        }
+        if (now.st_mtim.tv_sec != f.opened.st_mtim.tv_sec || now.st_mtim.tv_nsec != f.opened.st_mtim.tv_nsec ||
+            now.st_size != f.opened.st_size) {
+            return -ESTALE;
+        }
+
+        const bool aligned = (offset | size | (uintptr_t) buf) % 4096 == 0;
+        const int  fd      = f.direct_fd >= 0 && aligned ? f.direct_fd : f.fd;
+        uint64_t   done    = 0;
+        while (done < size) {
+            const ssize_t n = pread(fd, (char *) buf + done, size - done, (off_t) (offset + done));
+            if (n < 0 && errno == EINTR) {
+                continue;
+            }
+            if (n < 0) {
+                return -errno;
+            }
+            done += (uint64_t) n;
+            // A direct read that stops off a page boundary has met the end of the file.
+            if (n == 0 || (fd == f.direct_fd && done % 4096 != 0)) {
+                break;
+            }
+        }
+        return (int64_t) done;
+    }
+
+    bool direct(int file) const override {
+        return files[file]->direct_fd >= 0;
+    }
+
+private:
+    struct File {
+        int         fd        = -1;
+        int         direct_fd = -1;
+        struct stat opened    = {};
+
+        ~File() {
+            for (int open_fd : { fd, direct_fd }) {
+                if (open_fd >= 0) {
+                    close(open_fd);
+                }
+            }
+        }
+    };
+
+    std::vector<std::unique_ptr<File>> files;
+};
+
+class CallSource : public Source {
+public:
+    CallSource(pyorch_read_fn fn, void * user) : fn(fn), user(user) {}
+
+    int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
+        return fn(user, file, offset, buf, size);
+    }
+
+    bool direct(int) const override {
+        return false;
+    }
+
+private:
+    pyorch_read_fn fn;
+    void *         user;
+};
+
+} // namespace
+
+std::unique_ptr<Source> open_files(const ModelMap & map, bool direct_io) {
+    return std::make_unique<FileSource>(map, direct_io);
+}
+
+std::unique_ptr<Source> call_source(pyorch_read_fn read, void * user) {
+    return std::make_unique<CallSource>(read, user);
+}
+
+} // namespace pyorch

@@ -1,0 +1,30 @@
+// Where the bytes of experts come from.
+
+#pragma once
+
+#include "model/model_map.h"
+
+#include <cstdint>
+#include <memory>
+
+namespace pyorch {
+
+class Source {
+public:
+    virtual ~Source() = default;
+
+    // Up to size bytes of a file of the map, from offset. Returns how many were read, fewer only at
+    // the end of the file, or a negative errno. Called by several threads at once.
+    virtual int64_t read(int file, uint64_t offset, void * buf, uint64_t size) = 0;
+
+    // Direct reads want page-aligned offset, buf and size.
+    virtual bool direct(int file) const = 0;
+};
+
+// The files of the map, opened again: O_DIRECT where asked and possible, buffered otherwise. A file
+// that was changed in place since is refused with ESTALE; one that was replaced is read as it was.
+std::unique_ptr<Source> open_files(const ModelMap & map, bool direct_io);
+
+std::unique_ptr<Source> call_source(pyorch_read_fn read, void * user);
+
+} // namespace pyorch

@@ -1,0 +1,287 @@
+#include "model/model_map.h"
+
+#include "ggml.h"
+#include "gguf.h"
+#include "llama.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <sys/stat.h>
+
+namespace pyorch {
+
+// An expert matrix smaller than this is read through the page cache: the alignment of a direct read
+// would cost more memory than it saves time.
+static constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;
+
+bool ExpertTensor::reads_directly() const {
+    return stride >= DIRECT_MIN_BYTES;
+}
+
+uint64_t ExpertTensor::block_bytes() const {
+    // A direct read starts at the page before the matrix and ends at the page after it.
+    return reads_directly() ? (stride + PAGE - 1) / PAGE * PAGE + PAGE : (stride + 63) / 64 * 64;
+}
+
+uint64_t MoeLayer::expert_bytes() const {
+    uint64_t n = 0;
+    for (const auto & t : tensors) {
+        n += t.stride;
+    }
+    return n;
+}
+
+uint64_t MoeLayer::slot_bytes() const {
+    uint64_t n = 0;
+    for (const auto & t : tensors) {
+        n += t.block_bytes();
+    }
+    return n;
+}
+
+// Rank in the order of the kernels, -1 for a tensor that is not a routed expert.
+static int parse_name(const char * name, int & il, std::string & role) {
+    char part[32];
+    int  end = 0;
+    if (sscanf(name, "blk.%d.ffn_%31[a-z_].weight%n", &il, part, &end) != 2 || end == 0 || name[end] != '\0') {
+        return -1;
+    }
+    static const char * const roles[] = { "gate_up_exps", "up_exps", "gate_exps", "down_exps" };
+    for (int i = 0; i < 4; ++i) {
+        if (strcmp(part, roles[i]) == 0) {
+            role.assign(part, strlen(part) - strlen("_exps"));
+            return i;
+        }
+    }
+    return -1;
+}
+
+static void check_readable(const std::string & path) {
+    struct stat st;
+    if (stat(path.c_str(), &st) != 0) {
+        throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), errno == ENOENT ? "no such file" : strerror(errno)));
+    }
+    if (S_ISDIR(st.st_mode)) {
+        throw Failure(PYORCH_FORMAT, format("%s is a directory, not a GGUF file", path.c_str()));
+    }
+    FILE * f = fopen(path.c_str(), "rb");
+    if (!f) {
+        throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), strerror(errno)));
+    }
+    char         magic[4] = {};
+    const size_t n        = fread(magic, 1, 4, f);
+    fclose(f);
+    if (n != 4 || memcmp(magic, "GGUF", 4) != 0) {
+        throw Failure(PYORCH_FORMAT, format("%s is not a GGUF file: it does not begin with GGUF", path.c_str()));
+    }
+}
+
+std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
+    check_readable(path);
+
+    ggml_context * meta = nullptr;
+    gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ &meta };
+    std::shared_ptr<gguf_context> ctx(gguf_init_from_file(path.c_str(), params), [](gguf_context * c) {
+        if (c) {
+            gguf_free(c);
+        }
+    });
+    std::unique_ptr<ggml_context, decltype(&ggml_free)> meta_owner(meta, ggml_free);
+    if (!ctx) {
+        throw Failure(PYORCH_FORMAT, format("%s is a truncated or damaged GGUF: its metadata cannot be read", path.c_str()));
+    }
+
+    struct stat st;
+    stat(path.c_str(), &st);
+    const int      file     = (int) files.size();
+    const uint64_t data     = gguf_get_data_offset(ctx.get());
+    const uint64_t in_file  = (uint64_t) st.st_size;
+    files.push_back({ path, in_file });
+
+    for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
+        const char *        tensor_name = gguf_get_tensor_name(ctx.get(), i);
+        const ggml_tensor * t           = ggml_get_tensor(meta, tensor_name);
+        const uint64_t      offset      = data + gguf_get_tensor_offset(ctx.get(), i);
+        const uint64_t      bytes       = ggml_nbytes(t);
+        if (offset + bytes > in_file) {
+            throw Failure(PYORCH_FORMAT, format("%s is truncated: it has %llu bytes, tensor %s ends at %llu", path.c_str(),
+                (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
+        }
+        tensor_bytes += bytes;
+        tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
+
+        int         il = 0;
+        std::string role;
+        if (parse_name(tensor_name, il, role) < 0 || t->ne[2] < 2) {
+            continue;
+        }
+        auto layer = std::find_if(layers.begin(), layers.end(), [&](const MoeLayer & l) { return l.il == il; });
+        if (layer == layers.end()) {
+            layers.push_back({ il, (int) t->ne[2], {} });
+            layer = layers.end() - 1;
+        }
+        if (layer->n_expert != t->ne[2]) {
+            throw Failure(PYORCH_FORMAT, format("%s: tensor %s has %lld experts, the others of its layer have %d", path.c_str(),
+                tensor_name, (long long) t->ne[2], layer->n_expert));
+        }
+        layer->tensors.push_back({ tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2] });
+    }
+    return ctx;
+}
+
+ModelMap::ModelMap(const std::string & path) {
+    metadata = read_file(path);
+
+    const char * text = nullptr;
+    if (!get_str("general.architecture", text)) {
+        throw Failure(PYORCH_FORMAT, format("%s is not a model: it has no general.architecture", path.c_str()));
+    }
+    arch = text;
+    if (get_str("general.name", text)) {
+        name = text;
+    }
+    int64_t n = 0;
+    if (get_int(arch + ".block_count", 0, n)) {
+        n_layers = (int) n;
+    }
+    if (get_int(arch + ".expert_used_count", 0, n)) {
+        n_expert_used = (int) n;
+    }
+
+    int64_t n_split = 1;
+    if (get_int("split.count", 0, n_split) && n_split > 1) {
+        int64_t no = 0;
+        get_int("split.no", 0, no);
+        char prefix[4096];
+        if (no != 0 || !llama_split_prefix(prefix, sizeof(prefix), path.c_str(), 0, (int) n_split)) {
+            throw Failure(PYORCH_FORMAT, format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf",
+                path.c_str(), (int) no + 1, (int) n_split, (int) n_split));
+        }
+        for (int i = 1; i < n_split; ++i) {
+            char shard[4096];
+            llama_split_path(shard, sizeof(shard), prefix, i, (int) n_split);
+            struct stat st;
+            if (stat(shard, &st) != 0 && errno == ENOENT) {
+                throw Failure(PYORCH_IO, format("%s: no such file (shard %d of %d)", shard, i + 1, (int) n_split));
+            }
+            read_file(shard);
+        }
+    }
+
+    std::sort(layers.begin(), layers.end(), [](const MoeLayer & a, const MoeLayer & b) { return a.il < b.il; });
+    for (auto & layer : layers) {
+        std::sort(layer.tensors.begin(), layer.tensors.end(), [](const ExpertTensor & a, const ExpertTensor & b) {
+            int il;
+            std::string role;
+            return parse_name(a.name.c_str(), il, role) < parse_name(b.name.c_str(), il, role);
+        });
+        if (layer.tensors.size() > PYORCH_MAX_ROLES) {
+            throw Failure(PYORCH_FORMAT, format("%s: layer %d has %zu expert tensors, at most %d are known", path.c_str(),
+                layer.il, layer.tensors.size(), (int) PYORCH_MAX_ROLES));
+        }
+    }
+}
+
+uint64_t ModelMap::file_bytes() const {
+    uint64_t n = 0;
+    for (const auto & f : files) {
+        n += f.bytes;
+    }
+    return n;
+}
+
+uint64_t ModelMap::expert_bytes() const {
+    uint64_t n = 0;
+    for (const auto & l : layers) {
+        n += l.expert_bytes() * l.n_expert;
+    }
+    return n;
+}
+
+uint64_t ModelMap::slots_bytes() const {
+    uint64_t n = 0;
+    for (const auto & l : layers) {
+        n += l.slot_bytes() * l.n_expert;
+    }
+    return n;
+}
+
+uint64_t ModelMap::floor_bytes() const {
+    uint64_t n = 0;
+    for (const auto & l : layers) {
+        n = std::max(n, l.slot_bytes() * l.n_expert);
+    }
+    return n;
+}
+
+const MoeLayer * ModelMap::find(int il) const {
+    for (const auto & l : layers) {
+        if (l.il == il) {
+            return &l;
+        }
+    }
+    return nullptr;
+}
+
+bool ModelMap::get_int(const std::string & key, int index, int64_t & value) const {
+    const int64_t id = gguf_find_key(metadata.get(), key.c_str());
+    if (id < 0) {
+        return false;
+    }
+    gguf_type    type = gguf_get_kv_type(metadata.get(), id);
+    const char * data;
+    if (type == GGUF_TYPE_ARRAY) {
+        type = gguf_get_arr_type(metadata.get(), id);
+        if (type == GGUF_TYPE_STRING || index < 0 || (size_t) index >= gguf_get_arr_n(metadata.get(), id)) {
+            return false;
+        }
+        data = (const char *) gguf_get_arr_data(metadata.get(), id);
+    } else {
+        if (type == GGUF_TYPE_STRING) {
+            return false;
+        }
+        data  = (const char *) gguf_get_val_data(metadata.get(), id);
+        index = 0;
+    }
+    auto read = [&](auto zero) {
+        memcpy(&zero, data + index * sizeof(zero), sizeof(zero));
+        value = (int64_t) zero;
+        return true;
+    };
+    switch (type) {
+        case GGUF_TYPE_UINT8:  return read(uint8_t());
+        case GGUF_TYPE_INT8:   return read(int8_t());
+        case GGUF_TYPE_BOOL:   return read(int8_t());
+        case GGUF_TYPE_UINT16: return read(uint16_t());
+        case GGUF_TYPE_INT16:  return read(int16_t());
+        case GGUF_TYPE_UINT32: return read(uint32_t());
+        case GGUF_TYPE_INT32:  return read(int32_t());
+        case GGUF_TYPE_UINT64: return read(uint64_t());
+        case GGUF_TYPE_INT64:  return read(int64_t());
+        default:               return false;
+    }
+}
+
+bool ModelMap::get_float(const std::string & key, double & value) const {
+    const int64_t   id   = gguf_find_key(metadata.get(), key.c_str());
+    const gguf_type type = id < 0 ? GGUF_TYPE_COUNT : gguf_get_kv_type(metadata.get(), id);
+    if (type == GGUF_TYPE_FLOAT32) {
+        value = gguf_get_val_f32(metadata.get(), id);
+    } else if (type == GGUF_TYPE_FLOAT64) {
+        value = gguf_get_val_f64(metadata.get(), id);
+    }
+    return type == GGUF_TYPE_FLOAT32 || type == GGUF_TYPE_FLOAT64;
+}
+
+bool ModelMap::get_str(const std::string & key, const char * & value) const {
+    const int64_t id = gguf_find_key(metadata.get(), key.c_str());
+    if (id < 0 || gguf_get_kv_type(metadata.get(), id) != GGUF_TYPE_STRING) {
+        return false;
+    }
+    value = gguf_get_val_str(metadata.get(), id);
+    return true;
+}
+
+} // namespace pyorch

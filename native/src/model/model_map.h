@@ -1,0 +1,88 @@
+// Which tensors of a GGUF are routed experts, and where each expert's bytes lie.
+//
+// Nothing here touches weights: the map is read from metadata alone, shards included.
+
+#pragma once
+
+#include "base/status.h"
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+struct gguf_context;
+
+namespace pyorch {
+
+inline constexpr uint64_t PAGE = 4096; // what direct reads align to
+
+// One matrix of every expert of a layer: a tensor [n_in, n_out, n_expert].
+struct ExpertTensor {
+    std::string name;     // blk.3.ffn_up_exps.weight
+    std::string role;     // up, gate, gate_up, down
+    std::string type;     // ggml type
+    int         file;     // index into ModelMap::files
+    uint64_t    offset;   // of expert 0, from the start of the file
+    uint64_t    stride;   // bytes of one expert
+
+    // Bytes that one resident expert occupies of this matrix; page-aligned at both ends if it is read directly.
+    uint64_t block_bytes() const;
+    bool     reads_directly() const;
+};
+
+struct MoeLayer {
+    int                       il;
+    int                       n_expert;
+    std::vector<ExpertTensor> tensors; // in the order in which the kernels need them
+
+    uint64_t expert_bytes() const;
+    uint64_t slot_bytes() const;
+};
+
+struct MapFile {
+    std::string path;
+    uint64_t    bytes;
+};
+
+struct TensorRange {
+    int         file; // index into ModelMap::files
+    uint64_t    offset;
+    uint64_t    bytes;
+    std::string type; // ggml type
+};
+
+class ModelMap {
+public:
+    // Throws Failure: PYORCH_IO when a file cannot be opened, PYORCH_FORMAT when it is not a whole GGUF.
+    explicit ModelMap(const std::string & path);
+
+    std::vector<MapFile>  files;
+    std::vector<MoeLayer> layers; // by ascending il; only those with routed experts
+    std::map<std::string, TensorRange> tensors; // all of them
+    std::string           arch;
+    std::string           name;
+    int                   n_layers      = 0;
+    int                   n_expert_used = 0;
+    uint64_t              tensor_bytes  = 0;
+
+    uint64_t file_bytes() const;
+    uint64_t expert_bytes() const;
+    uint64_t slots_bytes() const;
+    uint64_t floor_bytes() const;
+
+    const MoeLayer * find(int il) const;
+
+    // Metadata of the first shard; false where the key is missing or of another kind.
+    bool get_int(const std::string & key, int index, int64_t & value) const;
+    bool get_float(const std::string & key, double & value) const;
+    bool get_str(const std::string & key, const char * & value) const;
+
+private:
+    std::shared_ptr<gguf_context> metadata;
+
+    std::shared_ptr<gguf_context> read_file(const std::string & path);
+};
+
+} // namespace pyorch

@@ -1,0 +1,92 @@
+#include "prediction/expert_maps.h"
+#include "prediction/predictors/predictors.h"
+
+#include <algorithm>
+
+namespace pyorch {
+namespace {
+
+// What a past iteration did that began with the most alike embedding, and then, that went the most alike way
+// (FineMoE, sections 4.2 and 4.3). Decoded tokens are added to the history as they end.
+class ExpertMap : public Predictor {
+public:
+    ExpertMap(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, Distances distance) :
+        history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)) {}
+
+    void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
+        auto & store = history->iterations;
+        n_tokens = it.decode ? it.n_tokens : 0;
+        while ((int) searches.size() < n_tokens) {
+            searches.emplace_back(store);
+        }
+        const bool embedded = it.embeddings.size() == (size_t) it.n_tokens * store.n_embd;
+        for (int t = 0; t < n_tokens; ++t) {
+            const float * embedding = embedded ? it.embeddings.data() + (size_t) t * store.n_embd : nullptr;
+            const Match   match     = searches[t].begin(embedding);
+            for (int layer = 0; layer < store.n_layers; ++layer) {
+                if (layer < distance[layer]) {
+                    forecast(match, layer, layer + 1, t, forecasts);
+                }
+            }
+        }
+    }
+
+    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
+        auto & store = history->iterations;
+        if (it.layer >= store.n_layers) {
+            return; // of layers that a decode does not pass
+        }
+        n_used = it.n_used;
+        const int width = n_expert[it.layer];
+        if (!n_tokens || it.n_tokens != n_tokens || searches[0].n_known() != it.layer ||
+            it.probs.size() != (size_t) n_tokens * width) {
+            n_tokens = 0; // not the iterations that began: nothing is known until others do
+            return;
+        }
+        for (int t = 0; t < n_tokens; ++t) {
+            const Match match = searches[t].observe(it.probs.data() + (size_t) t * width, width);
+            for (int layer = it.layer + 1; layer < store.n_layers; ++layer) {
+                if (layer - it.layer == distance[layer]) {
+                    forecast(match, layer, distance[layer], t, forecasts);
+                }
+            }
+            if (it.layer == store.n_layers - 1) {
+                searches[t].add();
+            }
+        }
+    }
+
+private:
+    const std::shared_ptr<ExpertMaps> history;
+    const std::vector<int>            n_expert;
+    const Distances                   distance;
+    std::vector<ExpertMapSearch>      searches; // by token
+    int                               n_tokens = 0;
+    int                               n_used   = 1;
+
+    // The likeliest experts whose sum of probabilities reaches the threshold, the higher the less alike the past
+    // iteration is, and at least as many as a token uses (eqs. 6 to 8).
+    void forecast(const Match & match, int layer, int ahead, int token, std::vector<Forecast> & forecasts) const {
+        Forecast f = { layer, ahead, token, {}, std::vector<float>(n_expert[layer]) };
+        if (match.index < 0 || !history->iterations.row(match, layer, f.probability.data(), n_expert[layer])) {
+            return;
+        }
+        const float threshold = std::max(0.0f, std::min(1 - match.score, 1.0f));
+        f.experts = top(f.probability.data(), n_expert[layer], n_expert[layer]);
+        float  sum = 0;
+        size_t n   = 0;
+        while (n < f.experts.size() && (n < (size_t) n_used || sum < threshold)) {
+            sum += f.probability[f.experts[n++]];
+        }
+        f.experts.resize(n);
+        forecasts.push_back(std::move(f));
+    }
+};
+
+} // namespace
+
+std::unique_ptr<Predictor> make_expert_map(const PredictionModel & model, const Distances & distance) {
+    return model.maps ? std::make_unique<ExpertMap>(model.maps, model.n_expert, distance) : nullptr;
+}
+
+} // namespace pyorch

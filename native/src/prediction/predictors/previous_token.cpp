@@ -1,0 +1,37 @@
+#include "prediction/predictors/predictors.h"
+
+namespace pyorch {
+namespace {
+
+// What the layer used for the previous token.
+class PreviousToken : public Predictor {
+public:
+    explicit PreviousToken(const Distances & distance) : distance(distance), last(distance.size()) {}
+
+    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
+        last[it.layer] = it;
+        const int n = (int) distance.size();
+        for (int layer = 0; layer < n; ++layer) {
+            if (distance[layer] == 0 || (it.layer + distance[layer]) % n != layer) {
+                continue;
+            }
+            const RoutedLayer & was = last[layer];
+            for (int t = 0; t < (was.experts.empty() ? 0 : was.n_tokens); ++t) {
+                const auto first = was.experts.begin() + (size_t) t * was.n_used;
+                forecasts.push_back({ layer, distance[layer], t, std::vector<int>(first, first + was.n_used), {} });
+            }
+        }
+    }
+
+private:
+    const Distances          distance;
+    std::vector<RoutedLayer> last;
+};
+
+} // namespace
+
+std::unique_ptr<Predictor> make_previous_token(const PredictionModel &, const Distances & distance) {
+    return std::make_unique<PreviousToken>(distance);
+}
+
+} // namespace pyorch

@@ -1,0 +1,197 @@
+#include "prediction/prefetch_planner.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+// Counts of about so many predictions ago have faded.
+static constexpr double MEMORY = 200;
+
+void Precision::add(bool hit) {
+    const double fade = 1 - 1 / MEMORY;
+    hits  = hits  * fade + hit;
+    total = total * fade + 1;
+}
+
+PrefetchPlanner::PrefetchPlanner(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers) :
+        table(table), routers(std::move(routers)), prefetch(table.map.layers.size()), precision(table.map.layers.size()) {
+    for (const auto & l : table.map.layers) {
+        model.n_expert.push_back(l.n_expert);
+    }
+}
+
+void PrefetchPlanner::set(int layer, const LayerPrefetch & it) {
+    prefetch[layer] = it;
+    precision[layer].assign((size_t) it.distance * model.n_expert[layer], Precision());
+    streams.clear();
+}
+
+void PrefetchPlanner::set_default_vectors(int layer, std::vector<float> vectors) {
+    auto changed = model.defaults ? std::make_shared<DefaultVectors>(*model.defaults) : std::make_shared<DefaultVectors>(model.n_expert.size());
+    (*changed)[layer] = std::move(vectors);
+    model.defaults = changed;
+    streams.clear();
+}
+
+void PrefetchPlanner::set_estimator(std::shared_ptr<const Estimator> estimator) {
+    model.estimator = std::move(estimator);
+    streams.clear();
+}
+
+void PrefetchPlanner::set_estimated(std::vector<uint8_t> layers) {
+    model.estimated = std::move(layers);
+    streams.clear();
+}
+
+void PrefetchPlanner::set_maps(std::shared_ptr<ExpertMaps> maps) {
+    model.maps = std::move(maps);
+    streams.clear();
+}
+
+void PrefetchPlanner::set_oracle(Oracle oracle_) {
+    oracle = std::move(oracle_);
+    streams.clear();
+}
+
+void PrefetchPlanner::set_speculative(bool on) {
+    speculative = on;
+    streams.clear();
+}
+
+void PrefetchPlanner::set_observer(Observer observer_) {
+    observer = std::move(observer_);
+}
+
+bool PrefetchPlanner::active() const {
+    return std::any_of(prefetch.begin(), prefetch.end(), [](const LayerPrefetch & it) { return it.kind != PYORCH_PREDICT_NONE; });
+}
+
+unsigned PrefetchPlanner::needs() const {
+    unsigned needs = NEEDS_NOTHING;
+    for (const LayerPrefetch & it : prefetch) {
+        needs |= needs_of(it.kind);
+    }
+    return needs;
+}
+
+PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
+    Stream & stream = streams[context];
+    if (!stream.open.empty()) {
+        return stream;
+    }
+    stream.open.resize(prefetch.size());
+    model.routers = routers();
+    for (int kind = PYORCH_PREDICT_NONE + 1; kind <= PYORCH_PREDICT_ORACLE; ++kind) {
+        std::vector<int> distance;
+        for (const LayerPrefetch & it : prefetch) {
+            distance.push_back(it.kind == kind ? it.distance : 0);
+        }
+        if (*std::max_element(distance.begin(), distance.end()) == 0) {
+            continue;
+        }
+        auto predictor = kind == PYORCH_PREDICT_ORACLE ? (oracle ? oracle(distance) : nullptr) : make_predictor((pyorch_predictor) kind, model, distance);
+        if (predictor) {
+            stream.predictors.push_back({ (pyorch_predictor) kind, std::move(predictor) });
+        }
+    }
+    return stream;
+}
+
+void PrefetchPlanner::begin(const void * context, const IterationBegin & it) {
+    Stream & stream = stream_of(context);
+    stream.next.clear();
+    std::vector<Forecast> forecasts;
+    for (auto & [kind, predictor] : stream.predictors) {
+        predictor->begin(it, forecasts);
+    }
+    plan(stream, context, -1, forecasts);
+}
+
+void PrefetchPlanner::routed(const void * context, const RoutedLayer & it) {
+    Stream & stream = stream_of(context);
+    auto & open = stream.open[it.layer];
+    for (const Guess & guess : open) {
+        const bool came_true = std::find(it.experts.begin(), it.experts.end(), guess.expert) != it.experts.end();
+        precision_of(it.layer, guess).add(came_true);
+    }
+    open.clear();
+
+    std::vector<Forecast> forecasts;
+    for (auto & [kind, predictor] : stream.predictors) {
+        if (it.decode || (needs_of(kind) & NEEDS_PREFILL) || speculative) {
+            predictor->routed(it, forecasts);
+        }
+    }
+    stream.next.clear();
+    stream.n_used = it.n_used;
+    plan(stream, context, it.layer, forecasts);
+}
+
+std::vector<Forecast> PrefetchPlanner::next_forecasts(const void * context, int layer) const {
+    const auto it = streams.find(context);
+    if (it == streams.end() || it->second.next.empty() || it->second.next.front().layer != layer) {
+        return {};
+    }
+    return it->second.next;
+}
+
+Precision & PrefetchPlanner::precision_of(int layer, const Guess & it) {
+    return precision[layer][(size_t) (it.distance - 1) * model.n_expert[layer] + it.rank];
+}
+
+void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts) {
+    std::stable_sort(forecasts.begin(), forecasts.end(), [](const Forecast & a, const Forecast & b) { return a.layer < b.layer; });
+    for (size_t i = 0, end; i < forecasts.size(); i = end) {
+        const bool executed = speculative && from >= 0 && forecasts[i].layer == from + 1 && !forecasts[i].probability.empty();
+        for (end = i; end < forecasts.size() && forecasts[end].layer == forecasts[i].layer; ++end) {
+            if (observer) {
+                observer(context, from, forecasts[end]);
+            }
+            if (executed) {
+                stream.next.push_back(forecasts[end]);
+            }
+        }
+        plan_layer(stream, from, &forecasts[i], &forecasts[i] + (end - i), executed);
+    }
+}
+
+// begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the first n_used of each are what it computes.
+void PrefetchPlanner::plan_layer(Stream & stream, int from, const Forecast * begin, const Forecast * end, bool executed) {
+    const int          layer = begin->layer;
+    std::vector<Guess> guesses;
+    std::vector<float> expected;
+    for (const Forecast * f = begin; f < end; ++f) {
+        for (int rank = 0; rank < (int) f->experts.size(); ++rank) {
+            guesses.push_back({ f->experts[rank], rank, f->distance });
+        }
+        expected.resize(f->probability.empty() ? expected.size() : f->probability.size());
+        for (size_t e = 0; e < f->probability.size(); ++e) {
+            expected[e] = std::max(expected[e], f->probability[e]);
+        }
+    }
+    // Several tokens may want the same expert: its best rank counts.
+    std::stable_sort(guesses.begin(), guesses.end(), [](const Guess & a, const Guess & b) { return a.rank < b.rank; });
+    std::vector<uint8_t>              seen(model.n_expert[layer]);
+    std::vector<Guess>                each;
+    std::vector<ResidencyTable::Want> wants;
+    for (const Guess & it : guesses) {
+        if (!seen[it.expert]) {
+            seen[it.expert] = 1;
+            const double p = executed ? it.rank < stream.n_used : precision_of(layer, it).value();
+            each.push_back(it);
+            wants.push_back({ it.expert, p, executed ? p > 0 : p >= prefetch[layer].min_precision, false });
+        }
+    }
+    if (!expected.empty()) {
+        table.expect(layer, expected);
+    }
+    table.want(layer, from, wants);
+    auto & open = stream.open[layer];
+    for (size_t i = 0; i < wants.size(); ++i) {
+        if (wants[i].absent) {
+            open.push_back(each[i]);
+        }
+    }
+}
+
+} // namespace pyorch

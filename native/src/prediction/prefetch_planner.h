@@ -1,0 +1,104 @@
+// Turns forecasts into what the residency table should read ahead, and keeps to what pays.
+//
+// A wrong prefetch takes the disk from what is needed, so how often a prediction of an absent expert came
+// true is counted, by layer, distance and rank, whether it was read or not; only those that come true often
+// enough are asked for. Demand goes first anyway (see the residency table).
+//
+// Not thread-safe. The prefetcher runs it on a thread of its own, a replay in the course of its events.
+
+#pragma once
+
+#include "prediction/prediction.h"
+#include "residency/residency.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+namespace pyorch {
+
+// How often predictions of one kind came true, lately.
+class Precision {
+public:
+    // Of a prediction never seen: between the two, so that it is tried.
+    double value() const { return (hits + 1) / (total + 2); }
+    void   add(bool hit);
+
+private:
+    double hits  = 0;
+    double total = 0;
+};
+
+// What guesses a layer.
+struct LayerPrefetch {
+    pyorch_predictor kind          = PYORCH_PREDICT_NONE;
+    int              distance      = 1; // layers ahead at most
+    double           min_precision = 0; // guesses that come true less often are not read
+};
+
+class PrefetchPlanner {
+public:
+    // from: the layer that was routed, -1 where a ubatch begins.
+    using Observer = std::function<void(const void * context, int from, const Forecast & forecast)>;
+    using Oracle   = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
+
+    // routers: called when the first layer of a context comes, by then graphs were built.
+    PrefetchPlanner(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers);
+
+    // Each begins anew what was counted and collected.
+    void set(int layer, const LayerPrefetch & prefetch);
+    void set_default_vectors(int layer, std::vector<float> vectors);
+    void set_estimator(std::shared_ptr<const Estimator> estimator);
+    void set_estimated(std::vector<uint8_t> layers);
+    void set_maps(std::shared_ptr<ExpertMaps> maps);
+    void set_oracle(Oracle oracle);
+
+    // What is forecast one layer ahead will be executed: it is kept for next_forecasts(), and read in any case.
+    void set_speculative(bool on);
+
+    void set_observer(Observer observer);
+
+    bool     active() const;
+    unsigned needs() const;
+    const std::shared_ptr<const Estimator> & estimator() const { return model.estimator; }
+
+    // By context, for each of its ubatches and then for their layers.
+    void begin (const void * context, const IterationBegin & begin);
+    void routed(const void * context, const RoutedLayer & layer);
+
+    // Of the layer that comes next in this context: one for each token, or none.
+    std::vector<Forecast> next_forecasts(const void * context, int layer) const;
+
+private:
+    struct Guess {
+        int expert;
+        int rank;
+        int distance;
+    };
+
+    // What is known of one context.
+    struct Stream {
+        std::vector<std::pair<pyorch_predictor, std::unique_ptr<Predictor>>> predictors;
+        std::vector<std::vector<Guess>> open; // by layer: guessed, absent then, outcome not known yet
+        std::vector<Forecast>           next;
+        int                             n_used = 0;
+    };
+
+    ResidencyTable &                            table;
+    std::function<std::vector<RouterWeights>()> routers;
+    PredictionModel                             model;
+    Oracle                                      oracle;
+    std::vector<LayerPrefetch>                  prefetch;  // by layer
+    std::vector<std::vector<Precision>>         precision; // by layer, then distance and rank
+    std::map<const void *, Stream>              streams;
+    bool                                        speculative = false;
+    Observer                                    observer;
+
+    Precision & precision_of(int layer, const Guess & it);
+    Stream &    stream_of(const void * context);
+    void        plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);
+    void        plan_layer(Stream & stream, int from, const Forecast * begin, const Forecast * end, bool executed);
+};
+
+} // namespace pyorch

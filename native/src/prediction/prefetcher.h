@@ -1,0 +1,78 @@
+// The prefetch planner on a thread of its own, beside the compute threads that tell it what is routed.
+
+#pragma once
+
+#include "prediction/prefetch_controller.h"
+#include "prediction/prefetch_planner.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <variant>
+
+namespace pyorch {
+
+class Prefetcher {
+public:
+    Prefetcher(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers);
+    ~Prefetcher();
+
+    Prefetcher(const Prefetcher &) = delete;
+    Prefetcher & operator=(const Prefetcher &) = delete;
+
+    // Changes the planner's settings between two predictions; what waits for one is forgotten.
+    template <typename Change>
+    void change(Change change) {
+        std::lock_guard<std::mutex> state_lock(state_mutex);
+        change(planner);
+        changed();
+    }
+
+    // automatic: only while it makes decoding faster, which is tried from now on.
+    void set_automatic(bool automatic);
+
+    // By compute threads. active: whether begin() and routed() want anything at all.
+    bool     active() const { return is_active.load(std::memory_order_relaxed); }
+    unsigned needs() const { return wanted.load(std::memory_order_relaxed); }
+    void     begin(const void * context, IterationBegin && it);
+    bool     wants(); // whether routed() wants a layer of a decoding ubatch now
+
+    // By compute threads: a layer was routed and its demand is queued. Returns at once.
+    void routed(const void * context, RoutedLayer && layer);
+
+    // By compute threads: sleeps until nothing of the context waits for a prediction.
+    void settle(const void * context);
+    std::vector<Forecast> next_forecasts(const void * context, int layer);
+
+private:
+    using Event = std::variant<IterationBegin, RoutedLayer>;
+
+    std::atomic<bool>                             is_active{false};
+    std::atomic<unsigned>                         wanted{NEEDS_NOTHING};
+
+    std::mutex                                    mutex; // of the queue, and of who decides whether it gets anything
+    std::condition_variable                       work;
+    std::condition_variable                       settled;
+    std::deque<std::pair<const void *, Event>>    queue;
+    const void *                                  predicting = nullptr; // the context whose event is at work
+    bool                                          automatic  = false;
+    bool                                          pays       = true; // as far as can be told without trying
+    PrefetchController                            controller;
+    const void *                                  timed_context = nullptr;
+    std::chrono::steady_clock::time_point         token_begin;
+    bool                                          stopped = false;
+
+    ResidencyTable &                              table;
+    std::mutex                                    state_mutex; // of the planner; compute threads take it to speculate only
+    PrefetchPlanner                               planner;
+    std::thread                                   thread;
+
+    bool can_pay();
+    void changed();
+    void run();
+};
+
+} // namespace pyorch

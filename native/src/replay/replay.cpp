@@ -1,0 +1,408 @@
+#include "replay/replay.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <unordered_set>
+#include <utility>
+#include <variant>
+
+namespace pyorch {
+namespace {
+
+// The reader and its disk.
+class SimulatedReader {
+public:
+    SimulatedReader(ResidencyTable & table, const pyorch_replay_config & config) : table(table), config(config) {}
+
+    // Lets it do what it does up to a time. What it could take then, it takes.
+    void run_until(double now) {
+        while (busy && ends <= now) {
+            end_read();
+        }
+        if (!busy) {
+            take(now);
+        }
+    }
+
+    // The time at which it ends what it reads. REQUIRES: it reads something
+    double end_read() {
+        const double at = ends;
+        busy = false;
+        busy_seconds += at - began;
+        table.finish_read(request, (int64_t) request.size, (uint64_t) std::llround((at - began) * 1e9));
+        take(at);
+        return at;
+    }
+
+    bool   reading() const { return busy; }
+    double ends_at() const { return ends; }
+    double busy_seconds = 0;
+
+private:
+    ResidencyTable &             table;
+    const pyorch_replay_config & config;
+    ReadRequest                  request = {};
+    bool                         busy    = false;
+    double                       began   = 0;
+    double                       ends    = 0;
+
+    void take(double at) {
+        if (table.try_next_read(request)) {
+            busy  = true;
+            began = at;
+            ends  = at + config.read_seconds + (double) request.size / config.read_bytes_per_second;
+        }
+    }
+};
+
+class Replay {
+public:
+    Replay(ResidencyTable & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+           const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) :
+        table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks),
+        n_layers(recording.n_layers), reader(table, config), forecasts(table.map.layers.size()) {
+        collect_uses();
+        table.set_waiter([this] {
+            // Memory is held by a read that nobody waits for any more: it ends, and time passes.
+            if (reader.reading()) {
+                wait_until(reader.end_read());
+            }
+        });
+        planner.set_oracle([this](const std::vector<int> & distance) { return oracle(distance); });
+        planner.set_observer([this](const void *, int from, const Forecast & it) {
+            forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
+        });
+    }
+
+    ~Replay() {
+        table.set_waiter({});
+        planner.set_oracle({});
+        planner.set_observer({});
+    }
+
+    pyorch_replay_result run() {
+        for (ubatch = 0; ubatch < rec.n_ubatches; ++ubatch) {
+            if (ubatch == config.n_warm) {
+                table.reset_stats();
+                result = {};
+                reader.busy_seconds = 0;
+            }
+            play();
+        }
+        // Nobody waits for the rest; the next replay on this engine finds nothing half read.
+        while (reader.reading()) {
+            reader.end_read();
+        }
+        result.read_seconds = reader.busy_seconds;
+        return result;
+    }
+
+private:
+    // What forecasts follow from, at their time.
+    struct Pending {
+        double                                    at;
+        int64_t                                   ubatch;
+        std::variant<IterationBegin, RoutedLayer> event;
+    };
+
+    struct Forecasted {
+        int64_t  ubatch; // that it is for
+        Forecast forecast;
+    };
+
+    // Guesses what will be used: all of it, and nothing else.
+    class Oracle : public Predictor {
+    public:
+        Oracle(const Replay & replay, const std::vector<int> & distance) : replay(replay), distance(distance) {}
+
+        void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
+            forecast(-1, it.decode, it.n_tokens, forecasts);
+        }
+
+        void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
+            forecast(it.layer, it.decode, it.n_tokens, forecasts);
+        }
+
+    private:
+        const Replay &         replay;
+        const std::vector<int> distance;
+
+        void forecast(int from, bool decode, int n_tokens, std::vector<Forecast> & forecasts) const {
+            for (int layer = from + 1; decode && layer < replay.n_layers && layer - from <= distance[layer]; ++layer) {
+                for (int t = 0; t < n_tokens; ++t) {
+                    const uint16_t * used = replay.experts_of(replay.token_of(t), layer);
+                    forecasts.push_back({ layer, layer - from, t, std::vector<int>(used, used + replay.rec.n_used), {} });
+                }
+            }
+        }
+    };
+
+    ResidencyTable &                   table;
+    PrefetchPlanner &                  planner;
+    const std::vector<RouterWeights> & routers;
+    const pyorch_recording &           rec;
+    const pyorch_replay_config &       config;
+    const RankCounts                   ranks;
+    const int                          n_layers;
+    SimulatedReader                    reader;
+    Owner                              owner;
+    double                             now    = 0;
+    int64_t                            ubatch = 0;
+    int64_t                            forecasting = 0; // the ubatch that forecasts now follow from
+    std::unordered_set<uint32_t>       requests;        // that began
+    std::deque<Pending>                pending;
+    std::vector<std::vector<Forecasted>> forecasts;     // by layer, that has not come yet
+    std::vector<std::vector<std::vector<uint64_t>>> uses; // [layer][expert]: the ubatches, ascending
+    pyorch_replay_result               result = {};
+
+    int64_t token_of(int t) const { return rec.order[rec.begin[ubatch] + t]; }
+
+    const uint16_t * experts_of(int64_t token, int layer) const {
+        return rec.experts + ((size_t) token * n_layers + layer) * rec.n_used;
+    }
+
+    std::unique_ptr<Predictor> oracle(const std::vector<int> & distance) const {
+        return std::make_unique<Oracle>(*this, distance);
+    }
+
+    void collect_uses() {
+        for (int layer = 0; layer < n_layers; ++layer) {
+            uses.emplace_back(table.map.layers[layer].n_expert);
+            for (int64_t u = 0; u < rec.n_ubatches; ++u) {
+                for (int64_t i = rec.begin[u]; i < rec.begin[u + 1]; ++i) {
+                    const uint16_t * used = experts_of(rec.order[i], layer);
+                    for (int s = 0; s < rec.n_used; ++s) {
+                        auto & of_expert = uses[layer][used[s]];
+                        if (of_expert.empty() || of_expert.back() != (uint64_t) u) {
+                            of_expert.push_back((uint64_t) u);
+                        }
+                    }
+                }
+            }
+            for (int e = 0; e < table.map.layers[layer].n_expert; ++e) {
+                foresee(layer, e, 0);
+            }
+        }
+    }
+
+    // Tells the table when an expert is next used, from a ubatch on. Layers are passed one by one, so they are the clock.
+    void foresee(int layer, int expert, uint64_t from) {
+        const auto & all  = uses[layer][expert];
+        const auto   next = std::lower_bound(all.begin(), all.end(), from);
+        table.foresee(layer, expert, next == all.end() ? UINT64_MAX : *next * n_layers + layer);
+    }
+
+    void run_until(double time) {
+        while (!pending.empty() && pending.front().at <= time) {
+            const Pending it = std::move(pending.front());
+            pending.pop_front();
+            reader.run_until(it.at);
+            forecast(it);
+            reader.run_until(it.at);
+        }
+        reader.run_until(time);
+    }
+
+    void forecast(const Pending & it) {
+        forecasting = it.ubatch;
+        const auto begin = std::chrono::steady_clock::now();
+        if (const auto * layer = std::get_if<RoutedLayer>(&it.event)) {
+            planner.routed(this, *layer);
+        } else {
+            planner.begin(this, std::get<IterationBegin>(it.event));
+        }
+        result.predict_wall_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
+
+    // Nothing can be computed until then.
+    void wait_until(double time) {
+        const double waited = std::max(0.0, time - now);
+        now += waited;
+        result.stall_seconds += rec.decode[ubatch] ? waited : 0;
+    }
+
+    void play() {
+        const int    n_tokens = (int) (rec.begin[ubatch + 1] - rec.begin[ubatch]);
+        const bool   decode   = rec.decode[ubatch] != 0;
+        const double began    = now;
+        const double compute  = decode ? config.compute_seconds : config.prefill_seconds * n_tokens;
+
+        const bool   predicts = decode && n_tokens <= MAX_PREDICTED_TOKENS;
+
+        IterationBegin begin = { false, decode, n_tokens, {} };
+        for (int t = 0; t < n_tokens; ++t) {
+            begin.request |= requests.insert(rec.request[token_of(t)]).second;
+            if (rec.embeddings && predicts) {
+                const float * row = rec.embeddings + (size_t) token_of(t) * rec.n_embd;
+                begin.embeddings.insert(begin.embeddings.end(), row, row + rec.n_embd);
+            }
+        }
+        pending.push_back({ now + config.predict_seconds, ubatch, std::move(begin) });
+
+        for (int layer = 0; layer < n_layers; ++layer) {
+            const double share = compute / n_layers;
+            pass(share * config.route_share);
+            std::vector<int> experts;
+            for (int t = 0; t < n_tokens; ++t) {
+                const uint16_t * used = experts_of(token_of(t), layer);
+                experts.insert(experts.end(), used, used + rec.n_used);
+            }
+            std::sort(experts.begin(), experts.end());
+            experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+            count_ranks(layer, n_tokens, decode);
+            for (int e : experts) {
+                foresee(layer, e, ubatch + 1);
+            }
+            reader.run_until(now);
+            table.acquire(owner, layer, experts, n_tokens);
+            reader.run_until(now);
+            if (predicts || (!decode && (planner.needs() & NEEDS_PREFILL))) {
+                pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
+            }
+            // An expert costs what it costs, however many tokens of a decoding ubatch share it.
+            const double all = share * (1 - config.route_share) * (decode ? (double) experts.size() / rec.n_used : 1);
+            compute_layer(layer, experts, all);
+            table.release(owner);
+            reader.run_until(now);
+        }
+        result.n_tokens += n_tokens;
+        result.seconds  += now - began;
+        if (decode) {
+            result.n_decoded      += n_tokens;
+            result.decode_seconds += now - began;
+        }
+    }
+
+    void pass(double seconds) {
+        now += seconds;
+        run_until(now);
+    }
+
+    // Matrix by matrix, in the order of the kernels: of each, first those that are there.
+    void compute_layer(int layer, const std::vector<int> & experts, double seconds) {
+        const int    n_roles = (int) table.map.layers[layer].tensors.size();
+        const double each    = seconds / (n_roles * (double) experts.size());
+        for (int role = 0; role < n_roles; ++role) {
+            std::vector<int> absent;
+            for (int e : experts) {
+                run_until(now);
+                if (table.address(layer, e, role, false)) {
+                    now += each;
+                } else {
+                    absent.push_back(e);
+                }
+            }
+            for (int e : absent) {
+                run_until(now);
+                while (!table.address(layer, e, role, false) && reader.reading()) {
+                    // Forecasts that fall into the wait come in their time.
+                    wait_until(next_event());
+                    run_until(now);
+                }
+                now += each;
+            }
+        }
+        run_until(now);
+    }
+
+    // REQUIRES: a read is under way
+    double next_event() const {
+        const double read_ends = reader.ends_at();
+        return pending.empty() ? read_ends : std::min(read_ends, pending.front().at);
+    }
+
+    RoutedLayer routed_layer(int layer, int n_tokens, bool decode) const {
+        RoutedLayer it;
+        it.layer    = layer;
+        it.n_tokens = n_tokens;
+        it.n_used   = rec.n_used;
+        it.decode   = decode;
+        const unsigned        needs  = decode ? planner.needs() : NEEDS_NOTHING;
+        const RouterWeights & router = routers[layer];
+        for (int t = 0; t < n_tokens; ++t) {
+            const size_t     at   = (size_t) token_of(t) * n_layers + layer;
+            const uint16_t * used = rec.experts + at * rec.n_used;
+            it.experts.insert(it.experts.end(), used, used + rec.n_used);
+            it.weights.insert(it.weights.end(), rec.weights + at * rec.n_used, rec.weights + (at + 1) * rec.n_used);
+            if ((needs & NEEDS_PROBS) && rec.probs) {
+                it.probs.insert(it.probs.end(), rec.probs + at * rec.n_expert, rec.probs + (at + 1) * rec.n_expert);
+            }
+            if (rec.states && (needs & (NEEDS_RESIDUALS | NEEDS_INPUTS))) {
+                const float * state = rec.states + at * rec.n_embd;
+                it.residuals.insert(it.residuals.end(), state, state + rec.n_embd);
+                double squares = 0;
+                for (int i = 0; i < rec.n_embd; ++i) {
+                    squares += (double) state[i] * state[i];
+                }
+                const float scale = router.norm ? (float) (1 / std::sqrt(squares / rec.n_embd + router.eps)) : 1;
+                for (int i = 0; i < rec.n_embd; ++i) {
+                    it.inputs.push_back(state[i] * (router.norm ? scale * router.norm[i] : 1));
+                }
+            }
+        }
+        return it;
+    }
+
+    // Forecasts that come too late for their layer do not count.
+    void count_ranks(int layer, int n_tokens, bool decode) {
+        const std::vector<Forecasted> of_layer = std::exchange(forecasts[layer], {});
+        if (!ranks.right || !decode || ubatch < config.n_warm) {
+            return;
+        }
+        for (const auto & [for_ubatch, f] : of_layer) {
+            if (for_ubatch != ubatch || f.distance > ranks.max_distance || f.token >= n_tokens) {
+                continue;
+            }
+            const uint16_t * used = experts_of(token_of(f.token), layer);
+            for (int r = 0; r < std::min<int>(ranks.n_ranks, (int) f.experts.size()); ++r) {
+                const size_t at = ((size_t) layer * ranks.max_distance + f.distance - 1) * ranks.n_ranks + r;
+                ++ranks.total[at];
+                ranks.right[at] += std::find(used, used + rec.n_used, f.experts[r]) != used + rec.n_used;
+            }
+        }
+    }
+};
+
+} // namespace
+
+void check_recording(const ModelMap & map, const pyorch_recording & rec, const pyorch_replay_config & config) {
+    if (rec.n_layers < 1 || (size_t) rec.n_layers > map.layers.size() || rec.n_used < 1 || rec.n_tokens < 1) {
+        throw Failure(PYORCH_INVALID, format("a recording of %lld tokens in %d layers with %d experts used does not fit a model of %zu layers",
+            (long long) rec.n_tokens, rec.n_layers, rec.n_used, map.layers.size()));
+    }
+    const int64_t n_uses = rec.n_tokens * rec.n_layers * rec.n_used;
+    for (int l = 0; l < rec.n_layers; ++l) {
+        const auto & layer = map.layers[l];
+        if (layer.n_expert != rec.n_expert) {
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the recording %d", layer.il, layer.n_expert, rec.n_expert));
+        }
+    }
+    if (std::any_of(rec.experts, rec.experts + n_uses, [&](uint16_t e) { return e >= rec.n_expert; })) {
+        throw Failure(PYORCH_INVALID, format("the recording names experts beyond %d", rec.n_expert - 1));
+    }
+    for (int64_t u = 0; u < rec.n_ubatches; ++u) {
+        if (rec.begin[u] >= rec.begin[u + 1]) {
+            throw Failure(PYORCH_INVALID, "a replay needs ubatches of at least one token");
+        }
+    }
+    if (std::any_of(rec.order, rec.order + rec.begin[rec.n_ubatches], [&](int64_t t) { return t < 0 || t >= rec.n_tokens; })) {
+        throw Failure(PYORCH_INVALID, format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
+    }
+    if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
+        !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) || !(config.route_share >= 0 && config.route_share <= 1)) {
+        throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative and shares from 0 to 1");
+    }
+}
+
+pyorch_replay_result replay(ResidencyTable & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) {
+    for (const RouterWeights & router : routers) {
+        if (recording.states && router && router.n_embd != recording.n_embd) {
+            throw Failure(PYORCH_INVALID, format("routers take %d values, the recording's states have %d", router.n_embd, recording.n_embd));
+        }
+    }
+    return Replay(table, planner, routers, recording, config, ranks).run();
+}
+
+} // namespace pyorch

@@ -1,0 +1,27 @@
+// Plays a recorded routing on the residency table and the prefetch planner, in simulated time.
+//
+// The table, its policies and the planner are those that run beside llama.cpp. What is modelled is the rest: compute
+// takes as long as it is told, and one reader takes what the table orders, in the table's order.
+
+#pragma once
+
+#include "prediction/prefetch_planner.h"
+#include "residency/residency.h"
+
+namespace pyorch {
+
+// Where the outcome of forecasts is counted: [layer][max_distance][n_ranks], or null.
+struct RankCounts {
+    int        max_distance;
+    int        n_ranks;
+    uint64_t * right;
+    uint64_t * total;
+};
+
+// Throws Failure for a recording of another model, or numbers that cannot be.
+void check_recording(const ModelMap & map, const pyorch_recording & recording, const pyorch_replay_config & config);
+
+pyorch_replay_result replay(ResidencyTable & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks);
+
+} // namespace pyorch

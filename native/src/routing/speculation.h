@@ -1,0 +1,36 @@
+// Speculative execution (Speculating Experts, section 4): a layer computes with the experts and weights that were
+// forecast for it one layer earlier, in place of its router's. Lossy.
+
+#pragma once
+
+#include "prediction/prediction.h"
+#include "routing/substitution.h"
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+namespace pyorch {
+
+class Speculation {
+public:
+    void set(pyorch_speculate mode) { this->mode = mode; }
+
+    // Whether a ubatch is computed with forecasts. decode: one token of each sequence.
+    bool active(bool decode) const { return mode == PYORCH_SPECULATE_ALL || (mode == PYORCH_SPECULATE_DECODE && decode); }
+
+    // Puts forecasts in the place of what the router chose; of the batch, logits and resident are not looked at.
+    // forecasts: of this layer, one for each token in their order; with any other number nothing is replaced, which
+    // is true of the first layer too. Whether it was.
+    bool apply(const RoutedBatch & batch, const std::vector<Forecast> & forecasts);
+
+    pyorch_speculation_counts counts() const;
+    void reset_counts();
+
+private:
+    std::atomic<pyorch_speculate> mode{PYORCH_SPECULATE_NONE};
+    mutable std::mutex            mutex;
+    pyorch_speculation_counts     counted = {};
+};
+
+} // namespace pyorch

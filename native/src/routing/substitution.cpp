@@ -1,0 +1,389 @@
+#include "routing/substitution.h"
+
+#include "base/status.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+
+namespace pyorch {
+namespace {
+
+// The unnormalized weight of an expert for a token.
+double raw_weight(const RoutedBatch & batch, int t, int expert, double offset) {
+    const double p = batch.probs[(size_t) t * batch.n_expert + expert];
+    return batch.softmax_selected ? std::exp(p - offset) : p;
+}
+
+// What raw_weight subtracts from logits, so that none overflows.
+double largest_logit(const RoutedBatch & batch, int t) {
+    if (!batch.softmax_selected) {
+        return 0;
+    }
+    const float * p = batch.probs + (size_t) t * batch.n_expert;
+    return *std::max_element(p, p + batch.n_expert);
+}
+
+struct Sensitivity {
+    double entropy; // TAE, eq. 1
+    double margin;  // of the two largest probabilities
+};
+
+// Of the renormalized probabilities of the selected experts, smoothed by a temperature.
+Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts, double temperature) {
+    const double offset = largest_logit(batch, t);
+    thread_local std::vector<double> p;
+    p.resize(batch.n_used);
+    double sum = 0;
+    for (int s = 0; s < batch.n_used; ++s) {
+        p[s] = raw_weight(batch, t, experts[s], offset);
+        if (temperature != 1) {
+            p[s] = std::pow(p[s], 1 / temperature);
+        }
+        sum += p[s];
+    }
+    double entropy = 0;
+    double first   = 0;
+    double second  = 0;
+    for (int s = 0; s < batch.n_used; ++s) {
+        const double share = sum > 0 ? p[s] / sum : 1.0 / batch.n_used;
+        if (share > 0) {
+            entropy -= share * std::log(share);
+        }
+        second = std::max(second, std::min(first, share));
+        first  = std::max(first, share);
+    }
+    return { batch.n_used > 1 ? entropy / std::log((double) batch.n_used) : 0, first - second };
+}
+
+uint64_t mix(uint64_t x) { // splitmix64
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// Chooses substitutes for the tokens of a batch, one after the other.
+class Chooser {
+public:
+    Chooser(const pyorch_substitution & settings, const BuddyLists & lists, int il, const RoutedBatch & batch) :
+        settings(settings), lists(lists), il(il), batch(batch), taken(batch.n_expert), chosen(batch.n_expert) {}
+
+    void begin(int token, const int32_t * experts) {
+        t = token;
+        std::fill(taken.begin(), taken.end(), 0);
+        for (int s = 0; s < batch.n_used; ++s) {
+            taken[experts[s]] = 1;
+        }
+    }
+
+    // The substitute of an absent expert, and its rank in the list; -1 if there is none.
+    int choose(int expert, int & rank) {
+        const int substitute = settings.mode == PYORCH_SUBSTITUTE_BUDDIES ? choose_buddy(expert, rank) :
+                               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) : -1;
+        if (substitute >= 0) {
+            taken[substitute] = 1;
+            ++chosen[substitute];
+        }
+        return substitute;
+    }
+
+private:
+    const pyorch_substitution & settings;
+    const BuddyLists &          lists;
+    const int                   il;
+    const RoutedBatch &         batch;
+
+    int                  t = 0;
+    std::vector<uint8_t> taken;  // by this token
+    std::vector<int>     chosen; // how often, in this batch
+
+    bool free(int expert) const { return batch.resident[expert] && !taken[expert]; }
+
+    int choose_buddy(int expert, int & rank) {
+        const int32_t * ids = lists.ids.data() + (size_t) expert * lists.k_max;
+        const int       end = settings.search_rank > 0 ? std::min(settings.search_rank, lists.k_max) : lists.k_max;
+        int             n   = 0;
+        while (n < end && ids[n] >= 0) {
+            ++n;
+        }
+        thread_local std::vector<int> order;
+        order.resize(n);
+        std::iota(order.begin(), order.end(), 0);
+        if (settings.eta != 0 || settings.kappa != 0 || settings.reuse != 1) {
+            thread_local std::vector<double> priority;
+            priority.resize(n);
+            for (int r = 0; r < n; ++r) {
+                priority[r] = priority_of(ids[r], lists.q[(size_t) expert * lists.k_max + r]);
+            }
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return priority[a] > priority[b]; });
+        }
+        for (int r : order) {
+            if (free(ids[r])) {
+                rank = r;
+                return ids[r];
+            }
+        }
+        return -1;
+    }
+
+    // Psi, eq. 3. A token never gets an expert twice; the discount spreads the tokens of a batch over several.
+    double priority_of(int buddy, double q) const {
+        double psi = q;
+        if (settings.eta != 0) {
+            const float * z   = batch.logits + (size_t) t * batch.n_expert;
+            const auto    lim = std::minmax_element(z, z + batch.n_expert);
+            const double  low = *lim.first;
+            const double  span = *lim.second - low;
+            psi *= 1 + settings.eta * (span > 0 ? (z[buddy] - low) / span : 0);
+        }
+        if (settings.kappa != 0 && !lists.hops.empty()) {
+            psi *= 1 - settings.kappa * lists.hops[buddy];
+        }
+        return settings.reuse != 1 ? psi * std::pow(settings.reuse, chosen[buddy]) : psi;
+    }
+
+    // Uniform over the free residents. The number is drawn from what the router said, so it does not
+    // depend on how tokens are batched.
+    int choose_random(int expert) const {
+        int n = 0;
+        for (int id = 0; id < batch.n_expert; ++id) {
+            n += free(id);
+        }
+        if (n == 0) {
+            return -1;
+        }
+        uint32_t bits;
+        memcpy(&bits, batch.probs + (size_t) t * batch.n_expert + expert, sizeof(bits));
+        int nth = (int) (mix(mix(mix(settings.seed) ^ (uint64_t) il) ^ ((uint64_t) bits << 32 | (uint64_t) expert)) % (uint64_t) n);
+        for (int id = 0;; ++id) {
+            if (free(id) && nth-- == 0) {
+                return id;
+            }
+        }
+    }
+};
+
+// The weights of a token whose experts were changed: slots that were dropped contribute nothing.
+void reweigh(const pyorch_substitution & settings, const RoutedBatch & batch, int t, const int32_t * before,
+             const std::vector<uint8_t> & dropped, const std::vector<double> & fitted) {
+    int32_t * experts = batch.experts + (size_t) t * batch.n_used;
+    float *   weights = batch.weights + (size_t) t * batch.n_used;
+
+    const double offset = largest_logit(batch, t);
+    const bool   own    = settings.weight == PYORCH_WEIGHT_OWN;
+    double all  = 0;
+    double left = 0;
+    thread_local std::vector<double> w;
+    w.resize(batch.n_used);
+    for (int s = 0; s < batch.n_used; ++s) {
+        all += weights[s];
+        w[s] = weights[s];
+        if (own && experts[s] != before[s]) {
+            const double was = raw_weight(batch, t, before[s], offset);
+            w[s] *= was > 0 ? raw_weight(batch, t, experts[s], offset) / was : 0;
+        }
+        if (dropped[s]) {
+            w[s] = 0;
+        }
+        left += w[s];
+    }
+    const bool   any_dropped = std::find(dropped.begin(), dropped.end(), 1) != dropped.end();
+    const double norm        = batch.normalized && (own || any_dropped) && left > 0 ? all / left : 1;
+    for (int s = 0; s < batch.n_used; ++s) {
+        weights[s] = (float) (w[s] * norm * fitted[s]);
+    }
+}
+
+int count_absent(const RoutedBatch & batch, int & n_requested) {
+    thread_local std::vector<uint8_t> requested;
+    requested.assign(batch.n_expert, 0);
+    for (int i = 0; i < batch.n_tokens * batch.n_used; ++i) {
+        requested[batch.experts[i]] = 1;
+    }
+    int n_absent = 0;
+    n_requested  = 0;
+    for (int id = 0; id < batch.n_expert; ++id) {
+        n_requested += requested[id];
+        n_absent    += requested[id] && !batch.resident[id];
+    }
+    return n_absent;
+}
+
+} // namespace
+
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, int il, const RoutedBatch & batch) {
+    pyorch_substitution_counts counts = {};
+    counts.tokens = batch.n_tokens;
+
+    int       n_requested;
+    const int n_absent = count_absent(batch, n_requested);
+    counts.absent = n_absent;
+    if (n_absent == 0) {
+        return counts;
+    }
+    const bool crowded = (double) n_absent / n_requested >= settings.beta; // eq. 2
+
+    Chooser chooser(settings, lists, il, batch);
+    std::vector<int32_t> before(batch.n_used);
+    std::vector<uint8_t> dropped(batch.n_used);
+    std::vector<double>  fitted(batch.n_used);
+    std::vector<int>     order(batch.n_used);
+    for (int t = 0; t < batch.n_tokens; ++t) {
+        int32_t * experts = batch.experts + (size_t) t * batch.n_used;
+        const float * weights = batch.weights + (size_t) t * batch.n_used;
+
+        before.assign(experts, experts + batch.n_used);
+        const int missing = (int) std::count_if(before.begin(), before.end(), [&](int32_t e) { return !batch.resident[e]; });
+        if (missing == 0) {
+            continue;
+        }
+        std::iota(order.begin(), order.end(), 0);
+        if (settings.order == PYORCH_ORDER_WEIGHT) {
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return weights[a] < weights[b]; });
+        }
+        std::fill(dropped.begin(), dropped.end(), 0);
+        std::fill(fitted.begin(), fitted.end(), 1);
+        int n_substituted = 0;
+
+        const Sensitivity it = sensitivity(batch, t, experts, settings.temperature);
+        if (it.entropy <= settings.tau) {
+            counts.refused_tae += missing;
+        } else if (it.margin >= settings.gamma) {
+            counts.refused_margin += missing;
+        } else if (crowded) {
+            counts.refused_distribution += missing;
+        } else {
+            chooser.begin(t, experts);
+            for (int s : order) {
+                if (batch.resident[before[s]]) {
+                    continue;
+                }
+                if (settings.max_per_token > 0 && n_substituted == settings.max_per_token) {
+                    ++counts.refused_rho;
+                    continue;
+                }
+                int       rank   = 0;
+                const int chosen = chooser.choose(before[s], rank);
+                if (chosen < 0) {
+                    ++counts.refused_buddies;
+                    dropped[s] = settings.on_miss == PYORCH_MISS_DROP;
+                    continue;
+                }
+                experts[s] = chosen;
+                ++n_substituted;
+                counts.rank_sum += rank;
+                if (settings.weight == PYORCH_WEIGHT_FITTED && settings.mode == PYORCH_SUBSTITUTE_BUDDIES && !lists.scale.empty()) {
+                    const float scale = lists.scale[(size_t) before[s] * lists.k_max + rank];
+                    fitted[s] = std::isnan(scale) ? 1 : scale;
+                }
+            }
+        }
+        counts.substituted += n_substituted;
+
+        const int n_dropped = (int) std::count(dropped.begin(), dropped.end(), 1);
+        if (n_dropped > 0) {
+            // A dropped slot computes something that is there, with weight 0.
+            int stand_in = -1;
+            for (int s = 0; s < batch.n_used && stand_in < 0; ++s) {
+                stand_in = batch.resident[experts[s]] ? experts[s] : -1;
+            }
+            for (int id = 0; id < batch.n_expert && stand_in < 0; ++id) {
+                stand_in = batch.resident[id] ? id : -1;
+            }
+            for (int s = 0; s < batch.n_used; ++s) {
+                if (dropped[s] && stand_in >= 0) {
+                    experts[s] = stand_in;
+                }
+            }
+        }
+        counts.dropped += n_dropped;
+        if (n_substituted > 0 || n_dropped > 0) {
+            ++counts.lossy_tokens;
+            reweigh(settings, batch, t, before.data(), dropped, fitted);
+        }
+    }
+    counts.avoided = n_absent - count_absent(batch, n_requested);
+    return counts;
+}
+
+void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from) {
+    to.tokens               += from.tokens;
+    to.lossy_tokens         += from.lossy_tokens;
+    to.substituted          += from.substituted;
+    to.dropped              += from.dropped;
+    to.refused_tae          += from.refused_tae;
+    to.refused_margin       += from.refused_margin;
+    to.refused_distribution += from.refused_distribution;
+    to.refused_rho          += from.refused_rho;
+    to.refused_buddies      += from.refused_buddies;
+    to.rank_sum             += from.rank_sum;
+    to.absent               += from.absent;
+    to.avoided              += from.avoided;
+}
+
+void BetaController::passed(double bytes_to_read, double budget_bytes) {
+    // Slow against one token's luck, quick against a change of subject.
+    static constexpr double FADE = 0.05;
+    static constexpr double STEP = 0.01;
+    average += FADE * (bytes_to_read - average);
+    // Above 1 the gate is open for any share.
+    value = std::clamp(value + (average > budget_bytes ? STEP : -STEP), 0.0, 1.0 + STEP);
+}
+
+void Substitutions::set(int layer, const pyorch_substitution & settings) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Layer & l = layers[layer];
+    l.settings   = settings;
+    l.controller = {};
+    const bool off = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
+    l.active.store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
+}
+
+void Substitutions::set_buddies(int layer, BuddyLists lists) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].lists = std::move(lists);
+}
+
+void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].cache = std::move(mask);
+}
+
+void Substitutions::apply(int layer, int il, RoutedBatch batch, uint64_t slot_bytes, double read_bytes_per_second) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Layer & l = layers[layer];
+    if (!l.cache.empty()) {
+        batch.resident = l.cache.data();
+    }
+    pyorch_substitution settings = l.settings;
+    if (settings.read_ms > 0) {
+        settings.beta = l.controller.beta();
+    }
+    const pyorch_substitution_counts counts = substitute(settings, l.lists, il, batch);
+    if (settings.read_ms > 0) {
+        l.controller.passed((double) (counts.absent - counts.avoided) * slot_bytes,
+            settings.read_ms / 1000 * read_bytes_per_second / layers.size());
+    }
+    add(l.counts, counts);
+}
+
+pyorch_substitution_counts Substitutions::preview(int layer, int il, const RoutedBatch & batch) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return substitute(layers[layer].settings, layers[layer].lists, il, batch);
+}
+
+pyorch_substitution_counts Substitutions::counts(int layer) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return layers[layer].counts;
+}
+
+void Substitutions::reset_counts() {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto & l : layers) {
+        l.counts = {};
+    }
+}
+
+} // namespace pyorch
