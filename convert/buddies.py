@@ -27,14 +27,14 @@ from typing import Callable
 
 import numpy as np
 
-from pyorch import sidecar
-from pyorch.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies
+from pyorch.sidecars import container as sidecar
+from pyorch.sidecars.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies
 from pyorch.convert import expert_outputs
 from pyorch.convert.expert_outputs import OutputSimilarity
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ModelMap
-from pyorch.routing_stats import activation_counts, coactivation, margin, renormalized, token_activating_entropy
-from pyorch.trace import Trace
+from pyorch.runtime.model_map import ModelMap
+from pyorch.traces.routing_statistics import activation_counts, coactivation, margin, renormalized, token_activating_entropy
+from pyorch.traces.file import Trace
 
 WEIGHTINGS = ("binary", "probability")
 

@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pyorch.cli.progress import Bar
-from pyorch.convert import architectures, output, quantization
+from pyorch.convert import architectures, quantization
+from pyorch import files as output
 from pyorch.convert.to_gguf import convert
 
 

@@ -16,13 +16,13 @@ from typing import Callable
 
 import numpy as np
 
-from pyorch import sidecar
+from pyorch.sidecars import container as sidecar
 from pyorch.convert.children import run_estimator
-from pyorch.engine import Router
+from pyorch.runtime.engine import Router
 from pyorch.errors import PyorchError
-from pyorch.modelmap import ModelMap
-from pyorch.predictor_file import DefaultVectors, Estimator
-from pyorch.trace import Trace
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.predictor import DefaultVectors, Estimator
+from pyorch.traces.file import Trace
 
 OnProgress = Callable[[str, int, int], None]  # "training", steps done, of at most
 

@@ -19,7 +19,7 @@ sys.path.pop(0)  # this file's directory: its other neighbours are no top-level 
 
 import numpy as np
 
-from pyorch.trace import Trace
+from pyorch.traces.file import Trace
 
 BATCH = 512  # tokens, each in all layers
 WARM_UP = 200  # steps

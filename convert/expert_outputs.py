@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ByteRange, LayerInfo, ModelMap
+from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
 
 # An expert that fewer samples selected is compared on all of them.
 MIN_SAMPLES = 8

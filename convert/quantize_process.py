@@ -18,7 +18,7 @@ from typing import Callable
 import gguf
 import llama_cpp.llama_cpp as llama
 
-from pyorch import logs
+from pyorch.llama import logs
 from pyorch.convert.report import Report
 
 # Rows of one tensor that the quantizer holds at once; llama.cpp's default of 8 GiB is more than many

@@ -12,7 +12,8 @@ from typing import Callable
 
 import gguf
 
-from pyorch.convert import architectures, children, output, quantization
+from pyorch.convert import architectures, children, quantization
+from pyorch import files as output
 from pyorch.convert.checkpoint import Checkpoint, open_checkpoint
 from pyorch.errors import FormatError, PyorchError
 

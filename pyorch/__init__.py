@@ -10,31 +10,31 @@ from pyorch import _libs
 _libs.claim_llama_cpp()
 
 if TYPE_CHECKING:
-    from pyorch.engine import Engine, Stats
+    from pyorch.runtime.engine import Engine, Stats
     from pyorch.errors import BudgetError, ExpertReadError, FormatError, PyorchError
-    from pyorch.managed import manage
-    from pyorch.model import LayerPolicy, Model, load
-    from pyorch.modelmap import ModelMap
-    from pyorch.routing import Routing
-    from pyorch.substitution import Substitution
+    from pyorch.llama.interception import manage
+    from pyorch.llama.model import LayerPolicy, Model, load
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.runtime.observers import Routing
+    from pyorch.settings.substitution import Substitution
 
 __version__: str
 
 # Where each name is: importing all of it takes a second, and the command line's --help needs none.
 _HOMES = {
     "BudgetError": "errors",
-    "Engine": "engine",
+    "Engine": "runtime.engine",
     "ExpertReadError": "errors",
     "FormatError": "errors",
-    "LayerPolicy": "model",
-    "Model": "model",
-    "ModelMap": "modelmap",
+    "LayerPolicy": "llama.model",
+    "Model": "llama.model",
+    "ModelMap": "runtime.model_map",
     "PyorchError": "errors",
-    "Routing": "routing",
-    "Stats": "engine",
-    "Substitution": "substitution",
-    "load": "model",
-    "manage": "managed",
+    "Routing": "runtime.observers",
+    "Stats": "runtime.engine",
+    "Substitution": "settings.substitution",
+    "load": "llama.model",
+    "manage": "llama.interception",
 }
 
 __all__ = ["__version__", *_HOMES]

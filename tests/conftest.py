@@ -14,8 +14,8 @@ import pytest
 from ggufs import write_dense_model
 
 from pyorch.convert import convert
-from pyorch.memory import MAPPED
-from pyorch.model import Model, load
+from pyorch.llama.memory import MAPPED
+from pyorch.llama.model import Model, load
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "small-moe"
 

@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 
-from pyorch.serve import serve
+from pyorch.serve.server import serve
 
 
 class FaultySource:

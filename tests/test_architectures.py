@@ -17,7 +17,7 @@ from architectures import NAMES, Zoo, asked_for, logits_by_transformers, tokens,
 
 import pyorch
 from pyorch import _libs
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.convert import convert
 
 BUDGETS = ("floor", "30%", "100%")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from ggufs import split
 
-from pyorch import memory
+from pyorch.llama import memory
 from pyorch.cli import main
-from pyorch.model import load
+from pyorch.llama.model import load
 
 
 @pytest.fixture

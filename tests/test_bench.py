@@ -16,8 +16,8 @@ from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import ratio, summarize
 from pyorch.cli import main
 from pyorch.errors import PyorchError
-from pyorch.memory import GiB, MiB
-from pyorch.modelmap import ModelMap
+from pyorch.llama.memory import GiB, MiB
+from pyorch.runtime.model_map import ModelMap
 
 WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "2")
 

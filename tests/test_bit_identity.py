@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from conftest import assert_same_bits, small_model
 
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.errors import BudgetError
-from pyorch.memory import MAPPED
-from pyorch.model import LayerPolicy, Model
+from pyorch.llama.memory import MAPPED
+from pyorch.llama.model import LayerPolicy, Model
 
 BUDGETS = ["1536KiB", "20%", "50%", "100%", "auto"]  # from the floor to all
 

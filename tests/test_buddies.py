@@ -17,16 +17,16 @@ from conftest import CHECKPOINT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyorch import sidecar
-from pyorch.buddies import KIND, VERSION, Buddies, LayerBuddies
+from pyorch.sidecars import container as sidecar
+from pyorch.sidecars.buddies import KIND, VERSION, Buddies, LayerBuddies
 from pyorch.cli import main
 from pyorch.convert import buddies as lists
 from pyorch.convert import expert_outputs
 from pyorch.convert.buddies import Settings, build
 from pyorch.convert.expert_outputs import LayerExperts, OutputSimilarity
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ModelMap
-from pyorch.trace import Trace, TraceHeader, TraceWriter
+from pyorch.runtime.model_map import ModelMap
+from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
 N_TOKENS, N_INPUTS = 300, 40
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pyorch.cli import COMMANDS, main
-from pyorch.model import load
+from pyorch.llama.model import load
 
 
 def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
@@ -22,7 +22,7 @@ def test_help_imports_nothing_heavy() -> None:
     script = "try: main(['--help'])\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
     done = python("-c", f"import sys\nfrom pyorch.cli import main\n{script}")
     assert "commands:" in done.stdout
-    assert not {"numpy", "llama_cpp", "cffi", "torch", "pyorch.model"} & set(done.stderr.split())
+    assert not {"numpy", "llama_cpp", "cffi", "torch", "pyorch.llama.model"} & set(done.stderr.split())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -97,7 +97,7 @@ def test_verify_says_bit_identical_at_every_budget(small_moe: Path, capsys: pyte
 def test_verify_finds_a_single_wrong_bit(
     small_moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from pyorch import verify
+    from pyorch.eval import verify
 
     replay = verify._replay
 
@@ -120,7 +120,7 @@ def test_a_closed_pipe_is_quiet(small_moe: Path) -> None:
 
 
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], small_moe: Path) -> None:
-    from pyorch.model import Model
+    from pyorch.llama.model import Model
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt

@@ -18,7 +18,8 @@ import llama_cpp
 import pytest
 from architectures import Zoo, asked_for, zoo_of
 
-from pyorch.convert import children, convert, output, quantization
+from pyorch.convert import children, convert, quantization
+from pyorch import files as output
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
 from pyorch.errors import FormatError, PyorchError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyorch.data import Document, read_documents, read_questions
+from pyorch.traces.data import Document, read_documents, read_questions
 from pyorch.errors import FormatError
 
 FACTS = Path(__file__).parent / "fixtures" / "small-moe" / "facts-test.jsonl"

@@ -16,15 +16,15 @@ import pytest
 from conftest import CHECKPOINT, PROMPT, small_model
 
 import pyorch
-from pyorch.calibration import Calibrated, Trial
+from pyorch.eval.calibration import Calibrated, Trial
 from pyorch.cli import main
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.convert.estimator import Settings, split
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ModelMap
-from pyorch.predictor_file import DefaultVectors, PredictorFile
-from pyorch.routing import Prediction, Routing
-from pyorch.trace import Trace, TraceWriter
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
+from pyorch.runtime.observers import Prediction, Routing
+from pyorch.traces.file import Trace, TraceWriter
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
 N_TOKENS = 24

@@ -14,18 +14,18 @@ import pytest
 from conftest import CHECKPOINT
 
 from pyorch import load
-from pyorch.buddies import Buddies, LayerBuddies
+from pyorch.sidecars.buddies import Buddies, LayerBuddies
 from pyorch.cli import main
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.convert import convert
-from pyorch.data import Document, Question
+from pyorch.traces.data import Document, Question
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
-from pyorch.memory import MAPPED
-from pyorch.model import Model
-from pyorch.modelmap import ModelMap
-from pyorch.substitution import Substitution
+from pyorch.llama.memory import MAPPED
+from pyorch.llama.model import Model
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
@@ -481,7 +481,7 @@ def test_mistakes_are_sentences(
 
 
 def test_a_model_that_does_not_fit_is_not_simulated(small_moe: Path, buddies_file: Path, monkeypatch) -> None:
-    from pyorch import memory
+    from pyorch.llama import memory
 
     monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("cgroup /job", 128 << 20, 101 << 20))
     with pytest.raises(PyorchError, match="use --cache dynamic"):

@@ -22,9 +22,9 @@ from pyorch.eval.prefetch import (
 )
 from pyorch.eval.prefetch_measure import Iteration, Overhead
 from pyorch.eval.similarity import overlaps, pearson, similarities, trajectory_cosines
-from pyorch.modelmap import ModelMap
-from pyorch.profiling import profile
-from pyorch.trace import Trace
+from pyorch.runtime.model_map import ModelMap
+from pyorch.traces.recorder import profile
+from pyorch.traces.file import Trace
 
 TEXT, FACTS = CHECKPOINT / "text-test.txt", CHECKPOINT / "facts-test.jsonl"
 N_LAYERS, N_USED = 8, 6

@@ -15,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_native import ROOT, headers
 
-from pyorch import _libs, sidecar
+from pyorch import _libs
+from pyorch.sidecars import container as sidecar
 from pyorch.cli import main
-from pyorch.engine import Engine
+from pyorch.runtime.engine import Engine
 from pyorch.errors import FormatError, PyorchError
-from pyorch.expert_maps import KIND, VERSION, ExpertMaps, token_embeddings
-from pyorch.modelmap import ModelMap
-from pyorch.trace import Trace, TraceHeader, TraceWriter
+from pyorch.sidecars.history import KIND, VERSION, ExpertMaps, token_embeddings
+from pyorch.runtime.model_map import ModelMap
+from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
 CLOSE = 2e-5  # cosines of float32 sums
 

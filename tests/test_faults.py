@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import PROMPT, assert_same_bits, small_model
 
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.errors import ExpertReadError
-from pyorch.model import Model
+from pyorch.llama.model import Model
 
 
 class FaultySource:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pyorch.eval.profile_file import Profile, write_profile
-from pyorch.modelmap import ModelMap
+from pyorch.runtime.model_map import ModelMap
 from test_substitution import random_buddies
 
 PROMPT = "import os\n\ndef main():"

@@ -13,8 +13,8 @@ import pytest
 from conftest import small_model
 
 import pyorch
-from pyorch import managed
-from pyorch.context import Context
+from pyorch.llama import interception as managed
+from pyorch.llama.context import Context
 
 SCRIPT = """
 import sys
@@ -105,8 +105,8 @@ def test_a_vocabulary_alone_has_no_engine(small_moe: Path) -> None:
 
 
 def test_the_automatic_budget_shrinks_when_a_context_is_made(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyorch import memory
-    from pyorch.context import Context
+    from pyorch.llama import memory
+    from pyorch.llama.context import Context
 
     free = 160 << 20
     monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("test", 256 << 20, free))

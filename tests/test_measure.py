@@ -8,10 +8,12 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import pytest
 
-from pyorch import logs, managed, measure
+from pyorch.llama import logs
+from pyorch.llama import interception as managed
+from pyorch.llama import measure
 from pyorch.errors import BudgetError, FormatError
-from pyorch.memory import MiB
-from pyorch.modelmap import ModelMap
+from pyorch.llama.memory import MiB
+from pyorch.runtime.model_map import ModelMap
 
 LOAD = managed.original("llama_model_load_from_file")
 INIT = managed.original("llama_init_from_model")

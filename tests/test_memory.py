@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pyorch import memory
+from pyorch.llama import memory
 from pyorch.errors import BudgetError
-from pyorch.memory import GiB, KiB, MiB, memory_limit, parse_budget, plan
-from pyorch.modelmap import MapInfo
+from pyorch.llama.memory import GiB, KiB, MiB, memory_limit, parse_budget, plan
+from pyorch.runtime.model_map import MapInfo
 
 INFO = MapInfo(
     arch="olmoe", name="OLMoE", n_files=1, n_layers=16, n_moe_layers=16, n_expert_used=8,

@@ -10,13 +10,13 @@ import pytest
 
 import pyorch
 from pyorch.cli import main
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.convert.expert_outputs import LayerExperts
-from pyorch.engine import PREDICTORS
-from pyorch.expert_maps import ExpertMaps
-from pyorch.modelmap import ModelMap
-from pyorch.predictor_file import Estimator, PredictorFile
-from pyorch.routing import Prediction, Routing
+from pyorch.runtime.engine import PREDICTORS
+from pyorch.sidecars.history import ExpertMaps
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.predictor import Estimator, PredictorFile
+from pyorch.runtime.observers import Prediction, Routing
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return open(self.path).read()\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import pyorch
-from pyorch.context import Context
-from pyorch.modelmap import ModelMap
+from pyorch.llama.context import Context
+from pyorch.runtime.model_map import ModelMap
 
 N_LAYERS, N_EXPERT, N_USED = 8, 64, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return self.path\n"

@@ -14,15 +14,15 @@ from conftest import CHECKPOINT
 import pyorch
 from pyorch.cli import main
 from pyorch.cli.replay import parse_rate
-from pyorch.context import Context
-from pyorch.engine import Engine, Stats
+from pyorch.llama.context import Context
+from pyorch.runtime.engine import Engine, Stats
 from pyorch.errors import BudgetError, FormatError, PyorchError
-from pyorch.expert_maps import ExpertMaps
-from pyorch.modelmap import ModelMap
-from pyorch.prefetch import Prefetch
-from pyorch.profiling import profile
-from pyorch.replay import Recording, Replayed, ReplaySettings, read_router, replay
-from pyorch.trace import Trace
+from pyorch.sidecars.history import ExpertMaps
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.prefetch import Prefetch
+from pyorch.traces.recorder import profile
+from pyorch.traces.replay import Recording, Replayed, ReplaySettings, read_router, replay
+from pyorch.traces.file import Trace
 
 N_LAYERS, N_EXPERT, N_USED = 8, 64, 6
 LAYERS = tuple(range(N_LAYERS))

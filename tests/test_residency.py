@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import small_model
 
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.model import LayerPolicy, Model
-from pyorch.routing import Routing
+from pyorch.llama.model import LayerPolicy, Model
+from pyorch.runtime.observers import Routing
 
 N_LAYER, N_EXPERT, N_USED = 8, 64, 6
 

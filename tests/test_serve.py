@@ -21,10 +21,10 @@ import pytest
 from conftest import PROMPT, small_model
 from test_substitution import random_buddies
 
-from pyorch import llama_server
-from pyorch.llama_server import Flags
-from pyorch.memory import MiB
-from pyorch.modelmap import ModelMap
+from pyorch.serve import llama_server
+from pyorch.serve.llama_server import Flags
+from pyorch.llama.memory import MiB
+from pyorch.runtime.model_map import ModelMap
 
 PATIENCE_SECONDS = 60
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from ggufs import split
 
-from pyorch import sidecar
+from pyorch.sidecars import container as sidecar
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ModelMap
+from pyorch.runtime.model_map import ModelMap
 
 METADATA = {"name": "Ünï", "count": 1 << 40, "share": 0.1, "layers": [1, 2, 70000], "words": ["a", "b"]}
 ARRAYS = {

@@ -10,8 +10,8 @@ import pytest
 
 import pyorch
 from pyorch.cli import main
-from pyorch.context import Context
-from pyorch.routing import Prediction, Routing
+from pyorch.llama.context import Context
+from pyorch.runtime.observers import Prediction, Routing
 
 N_LAYERS, N_USED = 8, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n"

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pyorch
-from pyorch.buddies import Buddies, LayerBuddies
-from pyorch.context import Context
-from pyorch.engine import SubstitutionStats
-from pyorch.routing import Routing
-from pyorch.substitution import Percentile, Substitution, apply_to_layer
+from pyorch.sidecars.buddies import Buddies, LayerBuddies
+from pyorch.llama.context import Context
+from pyorch.runtime.engine import SubstitutionStats
+from pyorch.runtime.observers import Routing
+from pyorch.settings.substitution import Percentile, Substitution, apply_to_layer
 
 N_EXPERT, N_LAYERS, K_MAX = 64, 8, 8
 TEXT = "def read(path):\n    \"\"\"Read a file and return its lines.\"\"\"\n    with open(path) as file:\n        return file.readlines()\n"

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 from conftest import CHECKPOINT, small_model
 
-from pyorch import profiling, routing_stats
+from pyorch.traces import recorder as profiling
+from pyorch.traces import routing_statistics as routing_stats
 from pyorch.cli import main
-from pyorch.context import Context
+from pyorch.llama.context import Context
 from pyorch.convert import convert
-from pyorch.routing import Routing
+from pyorch.runtime.observers import Routing
 from pyorch.errors import FormatError, PyorchError
-from pyorch.profiling import Recorder, profile
-from pyorch.trace import DECODE, HEADER_BYTES, PREFILL, Trace, TraceHeader, TraceWriter, part_path
-from pyorch.trace_stats import analyze
+from pyorch.traces.recorder import Recorder, profile
+from pyorch.traces.file import DECODE, HEADER_BYTES, PREFILL, Trace, TraceHeader, TraceWriter, part_path
+from pyorch.traces.statistics import analyze
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
@@ -549,7 +550,7 @@ def test_statistics_of_a_trace_equal_those_of_its_layers(tmp_path: Path, monkeyp
     records = random_records(HEADER, 500)
     records["phase"] = records["position"] >= 7
     shuffled = records[np.random.default_rng(0).permutation(500)]  # as requests decoded together are
-    monkeypatch.setattr("pyorch.trace_stats._CHUNK_BYTES", 50 * records.itemsize)
+    monkeypatch.setattr("pyorch.traces.statistics._CHUNK_BYTES", 50 * records.itemsize)
     statistics, arrays = analyze(write_trace(tmp_path / "a.trace", shuffled))
     assert (statistics.n_tokens, statistics.n_prefill, statistics.n_decode, statistics.n_requests) == (500, 350, 150, 50)
     for i, layer in enumerate(statistics.layers):

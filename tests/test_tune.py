@@ -14,8 +14,8 @@ from pyorch.errors import FormatError
 from pyorch.eval.method import Slots
 from pyorch.eval.profile_file import Profile, default_path, read_profile, write_profile
 from pyorch.eval.search import Goal, Outcome, Search, Trial, positions
-from pyorch.modelmap import ModelMap
-from pyorch.substitution import Substitution
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
 
 N_USED = 6
 FACTS = CHECKPOINT / "facts-train.jsonl"

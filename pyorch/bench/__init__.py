@@ -47,9 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     from pyorch.bench import goals, rounds, table
     from pyorch.bench.summary import summarize
-    from pyorch.engine import POLICIES
-    from pyorch.modelmap import ModelMap
-    from pyorch.prefetch import Prefetch
+    from pyorch.runtime.engine import POLICIES
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.settings.prefetch import Prefetch
 
     for name in ("tokens", "prompt_tokens", "repeat"):
         if getattr(args, name) < 1:
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _fits(info) -> bool:
     """Whether all experts can be resident, beside what else a process needs."""
-    from pyorch import memory
+    from pyorch.llama import memory
 
     limit = memory.memory_limit()
     return info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit) < limit.free_bytes
@@ -111,7 +111,7 @@ def _fits(info) -> bool:
 
 def _configs(args: argparse.Namespace, info, fits: bool) -> list:
     """The reference, which is all resident, first."""
-    from pyorch import memory
+    from pyorch.llama import memory
     from pyorch.bench import goals
 
     compare = [word for word in args.compare.split(",") if word]
@@ -162,7 +162,7 @@ def _jobs(args: argparse.Namespace):
 
 
 def _threads(args: argparse.Namespace) -> int:
-    from pyorch.memory import physical_cores
+    from pyorch.llama.memory import physical_cores
 
     return args.threads or physical_cores()
 

@@ -23,7 +23,7 @@ import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` h
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, from_json, to_json
 
 if TYPE_CHECKING:
-    from pyorch.managed import ManagedModel
+    from pyorch.llama.interception import ManagedModel
 
 _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
@@ -152,8 +152,9 @@ def _loaded(job: Job) -> Iterator[_Run]:
 
 @contextlib.contextmanager
 def _managing(job: Job) -> Iterator[None]:
-    from pyorch import logs, managed
-    from pyorch.substitution import Substitution
+    from pyorch.llama import logs
+    from pyorch.llama import interception as managed
+    from pyorch.settings.substitution import Substitution
 
     logs.set_quiet(True)
     config = job.config
@@ -167,7 +168,7 @@ def _managing(job: Job) -> Iterator[None]:
 
 
 def _record_of(model: int) -> ManagedModel:
-    from pyorch import managed
+    from pyorch.llama import interception as managed
 
     return managed.find(model)
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.memory import MiB
-from pyorch.modelmap import ByteRange, ModelMap
+from pyorch.llama.memory import MiB
+from pyorch.runtime.model_map import ByteRange, ModelMap
 
 _ALIGNMENT = 4096
 _SETTINGS = [(n_threads, size) for n_threads in (1, 2, 4) for size in (1 * MiB, 4 * MiB)]

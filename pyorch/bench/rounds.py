@@ -22,8 +22,8 @@ from pyorch.bench import disk
 from pyorch.bench.cgroup import MemoryGroup, memory_group
 from pyorch.bench.job import Config, Job, Measurement, from_json, to_json
 from pyorch.errors import PyorchError
-from pyorch.memory import GiB
-from pyorch.modelmap import ModelMap
+from pyorch.llama.memory import GiB
+from pyorch.runtime.model_map import ModelMap
 
 BANDWIDTH_SECONDS = 1.5  # for each time that the disk is measured
 

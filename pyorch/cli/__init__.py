@@ -16,7 +16,7 @@ from pyorch.errors import PyorchError
 # command: module, what it does
 COMMANDS = {
     "run": ("pyorch.cli.run", "continue a prompt, or chat"),
-    "serve": ("pyorch.serve", "serve the OpenAI API"),
+    "serve": ("pyorch.serve.server", "serve the OpenAI API"),
     "convert": ("pyorch.convert.cli", "convert a Hugging Face checkpoint to GGUF"),
     "profile": ("pyorch.cli.profile", "record what the routers decide on some text"),
     "trace": ("pyorch.cli.trace", "show what a recorded trace says"),

@@ -57,12 +57,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch import sidecar
+    from pyorch.sidecars import container as sidecar
     from pyorch.cli.progress import Bar
     from pyorch.convert.buddies import Settings, build
-    from pyorch.convert.output import check_target
-    from pyorch.modelmap import ModelMap
-    from pyorch.trace import Trace
+    from pyorch.files import check_target
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
     path = (args.output or sidecar.default_path(args.model, "buddies")).absolute()

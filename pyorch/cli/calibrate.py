@@ -14,7 +14,7 @@ from pyorch.errors import PyorchError
 
 @dataclass(frozen=True)
 class Calibration:
-    """What --json prints. trials: pyorch.calibration.Trial of each distance, of which the chosen one is the best."""
+    """What --json prints. trials: pyorch.eval.calibration.Trial of each distance, of which the chosen one is the best."""
 
     path: Path
     n_tokens: int
@@ -42,11 +42,11 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens is not None and args.tokens < 1:
         raise PyorchError(f"--tokens {args.tokens} is less than 1")
 
-    from pyorch import sidecar
-    from pyorch.calibration import calibrate
-    from pyorch.convert.output import check_target
-    from pyorch.modelmap import ModelMap
-    from pyorch.predictor_file import KIND, PredictorFile
+    from pyorch.sidecars import container as sidecar
+    from pyorch.eval.calibration import calibrate
+    from pyorch.files import check_target
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars.predictor import KIND, PredictorFile
 
     output = args.output or sidecar.default_path(args.model, KIND)
     check_target(output.absolute())
@@ -82,7 +82,7 @@ def _distance_sentence(it) -> str:
 def _has_estimator(path: Path, model_map) -> bool:
     """Of what is overwritten; it may be of another model, or damaged."""
     from pyorch.errors import FormatError
-    from pyorch.predictor_file import PredictorFile
+    from pyorch.sidecars.predictor import PredictorFile
 
     try:
         return PredictorFile.read(path, model_map).estimator is not None

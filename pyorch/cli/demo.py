@@ -13,8 +13,8 @@ from pyorch.cli.options import add_command, print_json
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.model import ModelStats
-    from pyorch.verify import Comparison
+    from pyorch.llama.model import ModelStats
+    from pyorch.eval.verify import Comparison
 
 BUDGET = "50%"
 N_THREADS = 1  # the matrices are too small to share: threads would only wait for each other
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.cli.run import print_stats
     from pyorch.cli.verify import sentence
     from pyorch.convert import convert
-    from pyorch.model import load
-    from pyorch.verify import verify
+    from pyorch.llama.model import load
+    from pyorch.eval.verify import verify
 
     with tempfile.TemporaryDirectory(prefix="pyorch-demo-") as directory:
         gguf = Path(directory) / "small-moe.gguf"

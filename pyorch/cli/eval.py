@@ -98,7 +98,7 @@ def run_arc(args: argparse.Namespace) -> int:
     _check_arc(args)
 
     from pyorch.cli.progress import Bar
-    from pyorch.convert.output import check_target, write_text
+    from pyorch.files import check_target, write_text
     from pyorch.eval import report, sweep
     from pyorch.eval.plot import check_plot, draw
     from pyorch.eval.record import Record
@@ -163,8 +163,8 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 def _methods(args: argparse.Namespace) -> tuple:
     from pyorch.eval.method import BASELINES, lossy_method, speculation
-    from pyorch.prefetch import SPECULATIVE, Prefetch
-    from pyorch.substitution import Substitution
+    from pyorch.settings.prefetch import SPECULATIVE, Prefetch
+    from pyorch.settings.substitution import Substitution
 
     methods = []
     for word in args.baseline.split(",") if args.baseline else []:
@@ -249,10 +249,10 @@ def _perplexity(args: argparse.Namespace, substitution, bar):
     """The result, and the statistics of substitution and speculation, or None."""
     import contextlib
 
-    from pyorch.data import read_documents
+    from pyorch.traces.data import read_documents
     from pyorch.eval import method, perplexity
-    from pyorch.memory import MAPPED
-    from pyorch.model import load
+    from pyorch.llama.memory import MAPPED
+    from pyorch.llama.model import load
 
     documents = list(read_documents(args.data))
     options = load_arguments(args) | {"substitution": None, "buddies": None, "speculate": False}

@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.cli.progress import Bar
     from pyorch.eval import prefetch, prefetch_plots, prefetch_report
-    from pyorch.memory import parse_budget
-    from pyorch.modelmap import ModelMap
+    from pyorch.llama.memory import parse_budget
+    from pyorch.runtime.model_map import ModelMap
 
     if args.output is not None:
         prefetch_plots.check()
@@ -128,7 +128,7 @@ def _check(args: argparse.Namespace) -> _Given:
 
 
 def _bandwidth(text: str) -> float:
-    from pyorch.memory import parse_size
+    from pyorch.llama.memory import parse_size
 
     try:
         bandwidth = float(parse_size(text, 0))
@@ -161,7 +161,7 @@ def _make_directory(directory: Path) -> None:
 def _traces(args: argparse.Namespace, directory: Path, bar):
     """The past and what is held out."""
     from pyorch.eval.prefetch import split
-    from pyorch.trace import Trace
+    from pyorch.traces.file import Trace
 
     has_past = args.history or args.history_trace is not None
     present = Trace(args.trace) if args.trace is not None else _record(
@@ -175,8 +175,8 @@ def _traces(args: argparse.Namespace, directory: Path, bar):
 
 def _record(args: argparse.Namespace, data: list[str], path: Path, n_tokens: int, bar):
     from pyorch.eval.prefetch import REQUEST_TOKENS
-    from pyorch.profiling import profile
-    from pyorch.trace import Trace
+    from pyorch.traces.recorder import profile
+    from pyorch.traces.file import Trace
 
     for file in data:
         profile(args.model, [file], path, n_tokens=max(1, n_tokens // len(data)), router="full", states=True,

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.script.is_file():
         raise PyorchError(f"{args.script}: no such script")
 
-    from pyorch.managed import manage
+    from pyorch.llama.interception import manage
 
     lossy = substitution_arguments(args)
     before = sys.argv, list(sys.path)
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _report(managed) -> None:
     if managed.engine is None:
         return
-    from pyorch.memory import format_bytes
+    from pyorch.llama.memory import format_bytes
 
     stats = managed.engine.stats()
     print(

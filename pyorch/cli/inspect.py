@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.modelmap import ModelMap
+    from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(args.model) as model_map:
         inspection = _inspect(model_map, args.ctx)
@@ -88,7 +88,7 @@ def _inspect(model_map, n_ctx: int) -> Inspection:
 
 
 def _lines(it: Inspection) -> list[str]:
-    from pyorch.memory import format_bytes
+    from pyorch.llama.memory import format_bytes
 
     shards = f" in {it.n_files} files" if it.n_files > 1 else ""
     lines = [

@@ -47,12 +47,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from pyorch import sidecar
+    from pyorch.sidecars import container as sidecar
     from pyorch.cli.progress import Bar
-    from pyorch.convert.output import check_target
-    from pyorch.expert_maps import ExpertMaps
-    from pyorch.modelmap import ModelMap
-    from pyorch.trace import Trace
+    from pyorch.files import check_target
+    from pyorch.sidecars.history import ExpertMaps
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.traces.file import Trace
 
     path = (args.output or sidecar.default_path(args.model, "maps")).absolute()
     check_target(path)
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sentence(it: Report) -> str:
-    from pyorch.memory import format_bytes
+    from pyorch.llama.memory import format_bytes
 
     return (f"{it.path}: {it.n_maps} iterations of {it.n_tokens}, {it.n_requests} requests of {it.n_trace_requests}, "
             f"{format_bytes(it.file_bytes)}")

@@ -61,8 +61,8 @@ def maps_file(args: argparse.Namespace) -> Path | None:
     """The file of --maps. PyorchError for one that would not be written, or that nothing would fill."""
     if args.maps is None:
         return None
-    from pyorch.convert.output import check_target
-    from pyorch.prefetch import Prefetch
+    from pyorch.files import check_target
+    from pyorch.settings.prefetch import Prefetch
 
     if not Prefetch.parse(args.prefetch).searches_maps:
         raise PyorchError(f'--maps is for the predictors expert-map and activation-matrix, and --prefetch is "{args.prefetch}"')
@@ -108,7 +108,7 @@ def substitution_arguments(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _substitution(args: argparse.Namespace) -> dict[str, object]:
-    from pyorch.substitution import OFF, Substitution
+    from pyorch.settings.substitution import OFF, Substitution
 
     changes = {"mode": args.substitute, "miss": args.on_miss, "weight": args.buddy_weight}
     changes = {name: value for name, value in changes.items() if value is not None}
@@ -132,7 +132,7 @@ def _substitution(args: argparse.Namespace) -> dict[str, object]:
 
 def _read_profile(args: argparse.Namespace):
     from pyorch.eval.profile_file import read_profile
-    from pyorch.modelmap import ModelMap
+    from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(args.model) as model_map:
         return read_profile(args.profile, model_map)

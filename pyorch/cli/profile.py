@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.profiling import profile
-    from pyorch.trace import part_path
+    from pyorch.traces.recorder import profile
+    from pyorch.traces.file import part_path
 
     part = part_path(args.output)
     begun = part.exists()
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sentence(it) -> str:
-    from pyorch.memory import format_bytes
+    from pyorch.llama.memory import format_bytes
 
     n = it.prefill_tokens + it.decode_tokens
     seconds = it.prefill_seconds + it.decode_seconds

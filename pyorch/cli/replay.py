@@ -96,12 +96,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.bench.disk import expert_ranges, measure_bandwidth
-    from pyorch.expert_maps import ExpertMaps
-    from pyorch.modelmap import ModelMap
-    from pyorch.predictor_file import PredictorFile
-    from pyorch.prefetch import Prefetch
-    from pyorch.replay import Recording, ReplaySettings, default_route_share, replay
-    from pyorch.trace import Trace
+    from pyorch.sidecars.history import ExpertMaps
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars.predictor import PredictorFile
+    from pyorch.settings.prefetch import Prefetch
+    from pyorch.traces.replay import Recording, ReplaySettings, default_route_share, replay
+    from pyorch.traces.file import Trace
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
     with ModelMap(args.model) as model_map:
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def parse_rate(text: str) -> float:
     """Bytes a second, of a size with or without "/s". PyorchError for what is neither."""
     from pyorch.errors import BudgetError
-    from pyorch.memory import parse_size
+    from pyorch.llama.memory import parse_size
 
     try:
         rate = 0 if "%" in text else parse_size(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE), 0)
@@ -156,7 +156,7 @@ def _row(predictor: str, it) -> Row:
 
 
 def _lines(report: Report) -> list[str]:
-    from pyorch.memory import MiB
+    from pyorch.llama.memory import MiB
 
     how = "measured" if report.bandwidth_measured else "given"
     latency = f" and {1000 * report.read_latency_s:g} ms a read" if report.read_latency_s else ""

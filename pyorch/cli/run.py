@@ -23,7 +23,7 @@ from pyorch.cli.options import (
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.model import Model, ModelStats
+    from pyorch.llama.model import Model, ModelStats
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise PyorchError("--chat converses with a person: it cannot print JSON")
     prompt = read_prompt(args.prompt, args.file)
 
-    from pyorch.model import load
+    from pyorch.llama.model import load
 
     options = load_arguments(args)  # a profile also says which budget
     with load(args.model, budget=args.budget, maps=maps_file(args), **options) as model:
@@ -113,7 +113,7 @@ def _chat(model: Model, sampling: dict, seed: int | None) -> None:
 
 def print_stats(stats: ModelStats) -> None:
     """To stderr: the text on stdout may go into a pipe."""
-    from pyorch.memory import format_bytes
+    from pyorch.llama.memory import format_bytes
 
     print(
         f"prefill {stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s; "

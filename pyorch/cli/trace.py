@@ -27,13 +27,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.trace import Trace
-    from pyorch.trace_stats import analyze
+    from pyorch.traces.file import Trace
+    from pyorch.traces.statistics import analyze
 
     statistics, arrays = analyze(Trace(args.trace), args.phase)
     pictures = []
     if args.plot is not None:
-        from pyorch.trace_plots import draw
+        from pyorch.traces.plots import draw
 
         pictures = draw(statistics, arrays, args.plot)
     if args.json:

@@ -56,12 +56,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from pyorch import sidecar
+    from pyorch.sidecars import container as sidecar
     from pyorch.convert.estimator import Settings, check, train
-    from pyorch.convert.output import check_target
-    from pyorch.modelmap import ModelMap
-    from pyorch.predictor_file import KIND, PredictorFile
-    from pyorch.trace import Trace
+    from pyorch.files import check_target
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars.predictor import KIND, PredictorFile
+    from pyorch.traces.file import Trace
 
     settings = Settings(args.val_share, args.latent, args.hidden, args.epochs, args.lr, args.seed)
     source = args.predictor_file or sidecar.default_path(args.model, KIND)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _routers(model: str, layers: tuple[int, ...]) -> dict:
     """Of the layers, as a graph of the model has them; by il."""
-    from pyorch.model import load
+    from pyorch.llama.model import load
 
     with load(model, n_ctx=64, n_batch=64, prefetch="none") as loaded:
         if loaded.engine is None:

@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
 
     from pyorch.cli.progress import Bar
-    from pyorch.convert.output import check_target
+    from pyorch.files import check_target
     from pyorch.eval.method import share
     from pyorch.eval.profile_file import default_path, write_profile
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
-    from pyorch.modelmap import ModelMap
+    from pyorch.runtime.model_map import ModelMap
 
     output = args.output or default_path(args.model)
     check_target(output.absolute())

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if every logit is bit-identical under every budget, or a lossy setting was asked for; 1 otherwise."""
     prompt = read_prompt(args.prompt, args.file)
 
-    from pyorch.verify import PROMPT, verify
+    from pyorch.eval.verify import PROMPT, verify
 
     comparisons = []
     options = load_arguments(args)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sentence(it) -> str:
-    from pyorch.memory import format_bytes
+    from pyorch.llama.memory import format_bytes
 
     where = f"budget {it.budget} ({format_bytes(it.budget_bytes)})"
     managed = f", {it.experts.misses} misses, {it.experts.evictions} evictions" if it.experts is not None else ""

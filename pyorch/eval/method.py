@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyorch import memory
+from pyorch.llama import memory
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.eval.arc import N_BATCH
-from pyorch.model import Model, load
-from pyorch.substitution import Substitution, find_buddies
+from pyorch.llama.model import Model, load
+from pyorch.settings.substitution import Substitution, find_buddies
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies
+    from pyorch.sidecars.buddies import Buddies
 
 STATIC, DYNAMIC = CACHES = ("static", "dynamic")
 
@@ -105,7 +105,7 @@ def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
 @contextlib.contextmanager
 def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
     """The model with all experts in memory, which simulated() can take away. BudgetError where they do not fit."""
-    from pyorch.modelmap import ModelMap
+    from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(path) as model_map:
         info = model_map.info
@@ -171,7 +171,7 @@ def dynamic_model(
 
 def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed: bool) -> Buddies | None:
     """The lists of a model, from a file or from beside it; None where there are none and none are needed."""
-    from pyorch.modelmap import ModelMap
+    from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(path) as model_map:
         if buddies_file is None and not needed and "buddies" not in model_map.sidecars():

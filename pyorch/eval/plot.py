@@ -15,7 +15,7 @@ _MARKERS = "o^vDP*"
 
 def check_plot(path: Path) -> None:
     """PyorchError if no picture can be written at path; asked before anything is measured."""
-    from pyorch.convert.output import check_target
+    from pyorch.files import check_target
 
     _figure_class()
     check_target(path.absolute())
@@ -25,7 +25,7 @@ def check_plot(path: Path) -> None:
 
 def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
     """Writes the picture of the rows that have a speed. PyorchError where there are none, or no matplotlib."""
-    from pyorch.convert.output import publish, staging
+    from pyorch.files import publish, staging
 
     timed = [row for row in rows if row.speed is not None]
     if not timed:

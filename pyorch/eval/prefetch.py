@@ -16,12 +16,12 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.eval.similarity import Similarity, cosines, similarities, trajectory_cosines
-from pyorch.expert_maps import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
-from pyorch.modelmap import ModelMap
-from pyorch.predictor_file import PredictorFile
-from pyorch.prefetch import NONE, Prefetch
-from pyorch.replay import Recording, Replayed, ReplaySettings, replay
-from pyorch.trace import DECODE, PREFILL, Trace, TraceHeader
+from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.predictor import PredictorFile
+from pyorch.settings.prefetch import NONE, Prefetch
+from pyorch.traces.replay import Recording, Replayed, ReplaySettings, replay
+from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
 
 PREDICTORS = ("next-router", "quasi-hidden", "estimator", "hybrid", "expert-map", "activation-matrix", "previous-token")
 DISTANCES = (1, 2, 3, 4)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.context import Context
-from pyorch.data import read_documents
+from pyorch.llama.context import Context
+from pyorch.traces.data import read_documents
 from pyorch.errors import PyorchError
-from pyorch.model import Model, load
-from pyorch.prefetch import AUTO, NONE, Prefetch
+from pyorch.llama.model import Model, load
+from pyorch.settings.prefetch import AUTO, NONE, Prefetch
 
 CONTEXTS = (256, 512, 1024, 2048, 4096)
 _WARM_UP = 16  # tokens after a prompt that are not counted

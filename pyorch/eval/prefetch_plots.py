@@ -35,7 +35,7 @@ def draw(it: Evaluation, directory: Path) -> list[Path]:
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    from pyorch.convert.output import publish, staging
+    from pyorch.files import publish, staging
 
     figure_class = _figure_class()
     pictures: dict[str, Callable] = {

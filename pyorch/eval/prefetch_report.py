@@ -84,7 +84,7 @@ def for_terminal(it: Evaluation) -> list[str]:
 
 def write_csv(it: Evaluation, directory: Path) -> list[Path]:
     """A file for each table. PyorchError where nothing can be written."""
-    from pyorch.convert.output import write_text
+    from pyorch.files import write_text
 
     paths = []
     for table in tables(it):

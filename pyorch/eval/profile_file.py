@@ -7,10 +7,10 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pyorch import sidecar
+from pyorch.sidecars import container as sidecar
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ModelMap
-from pyorch.substitution import Substitution
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
 
 KIND = "pyorch profile"
 VERSION = 1
@@ -50,7 +50,7 @@ def default_path(model: str | os.PathLike[str]) -> Path:
 
 def write_profile(path: str | os.PathLike[str], profile: Profile, model_map: ModelMap) -> None:
     """Writes the profile, whole or not at all. PyorchError where it cannot."""
-    from pyorch.convert.output import write_text
+    from pyorch.files import write_text
 
     value = {
         "kind": KIND, "version": VERSION, "model": Path(model_map.path).name,

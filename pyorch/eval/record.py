@@ -40,7 +40,7 @@ class Record:
         self._path = Path(path).absolute() if path is not None else None
         self._conditions = conditions
         if self._path is not None:
-            from pyorch.convert.output import check_target
+            from pyorch.files import check_target
 
             check_target(self._path)
             if self._path.exists():
@@ -77,7 +77,7 @@ class Record:
     def _write(self) -> None:
         if self._path is None:
             return
-        from pyorch.convert.output import write_text
+        from pyorch.files import write_text
 
         value = {
             "version": VERSION,

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pyorch.eval.method import Slots
-from pyorch.substitution import WEIGHTS, Percentile, Substitution
+from pyorch.settings.substitution import WEIGHTS, Percentile, Substitution
 
 DIALS = ("rho", "tau", "alpha", "beta")
 

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.context import Context
-from pyorch.data import read_documents
+from pyorch.llama.context import Context
+from pyorch.traces.data import read_documents
 from pyorch.eval.arc import tokenize
 from pyorch.eval.method import Method, dynamic_model
-from pyorch.model import Model
+from pyorch.llama.model import Model
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies
+    from pyorch.sidecars.buddies import Buddies
 
 _WARM_UP = 0.5  # of the tokens to measure, before them
 

@@ -20,10 +20,10 @@ from pyorch.eval.method import (
 )
 from pyorch.eval.record import Judgement, Record
 from pyorch.eval.speed import Speed, measure_speed, total
-from pyorch.model import Model
+from pyorch.llama.model import Model
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies
+    from pyorch.sidecars.buddies import Buddies
 
 METRICS = ("acc_norm", "acc")
 
@@ -205,8 +205,8 @@ def _speed(plan: Plan, record: Record, rate: float | None, method: Method) -> Sp
 
 def conditions(plan: Plan) -> dict[str, object]:
     """What the results of a plan depend on, besides rates and methods, by names for the user."""
-    from pyorch import sidecar
-    from pyorch.modelmap import ModelMap
+    from pyorch.sidecars import container as sidecar
+    from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(plan.model) as model_map:
         model = sidecar.fingerprint(model_map)

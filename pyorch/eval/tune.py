@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from pyorch import memory
-from pyorch.data import read_documents
+from pyorch.llama import memory
+from pyorch.traces.data import read_documents
 from pyorch.errors import PyorchError
 from pyorch.eval import arc, perplexity
 from pyorch.eval.method import (
@@ -24,9 +24,9 @@ from pyorch.eval.method import (
 from pyorch.eval.profile_file import Profile
 from pyorch.eval.search import Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, total
-from pyorch.model import load
-from pyorch.modelmap import ModelMap
-from pyorch.substitution import Substitution
+from pyorch.llama.model import load
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 

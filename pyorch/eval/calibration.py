@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch import memory
+from pyorch.llama import memory
 from pyorch.bench.disk import expert_ranges, measure_bandwidth
-from pyorch.context import Context
-from pyorch.data import read_documents
+from pyorch.llama.context import Context
+from pyorch.traces.data import read_documents
 from pyorch.errors import PyorchError
-from pyorch.model import Model, load
-from pyorch.predictor_file import DefaultVectors, PredictorFile
-from pyorch.prefetch import NONE, Prefetch
-from pyorch.profiling import Recorder, trace_header
-from pyorch.replay import Recording, ReplaySettings, replay
+from pyorch.llama.model import Model, load
+from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
+from pyorch.settings.prefetch import NONE, Prefetch
+from pyorch.traces.recorder import Recorder, trace_header
+from pyorch.traces.replay import Recording, ReplaySettings, replay
 
 _PIECE = 512  # tokens that are computed together, from nothing but themselves
 
@@ -68,7 +68,7 @@ def calibrate(
     on_progress: OnProgress | None = None,
     **load_options: object,
 ) -> Calibrated:
-    """Measures default vectors on documents (see pyorch.data), at any budget, and tries how far ahead reading pays.
+    """Measures default vectors on documents (see pyorch.traces.data), at any budget, and tries how far ahead reading pays.
 
     Args:
         n_tokens: of the data at most, None for all.

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch import memory
-from pyorch.context import Context
-from pyorch.engine import Stats, SubstitutionStats
-from pyorch.logits import kl_divergences, top1_agreements
-from pyorch.model import Model, load
+from pyorch.llama import memory
+from pyorch.llama.context import Context
+from pyorch.runtime.engine import Stats, SubstitutionStats
+from pyorch.eval.logits import kl_divergences, top1_agreements
+from pyorch.llama.model import Model, load
 
 # Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
 PROMPT = (

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.bindings import ffi
+from pyorch.runtime.bindings import ffi
 
 
 @dataclass(frozen=True)

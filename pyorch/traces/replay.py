@@ -15,15 +15,15 @@ from functools import cached_property
 import gguf
 import numpy as np
 
-from pyorch import sidecar
-from pyorch.bindings import check, ffi, lib
-from pyorch.engine import Engine, Router, Stats
+from pyorch.sidecars import container as sidecar
+from pyorch.runtime.bindings import check, ffi, lib
+from pyorch.runtime.engine import Engine, Router, Stats
 from pyorch.errors import BudgetError, FormatError, PyorchError
-from pyorch.expert_maps import ExpertMaps, token_embeddings
-from pyorch.modelmap import ModelMap
-from pyorch.predictor_file import PredictorFile
-from pyorch.prefetch import DISTANCE, NONE, Prefetch
-from pyorch.trace import PREFILL, Trace
+from pyorch.sidecars.history import ExpertMaps, token_embeddings
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.predictor import PredictorFile
+from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
+from pyorch.traces.file import PREFILL, Trace
 
 _SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
 
@@ -40,7 +40,7 @@ _BY_PROBS = ("expert-map",)
 class ReplaySettings:
     """What a recording is played with.
 
-    policy: one of pyorch.engine.POLICIES, or "belady", which evicts what is needed last. prefetch: a predictor, or
+    policy: one of pyorch.runtime.engine.POLICIES, or "belady", which evicts what is needed last. prefetch: a predictor, or
     "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
 
     read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its

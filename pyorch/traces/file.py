@@ -47,7 +47,7 @@ _PREFIX = np.dtype([("magic", "S8"), ("version", "<u4"), ("length", "<u4"), ("cr
 class TraceHeader:
     """What a trace is about.
 
-    fingerprint: of the model (pyorch.sidecar); layers: block numbers il; router: "topk" or "full";
+    fingerprint: of the model (pyorch.sidecars.container); layers: block numbers il; router: "topk" or "full";
     n_inputs: tokens in the full sample of router inputs, 0 without one; seed: of the sample;
     states: whether records have the residual states before the routers.
     """
@@ -140,7 +140,7 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
-        from pyorch.convert.output import check_target
+        from pyorch.files import check_target
 
         self.path = Path(path).absolute()
         self.header = header

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
-from pyorch import sidecar
-from pyorch.bindings import check, ffi, lib
+from pyorch.sidecars import container as sidecar
+from pyorch.runtime.bindings import check, ffi, lib
 from pyorch.errors import FormatError, PyorchError
-from pyorch.modelmap import ModelMap
-from pyorch.trace import Trace
+from pyorch.runtime.model_map import ModelMap
+from pyorch.traces.file import Trace
 
 KIND = "maps"
 VERSION = 1
@@ -258,7 +258,7 @@ _TABLE = "token_embd.weight"
 
 
 def _layers(model_map: ModelMap):
-    from pyorch.profiling import recorded_layers
+    from pyorch.traces.recorder import recorded_layers
 
     layers = recorded_layers(model_map)
     if not layers:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies, LayerBuddies
-    from pyorch.engine import Engine
-    from pyorch.modelmap import ModelMap
+    from pyorch.sidecars.buddies import Buddies, LayerBuddies
+    from pyorch.runtime.engine import Engine
+    from pyorch.runtime.model_map import ModelMap
 
 MODES = ("none", "buddies", "random")
 WEIGHTS = ("keep", "own", "fitted")
@@ -142,7 +142,7 @@ def find_buddies(
 
     Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
     """
-    from pyorch.buddies import Buddies
+    from pyorch.sidecars.buddies import Buddies
 
     if isinstance(buddies, Buddies):
         return buddies

@@ -13,17 +13,18 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch import memory, sidecar
-from pyorch.context import Context
-from pyorch.convert.output import check_target
-from pyorch.data import read_documents
-from pyorch.engine import Stats
+from pyorch.llama import memory
+from pyorch.sidecars import container as sidecar
+from pyorch.llama.context import Context
+from pyorch.files import check_target
+from pyorch.traces.data import read_documents
+from pyorch.runtime.engine import Stats
 from pyorch.errors import PyorchError
-from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH
-from pyorch.model import DEFAULT_CTX, Model, load
-from pyorch.modelmap import LayerInfo, ModelMap
-from pyorch.routing import Routing
-from pyorch.trace import DECODE, PREFILL, TraceHeader, TraceWriter
+from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH
+from pyorch.llama.model import DEFAULT_CTX, Model, load
+from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.runtime.observers import Routing
+from pyorch.traces.file import DECODE, PREFILL, TraceHeader, TraceWriter
 
 ROUTERS = ("topk", "full")
 
@@ -80,7 +81,7 @@ def profile(
     on_progress: OnProgress | None = None,
     **load_options: object,
 ) -> Profile:
-    """Runs documents (see pyorch.data) through a model and records its routing in a trace.
+    """Runs documents (see pyorch.traces.data) through a model and records its routing in a trace.
 
     A document is a request; one that is longer than the context is cut into several.
 

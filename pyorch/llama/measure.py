@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch import logs
+from pyorch.llama import logs
 from pyorch.errors import BudgetError, FormatError
-from pyorch.memory import MiB
-from pyorch.modelmap import ModelMap
+from pyorch.llama.memory import MiB
+from pyorch.runtime.model_map import ModelMap
 
 # The KV cache's (or recurrent state's) own sum, then buffers by name. Buffers of no_alloc are empty.
 _SIZES = re.compile(r"(?:: size = +|(?:output|compute) buffer size = +)([\d.]+) MiB")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pyorch.errors import BudgetError
-from pyorch.modelmap import MapInfo
+from pyorch.runtime.model_map import MapInfo
 
 AUTO = "auto"
 MAPPED = "mapped"  # experts stay mapped from the file and nothing manages them: the reference of verify

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.engine import Engine
-    from pyorch.modelmap import ModelMap
+    from pyorch.runtime.engine import Engine
+    from pyorch.runtime.model_map import ModelMap
 
 AUTO, NONE = "auto", "none"
 
@@ -26,7 +26,7 @@ SPECULATIVE = ("next-router", *_OF_FILE)
 class Prefetch:
     """What guesses the experts of the layers ahead, and which guesses are read.
 
-    predictor: one of pyorch.engine.PREDICTORS, or "auto", only while it makes decoding faster: hybrid where the model
+    predictor: one of pyorch.runtime.engine.PREDICTORS, or "auto", only while it makes decoding faster: hybrid where the model
     has an estimator beside it, else quasi-hidden.
     distance: layers ahead at most; None: as many as `pyorch calibrate` found to pay, or 2. min_precision: a guess is
     read if its like came true at least this often, counted while running. Distance 2 and precision 0.6 were best, or
@@ -57,7 +57,7 @@ class Prefetch:
 
     def check(self, n_layers: int) -> None:
         """PyorchError for what a model with so many layers with routed experts cannot do."""
-        from pyorch.engine import FORESIGHT, PREDICTORS
+        from pyorch.runtime.engine import FORESIGHT, PREDICTORS
 
         if self.predictor in FORESIGHT["predictor"]:
             raise PyorchError(f'prefetch "{self.predictor}" needs to know the future: only pyorch replay does')
@@ -89,7 +89,7 @@ class Prefetch:
             distance = distance or file.distance
         distance = min(distance or DISTANCE, n_layers)
         if self.searches_maps and engine.maps is None:
-            from pyorch.expert_maps import ExpertMaps
+            from pyorch.sidecars.history import ExpertMaps
 
             sidecar = model_map.sidecars().get("maps")
             maps = ExpertMaps.read(sidecar, model_map) if sidecar is not None else ExpertMaps.for_model(model_map, distance=distance)
@@ -119,7 +119,7 @@ def _best_predictor(model_map: ModelMap) -> str:
 
 def _read_file(model_map: ModelMap):
     """The predictor file beside the model, an empty one where there is none."""
-    from pyorch.predictor_file import PredictorFile
+    from pyorch.sidecars.predictor import PredictorFile
 
     sidecar = model_map.sidecars().get("predictor")
     return PredictorFile.read(sidecar, model_map) if sidecar is not None else PredictorFile()

@@ -19,17 +19,19 @@ import llama_cpp
 import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
-from pyorch import logs, measure, memory
-from pyorch.bindings import check, ffi, lib
-from pyorch.engine import Engine, Source
+from pyorch.llama import logs
+from pyorch.llama import measure
+from pyorch.llama import memory
+from pyorch.runtime.bindings import check, ffi, lib
+from pyorch.runtime.engine import Engine, Source
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
-from pyorch.expert_maps import ExpertMaps
-from pyorch.modelmap import ModelMap
-from pyorch.prefetch import AUTO, Prefetch
-from pyorch.substitution import Substitution, apply_to_layer, find_buddies
+from pyorch.sidecars.history import ExpertMaps
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.prefetch import AUTO, Prefetch
+from pyorch.settings.substitution import Substitution, apply_to_layer, find_buddies
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies
+    from pyorch.sidecars.buddies import Buddies
 
 NARROW_UBATCH, WIDE_UBATCH = 512, 2048
 

@@ -27,11 +27,11 @@ from pyorch.cli.options import (
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies
-    from pyorch.engine import Engine, Source
-    from pyorch.llama_server import Flags
-    from pyorch.managed import ManagedModel, Settings
-    from pyorch.substitution import Substitution
+    from pyorch.sidecars.buddies import Buddies
+    from pyorch.runtime.engine import Engine, Source
+    from pyorch.serve.llama_server import Flags
+    from pyorch.llama.interception import ManagedModel, Settings
+    from pyorch.settings.substitution import Substitution
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -134,7 +134,7 @@ def serve(
     Raises:
         PyorchError: the model, the budget, or the address cannot be used.
     """
-    from pyorch import llama_server
+    from pyorch.serve import llama_server
 
     server = llama_server.Flags(flags)
     if any(name in server.arguments for name in llama_server.MODEL.names):
@@ -146,7 +146,7 @@ def serve(
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
 
-    from pyorch.managed import Settings
+    from pyorch.llama.interception import Settings
 
     settings = Settings(
         budget=budget, policy=policy, prefetch=prefetch, direct_io=direct_io, source=source, maps=maps,
@@ -168,8 +168,12 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
     import llama_cpp.llama_cpp as llama
 
-    from pyorch import llama_server, logs, managed, memory, model
-    from pyorch.modelmap import ModelMap
+    from pyorch.serve import llama_server
+    from pyorch.llama import logs
+    from pyorch.llama import interception as managed
+    from pyorch.llama import memory
+    from pyorch.llama import model
+    from pyorch.runtime.model_map import ModelMap
 
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
@@ -241,7 +245,7 @@ def _free_address(server: Flags) -> Address:
 
     Tried here before the model is loaded, to say it in a sentence.
     """
-    from pyorch import llama_server
+    from pyorch.serve import llama_server
 
     server.default(llama_server.HOST, "--host", "127.0.0.1")
     server.default(llama_server.PORT, "--port", 8080)
@@ -305,14 +309,14 @@ class _Watch(threading.Thread):
             self._print_stats()
 
     def _budget(self) -> str:
-        from pyorch.memory import format_bytes
+        from pyorch.llama.memory import format_bytes
 
         if self._engine is None:
             return "a dense model: it has no experts to manage"
         return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
 
     def _print_stats(self) -> None:
-        from pyorch.memory import format_bytes
+        from pyorch.llama.memory import format_bytes
 
         stats, lossy, speculated = self._engine.stats(), self._engine.substitution_stats(), self._engine.speculation_stats()
         if self._as_json:

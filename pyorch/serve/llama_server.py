@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import gguf
 import llama_cpp.llama_cpp as llama
 
-from pyorch import _libs, memory
+from pyorch import _libs
+from pyorch.llama import memory
 from pyorch.errors import PyorchError
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache

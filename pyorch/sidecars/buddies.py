@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch import sidecar
+from pyorch.sidecars import container as sidecar
 from pyorch.errors import FormatError
-from pyorch.modelmap import ModelMap
+from pyorch.runtime.model_map import ModelMap
 
 KIND = "buddies"
 VERSION = 1

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.bindings import check, ffi, lib, string
+from pyorch.runtime.bindings import check, ffi, lib, string
 from pyorch.errors import FormatError
 
 SIDECARS = ("buddies", "maps", "predictor", "experts")

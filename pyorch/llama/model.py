@@ -15,17 +15,19 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch import logs, managed, memory
-from pyorch.engine import Source, SpeculationStats, Stats, SubstitutionStats
+from pyorch.llama import logs
+from pyorch.llama import interception as managed
+from pyorch.llama import memory
+from pyorch.runtime.engine import Source, SpeculationStats, Stats, SubstitutionStats
 from pyorch.errors import PyorchError
-from pyorch.managed import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
-from pyorch.modelmap import ModelMap
-from pyorch.prefetch import AUTO, Prefetch
-from pyorch.sidecar import default_path
-from pyorch.substitution import Substitution, apply_to_layer, find_buddies
+from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.prefetch import AUTO, Prefetch
+from pyorch.sidecars.container import default_path
+from pyorch.settings.substitution import Substitution, apply_to_layer, find_buddies
 
 if TYPE_CHECKING:
-    from pyorch.buddies import Buddies
+    from pyorch.sidecars.buddies import Buddies
 
 # A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.

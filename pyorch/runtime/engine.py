@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from pyorch.bindings import check, ffi, lib, string
+from pyorch.runtime.bindings import check, ffi, lib, string
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.memory import parse_budget
-from pyorch.modelmap import ModelMap
-from pyorch.routing import Prediction, observer_callback, prediction_callback
+from pyorch.llama.memory import parse_budget
+from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
 if TYPE_CHECKING:
-    from pyorch.expert_maps import ExpertMaps
+    from pyorch.sidecars.history import ExpertMaps
 
 PREDICTORS = {
     "none": "PYORCH_PREDICT_NONE",
@@ -287,7 +287,7 @@ class Engine:
         check(lib.pyorch_set_default_vectors(self.handle, il, _pointer("float[]", vectors), *vectors.shape))
 
     def set_estimator(self, weights: Mapping[str, np.ndarray]) -> None:
-        """The arrays of pyorch_estimator, float32 (see pyorch.predictor_file.Estimator). PyorchError if they do not fit."""
+        """The arrays of pyorch_estimator, float32 (see pyorch.sidecars.predictor.Estimator). PyorchError if they do not fit."""
         arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in weights.items()}
         raw = ffi.new("pyorch_estimator *")
         raw.n_latent, raw.n_embd = arrays["in_weight"].shape

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch import sidecar
-from pyorch.engine import Engine
+from pyorch.sidecars import container as sidecar
+from pyorch.runtime.engine import Engine
 from pyorch.errors import FormatError
-from pyorch.modelmap import ModelMap
+from pyorch.runtime.model_map import ModelMap
 
 KIND = "predictor"
 VERSION = 2

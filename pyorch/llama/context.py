@@ -9,9 +9,9 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch import managed
+from pyorch.llama import interception as managed
 from pyorch.errors import ExpertReadError, PyorchError
-from pyorch.memory import physical_cores
+from pyorch.llama.memory import physical_cores
 
 
 class Context:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pyorch import routing_stats
+from pyorch.traces import routing_statistics as routing_stats
 from pyorch.errors import FormatError, PyorchError
-from pyorch.trace import DECODE, PREFILL, Trace
+from pyorch.traces.file import DECODE, PREFILL, Trace
 
 # Shares of a layer's experts in a cache for which hit rates are reported.
 CACHE_RATES = tuple(eighth / 8 for eighth in range(1, 9))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.trace_stats import LayerArrays, TraceStatistics
+from pyorch.traces.statistics import LayerArrays, TraceStatistics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

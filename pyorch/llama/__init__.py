@@ -1,0 +1,1 @@
+"""llama.cpp through llama_cpp, with experts under an engine."""

@@ -1,0 +1,1 @@
+"""The native runtime: its bindings, model maps, engines and observers."""

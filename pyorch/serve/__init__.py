@@ -1,0 +1,1 @@
+"""The real llama-server, with experts under an engine."""

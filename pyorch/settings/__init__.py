@@ -1,0 +1,1 @@
+"""What can be set: text parsed once at the door into typed values."""

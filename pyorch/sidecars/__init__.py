@@ -1,0 +1,1 @@
+"""Files beside a model: buddies, predictors, histories."""

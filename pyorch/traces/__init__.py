@@ -1,0 +1,1 @@
+"""Recorded routing: files, recording, statistics, replay."""
