@@ -16,8 +16,8 @@ from pyorch.errors import PyorchError
 # command: module, what it does
 COMMANDS = {
     "run": ("pyorch.cli.run", "continue a prompt, or chat"),
-    "serve": ("pyorch.serve.server", "serve the OpenAI API"),
-    "convert": ("pyorch.convert.cli", "convert a Hugging Face checkpoint to GGUF"),
+    "serve": ("pyorch.cli.serve", "serve the OpenAI API"),
+    "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
     "profile": ("pyorch.cli.profile", "record what the routers decide on some text"),
     "trace": ("pyorch.cli.trace", "show what a recorded trace says"),
     "buddies": ("pyorch.cli.buddies", "find the experts that may stand in for others, from a trace"),
@@ -27,7 +27,7 @@ COMMANDS = {
     "train-predictor": ("pyorch.cli.train_predictor", "train an estimator of the next layer's experts, from a trace"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of and what it needs"),
     "verify": ("pyorch.cli.verify", "check that a budget does not change the logits"),
-    "bench": ("pyorch.bench", "measure"),
+    "bench": ("pyorch.cli.bench", "measure"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
     "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
     "exec": ("pyorch.cli.exec", "run a script written for llama_cpp under a budget"),

@@ -9,17 +9,20 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from pyorch.cli.options import add_command
 from pyorch.cli.progress import Bar
-from pyorch.convert import architectures, quantization
-from pyorch import files as output
-from pyorch.convert.to_gguf import convert
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "convert", help="convert a Hugging Face checkpoint to GGUF",
-        description="Converts a Hugging Face checkpoint to GGUF with llama.cpp's converter and quantizer. "
-                    "The output appears when it is complete.",
+    from pyorch.convert import quantization
+
+    parser = add_command(
+        subparsers, "convert", "convert a Hugging Face checkpoint to GGUF",
+        "pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M",
+    )
+    parser.description = (
+        "Convert a Hugging Face checkpoint to GGUF with llama.cpp's converter and quantizer.\n"
+        "The output appears when it is complete."
     )
     parser.add_argument("source", metavar="HF_DIR", type=Path, nargs="?",
                         help="directory of the checkpoint, or a GGUF to quantize")
@@ -41,6 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError; KeyboardInterrupt on Ctrl-C, with nothing left behind."""
+    from pyorch.convert import architectures
+    from pyorch.convert.to_gguf import convert
+    from pyorch.files import mib
+
     if args.list_architectures:
         print("\n".join(architectures.known()))
         return 0
@@ -62,5 +69,5 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**asdict(result), "files": [str(file) for file in result.files], "path": str(result.path)}))
     else:
         shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
-        print(f"{result.path}: {output.mib(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
+        print(f"{result.path}: {mib(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
     return 0

@@ -1,0 +1,86 @@
+"""`pyorch serve`: llama-server, with the experts of its model under a budget."""
+
+from __future__ import annotations
+
+import argparse
+
+from pyorch.cli.options import (
+    add_command,
+    add_maps_option,
+    add_profile_option,
+    add_residency_options,
+    add_substitution_options,
+    maps_file,
+    substitution_arguments,
+)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "serve", "serve the OpenAI API",
+        "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret",
+    )
+    parser.usage = "pyorch serve MODEL.gguf [options] [-- flags of llama-server]"
+    parser.description = "Serves the OpenAI and Anthropic APIs with llama-server; its flags may follow after `--`."
+    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument(
+        "--budget", default="auto", metavar="SIZE",
+        help="memory for experts: 40%% of them, 1.5GiB, 800MB, or auto, what the memory limit leaves (default: auto)",
+    )
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on, 0 for any that is free (default: 8080)")
+    parser.add_argument("--ctx", "--ctx-size", dest="ctx", type=int, metavar="N",
+                        help="tokens of context, shared by all requests in progress (default: 4096)")
+    parser.add_argument("--ubatch", type=int, metavar="N",
+                        help="tokens computed at once (default: 2048 where experts are read, else 512)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
+    add_residency_options(parser)
+    parser.add_argument("--buffered", action="store_true", help="read through the page cache, not around it")
+    parser.add_argument("--stats-every", type=float, metavar="SECONDS", help="print statistics again and again, not only at the end")
+    parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as a line of JSON")
+    parser.add_argument("--verbose", action="store_true", help="show llama-server's log")
+    add_maps_option(parser)
+    add_substitution_options(parser)
+    add_profile_option(parser)
+    parser.set_defaults(run=run)
+    _take_server_flags(parser)
+    return parser
+
+
+def _take_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Keeps what follows `--` from argparse, which would take it for positional arguments."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):
+        args = list(args or ())
+        end = args.index("--") if "--" in args else len(args)
+        namespace, unknown = parse(args[:end], namespace)
+        namespace.server_flags = args[end + 1 :]
+        return namespace, unknown
+
+    parser.parse_known_args = parse_known_args
+
+
+def run(args: argparse.Namespace) -> int:
+    flags = list(args.server_flags)
+    for name, value in (("--host", args.host), ("--port", args.port), ("-c", args.ctx),
+                        ("-ub", args.ubatch), ("-t", args.threads)):
+        if value is not None:
+            flags += (name, str(value))
+    lossy = substitution_arguments(args)  # a profile also says which budget
+
+    from pyorch.serve.server import serve
+
+    return serve(
+        args.model,
+        args.budget,
+        flags,
+        policy=args.policy,
+        prefetch=args.prefetch,
+        direct_io=not args.buffered,
+        verbose=args.verbose,
+        stats_every=args.stats_every,
+        as_json=args.json,
+        maps=maps_file(args),
+        **lossy,
+    )
