@@ -26,7 +26,7 @@ NAMES = (
 # The type of every matrix, by llama.cpp's name for the recipe. Q4_K_S is Q4_K alone when it is pure.
 TYPES = {"F32": "F32", "BF16": "BF16", "Q8_0": "Q8_0", "Q4_0": "Q4_0", "Q4_K": "Q4_K_S", "MXFP4": "MXFP4_MOE"}
 
-_CHECKPOINT_PROCESS = Path(__file__).with_name("checkpoint_process.py")
+CHECKPOINT_PROCESS = Path(__file__).with_name("checkpoint_process.py")
 
 
 def types_of(name: str) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def types_of(name: str) -> tuple[str, ...]:
 
 def make_checkpoints(directory: Path, names: list[str]) -> None:
     """Makes directory/NAME for each name: about 15 MB, 4 MoE layers of 8 experts."""
-    subprocess.run([sys.executable, _CHECKPOINT_PROCESS, "make", directory, *names], check=True,
+    subprocess.run([sys.executable, CHECKPOINT_PROCESS, "make", directory, *names], check=True,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -44,7 +44,7 @@ def logits_by_transformers(checkpoints: Path, sequences: dict[str, list[int]]) -
     """float32[n_tokens, n_vocab] for a sequence of tokens of each checkpoint in the directory."""
     for name, sequence in sequences.items():
         (checkpoints / name / "tokens.json").write_text(json.dumps(sequence))
-    subprocess.run([sys.executable, _CHECKPOINT_PROCESS, "logits", checkpoints], check=True,
+    subprocess.run([sys.executable, CHECKPOINT_PROCESS, "logits", checkpoints], check=True,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return {name: np.load(checkpoints / name / "logits.npy") for name in sequences}
 

@@ -1,4 +1,4 @@
-"""llama.cpp without pyorch: its library alone, no hook set. Answers tests/test_architectures.py.
+"""llama.cpp without pyorch: its library alone, no hook set. Answers tests/llama/test_architectures.py.
 
 For each path on a line of standard input it writes the digests of the batch shapes as a line of JSON.
 """

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from buddy_lists import random_buddies
 
 from pyorch.eval.profile_file import Profile, write_profile
 from pyorch.runtime.model_map import ModelMap
-from test_substitution import random_buddies
 
 PROMPT = "import os\n\ndef main():"
 
@@ -58,7 +58,7 @@ def test_bench_compares_lossy_with_lossless(model: Path):
 def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, llama_cpp\nfrom pyorch import managed\n"
+        "import sys, llama_cpp\nfrom pyorch.llama import interception as managed\n"
         "llm = llama_cpp.Llama(sys.argv[1], n_ctx=256, n_threads=1, verbose=False)\n"
         f"llm({PROMPT!r}, max_tokens=24)\n"
         "print(managed.find(llm.model).engine.substitution_stats().substituted)\n"

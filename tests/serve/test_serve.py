@@ -18,8 +18,8 @@ from pathlib import Path
 import gguf
 import openai
 import pytest
+from buddy_lists import random_buddies
 from conftest import PROMPT, small_model
-from test_substitution import random_buddies
 
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags

@@ -1,4 +1,4 @@
-"""`pyorch serve` whose reads fail while a file exists. Run by tests/test_serve.py: MODEL PORT FILE."""
+"""`pyorch serve` whose reads fail while a file exists. Run by tests/serve/test_serve.py: MODEL PORT FILE."""
 
 from __future__ import annotations
 

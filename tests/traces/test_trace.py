@@ -14,6 +14,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
+from architectures import CHECKPOINT_PROCESS
 from conftest import CHECKPOINT, small_model
 
 from pyorch.traces import recorder as profiling
@@ -248,8 +249,8 @@ def router_logits(recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> 
     for file in ("config.json", "model.safetensors"):
         (checkpoint / file).symlink_to((CHECKPOINT / file).resolve())
     (checkpoint / "tokens.json").write_text(json.dumps([it["token"].tolist() for it in prose(recorded)]))
-    process = Path(__file__).with_name("checkpoint_process.py")
-    subprocess.run([sys.executable, process, "routers", checkpoint.parent], check=True, capture_output=True, timeout=300)
+    subprocess.run([sys.executable, CHECKPOINT_PROCESS, "routers", checkpoint.parent], check=True, capture_output=True,
+                   timeout=300)
     return np.load(checkpoint / "routers.npy").reshape(-1, 8, 64).astype(np.float64)
 
 

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from native_build import ROOT, headers
 
 from pyorch import _libs
 
-ROOT = Path(__file__).parent.parent
 SANITIZERS = ["thread", "address"]
 SOURCES = [
     *("residency/residency", "residency/residency_orders", "residency/residency_reads", "residency/eviction"),
     *("loading/readers", "loading/source", "banks/block_pool", "model/model_map", "base/status"),
 ]
-
-
-def headers() -> Path:
-    """The llama.cpp source tree of the build, for its headers."""
-    trees = sorted(ROOT.glob("build/*/llama.cpp/include/llama-moe.h"))
-    if not trees or shutil.which("g++") is None:
-        pytest.skip("needs the build tree of an editable install, and g++")
-    return trees[0].parent.parent
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "native/cmake/llama_source.py"
+SCRIPT = Path(__file__).parents[2] / "native/cmake/llama_source.py"
 
 
 @pytest.fixture(scope="module")

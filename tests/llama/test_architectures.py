@@ -34,7 +34,7 @@ def zoo(request, tmp_path_factory) -> Zoo:
 @pytest.fixture(scope="module")
 def stock():
     """Asks a process that has llama.cpp and nothing of pyorch for the digests of a file."""
-    argv = [sys.executable, str(Path(__file__).with_name("stock_process.py")), str(_libs.lib_dir())]
+    argv = [sys.executable, str(Path(batches.__file__).with_name("stock_process.py")), str(_libs.lib_dir())]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         def ask(path: Path) -> dict[str, str]:
             print(path, file=process.stdin, flush=True)

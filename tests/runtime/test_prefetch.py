@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import CHECKPOINT
 
 import pyorch
 from pyorch.cli import main
@@ -130,7 +131,7 @@ def calibrated(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """The small model with default vectors beside it."""
     path = tmp_path_factory.mktemp("calibrated") / "model.gguf"
     os.link(small_moe, path)
-    data = Path(__file__).parent / "fixtures" / "small-moe" / "facts-train.jsonl"
+    data = CHECKPOINT / "facts-train.jsonl"
     assert main(["calibrate", str(path), "--data", str(data), "--tokens", "2000", "--threads", "1"]) == 0
     return path
 

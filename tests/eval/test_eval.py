@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buddy_lists import complete_buddies
 from conftest import CHECKPOINT
 
 from pyorch import load
-from pyorch.sidecars.buddies import Buddies, LayerBuddies
 from pyorch.cli import main
 from pyorch.llama.context import Context
 from pyorch.convert import convert
@@ -24,12 +24,10 @@ from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
 from pyorch.llama.memory import MAPPED
 from pyorch.llama.model import Model
-from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
-N_EXPERT = 64
 
 # Of log-likelihoods, in nats. Sums are made in another order. That now and then decides for another sixth expert, or,
 # where weights are BF16, rounds an activation to the other neighbour.
@@ -49,29 +47,6 @@ def whole(small_moe: Path):
     """The model with all experts in memory."""
     with load(small_moe, budget="100%", n_ctx=64, n_threads=1) as model:
         yield model
-
-
-@pytest.fixture(scope="module")
-def buddies_file(small_moe: Path) -> Path:
-    """Random lists of buddies: for what happens with them, not for how good they are."""
-    path = small_moe.with_name("random.gguf")
-    with ModelMap(small_moe) as model_map:
-        random_buddies().write(path, model_map)
-    return path
-
-
-def random_buddies(k_max: int = 8) -> Buddies:
-    rng = np.random.default_rng(1)
-    layers = {}
-    for il in range(8):
-        ids = np.stack([rng.permutation(np.delete(np.arange(N_EXPERT), e))[:k_max] for e in range(N_EXPERT)])
-        q = np.tile(np.linspace(0.2, 0.02, k_max), (N_EXPERT, 1))
-        percentiles = np.linspace(0, 1, 101).astype(np.float32)
-        layers[il] = LayerBuddies(
-            il, ids.astype(np.int32), q.astype(np.float32), np.ones((N_EXPERT, k_max), np.float32),
-            rng.integers(1, 1000, N_EXPERT), percentiles, percentiles,
-        )
-    return Buddies(layers, dict.fromkeys(layers, 1.0), "coactivation", 1000)
 
 
 def write_questions(path: Path, n: int, **changes: object) -> Path:
@@ -221,14 +196,14 @@ def test_with_every_expert_in_the_cache_nothing_changes(whole: Model) -> None:
     task = arc.read_task(whole, FACTS, limit=10)
     with method.simulated(whole, method.ORIGINAL, 1.0, None):
         original = arc.score(whole, task, n_threads=1)
-    with method.simulated(whole, method.RANDOM, 1.0, random_buddies()):
+    with method.simulated(whole, method.RANDOM, 1.0, complete_buddies()):
         lossy = arc.score(whole, task, n_threads=1)
         assert method.slots(whole).absent == 0
     assert np.array_equal(log_likelihoods(original), log_likelihoods(lossy))
 
 
 def test_a_static_cache_is_the_most_active_experts(whole: Model) -> None:
-    buddies = random_buddies()
+    buddies = complete_buddies()
     seen = {il: set() for il in whole.layers}
     task = arc.read_task(whole, FACTS, limit=10)
     settings = method.lossy_method(Substitution.parse("mode=random"))
@@ -292,7 +267,7 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
     task = arc.read_task(whole, FACTS, limit=3)
     substituted = []
     for n_ubatch in (arc.N_BATCH, 1):
-        with method.simulated(whole, it, 0.5, random_buddies()):
+        with method.simulated(whole, it, 0.5, complete_buddies()):
             arc.score(whole, task, n_ubatch, n_threads=1)
             substituted.append(method.slots(whole).substituted)
     assert substituted[0] == 0 < substituted[1]

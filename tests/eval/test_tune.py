@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from conftest import CHECKPOINT
-from test_eval import buddies_file, random_buddies  # noqa: F401
 
 from pyorch.cli import main
 from pyorch.errors import FormatError
@@ -109,7 +108,7 @@ def test_a_divergence_may_be_the_goal() -> None:
 #
 
 
-def tune(small_moe: Path, lists: Path, *arguments: object) -> int:  # noqa: F811
+def tune(small_moe: Path, lists: Path, *arguments: object) -> int:
     return main([str(it) for it in (
         "tune", small_moe, "--data", FACTS, "--limit", 12, "--buddies-file", lists, "--trials", 12, "--candidates", 1,
         "--speed-tokens", 8, "--threads", 1, *arguments)])
@@ -121,7 +120,7 @@ def write_text(path: Path, n_characters: int) -> Path:
 
 
 def test_tune_writes_a_profile_that_keeps_what_was_asked(
-    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "small.profile.json"
     assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", 0.9, "-o", path, "--json") == 0
@@ -136,7 +135,7 @@ def test_tune_writes_a_profile_that_keeps_what_was_asked(
 
 
 def test_tune_for_a_divergence_needs_no_questions(
-    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, text = tmp_path / "small.profile.json", write_text(tmp_path / "text.txt", 800)
     assert main([str(it) for it in (
@@ -149,7 +148,7 @@ def test_tune_for_a_divergence_needs_no_questions(
 
 
 def test_tune_says_what_comes_closest(
-    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "small.profile.json"
     text = write_text(tmp_path / "text.txt", 800)
@@ -170,7 +169,7 @@ def test_tune_says_what_comes_closest(
     (["--cache-rate", "0.5", "--trials", "1"], "--trials 1 is less than 5"),
 ])
 def test_mistakes_are_sentences(
-    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str  # noqa: F811
+    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     command = ["tune", str(small_moe), "--data", str(FACTS), "--buddies-file", str(buddies_file), *arguments]
     assert main(command) == 2

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import CHECKPOINT
 
 import pyorch
 from pyorch.cli import main
@@ -130,7 +131,7 @@ def test_run_says_what_was_computed_as_forecast(small_moe: Path, tmp_path: Path,
 def test_eval_has_rows_of_speculation(small_moe: Path, capsys):
     import json
 
-    data = Path(__file__).parent / "fixtures" / "small-moe" / "facts-test.jsonl"
+    data = CHECKPOINT / "facts-test.jsonl"
     command = ["eval", "arc", str(small_moe), "--data", str(data), "--limit", "8", "--cache-rate", "0.5", "--threads", "1",
                "--speculate", "quasi-hidden", "--speed-tokens", "0", "--json"]
     assert main(command) == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_native import ROOT, headers
+from native_build import ROOT, headers
 
 from pyorch import _libs
 from pyorch.sidecars import container as sidecar

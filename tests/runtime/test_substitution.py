@@ -9,35 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buddy_lists import K_MAX, N_EXPERT, N_LAYERS, random_buddies
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import pyorch
-from pyorch.sidecars.buddies import Buddies, LayerBuddies
+from pyorch.sidecars.buddies import LayerBuddies
 from pyorch.llama.context import Context
 from pyorch.runtime.engine import SubstitutionStats
 from pyorch.runtime.observers import Routing
 from pyorch.settings.substitution import Percentile, Substitution, apply_to_layer
 
-N_EXPERT, N_LAYERS, K_MAX = 64, 8, 8
 TEXT = "def read(path):\n    \"\"\"Read a file and return its lines.\"\"\"\n    with open(path) as file:\n        return file.readlines()\n"
-
-
-def random_buddies(seed: int, n_expert: int = N_EXPERT, k_max: int = K_MAX) -> Buddies:
-    rng = np.random.default_rng(seed)
-    layers = {}
-    for il in range(N_LAYERS):
-        ids = np.full((n_expert, k_max), -1, np.int32)
-        q = np.zeros((n_expert, k_max), np.float32)
-        for e in range(n_expert):
-            n = int(rng.integers(1, k_max + 1))
-            ids[e, :n] = rng.permutation([j for j in range(n_expert) if j != e])[:n]
-            q[e, :n] = -np.sort(-rng.dirichlet(np.ones(n)) * 0.9)
-        scale = rng.uniform(-0.5, 1.5, (n_expert, k_max)).astype(np.float32)
-        scale[rng.random((n_expert, k_max)) < 0.2] = np.nan
-        percentiles = np.linspace(0, 1, 101, dtype=np.float32)
-        layers[il] = LayerBuddies(il, ids, q, scale, rng.integers(0, 100, n_expert), percentiles, percentiles)
-    return Buddies(layers, {il: 1.0 for il in layers}, "coactivation", 1000)
 
 
 #

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import CHECKPOINT
 
 from pyorch.traces.data import Document, read_documents, read_questions
 from pyorch.errors import FormatError
 
-FACTS = Path(__file__).parent / "fixtures" / "small-moe" / "facts-test.jsonl"
+FACTS = CHECKPOINT / "facts-test.jsonl"
 
 
 def question(labels: str = "ABCD", answer: str = "B", **changes: object) -> dict:

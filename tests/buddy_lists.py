@@ -1,0 +1,41 @@
+"""Buddy lists for the small model that nobody measured."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyorch.sidecars.buddies import Buddies, LayerBuddies
+
+N_EXPERT, N_LAYERS, K_MAX = 64, 8, 8
+
+
+def random_buddies(seed: int, n_expert: int = N_EXPERT, k_max: int = K_MAX) -> Buddies:
+    rng = np.random.default_rng(seed)
+    layers = {}
+    for il in range(N_LAYERS):
+        ids = np.full((n_expert, k_max), -1, np.int32)
+        q = np.zeros((n_expert, k_max), np.float32)
+        for e in range(n_expert):
+            n = int(rng.integers(1, k_max + 1))
+            ids[e, :n] = rng.permutation([j for j in range(n_expert) if j != e])[:n]
+            q[e, :n] = -np.sort(-rng.dirichlet(np.ones(n)) * 0.9)
+        scale = rng.uniform(-0.5, 1.5, (n_expert, k_max)).astype(np.float32)
+        scale[rng.random((n_expert, k_max)) < 0.2] = np.nan
+        percentiles = np.linspace(0, 1, 101, dtype=np.float32)
+        layers[il] = LayerBuddies(il, ids, q, scale, rng.integers(0, 100, n_expert), percentiles, percentiles)
+    return Buddies(layers, {il: 1.0 for il in layers}, "coactivation", 1000)
+
+
+def complete_buddies(k_max: int = K_MAX) -> Buddies:
+    """Every expert has k_max of them."""
+    rng = np.random.default_rng(1)
+    layers = {}
+    for il in range(N_LAYERS):
+        ids = np.stack([rng.permutation(np.delete(np.arange(N_EXPERT), e))[:k_max] for e in range(N_EXPERT)])
+        q = np.tile(np.linspace(0.2, 0.02, k_max), (N_EXPERT, 1))
+        percentiles = np.linspace(0, 1, 101).astype(np.float32)
+        layers[il] = LayerBuddies(
+            il, ids.astype(np.int32), q.astype(np.float32), np.ones((N_EXPERT, k_max), np.float32),
+            rng.integers(1, 1000, N_EXPERT), percentiles, percentiles,
+        )
+    return Buddies(layers, dict.fromkeys(layers, 1.0), "coactivation", 1000)
