@@ -1,0 +1,28 @@
+// What the opaque types of the headers are, where the core does not define them itself, and checks that several
+// sections make of arguments.
+
+#pragma once
+
+#include "base/status.h"
+#include "engine.h"
+#include "model/model_map.h"
+#include "prediction/expert_maps.h"
+
+struct pyorch_map {
+    pyorch::ModelMap map;
+};
+
+struct pyorch_maps {
+    std::shared_ptr<pyorch::ExpertMaps> history;
+};
+
+namespace pyorch {
+
+inline void check_experts(const pyorch_engine * engine, int layer, int n_expert) {
+    const MoeLayer & l = engine->table.map.layers[layer];
+    if (n_expert != l.n_expert) {
+        throw Failure(PYORCH_INVALID, format("layer %d has %d experts, not %d", l.il, l.n_expert, n_expert));
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,137 @@
+#include "api/api.h"
+#include "api/handles.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace pyorch {
+namespace {
+
+const MoeLayer & layer_at(const pyorch_map * map, int32_t il) {
+    const MoeLayer * layer = map->map.find(il);
+    if (!layer) {
+        throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
+    }
+    return *layer;
+}
+
+const TensorRange & tensor_at(const pyorch_map * map, const char * name) {
+    const auto t = map->map.tensors.find(name);
+    if (t == map->map.tensors.end()) {
+        throw Failure(PYORCH_INVALID, format("%s has no tensor %s", map->map.files[0].path.c_str(), name));
+    }
+    return t->second;
+}
+
+template <size_t N>
+void copy_text(char (&to)[N], const std::string & from) {
+    const size_t n = std::min(from.size(), N - 1);
+    memcpy(to, from.data(), n);
+    to[n] = '\0';
+}
+
+} // namespace
+} // namespace pyorch
+
+using namespace pyorch;
+
+extern "C" {
+
+pyorch_status pyorch_map_open(const char * path, pyorch_map ** map) {
+    return guarded([&] { *map = new pyorch_map { ModelMap(path) }; });
+}
+
+void pyorch_map_free(pyorch_map * map) {
+    delete map;
+}
+
+pyorch_status pyorch_map_get_info(const pyorch_map * map, pyorch_map_info * info) {
+    return guarded([&] {
+        const auto & m = map->map;
+        *info = {};
+        copy_text(info->arch, m.arch);
+        copy_text(info->name, m.name);
+        info->n_files       = (int32_t) m.files.size();
+        info->n_layers      = m.n_layers;
+        info->n_moe_layers  = (int32_t) m.layers.size();
+        info->n_expert_used = m.n_expert_used;
+        info->file_bytes    = m.file_bytes();
+        info->expert_bytes  = m.expert_bytes();
+        info->dense_bytes   = m.tensor_bytes - info->expert_bytes;
+        info->slots_bytes   = m.slots_bytes();
+        info->floor_bytes   = m.floor_bytes();
+    });
+}
+
+pyorch_status pyorch_map_get_layer(const pyorch_map * map, int32_t index, pyorch_layer_info * info) {
+    return guarded([&] {
+        if (index < 0 || (size_t) index >= map->map.layers.size()) {
+            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", map->map.layers.size(), index + 1));
+        }
+        const auto & layer = map->map.layers[index];
+        *info = {};
+        info->il           = layer.il;
+        info->n_expert     = layer.n_expert;
+        info->n_roles      = (int32_t) layer.tensors.size();
+        info->expert_bytes = layer.expert_bytes();
+        info->slot_bytes   = layer.slot_bytes();
+        for (size_t r = 0; r < layer.tensors.size(); ++r) {
+            copy_text(info->role[r], layer.tensors[r].role);
+            copy_text(info->type[r], layer.tensors[r].type);
+        }
+    });
+}
+
+pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t expert, int32_t role,
+                                   const char ** path, uint64_t * offset, uint64_t * size) {
+    return guarded([&] {
+        const auto & layer = layer_at(map, il);
+        if (expert < 0 || expert >= layer.n_expert || role < 0 || (size_t) role >= layer.tensors.size()) {
+            throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d of expert %d", il, role, expert));
+        }
+        const auto & t = layer.tensors[role];
+        *path   = map->map.files[t.file].path.c_str();
+        *offset = t.offset + expert * t.stride;
+        *size   = t.stride;
+    });
+}
+
+pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32_t index, int64_t * value) {
+    return guarded([&] {
+        if (!map->map.get_int(key, index, *value)) {
+            throw Failure(PYORCH_INVALID, format("no integer %s in the metadata", key));
+        }
+    });
+}
+
+pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
+                                    const char ** path, uint64_t * offset, uint64_t * size) {
+    return guarded([&] {
+        const TensorRange & t = tensor_at(map, name);
+        *path   = map->map.files[t.file].path.c_str();
+        *offset = t.offset;
+        *size   = t.bytes;
+    });
+}
+
+pyorch_status pyorch_map_get_tensor_type(const pyorch_map * map, const char * name, const char ** type) {
+    return guarded([&] { *type = tensor_at(map, name).type.c_str(); });
+}
+
+pyorch_status pyorch_map_get_float(const pyorch_map * map, const char * key, double * value) {
+    return guarded([&] {
+        if (!map->map.get_float(key, *value)) {
+            throw Failure(PYORCH_INVALID, format("no floating-point number %s in the metadata", key));
+        }
+    });
+}
+
+pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value) {
+    return guarded([&] {
+        if (!map->map.get_str(key, *value)) {
+            throw Failure(PYORCH_INVALID, format("no string %s in the metadata", key));
+        }
+    });
+}
+
+} // extern "C"

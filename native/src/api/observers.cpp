@@ -1,0 +1,30 @@
+#include "api/api.h"
+#include "api/handles.h"
+
+using namespace pyorch;
+
+extern "C" {
+
+pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user) {
+    return guarded([&] {
+        std::lock_guard<std::mutex> lock(engine->observer_mutex);
+        engine->observer      = observer;
+        engine->observer_user = user;
+    });
+}
+
+pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user) {
+    return guarded([&] {
+        PrefetchPlanner::Observer shown;
+        if (observer) {
+            shown = [=](const void * context, int from, const Forecast & it) {
+                const auto & layers = engine->table.map.layers;
+                const std::vector<int32_t> experts(it.experts.begin(), it.experts.end());
+                observer(user, context, from < 0 ? -1 : layers[from].il, layers[it.layer].il, experts.data(), (int32_t) experts.size());
+            };
+        }
+        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_observer(std::move(shown)); });
+    });
+}
+
+} // extern "C"

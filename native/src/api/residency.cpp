@@ -1,0 +1,48 @@
+#include "api/api.h"
+#include "api/handles.h"
+
+using namespace pyorch;
+
+extern "C" {
+
+pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
+    return guarded([&] { engine->table.set_layer_limits(il, min, max); });
+}
+
+pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t * mask, int32_t n) {
+    return guarded([&] { engine->table.get_residency(il, mask, n); });
+}
+
+pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.prefetch(il, experts, n); });
+}
+
+pyorch_status pyorch_pin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.pin(il, experts, n); });
+}
+
+pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.unpin(il, experts, n); });
+}
+
+pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded([&] { engine->table.evict(il, experts, n); });
+}
+
+pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
+    return guarded([&] { engine->table.wait_idle(); });
+}
+
+pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
+    return guarded([&] { engine->table.get_stats(il, *stats); });
+}
+
+pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
+    return guarded([&] {
+        engine->table.reset_stats();
+        engine->substitutions.reset_counts();
+        engine->speculation.reset_counts();
+    });
+}
+
+} // extern "C"

@@ -1,0 +1,22 @@
+#include "api/api.h"
+#include "api/handles.h"
+
+using namespace pyorch;
+
+extern "C" {
+
+pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
+    return guarded([&] {
+        if (mode < PYORCH_SPECULATE_NONE || mode > PYORCH_SPECULATE_ALL) {
+            throw Failure(PYORCH_INVALID, format("unknown mode of speculation %d", mode));
+        }
+        engine->speculation.set((pyorch_speculate) mode);
+        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_speculative(mode != PYORCH_SPECULATE_NONE); });
+    });
+}
+
+pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts) {
+    return guarded([&] { *counts = engine->speculation.counts(); });
+}
+
+} // extern "C"

@@ -1,0 +1,101 @@
+#include "api/api.h"
+#include "api/handles.h"
+
+#include <algorithm>
+
+using namespace pyorch;
+
+extern "C" {
+
+pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution) {
+    return guarded([&] {
+        const pyorch_substitution & s = *substitution;
+        if (s.mode < PYORCH_SUBSTITUTE_NONE || s.mode > PYORCH_SUBSTITUTE_RANDOM ||
+            s.weight < PYORCH_WEIGHT_KEEP || s.weight > PYORCH_WEIGHT_FITTED ||
+            s.order < PYORCH_ORDER_RANK || s.order > PYORCH_ORDER_WEIGHT ||
+            s.on_miss < PYORCH_MISS_FETCH || s.on_miss > PYORCH_MISS_DROP) {
+            throw Failure(PYORCH_INVALID, "a substitution's mode, weight, order or on_miss is not known");
+        }
+        if (s.search_rank < 0 || s.max_per_token < 0 || !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0)) {
+            throw Failure(PYORCH_INVALID, "a substitution needs a temperature above 0, and no negative rank, limit, reuse or read_ms");
+        }
+        engine->substitutions.set(engine->table.layer_index(il), s);
+    });
+}
+
+pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids,
+                                 const float * q, const float * scale, const uint8_t * hops) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        const int n     = engine->table.map.layers[layer].n_expert;
+        if (n_expert != n || k_max < 1) {
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the buddy lists are for %d", il, n, n_expert));
+        }
+        const size_t size = (size_t) n * k_max;
+        for (size_t i = 0; i < size; ++i) {
+            if (ids[i] < -1 || ids[i] >= n || ids[i] == (int32_t) (i / k_max)) {
+                throw Failure(PYORCH_INVALID, format("expert %d of layer %d cannot have expert %d for a buddy", (int) (i / k_max), il, ids[i]));
+            }
+        }
+        BuddyLists lists;
+        lists.k_max = k_max;
+        lists.ids.assign(ids, ids + size);
+        lists.q.assign(q, q + size);
+        if (scale) {
+            lists.scale.assign(scale, scale + size);
+        }
+        if (hops) {
+            lists.hops.assign(hops, hops + n);
+        }
+        engine->substitutions.set_buddies(layer, std::move(lists));
+    });
+}
+
+pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        if (mask && n != engine->table.map.layers[layer].n_expert) {
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, engine->table.map.layers[layer].n_expert, n));
+        }
+        engine->substitutions.set_cache(layer, mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
+    });
+}
+
+pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts) {
+    return guarded([&] {
+        *counts = {};
+        const int only = il < 0 ? -1 : engine->table.layer_index(il);
+        for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
+            if (only < 0 || layer == only) {
+                add(*counts, engine->substitutions.counts(layer));
+            }
+        }
+    });
+}
+
+pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
+                                int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
+                                pyorch_substitution_counts * counts) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(routing->il);
+        const int n     = engine->table.map.layers[layer].n_expert;
+        const size_t n_slots = (size_t) routing->n_tokens * routing->n_expert_used;
+        if (routing->n_expert != n || routing->n_tokens < 1 || routing->n_expert_used < 1) {
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the routing %d", routing->il, n, routing->n_expert));
+        }
+        for (size_t i = 0; i < n_slots; ++i) {
+            if (routing->experts[i] < 0 || routing->experts[i] >= n) {
+                throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", routing->il, n - 1, routing->experts[i]));
+            }
+        }
+        std::copy(routing->experts, routing->experts + n_slots, experts);
+        std::copy(routing->weights, routing->weights + n_slots, weights);
+        const RoutedBatch batch = {
+            routing->n_tokens, n, routing->n_expert_used, experts, weights, routing->probs, routing->logits, resident,
+            normalized != 0, softmax_selected != 0,
+        };
+        *counts = engine->substitutions.preview(layer, routing->il, batch);
+    });
+}
+
+} // extern "C"
