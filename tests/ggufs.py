@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -10,34 +11,10 @@ import numpy as np
 
 def write_dense_model(path: Path, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_ff: int = 128) -> None:
     """A random Llama whose vocabulary is the bytes."""
-    random = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("dense")
-    writer.add_block_count(n_layer)
-    writer.add_context_length(512)
-    writer.add_embedding_length(n_embd)
+    writer = _writer(path, "llama", n_layer, n_embd, n_head)
     writer.add_feed_forward_length(n_ff)
-    writer.add_head_count(n_head)
     writer.add_head_count_kv(n_head // 2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_dimension_count(n_embd // n_head)
-    tokens = _byte_tokens()
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-
-    def add(name: str, *shape: int) -> None:
-        values = np.ones(shape) if "norm" in name else random.normal(0, 0.1, shape)
-        writer.add_tensor(name, values.astype(np.float32))
-
-    add("token_embd.weight", len(tokens), n_embd)
-    add("output_norm.weight", n_embd)
-    add("output.weight", len(tokens), n_embd)
+    add = _tensors(writer, n_embd)
     for il in range(n_layer):
         add(f"blk.{il}.attn_norm.weight", n_embd)
         add(f"blk.{il}.ffn_norm.weight", n_embd)
@@ -49,6 +26,78 @@ def write_dense_model(path: Path, n_layer: int = 2, n_embd: int = 64, n_head: in
         add(f"blk.{il}.ffn_up.weight", n_ff, n_embd)
         add(f"blk.{il}.ffn_down.weight", n_embd, n_ff)
     _finish(writer)
+
+
+def write_moe_model(
+    path: Path, n_layer: int = 3, n_embd: int = 64, n_head: int = 4, n_expert: int = 8, gating: bool = True
+) -> None:
+    """A random dots1 of half a megabyte, one dense layer before those with experts; its vocabulary is the bytes.
+
+    gating: it says which gating function its routers have, as llama.cpp wants to know.
+    """
+    writer = _writer(path, "dots1", n_layer, n_embd, n_head)
+    writer.add_feed_forward_length(2 * n_embd)
+    writer.add_head_count_kv(n_head)
+    writer.add_leading_dense_block_count(1)
+    writer.add_expert_feed_forward_length(n_embd // 2)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(2)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(2.5)
+    if gating:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    add = _tensors(writer, n_embd)
+    for il in range(n_layer):
+        add(f"blk.{il}.attn_norm.weight", n_embd)
+        add(f"blk.{il}.ffn_norm.weight", n_embd)
+        add(f"blk.{il}.attn_q_norm.weight", n_embd // n_head)
+        add(f"blk.{il}.attn_k_norm.weight", n_embd // n_head)
+        for name in ("q", "k", "v", "output"):
+            add(f"blk.{il}.attn_{name}.weight", n_embd, n_embd)
+        if il:
+            add(f"blk.{il}.ffn_gate_inp.weight", n_expert, n_embd)
+        for kind, n_ff, first in (("", 2 * n_embd, ()), ("_shexp", n_embd // 2, ()), ("_exps", n_embd // 2, (n_expert,))):
+            if (kind == "") == (il == 0):
+                add(f"blk.{il}.ffn_gate{kind}.weight", *first, n_ff, n_embd)
+                add(f"blk.{il}.ffn_up{kind}.weight", *first, n_ff, n_embd)
+                add(f"blk.{il}.ffn_down{kind}.weight", *first, n_embd, n_ff)
+    _finish(writer)
+
+
+def _writer(path: Path, arch: str, n_layer: int, n_embd: int, n_head: int) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_name(path.stem)
+    writer.add_block_count(n_layer)
+    writer.add_context_length(512)
+    writer.add_embedding_length(n_embd)
+    writer.add_head_count(n_head)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_dimension_count(n_embd // n_head)
+    tokens = _byte_tokens()
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(tokens))
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    return writer
+
+
+def _tensors(writer: gguf.GGUFWriter, n_embd: int) -> Callable[..., None]:
+    """A function that adds a random tensor by its name and shape; those around the blocks are there already."""
+    random = np.random.default_rng(0)
+
+    def add(name: str, *shape: int) -> None:
+        values = np.ones(shape) if "norm" in name else random.normal(0, 0.1, shape)
+        writer.add_tensor(name, values.astype(np.float32))
+
+    add("token_embd.weight", len(_byte_tokens()), n_embd)
+    add("output_norm.weight", n_embd)
+    add("output.weight", len(_byte_tokens()), n_embd)
+    return add
 
 
 def split(source: Path, target: Path, max_tensors: int) -> list[Path]:

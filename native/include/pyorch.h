@@ -30,6 +30,19 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 //
+// llama.cpp's fatal errors
+//
+
+// They end the process. From now on their sentence goes to the stderr of the first call, also while the process has
+// redirected its stderr, as llama-cpp-python does when it loads a model.
+void pyorch_show_fatal_errors(void);
+
+// on, until as many calls with 0: on the calling thread they are exceptions instead. llama.cpp turns these into a failure
+// where it loads a model and where it makes a context, with the sentence in its log. REQUIRES: nothing else of
+// llama.cpp is called in between.
+void pyorch_refuse_fatal_errors(int32_t on);
+
+//
 // model map
 //
 

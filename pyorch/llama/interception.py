@@ -22,6 +22,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.llama import logs
 from pyorch.llama import measure
 from pyorch.llama import memory
+from pyorch.runtime import fatal
 from pyorch.runtime.bindings import check, ffi, lib
 from pyorch.runtime.engine import Engine, Source
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
@@ -149,7 +150,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
         params.use_extra_bufts = settings.use_extra_bufts
     managed = ManagedModel(path, ModelMap(path), settings, params)
     logs.forget_errors()
-    with capture(managed):
+    with capture(managed), fatal.refused():
         model = call()
     if not model:
         if managed.engine is not None:
@@ -225,8 +226,12 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.n_ubatch = min(settings.n_ubatch, params.n_batch)
     widen = settings.n_ubatch == memory.AUTO
     reserved = plan_context(managed, params, widen) if managed.automatic else 0
-    context = init(model, params)
-    if context and managed.automatic:
+    logs.forget_errors()
+    with fatal.refused():
+        context = init(model, params)
+    if not context:
+        raise FormatError(f"{managed.path}: {measure.refusal(managed.map)}")
+    if managed.automatic:
         with _lock:
             managed.contexts[context] = reserved
     return context
@@ -254,6 +259,15 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     plan = memory.plan(info, free, dense_bytes=info.dense_bytes if mapped else 0, context_bytes=needed)
     managed.engine.set_budget(plan.budget_bytes)
     return needed
+
+
+def try_context(managed: ManagedModel, params: llama.llama_context_params) -> None:
+    """Raises FormatError or BudgetError where llama.cpp refuses the model or a context; nothing is allocated.
+
+    For what loads the model beyond this module's reach, and would end the process.
+    """
+    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
+        measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
 
 
 def _promised_bytes(managed: ManagedModel) -> int:
@@ -312,6 +326,18 @@ def _load_from_splits(load: Callable, paths, n_paths: int, params: llama.llama_m
     return _load(os.fsdecode(paths[0]), params, lambda: load(paths, n_paths, params))
 
 
+def _tokenize(self: internals.LlamaModel, text: bytes, add_bos: bool, special: bool) -> list[int]:
+    """As llama_cpp does, with room for the text's tokens and not for as many as the model says its context has."""
+    n_room = len(text) + 16  # a token stands for a byte at least, but for the few that are added
+    for _ in range(2):
+        tokens = (llama.llama_token * n_room)()
+        n_tokens = llama.llama_tokenize(self.vocab, text, len(text), tokens, n_room, add_bos, special)
+        if n_tokens >= 0:
+            return tokens[:n_tokens]
+        n_room = -n_tokens
+    raise PyorchError(f"llama.cpp cannot tokenize a text of {len(text)} bytes")
+
+
 def _raise_decode_errors(method: Callable) -> Callable:
     """A decode that the engine failed raises the engine's sentence, not only llama.cpp's status."""
 
@@ -337,6 +363,7 @@ def _install() -> None:
     _replace("llama_model_free", _free_model)
     _replace("llama_init_from_model", _init_context)
     _replace("llama_free", _free_context)
+    internals.LlamaModel.tokenize = _tokenize
     internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)
     internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 import llama_cpp.llama_cpp as llama
 from llama_cpp._logger import logger
 
+from pyorch.runtime import fatal
+
 # enum ggml_log_level; llama_cpp's own table is of an older llama.cpp
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUED = 5
@@ -45,7 +47,8 @@ def _on_log(level: int, text: bytes | None, _user: object) -> None:
 
 
 def install() -> None:
-    """Makes this the log of the process. llama_cpp installs its own when it is imported."""
+    """Makes this the log of the process, fatal errors included. llama_cpp installs its own when it is imported."""
+    fatal.show()
     llama.llama_log_set(_on_log, ctypes.c_void_p(0))
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama import logs
+from pyorch.runtime import fatal
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama.memory import MiB
 from pyorch.runtime.model_map import ModelMap
@@ -28,7 +29,8 @@ def twin(load: Callable, path: str, params: llama.llama_model_params) -> Iterato
     params = llama.llama_model_params.from_buffer_copy(params)
     params.no_alloc = True
     params.load_mode = llama.LLAMA_LOAD_MODE_NONE
-    with logs.collect():
+    logs.forget_errors()
+    with logs.collect(), fatal.refused():
         model = load(os.fsencode(path), params)
     if not model:
         raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
@@ -44,14 +46,24 @@ def context_bytes(init: Callable, model: int, params: llama.llama_context_params
 
     Raises BudgetError if llama.cpp refuses the parameters.
     """
+    logs.forget_errors()
     with logs.collect() as lines:
-        context = init(model, params)
+        with fatal.refused():
+            context = init(model, params)
         if context:
             llama.llama_free(context)
     if not context:
-        raise BudgetError(f"llama.cpp refuses this context: {logs.last_error()}")
+        raise BudgetError(f"{model_map.path}: {refusal(model_map)}")
     reported = sum(float(size) for line in lines for size in _SIZES.findall(line))
     return round(reported * MiB) + _work_bytes(model_map, params.n_ubatch)
+
+
+def refusal(model_map: ModelMap) -> str:
+    """Why llama.cpp made no context, of its log; the likeliest cause where it does not say one."""
+    gating = f"{model_map.info.arch}.expert_gating_func"
+    if model_map.layers and model_map.metadata_int(gating) is None and "llama-graph.cpp" in logs.last_error():
+        return f"the gating function of its routers is not known: it has no {gating}"
+    return f"llama.cpp refuses this context: {logs.last_error()}"
 
 
 def _work_bytes(model_map: ModelMap, n_ubatch: int) -> int:

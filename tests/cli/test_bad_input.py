@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from ggufs import split
+from ggufs import split, write_moe_model
+from mutations import set_metadata
 
 from pyorch.llama import memory
 from pyorch.cli import main
@@ -76,6 +77,43 @@ def test_an_architecture_that_llama_cpp_does_not_know(refused, small_moe: Path, 
     path.write_bytes(small_moe.read_bytes().replace(b"qwen2moe", b"qwen9moe"))
     sentence = refused("run", path, "-p", "x", "--budget", "50%")
     assert str(path) in sentence and "qwen9moe" in sentence
+
+
+@pytest.fixture
+def tiny_moe(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.gguf"
+    write_moe_model(path)
+    return path
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("run", "-p", "x"), ("run", "-p", "x", "--budget", "60%")])
+@pytest.mark.parametrize("n", [0, 513, 100_000, 2**31 - 1, 2**32 - 1])
+def test_a_number_of_layers_that_cannot_be(refused, tiny_moe: Path, command: tuple[str, ...], n: int) -> None:
+    tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), "dots1.block_count", n))
+    assert refused(*command, tiny_moe) == f"{tiny_moe}: dots1.block_count is {n}, and must be from 1 to 512"
+
+
+@pytest.mark.parametrize("budget", ["auto", "60%"])
+def test_what_llama_cpp_asserts_of_a_model_is_a_sentence(refused, tiny_moe: Path, budget: str) -> None:
+    whole = tiny_moe.read_bytes()
+    for key, value in {"dots1.expert_used_count": 9, "dots1.expert_count": 0, "dots1.rope.dimension_count": 31}.items():
+        tiny_moe.write_bytes(set_metadata(whole, key, value))
+        sentence = refused("run", tiny_moe, "-p", "x", "--budget", budget)
+        assert str(tiny_moe) in sentence and "GGML_ASSERT(" in sentence and "failed" in sentence
+        assert "/llama.cpp/" not in sentence, "whose directories these were tells nothing"
+
+
+@pytest.mark.parametrize("budget", ["auto", "60%"])
+def test_a_router_whose_gating_function_is_not_said(refused, tiny_moe: Path, budget: str) -> None:
+    write_moe_model(tiny_moe, gating=False)
+    sentence = refused("run", tiny_moe, "-p", "x", "--budget", budget)
+    assert sentence == f"{tiny_moe}: the gating function of its routers is not known: it has no dots1.expert_gating_func"
+
+
+def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
+    bits = 0xBF800000  # of the float -1
+    tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), "dots1.attention.layer_norm_rms_epsilon", bits))
+    assert "layer_norm_rms_epsilon is -1, and must be 0 or more" in refused("run", tiny_moe, "-p", "x")
 
 
 @pytest.mark.parametrize("budget", ["1%", "1KiB", "0"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 import pytest
 from conftest import small_model
+from ggufs import write_moe_model
+from mutations import set_metadata
 
 import pyorch
 from pyorch.llama import interception as managed
@@ -18,6 +21,7 @@ from pyorch.llama.context import Context
 
 SCRIPT = """
 import sys
+import tracemalloc
 from llama_cpp import Llama
 
 llm = Llama(sys.argv[1], n_ctx=256, n_threads=2, verbose=False)
@@ -150,3 +154,18 @@ def test_a_program_that_closes_nothing_ends_quietly(small_moe: Path, tmp_path: P
 def test_a_context_too_small_for_its_sequences_is_refused(small_moe: Path) -> None:
     with pyorch.load(small_moe, budget="50%", n_ctx=64) as model, pytest.raises(pyorch.PyorchError, match="4 tokens cannot hold 8"):
         Context(model.llama.model, n_ctx=4, n_seq_max=8)
+
+
+def test_tokenizing_takes_room_for_the_text_and_not_for_the_models_whole_context(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_moe_model(path)
+    path.write_bytes(set_metadata(path.read_bytes(), "dots1.context_length", 1 << 27))
+    with small_model(path, "60%") as model:
+        tracemalloc.start()
+        try:
+            tokens = model.llama.tokenize(b"abc" * 10)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+        assert model.llama.detokenize(tokens) == b"abc" * 10
+        assert model.llama.tokenize(b"") == []

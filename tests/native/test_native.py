@@ -13,7 +13,7 @@ from pyorch import _libs
 SANITIZERS = ["thread", "address"]
 SOURCES = [
     *("residency/residency", "residency/residency_orders", "residency/residency_reads", "residency/eviction"),
-    *("loading/readers", "loading/source", "banks/block_pool", "model/model_map", "base/status"),
+    *("loading/readers", "loading/source", "banks/block_pool", "model/model_map", "model/fatal", "base/status"),
 ]
 
 

@@ -20,6 +20,7 @@ import openai
 import pytest
 from buddy_lists import random_buddies
 from conftest import PROMPT, small_model
+from ggufs import write_moe_model
 
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
@@ -217,6 +218,13 @@ def test_wrong_path_is_refused(tmp_path: Path):
 
 def test_budget_below_the_floor_is_refused(small_moe: Path):
     assert "below the floor" in refused(small_moe, "--budget", "1KiB", "--port", 0)
+
+
+@pytest.mark.parametrize("budget", ["auto", "60%"])
+def test_a_model_that_would_end_the_server_is_refused(tmp_path: Path, budget: str):
+    path = tmp_path / "tiny.gguf"
+    write_moe_model(path, gating=False)
+    assert "it has no dots1.expert_gating_func" in refused(path, "--budget", budget, "--port", 0)
 
 
 def test_port_in_use_is_refused(small_moe: Path):

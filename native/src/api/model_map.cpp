@@ -1,10 +1,15 @@
 #include "api/api.h"
 #include "api/handles.h"
 
+#include "llama-hparams.h"
+
 #include <algorithm>
 #include <cstring>
 
 namespace pyorch {
+
+static_assert(MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS, "a model map takes what llama.cpp takes");
+
 namespace {
 
 const MoeLayer & layer_at(const pyorch_map * map, int32_t il) {

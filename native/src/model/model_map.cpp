@@ -1,3 +1,4 @@
+#include "model/fatal.h"
 #include "model/model_map.h"
 
 #include "ggml.h"
@@ -117,6 +118,11 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         if (parse_name(tensor_name, il, role) < 0 || t->ne[2] < 2) {
             continue;
         }
+        if (il < 0 || il >= MAX_LAYERS || t->ne[2] > MAX_EXPERTS || bytes == 0) {
+            throw Failure(PYORCH_FORMAT, format("%s: tensor %s has %lld experts of %llu bytes together: llama.cpp knows up to %d "
+                "experts in each of %d layers", path.c_str(), tensor_name, (long long) t->ne[2], (unsigned long long) bytes,
+                MAX_EXPERTS, MAX_LAYERS));
+        }
         auto layer = std::find_if(layers.begin(), layers.end(), [&](const MoeLayer & l) { return l.il == il; });
         if (layer == layers.end()) {
             layers.push_back({ il, (int) t->ne[2], {} });
@@ -132,6 +138,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
 }
 
 ModelMap::ModelMap(const std::string & path) {
+    const FatalGuard guard; // the readers of ggml assert what they should refuse
     metadata = read_file(path);
 
     const char * text = nullptr;
@@ -142,12 +149,16 @@ ModelMap::ModelMap(const std::string & path) {
     if (get_str("general.name", text)) {
         name = text;
     }
-    int64_t n = 0;
-    if (get_int(arch + ".block_count", 0, n)) {
-        n_layers = (int) n;
-    }
-    if (get_int(arch + ".expert_used_count", 0, n)) {
-        n_expert_used = (int) n;
+    n_layers      = (int) checked_int(path, "block_count", 1, MAX_LAYERS);
+    n_expert_used = (int) checked_int(path, "expert_used_count", 0, MAX_EXPERTS);
+    checked_int(path, "expert_count", 0, MAX_EXPERTS);
+    checked_int(path, "context_length", 1, INT32_MAX);
+    checked_int(path, "embedding_length", 1, INT32_MAX);
+    for (const char * name : { "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon" }) {
+        double epsilon = 0;
+        if (get_float(arch + "." + name, epsilon) && !(epsilon >= 0)) {
+            throw Failure(PYORCH_FORMAT, format("%s: %s.%s is %g, and must be 0 or more", path.c_str(), arch.c_str(), name, epsilon));
+        }
     }
 
     int64_t n_split = 1;
@@ -171,6 +182,10 @@ ModelMap::ModelMap(const std::string & path) {
     }
 
     std::sort(layers.begin(), layers.end(), [](const MoeLayer & a, const MoeLayer & b) { return a.il < b.il; });
+    if (n_layers > 0 && !layers.empty() && layers.back().il >= n_layers) {
+        throw Failure(PYORCH_FORMAT, format("%s: there are experts of layer %d, and %s.block_count is %d", path.c_str(),
+            layers.back().il, arch.c_str(), n_layers));
+    }
     for (auto & layer : layers) {
         std::sort(layer.tensors.begin(), layer.tensors.end(), [](const ExpertTensor & a, const ExpertTensor & b) {
             int il;
@@ -182,6 +197,24 @@ ModelMap::ModelMap(const std::string & path) {
                 layer.il, layer.tensors.size(), (int) PYORCH_MAX_ROLES));
         }
     }
+}
+
+// 0 where there is none. An array has one for each layer, as far as the model has layers.
+int64_t ModelMap::checked_int(const std::string & path, const char * name, int64_t low, int64_t high) const {
+    const std::string key   = arch + "." + name;
+    int64_t           first = 0;
+    int64_t           value = 0;
+    for (int i = 0; get_int(key, i, value); ++i) {
+        if (value < low || value > high) {
+            throw Failure(PYORCH_FORMAT, format("%s: %s is %lld, and must be from %lld to %lld", path.c_str(), key.c_str(),
+                (long long) value, (long long) low, (long long) high));
+        }
+        first = i == 0 ? value : first;
+        if (gguf_get_kv_type(metadata.get(), gguf_find_key(metadata.get(), key.c_str())) != GGUF_TYPE_ARRAY) {
+            break;
+        }
+    }
+    return first;
 }
 
 uint64_t ModelMap::file_bytes() const {

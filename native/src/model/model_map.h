@@ -41,6 +41,10 @@ struct MoeLayer {
     uint64_t slot_bytes() const;
 };
 
+// LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS of llama.cpp, which asserts them where it loads a model.
+constexpr int MAX_LAYERS  = 512;
+constexpr int MAX_EXPERTS = 1024;
+
 struct MapFile {
     std::string path;
     uint64_t    bytes;
@@ -83,6 +87,7 @@ private:
     std::shared_ptr<gguf_context> metadata;
 
     std::shared_ptr<gguf_context> read_file(const std::string & path);
+    int64_t checked_int(const std::string & path, const char * name, int64_t low, int64_t high) const;
 };
 
 } // namespace pyorch

@@ -1,0 +1,71 @@
+#include "model/fatal.h"
+
+#include "ggml.h"
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <fcntl.h>
+#include <stdexcept>
+#include <string>
+#include <unistd.h>
+
+namespace pyorch {
+namespace {
+
+thread_local int n_guards = 0;
+
+int                    stderr_fd         = -1;
+std::terminate_handler default_terminate = nullptr;
+
+void say(const char * what) {
+    dprintf(stderr_fd >= 0 ? stderr_fd : STDERR_FILENO, "pyorch: fatal error in llama.cpp: %s\n", what);
+}
+
+// "/home/me/llama.cpp/src/llama-model.cpp:1328: GGML_ASSERT(...) failed": whose directories these are tells nothing.
+const char * without_directories(const char * message) {
+    const char * place_end = strstr(message, ": ");
+    const char * start     = message;
+    for (const char * c = message; place_end && c < place_end; ++c) {
+        start = *c == '/' ? c + 1 : start;
+    }
+    return start;
+}
+
+// Unwinds through C code of ggml, which holds nothing that a refused model would need again.
+void on_fatal(const char * message) {
+    if (n_guards > 0) {
+        throw std::runtime_error(without_directories(message));
+    }
+    say(without_directories(message));
+}
+
+void on_terminate() {
+    try {
+        if (const std::exception_ptr error = std::current_exception()) {
+            std::rethrow_exception(error);
+        }
+        say("terminated");
+    } catch (const std::exception & error) {
+        say(error.what());
+    } catch (...) {
+        say("an exception that says nothing");
+    }
+    default_terminate();
+}
+
+} // namespace
+
+void show_fatal_errors() {
+    if (stderr_fd < 0) {
+        stderr_fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
+        ggml_set_abort_callback(on_fatal);
+        default_terminate = std::set_terminate(on_terminate);
+    }
+}
+
+void guard_fatal_errors(bool on) {
+    n_guards += on ? 1 : -1;
+}
+
+} // namespace pyorch

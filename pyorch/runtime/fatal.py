@@ -1,0 +1,23 @@
+"""llama.cpp's fatal errors, which end the process: their sentence is seen, and a model can be refused instead."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from pyorch.runtime.bindings import lib
+
+
+def show() -> None:
+    """From now on their sentence reaches the stderr of now, also while llama_cpp has redirected stderr to load a model."""
+    lib.pyorch_show_fatal_errors()
+
+
+@contextlib.contextmanager
+def refused() -> Iterator[None]:
+    """Inside, loading a model or making a context fails, with the sentence in llama.cpp's log. For these two alone."""
+    lib.pyorch_refuse_fatal_errors(1)
+    try:
+        yield
+    finally:
+        lib.pyorch_refuse_fatal_errors(0)

@@ -1,0 +1,220 @@
+"""Files damaged on purpose: a valid one, changed at a place that means something.
+
+A damaged byte of a weight is another weight. What tries a reader is a count, a length, a type, a dimension, an offset
+or a string; a file is taken apart into these, one or two are changed, and it is put together again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_ELEMENTS = 4  # of an array, that are worth a change
+
+_INTEGERS = (0, 1, 2, 3, 5, 7, 31, 64, 127, 128, 255, 256, 511, 512, 513, 1000, 65535, 65536, 100_000, 10**6,
+             2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63))
+_FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-38, 1e38, 1e300, float("inf"), float("-inf"), float("nan"))
+_TEXTS = (b"", b"\xff\xfe\x80", b"%s%n", b"\0", b"a" * 100, b"../../x", b"\n", "ü".encode())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Something in a file that can be changed without moving the rest. format: of struct, "" for the bytes of a string."""
+
+    what: str
+    kind: str
+    offset: int
+    format: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Of a GGUF: its places, and the parts [begin, end) that can be left out or repeated."""
+
+    places: list[Place]
+    metadata: list[tuple[str, int, int]]
+    tensors: list[tuple[str, int, int]]
+    data: int
+    alignment: int
+
+
+class _Cursor:
+    def __init__(self, content: bytes) -> None:
+        self.content, self.at, self.places = content, 0, []
+
+    def number(self, what: str, kind: str, format: str) -> int:
+        value = struct.unpack_from(format, self.content, self.at)[0]
+        if kind:
+            self.places.append(Place(what, kind, self.at, format))
+        self.at += struct.calcsize(format)
+        return value
+
+    def string(self, what: str, kind: str) -> str:
+        size = self.number(f"length of {what}", kind and f"{kind} length", "<Q")
+        if kind:
+            self.places.append(Place(what, kind, self.at, "", size))
+        self.at += size
+        return self.content[self.at - size : self.at].decode("utf-8", "replace")
+
+    def value(self, key: str, value_type: int, kind: str = "value") -> None:
+        if value_type == _STRING:
+            self.string(key, kind and "string")
+        elif value_type == _ARRAY:
+            element = self.number(f"element type of {key}", kind and "type", "<I")
+            n = self.number(f"length of {key}", kind and "array length", "<Q")
+            for i in range(n):
+                self.value(f"{key}[{i}]", element, kind and "element" if i < _ELEMENTS or i == n - 1 else "")
+        else:
+            self.number(key, kind, _FORMATS[value_type])
+
+
+def anatomy(content: bytes) -> Anatomy:
+    """Of a valid GGUF."""
+    cursor = _Cursor(content)
+    cursor.at = 4
+    cursor.number("version", "header", "<I")
+    n_tensors = cursor.number("number of tensors", "header", "<Q")
+    n_metadata = cursor.number("number of metadata", "header", "<Q")
+    metadata, tensors = [], []
+    for _ in range(n_metadata):
+        begin = cursor.at
+        key = cursor.string("a key", "key")
+        value_type = cursor.number(f"type of {key}", "type", "<I")
+        cursor.value(key, value_type)
+        metadata.append((key, begin, cursor.at))
+    for _ in range(n_tensors):
+        begin = cursor.at
+        name = cursor.string("a tensor's name", "name")
+        for i in range(cursor.number(f"dimensions of {name}", "dimensions", "<I")):
+            cursor.number(f"dimension {i} of {name}", "dimension", "<Q")
+        cursor.number(f"type of {name}", "tensor type", "<I")
+        cursor.number(f"offset of {name}", "offset", "<Q")
+        tensors.append((name, begin, cursor.at))
+    return Anatomy(cursor.places, metadata, tensors, -(-cursor.at // 32) * 32, 32)
+
+
+def gguf_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]:
+    """A function that returns a damaged copy and what is wrong with it."""
+    known = anatomy(content)
+    by_kind: dict[str, list[Place]] = {}
+    for place in known.places:
+        by_kind.setdefault(place.kind, []).append(place)
+    kinds = sorted(by_kind) + ["value"] * 6 + ["structure"] * 3  # what most readers trust gets most tries
+
+    def mutate(chance: random.Random) -> tuple[str, bytes]:
+        damaged, said = bytearray(content), []
+        for _ in range(chance.choice((1, 1, 1, 2))):
+            kind = chance.choice(kinds)
+            if kind == "structure":
+                return _restructured(content, known, chance)
+            said.append(_change(damaged, chance.choice(by_kind[kind]), chance))
+        return ", ".join(said), bytes(damaged)
+
+    return mutate
+
+
+def trace_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]:
+    """As gguf_mutator, of a trace: its header says what is changed, with a checksum that is right."""
+    prefix = struct.Struct("<8sIII")
+    magic, version, length, _ = prefix.unpack_from(content)
+    header = json.loads(content[prefix.size :][:length])
+
+    def mutate(chance: random.Random) -> tuple[str, bytes]:
+        how = chance.randrange(8)
+        if how == 0:
+            cut = chance.randrange(len(content))
+            return f"cut off at {cut}", content[:cut]
+        if how == 1:
+            damaged = bytearray(content)
+            places = [Place(what, "", 8 + 4 * i, "<I") for i, what in enumerate(("version", "length", "checksum"))]
+            return _change(damaged, chance.choice(places), chance), bytes(damaged)
+        if how == 2:
+            damaged = bytearray(content)
+            at = chance.randrange(4096, len(content) - 8)
+            damaged[at : at + 8] = chance.randbytes(8)
+            return f"other bytes at {at}", bytes(damaged)
+        changed = dict(header)
+        key = chance.choice(sorted(header))
+        if how == 3:
+            del changed[key]
+            said = f"no {key}"
+        else:
+            changed[key] = chance.choice((
+                None, True, "", "topk", "x" * 70, [], [1, 2], [0, 0], [-1], ["a"], [[1]], {}, {"a": 1}, 1.5, 1e300, float("nan"),
+                *_INTEGERS))
+            said = f"{key} is {changed[key]!r}"
+        text = json.dumps(changed).encode()
+        if chance.randrange(12) == 0:
+            text, said = b"[" * chance.choice((1000, 4000)), "nested"
+        rest = content[4096:]
+        return said, (prefix.pack(magic, version, len(text), zlib.crc32(text)) + text).ljust(4096, b"\0") + rest
+
+    return mutate
+
+
+def set_metadata(content: bytes, key: str, value: int) -> bytes:
+    """A copy of a GGUF with another value of an integer of its metadata, modulo the size of its type."""
+    place = next(place for place in anatomy(content).places if place.what == key)
+    damaged = bytearray(content)
+    _store(damaged, place, value)
+    return bytes(damaged)
+
+
+def _change(damaged: bytearray, place: Place, chance: random.Random) -> str:
+    if not place.format:
+        text = chance.choice(_TEXTS)[: place.size].ljust(place.size, b"x")
+        damaged[place.offset : place.offset + place.size] = text
+        return f"{place.what} is {text[:20]!r}"
+    before = struct.unpack_from(place.format, damaged, place.offset)[0]
+    if place.format in ("<f", "<d"):
+        value = chance.choice(_FLOATS)
+        try:
+            struct.pack_into(place.format, damaged, place.offset, value)
+        except OverflowError:
+            value = float("inf")
+            struct.pack_into(place.format, damaged, place.offset, value)
+    else:
+        value = chance.choice((*_INTEGERS, before + 1, before - 1, 2 * before, before // 2, chance.getrandbits(64)))
+        value = _store(damaged, place, value)
+    return f"{place.what} is {value}, not {before}"
+
+
+def _store(damaged: bytearray, place: Place, value: int) -> int:
+    size = struct.calcsize(place.format)
+    damaged[place.offset : place.offset + size] = (value % (1 << 8 * size)).to_bytes(size, "little")
+    return struct.unpack_from(place.format, damaged, place.offset)[0]
+
+
+def _restructured(content: bytes, known: Anatomy, chance: random.Random) -> tuple[str, bytes]:
+    """Without a part, with one twice, with one in another's place, or cut off."""
+    metadata = [content[begin:end] for _, begin, end in known.metadata]
+    tensors = [content[begin:end] for _, begin, end in known.tensors]
+    how = chance.choice(("no", "no", "no", "twice", "cut", "nested", "exchanged"))
+    parts, names = chance.choice(((metadata, known.metadata), (metadata, known.metadata), (tensors, known.tensors)))
+    i = chance.randrange(len(parts))
+    said = f"{how} {names[i][0]}"
+    if how == "cut":
+        cut = chance.choice((chance.randrange(len(content)), chance.randrange(known.data)))
+        return f"cut off at {cut}", content[:cut]
+    if how == "no":
+        del parts[i]
+    elif how == "twice":
+        parts.append(parts[i])
+    elif how == "exchanged":
+        j = chance.randrange(len(parts))
+        parts[i], parts[j] = parts[j], parts[i]
+    else:  # an array in an array in an array
+        key = b"pyorch.nested"
+        levels = chance.choice((2, 5, 100_000))
+        metadata.append(struct.pack("<Q", len(key)) + key + struct.pack("<I", _ARRAY)
+                        + struct.pack("<IQ", _ARRAY, 1) * levels + struct.pack("<IQ", 4, 0))
+        said = f"{levels} nested arrays"
+    head = content[:8] + struct.pack("<QQ", len(tensors), len(metadata)) + b"".join(metadata) + b"".join(tensors)
+    return said, head.ljust(-(-len(head) // known.alignment) * known.alignment, b"\0") + content[known.data :]
