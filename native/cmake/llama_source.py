@@ -25,11 +25,15 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 PIN_FILE = Path(__file__).with_name("llama-cpp-python.txt")
 STAMP = ".pyorch-source"
+
+LLAMA_CPP = "vendor/llama.cpp/"  # in the archive
 
 # What the build and the packaged converter read; the rest (docs, vocabularies, web UI sources) is
 # two thirds of the archive.
@@ -62,6 +66,10 @@ class SourceError(Exception):
     """A sentence for the person who builds."""
 
 
+class DownloadError(SourceError):
+    """pip brought nothing; the text is what pip said."""
+
+
 # --- the archive -------------------------------------------------------------------------------
 
 
@@ -74,6 +82,11 @@ class Pin:
     @property
     def archive_name(self) -> str:
         return f"{self.name.replace('-', '_')}-{self.version}.tar.gz"
+
+    @property
+    def line(self) -> str:
+        """As PIN_FILE has it, a line of a requirements file."""
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
 
 
 def read_pin() -> Pin:
@@ -128,23 +141,14 @@ def cache_dir() -> Path:
 
 
 def download(pin: Pin, target: Path) -> Path:
-    print(f"fetching {pin.name} {pin.version} (source of llama.cpp, 76 MB, once)", flush=True, file=sys.stderr)
-    # pip prepares the metadata of whatever it downloads, which needs the package's build backend.
-    # That is one of our own build requirements: where it is installed, pip need not fetch it again.
-    isolation = ["--no-build-isolation"] if has_module("scikit_build_core") else []
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        command = [
-            sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-            "--no-deps", "--no-binary", pin.name, *isolation,
-            "--require-hashes", "--requirement", str(PIN_FILE), "--dest", scratch,
-        ]  # fmt: skip
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        archive = Path(scratch) / pin.archive_name
-        if done.returncode != 0 or not archive.is_file():
+        try:
+            archive = fetch(pin.name, pin.version, ["--require-hashes", "--requirement", str(PIN_FILE)], Path(scratch))
+        except DownloadError as error:
             raise SourceError(
                 f"pip could not download {pin.name}=={pin.version}; without a package index, set "
-                f"PYORCH_LLAMA_SDIST to a local {pin.archive_name}. pip said:\n{done.stdout.strip()}"
-            )
+                f"PYORCH_LLAMA_SDIST to a local {pin.archive_name}. pip said:\n{error}"
+            ) from error
         actual = sha256_of(archive)
         if actual != pin.sha256:
             raise SourceError(
@@ -155,6 +159,26 @@ def download(pin: Pin, target: Path) -> Path:
     return target
 
 
+def fetch(name: str, version: str, requirement: Sequence[str], directory: Path) -> Path:
+    """The source distribution, brought by pip into a directory.
+
+    requirement: the arguments that tell pip what is required. Raises DownloadError.
+    """
+    print(f"fetching {name} {version} (source of llama.cpp, 76 MB, once)", flush=True, file=sys.stderr)
+    # pip prepares the metadata of whatever it downloads, which needs the package's build backend.
+    # That is one of our own build requirements: where it is installed, pip need not fetch it again.
+    isolation = ["--no-build-isolation"] if has_module("scikit_build_core") else []
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+        "--no-deps", "--no-binary", name, *isolation, "--dest", str(directory), *requirement,
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    archives = list(directory.glob("*.tar.gz"))
+    if done.returncode != 0 or len(archives) != 1:
+        raise DownloadError(done.stdout.strip())
+    return archives[0]
+
+
 def has_module(name: str) -> bool:
     from importlib.util import find_spec
 
@@ -163,18 +187,36 @@ def has_module(name: str) -> bool:
 
 def extract(archive: Path, pin: Pin) -> dict[str, bytes]:
     """The wanted files of the archive's vendor/llama.cpp, by path relative to it."""
-    prefix = f"{pin.name.replace('-', '_')}-{pin.version}/vendor/llama.cpp/"
+    return llama_cpp_tree(archive, read_archive(archive, pin, is_wanted))
+
+
+def is_wanted(path: str) -> bool:
+    """Of a path in the archive."""
+    below = path.removeprefix(LLAMA_CPP)
+    return below != path and below.startswith(WANTED) and not below.startswith(UNWANTED)
+
+
+def read_archive(archive: Path, pin: Pin, wanted: Callable[[str], bool]) -> dict[str, bytes]:
+    """The wanted files of the archive, by path relative to its only directory."""
+    prefix = f"{pin.name.replace('-', '_')}-{pin.version}/"
     files = {}
-    with tarfile.open(archive, "r|gz") as tar:
-        for member in tar:
-            path = member.name.removeprefix(prefix)
-            if path == member.name or not member.isfile():
-                continue
-            if path.startswith(WANTED) and not path.startswith(UNWANTED):
-                files[path] = tar.extractfile(member).read()
-    if "src/llama.cpp" not in files:
-        raise SourceError(f"{archive} holds no {prefix}src/llama.cpp: the archive's layout changed")
+    try:
+        with tarfile.open(archive, "r|gz") as tar:
+            for member in tar:
+                path = member.name.removeprefix(prefix)
+                if path != member.name and member.isfile() and wanted(path):
+                    files[path] = tar.extractfile(member).read()
+    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
+        raise SourceError(f"{archive} is not a readable .tar.gz archive: {error}") from error
     return files
+
+
+def llama_cpp_tree(archive: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Those of the archive's files that are llama.cpp's, by path relative to its root."""
+    tree = {path.removeprefix(LLAMA_CPP): text for path, text in files.items() if path.startswith(LLAMA_CPP)}
+    if "src/llama.cpp" not in tree:
+        raise SourceError(f"{archive} holds no {LLAMA_CPP}src/llama.cpp: the archive's layout changed")
+    return tree
 
 
 # --- the patches -------------------------------------------------------------------------------
@@ -184,6 +226,7 @@ def extract(archive: Path, pin: Pin) -> dict[str, bytes]:
 class Hunk:
     header: str
     start: int  # 0-based index of the first line in the file before this patch
+    text: bytes = b""  # as the patch has it
     old: list[bytes] = field(default_factory=list)
     new: list[bytes] = field(default_factory=list)
 
@@ -239,6 +282,7 @@ def parse_hunk(name: str, lines: list[bytes], at: int) -> tuple[Hunk, int]:
     old_start, old_count, _, new_count = (int(group) if group is not None else 1 for group in match.groups())
     # An empty old range names the line before the insertion, any other the first line of the range.
     hunk = Hunk(header, old_start if old_count == 0 else old_start - 1)
+    first = at
     at += 1
     while len(hunk.old) < old_count or len(hunk.new) < new_count:
         line = lines[at] if at < len(lines) else b""
@@ -257,6 +301,7 @@ def parse_hunk(name: str, lines: list[bytes], at: int) -> tuple[Hunk, int]:
         raise SourceError(f"{name}: line {at + 1}: the hunk {header} does not match its header's counts")
     if at < len(lines) and lines[at][:1] in (b" ", b"-", b"+") and not lines[at].startswith((b"--- ", b"-- \n")):
         raise SourceError(f"{name}: line {at + 1}: the hunk {header} is longer than its header says")
+    hunk.text = b"".join(lines[first:at])
     return hunk, at
 
 
@@ -272,18 +317,25 @@ def apply_patch(name: str, text: bytes, files: dict[str, bytes]) -> None:
         else:
             before = split_lines(files[patch.old_path])
 
-        after: list[bytes] = []
         copied = 0
         for number, hunk in enumerate(patch.hunks, 1):
             check_hunk(f"{name}: hunk {number} ({hunk.header}) does not apply to {path}", hunk, before, copied)
-            after += before[copied : hunk.start] + hunk.new
             copied = hunk.start + len(hunk.old)
-        after += before[copied:]
 
         if patch.new_path is None:
             del files[patch.old_path]
         else:
-            files[patch.new_path] = b"".join(after)
+            files[patch.new_path] = b"".join(apply_hunks(before, patch.hunks))
+
+
+def apply_hunks(before: list[bytes], hunks: Sequence[Hunk]) -> list[bytes]:
+    """The lines with these hunks, which fit, in the places that they name."""
+    after: list[bytes] = []
+    copied = 0
+    for hunk in hunks:
+        after += before[copied : hunk.start] + hunk.new
+        copied = hunk.start + len(hunk.old)
+    return after + before[copied:]
 
 
 def check_hunk(complaint: str, hunk: Hunk, before: list[bytes], copied: int) -> None:
