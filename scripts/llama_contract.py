@@ -277,7 +277,7 @@ _KINDS = (
     # What convert/ replaces or asks for in llama.cpp's converter.
     _Words(r"convert/converter_process\.py", rb"\.([A-Za-z_]\w{4,})",
            r"vendor/llama\.cpp/(?:conversion/.*|convert_\w+)\.py",
-           rb"(?:\b(?:def|class)\s+|\b(?:cls|self)\.)(\w{5,})"),
+           rb"(?m)(?:\b(?:def|class)\s+|\b(?:cls|self)\.|^    (?=\w+ *[:=]))(\w{5,})"),
     _Words(rf"native/.*{_CMAKE_FILE}", _CMAKE_WORD, rf"vendor/llama\.cpp/.*{_CMAKE_FILE}", _CMAKE_WORD),
 )
 

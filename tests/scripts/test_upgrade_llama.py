@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from llama_contract import PASSAGES  # noqa: E402
+from llama_contract import PASSAGES, find_losses  # noqa: E402
 import rebase_patches  # noqa: E402, F401 (finds llama_source)
 import llama_source  # noqa: E402
+import upgrade_llama  # noqa: E402
 
 OLD, NEW = "0.3.1", "0.3.2"
 
@@ -392,3 +394,23 @@ def test_series_that_does_not_fit_the_pinned_tree_is_refused(checkout):
 
 def test_readers_of_text_are_files_of_ours():
     assert PASSAGES and all((ROOT / reader).is_file() for _, _, reader in PASSAGES)
+
+
+def test_every_kind_of_name_that_is_used_is_watched():
+    pin = llama_source.read_pin()
+    pinned = upgrade_llama.read_release(pin, llama_source.find_sdist(pin))
+    lacking = {
+        b"llama_model_free": "llama_cpp.llama_cpp.llama_model_free",
+        b"n_outputs_max": "llama_context_params.n_outputs_max",
+        b"LLAMA_CPP_LIB_PATH": "LLAMA_CPP_LIB_PATH",
+        b"--cache-ram": "--cache-ram",
+        b"ggml_nbytes": "ggml_nbytes",
+        b"LLAMA_BUILD_SERVER": "LLAMA_BUILD_SERVER",
+        b"supports_mtp_export": "supports_mtp_export",
+        b"compute buffer size": "/compute buffer size = / in src/",
+    }
+    everything = re.compile(b"|".join(map(re.escape, lacking)))
+    new = {path: everything.sub(b"gone", text) for path, text in pinned.items()
+           if path != "vendor/llama.cpp/common/base64.hpp"}
+    told = {loss.name for loss in find_losses(upgrade_llama.read_sources(), pinned, new)}
+    assert told >= {*lacking.values(), "common/base64.hpp"}
