@@ -1,18 +1,37 @@
-"""The native build tree beside the tests, for programs that are compiled against it."""
+"""The native build tree of an editable install, and the programs of native/tests that are built in it."""
 
 from __future__ import annotations
 
-import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+
+from processes import HANG_SECONDS
 
 ROOT = Path(__file__).parent.parent
 
 
-def headers() -> Path:
-    """The llama.cpp source tree of the build, for its headers."""
-    trees = sorted(ROOT.glob("build/*/llama.cpp/include/llama-moe.h"))
-    if not trees or shutil.which("g++") is None:
-        pytest.skip("needs the build tree of an editable install, and g++")
-    return trees[0].parent.parent
+def built_tests() -> Path:
+    """The build tree, in which the programs of native/tests are up to date."""
+    trees = sorted(tree.parent for tree in ROOT.glob("build/py3-*/CTestTestfile.cmake"))
+    if not trees:
+        pytest.skip("needs the build tree of an editable install: make setup")
+    with FileLock(trees[0] / "native-tests.lock"):  # ninja does not expect another one in its tree
+        done = _run("cmake", "--build", trees[0], "--target", "native-tests")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return trees[0]
+
+
+def ctest(tree: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs ctest on our tests in a build tree."""
+    return _run("ctest", "--test-dir", tree, "--label-regex", "pyorch", *options)
+
+
+def _run(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A tool of the virtual environment, where make has installed it, or of the system."""
+    ours = Path(sys.executable).with_name(tool)
+    command = [str(ours) if ours.exists() else tool, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)

@@ -1,6 +1,6 @@
 // Several contexts use one residency table at a tight budget while orders come from outside and reads
 // fail now and then. Every matrix must hold its own bytes while it is held, and the budget must hold.
-// Built with a sanitizer by tests/native/test_native.py:
+// Built with a sanitizer:
 //
 //     residency_stress FILE.gguf SEED N_PASSES
 //

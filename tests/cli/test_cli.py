@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import HANG_SECONDS, pyorch, python
 
 from pyorch.cli import COMMANDS, main
 from pyorch.llama.model import load
-
-
-def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -70,7 +66,7 @@ def test_a_seed_makes_sampling_repeatable(small_moe: Path, capsys: pytest.Captur
 
 
 def test_chat_answers_every_line_until_the_input_ends(small_moe: Path) -> None:
-    done = python("-m", "pyorch", "run", small_moe, "--chat", "-n", "4", "--budget", "50%", input="import os\nprint\n")
+    done = pyorch("run", small_moe, "--chat", "-n", "4", "--budget", "50%", input="import os\nprint\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("> ") == 3 and done.stdout.count("\n") >= 2
 
@@ -115,7 +111,7 @@ def test_verify_finds_a_single_wrong_bit(
 
 def test_a_closed_pipe_is_quiet(small_moe: Path) -> None:
     command = f"{sys.executable} -m pyorch run {small_moe} -p import -n 200 --temp 1 --budget 50% | head -c 1"
-    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=120)
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=HANG_SECONDS)
     assert (done.returncode, done.stderr) == (141, b"")  # as of a program that the signal ends
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from buddy_lists import random_buddies
+from processes import pyorch
 
 from pyorch.eval.profile_file import Profile, write_profile
 from pyorch.runtime.model_map import ModelMap
@@ -25,11 +24,6 @@ def model(small_moe: Path, tmp_path_factory) -> Path:
     with ModelMap(path) as model_map:
         random_buddies(1).write(path.with_name("model.buddies.gguf"), model_map)
     return path
-
-
-def pyorch(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "pyorch", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_run_says_what_was_substituted(model: Path):

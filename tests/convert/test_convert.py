@@ -17,14 +17,13 @@ import gguf
 import llama_cpp
 import pytest
 from architectures import Zoo, asked_for, zoo_of
+from processes import HANG_SECONDS, pyorch
 
 from pyorch.convert import children, convert, quantization
 from pyorch import files as output
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
 from pyorch.errors import FormatError, PyorchError
-
-pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +57,8 @@ def out(tmp_path) -> Path:
     assert [file.name for file in directory.iterdir() if file.name.startswith(".")] == []
 
 
-def pyorch_convert(*arguments: object, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "pyorch", "convert", *map(str, arguments)],
-                          capture_output=True, text=True, **options)
-
-
 def test_command_converts_and_quantizes(checkpoint, out):
-    done = pyorch_convert(
+    done = pyorch("convert", 
         checkpoint, "-o", out / "model.gguf", "--quantize", "q4_k_m", "--pre-tokenizer", "gpt-2", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # the converter's chatter is for --verbose
@@ -118,14 +112,14 @@ def refuse(source: Path, target: Path, *words: str, error: type = PyorchError, *
 
 
 def test_refusal_is_one_line_and_status_2(tmp_path):
-    done = pyorch_convert(tmp_path / "none", "-o", tmp_path / "model.gguf")
+    done = pyorch("convert", tmp_path / "none", "-o", tmp_path / "model.gguf")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("pyorch: error: ") and done.stderr.count("\n") == 1
     assert "does not exist" in done.stderr
 
 
 def test_unknown_tokenizer_is_refused_with_the_option_and_its_values(checkpoint, out):
-    done = pyorch_convert(checkpoint, "-o", out / "model.gguf", "--verbose")
+    done = pyorch("convert", checkpoint, "-o", out / "model.gguf", "--verbose")
     assert done.returncode == 2
     log, error = done.stderr.rstrip().rsplit("\n", 1)
     assert error.startswith("pyorch: error: ") and "--pre-tokenizer NAME" in error and "qwen2" in error
@@ -143,7 +137,7 @@ def test_unknown_architecture_is_refused_with_the_known_ones(copy, out):
 
 
 def test_all_architectures_are_listed():
-    done = pyorch_convert("--list-architectures")
+    done = pyorch("convert", "--list-architectures")
     assert done.returncode == 0
     assert {"MixtralForCausalLM", "LlamaForCausalLM", "GptOssForCausalLM"} <= set(done.stdout.split())
 
@@ -270,17 +264,19 @@ def test_interruption_leaves_nothing(checkpoint, out, stop):
         stderr=subprocess.PIPE, text=True,
         # Where the tests run in the background, a shell lets them ignore Ctrl-C, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    while not any(out.iterdir()):  # the staging directory: the converter is being started
-        time.sleep(0.02)
+    children_of = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    started: list[str] = []
+    while not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in started):  # the converter is under way
         assert process.poll() is None
-    time.sleep(0.3)
-    started = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        time.sleep(0.02)
+        started = children_of.read_text().split()
+    assert any(out.iterdir())  # the staging directory
     process.send_signal(stop)
-    stderr = process.communicate(timeout=20)[1]
+    stderr = process.communicate(timeout=HANG_SECONDS)[1]
     assert process.returncode not in (0, 2)
     assert "Traceback" not in stderr
     assert list(out.iterdir()) == []
-    assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 
 def test_target_is_replaced_only_by_a_whole_file(plain, out):

@@ -30,8 +30,23 @@ FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
 
 # Of log-likelihoods, in nats. Sums are made in another order. That now and then decides for another sixth expert, or,
-# where weights are BF16, rounds an activation to the other neighbour.
-USUAL_DIFFERENCE, LARGEST_DIFFERENCE = 1e-5, 0.1
+# where weights are BF16, rounds an activation to the other neighbour: of few, so nothing is asked of the largest.
+USUAL_DIFFERENCE, LARGE_DIFFERENCE = 1e-5, 0.1
+
+
+def assert_alike(actual: np.ndarray, expected: np.ndarray) -> None:
+    """float[n_questions, n_choices] that were computed in batches of another shape, or by another program."""
+    difference = np.abs(actual - expected)
+    assert np.median(difference) < USUAL_DIFFERENCE and np.quantile(difference, 0.9) < LARGE_DIFFERENCE, difference
+
+
+def assert_best(chosen: list[int], values: np.ndarray) -> None:
+    """The choices are those of the highest values, but where two are so close that a difference may exchange them."""
+    rows = np.arange(len(values))
+    second, first = np.sort(values, axis=1)[:, -2:].T
+    clear = first - second > LARGE_DIFFERENCE
+    assert clear.sum() > len(values) / 2, "nothing is clear"
+    assert (values[rows, chosen] == first)[clear].mean() > 0.9
 
 
 @pytest.fixture(scope="module")
@@ -76,12 +91,10 @@ def test_scores_agree_with_transformers_question_by_question(exact_model: Path, 
         task = arc.read_task(model, path, n_shots)
         scores = arc.score(model, task, n_threads=1)
     assert len(scores) == len(expected) == 40
-    difference = np.abs(log_likelihoods(scores) - expected)
-    assert np.median(difference) < USUAL_DIFFERENCE and difference.max() < LARGEST_DIFFERENCE, difference.max(-1)
-    for it, values in zip(scores, expected):
-        assert it.choice == values.argmax()
-        lengths = [len(choice) for choice in it.question.choices]
-        assert it.choice_norm == (values / lengths).argmax()
+    assert_alike(log_likelihoods(scores), expected)
+    assert_best([it.choice for it in scores], expected)
+    lengths = np.array([[len(choice) for choice in it.question.choices] for it in scores])
+    assert_best([it.choice_norm for it in scores], expected / lengths)
 
 
 @pytest.mark.parametrize("n_shots", [0, 3])
@@ -89,18 +102,16 @@ def test_batched_scores_are_those_of_each_choice_by_itself(whole: Model, n_shots
     task = arc.read_task(whole, FACTS, n_shots, limit=60)
     batched = arc.score(whole, task, n_threads=1)
     alone = arc.score(whole, task, together=False, n_threads=1)
-    difference = np.abs(log_likelihoods(batched) - log_likelihoods(alone))
-    assert np.median(difference) < USUAL_DIFFERENCE and difference.max() < LARGEST_DIFFERENCE
-    assert [it.choice for it in batched] == [it.choice for it in alone]
-    assert [it.choice_norm for it in batched] == [it.choice_norm for it in alone]
+    assert_alike(log_likelihoods(batched), log_likelihoods(alone))
+    assert_best([it.choice for it in batched], log_likelihoods(alone))
 
 
 def test_a_score_does_not_depend_on_the_question_before(whole: Model) -> None:
     task = arc.read_task(whole, FACTS, limit=12)
     scores = arc.score(whole, task, n_threads=1)
-    last = arc.score(whole, arc.Task(task.path, task.questions[-1:], task.prompts[-1:]), n_threads=1)
-    assert np.allclose(last[0].log_likelihoods, scores[-1].log_likelihoods, atol=LARGEST_DIFFERENCE)
-    assert not np.allclose(last[0].log_likelihoods, scores[-2].log_likelihoods, atol=LARGEST_DIFFERENCE)
+    backwards = arc.score(whole, arc.Task(task.path, task.questions[::-1], task.prompts[::-1]), n_threads=1)[::-1]
+    assert_alike(log_likelihoods(backwards), log_likelihoods(scores))
+    assert np.median(np.abs(log_likelihoods(scores)[1:] - log_likelihoods(scores)[:-1])) > LARGE_DIFFERENCE
 
 
 def test_acc_norm_divides_by_the_characters_of_the_choice() -> None:
@@ -134,20 +145,21 @@ def test_examples_of_another_file_leave_all_questions(whole: Model, tmp_path: Pa
 
 
 def test_digits_as_labels_and_three_to_five_choices(whole: Model, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:3]]
-    plain = write_questions(tmp_path / "plain.jsonl", 3)
-    for n, it in zip((3, 4, 5), lines):
-        choices = it["question"]["choices"]
-        choices += [{"text": "something else", "label": "E"}]
-        it["answerKey"] = str("ABCDE".index(it["answerKey"]) + 1) if n > 3 else "1"
-        it["question"]["choices"] = [{**choice, "label": str(i + 1)} for i, choice in enumerate(choices[:n])]
-    path = tmp_path / "digits.jsonl"
-    path.write_text("".join(json.dumps(it) + "\n" for it in lines))
-    scores = arc.score(whole, arc.read_task(whole, path), n_threads=1)
-    letters = arc.score(whole, arc.read_task(whole, plain), n_threads=1)
-    assert [len(it.log_likelihoods) for it in scores] == [3, 4, 5]
-    assert scores[1].choice == letters[1].choice and scores[1].question.answer == letters[1].question.answer
-    assert np.allclose(scores[1].log_likelihoods, letters[1].log_likelihoods, atol=LARGEST_DIFFERENCE)
+    def scores_with(labels: str) -> list[Score]:
+        lines = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:3]]
+        for n, it in zip((3, 4, 5), lines):
+            choices = [*it["question"]["choices"], {"text": "something else", "label": "E"}][:n]
+            it["answerKey"] = labels["ABCDE".index(it["answerKey"]) if n > 3 else 0]
+            it["question"]["choices"] = [{**choice, "label": label} for choice, label in zip(choices, labels)]
+        path = tmp_path / f"{labels}.jsonl"
+        path.write_text("".join(json.dumps(it) + "\n" for it in lines))
+        return arc.score(whole, arc.read_task(whole, path), n_threads=1)
+
+    digits, letters = scores_with("12345"), scores_with("ABCDE")
+    assert [len(it.log_likelihoods) for it in digits] == [3, 4, 5]
+    for digit, letter in zip(digits, letters):
+        assert digit.question.answer == letter.question.answer
+        assert np.array_equal(digit.log_likelihoods, letter.log_likelihoods)
 
 
 def test_a_question_longer_than_the_context_is_named(whole: Model, tmp_path: Path) -> None:

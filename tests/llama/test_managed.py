@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from conftest import small_model
 from ggufs import write_moe_model
 from mutations import set_metadata
+from processes import python
 
 import pyorch
 from pyorch.llama import interception as managed
@@ -34,10 +33,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return path
-
-
-def python(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
 def test_an_unmodified_llama_cpp_script_runs_under_a_budget(small_moe: Path, script: Path) -> None:

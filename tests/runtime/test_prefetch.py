@@ -60,14 +60,16 @@ def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_lo
         assert decode(model).tobytes() == resident_logits
         stats = model.stats().experts
         assert stats.peak_bytes <= stats.budget_bytes
-        if predictor != "previous-token":  # most of what that guesses is still there
-            assert (stats.prefetch_loads > 0) == (predictor != "none")
+        assert predictor != "none" or stats.prefetch_loads == 0
+        # On a busy machine guesses may come too late to be read; most of what previous-token guesses is still there.
+        while predictor not in ("none", "previous-token") and model.stats().experts.prefetch_loads == 0:
+            assert decode(model).tobytes() == resident_logits
 
 
 def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], list[tuple[int, Prediction]]]:
     """What was routed, by token and layer, and what was predicted, each with the number of its token.
 
-    A layer that is routed before earlier ones are predicted may go without: most, not all, are there.
+    A layer that is routed before earlier ones are predicted may go without: the text is decoded until many are there.
     """
     routings: list[Routing] = []
     found: list[Prediction] = []
@@ -76,12 +78,16 @@ def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], 
     model.engine.set_observer(routings.append)
     model.engine.set_prediction_observer(found.append)
     tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]
+    n_decoded = 0
     with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
-        for i, token in enumerate(tokens):
-            context.decode([token])  # predictors that use routers are done with a token before its last layer ends
-            predictions += [(i, it) for it in found]
-            found.clear()
-            model.engine.wait_idle()
+        while len(predictions) <= len(tokens) * N_LAYERS // 2:
+            context.clear()
+            for token in tokens:
+                context.decode([token])  # predictors that use routers are done with a token before its last layer ends
+                predictions += [(n_decoded, it) for it in found]
+                found.clear()
+                n_decoded += 1
+                model.engine.wait_idle()
     model.engine.set_prefetch("none")
     model.engine.set_observer(None)
     model.engine.set_prediction_observer(None)
@@ -94,28 +100,28 @@ def router(model, il: int) -> np.ndarray:
     return np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset).reshape(N_EXPERT, -1)
 
 
+def assert_best(experts: np.ndarray, scores: np.ndarray) -> None:
+    """The experts are those with the best scores, in their order, but for scores that a rounding may exchange."""
+    assert len(experts) == len(set(experts.tolist())) == 2 * N_USED
+    np.testing.assert_allclose(scores[experts], -np.sort(-scores)[: 2 * N_USED], atol=1e-4 * np.abs(scores).max())
+
+
 @pytest.mark.parametrize("distance", [1, 2])
 def test_next_router_predicts_as_numpy_does(small_moe: Path, distance: int):
     with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
         routings, predictions = watched(model, "next-router", distance)
-        assert len(predictions) > N_LAYERS
         for token, it in predictions:
             assert 1 <= it.il - it.il_from <= distance
-            scores = router(model, it.il) @ routings[token][it.il_from].inputs[0]
-            assert it.experts.tolist() == np.argsort(-scores, kind="stable")[: 2 * N_USED].tolist()
+            assert_best(it.experts, router(model, it.il) @ routings[token][it.il_from].inputs[0])
 
 
 def test_previous_token_predicts_what_the_layer_used_before(small_moe: Path):
     with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
         routings, predictions = watched(model, "previous-token", 1)
-        n_found = 0
-        for il in range(1, N_LAYERS):
-            used = iter([layers[il].experts[0].tolist() for layers in routings[:-1]])
-            for _, it in predictions:
-                if it.il == il:
-                    assert it.experts.tolist() in used  # and those after it in what is left
-                    n_found += 1
-        assert n_found > N_LAYERS
+        later = [(token, it) for token, it in predictions if it.il > 0 and token > 3]
+        assert len(later) > N_LAYERS
+        for token, it in later:  # a prediction that came late may be that of the token before
+            assert it.experts.tolist() in [routings[token - ago][it.il].experts[0].tolist() for ago in (1, 2, 3)]
 
 
 def test_an_engine_refuses_a_prefetch_that_cannot_be(small_moe: Path):
@@ -166,14 +172,11 @@ def test_quasi_hidden_predicts_as_numpy_does(calibrated: Path):
         for il in range(N_LAYERS):
             place = model.map.tensor_range(f"blk.{il}.ffn_norm.weight")
             norms[il] = np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset)
-        assert len(predictions) > N_LAYERS
         for token, it in predictions:
             routed = routings[token][it.il_from]
             hidden = routed.residuals[0] + routed.weights[0] @ defaults[it.il_from][routed.experts[0]]
             hidden = hidden / np.sqrt((hidden**2).mean() + 1e-6) * norms[it.il]
-            expected = np.argsort(-(router(model, it.il) @ hidden), kind="stable")[: 2 * N_USED]
-            assert len(set(expected[:N_USED].tolist()) ^ set(it.experts[:N_USED].tolist())) <= 2  # a tie at the edge
-            assert it.experts[0] == expected[0]
+            assert_best(it.experts, router(model, it.il) @ hidden)
 
 
 def test_default_vectors_of_another_model_are_refused(calibrated: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ N_LAYER, N_EXPERT, N_USED = 8, 64, 6
 
 @pytest.fixture
 def model(small_moe: Path):
-    with small_model(small_moe, "30%") as model:
+    with small_model(small_moe, "30%", prefetch="none") as model:
         yield model
 
 
@@ -36,11 +36,14 @@ def test_the_budget_is_never_exceeded_while_running(small_moe: Path, prompt_toke
         try:
             for _ in range(8):
                 it.decode(prompt_tokens)
+            while len(samples) <= 100:
+                it.clear()
+                it.decode(prompt_tokens)
         finally:
             done.set()
             sampler.join()
         stats = model.stats().experts
-        assert len(samples) > 100 and max(samples) > 0
+        assert max(samples) > 0
         assert max(samples) <= stats.peak_bytes <= stats.budget_bytes
         assert stats.evictions > 100
 
@@ -157,7 +160,7 @@ def test_a_layer_policy_out_of_range_is_refused_and_changes_nothing(model: Model
 def test_more_budget_means_fewer_misses(small_moe: Path, prompt_tokens: list[int]) -> None:
     misses = []
     for budget in ("15%", "30%", "60%", "100%"):
-        with small_model(small_moe, budget) as model, Context(model.llama.model) as it:
+        with small_model(small_moe, budget, prefetch="none") as model, Context(model.llama.model) as it:
             for token in prompt_tokens:
                 it.decode([token])
             misses.append(model.stats().experts.misses)

@@ -267,22 +267,30 @@ def test_only_decoding_is_touched_unless_prefill_is_asked_for(small_moe: Path, r
         assert decode(model, n_prompt=n_prompt)[:n_prompt].tobytes() != logits[:n_prompt].tobytes()
 
 
-def test_with_a_given_cache_the_result_does_not_depend_on_budget_or_batching(small_moe: Path):
-    cache = {il: np.arange(N_EXPERT) % 2 == 0 for il in range(N_LAYERS)}
-    tokens = None
-    results = []
-    for budget, width in (("100%", 1), ("25%", 1), ("25%", 64)):
-        with pyorch.load(small_moe, budget=budget, n_ctx=256, n_threads=1) as model:
+def with_half_the_experts(path: Path, budget: str, width: int, lossy: bool = True) -> tuple[np.ndarray, SubstitutionStats | None]:
+    """The logits of all tokens in batches of a width, and what was substituted. Every other expert is in the cache."""
+    with pyorch.load(path, budget=budget, prefetch="none", n_ctx=256, n_threads=1) as model:
+        if lossy:
             model.substitute("prefill=1,rho=3", random_buddies(2))
-            model.set_cache(cache)
-            tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
-            with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
-                for i in range(0, len(tokens), width):
-                    logits = context.decode(tokens[i : i + width])
-            results.append((logits[-1], model.stats().substitution))
-    assert results[0][0].tobytes() == results[1][0].tobytes()
-    assert results[0][1].substituted == results[1][1].substituted == results[2][1].substituted
-    np.testing.assert_allclose(results[0][0], results[2][0], atol=1e-2)
+            model.set_cache({il: np.arange(N_EXPERT) % 2 == 0 for il in range(N_LAYERS)})
+        tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            logits = [context.decode(tokens[i : i + width]) for i in range(0, len(tokens), width)]
+        return np.concatenate(logits), model.stats().substitution
+
+
+@pytest.mark.parametrize("width", [1, 64])
+def test_with_a_given_cache_the_result_does_not_depend_on_the_budget(small_moe: Path, width: int):
+    (whole, counted), (scarce, counted_again) = (with_half_the_experts(small_moe, it, width) for it in ("100%", "25%"))
+    assert whole.tobytes() == scarce.tobytes()
+    assert counted == counted_again and counted.substituted > 100
+
+
+def test_with_a_given_cache_the_result_does_not_depend_on_batching(small_moe: Path):
+    """Batches of other widths are summed in another order, and a near tie may send a token elsewhere: most rows count."""
+    (one, _), (many, _) = (with_half_the_experts(small_moe, "100%", width) for width in (1, 64))
+    lossless, _ = with_half_the_experts(small_moe, "100%", 1, lossy=False)
+    assert np.median(np.abs(one - many).max(axis=1)) < 0.1 * np.median(np.abs(one - lossless).max(axis=1))
 
 
 def test_a_layer_can_have_its_own_substitution(small_moe: Path):

@@ -21,13 +21,15 @@ import pytest
 from buddy_lists import random_buddies
 from conftest import PROMPT, small_model
 from ggufs import write_moe_model
+from processes import HANG_SECONDS, pyorch
 
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
 from pyorch.llama.memory import MiB
 from pyorch.runtime.model_map import ModelMap
 
-PATIENCE_SECONDS = 60
+# A prompt of which a part is cached is computed in other batches, whose sums round otherwise.
+WHOLE_PROMPT = {"cache_prompt": False}
 
 
 class ServerProcess:
@@ -38,7 +40,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS)
         wait_until(lambda: "serving" in self.log.read_text() or self.process.poll() is not None)
         assert self.process.poll() is None, self.log.read_text()
 
@@ -47,18 +49,18 @@ class ServerProcess:
         return answer.choices[0].text
 
     def get(self, path: str) -> object:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=HANG_SECONDS) as answer:
             return json.load(answer)
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Exit status and standard output."""
         self.process.send_signal(number)
-        stdout, _ = self.process.communicate(timeout=20)
+        stdout, _ = self.process.communicate(timeout=HANG_SECONDS)
         return self.process.returncode, stdout
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
@@ -114,8 +116,10 @@ def test_chat_is_answered(server: ServerProcess):
 
 
 def test_stream_says_the_same_as_the_whole_answer(server: ServerProcess):
-    whole = server.complete(PROMPT)
-    chunks = server.client.completions.create(model="", prompt=PROMPT, max_tokens=16, temperature=0, stream=True)
+    whole = server.complete(PROMPT, extra_body=WHOLE_PROMPT)
+    chunks = server.client.completions.create(
+        model="", prompt=PROMPT, max_tokens=16, temperature=0, stream=True, extra_body=WHOLE_PROMPT
+    )
     pieces = [chunk.choices[0].text for chunk in chunks]
     assert len(pieces) > 2 and "".join(pieces) == whole
 
@@ -124,8 +128,7 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
     with small_model(small_moe, "40%") as model:
         tokens = model.llama.tokenize(PROMPT.encode(), add_bos=False)
         expected = "".join(model.generate(tokens, max_tokens=24, temperature=0))
-    # A prompt of which a part is cached is computed in other batches, whose sums round otherwise.
-    assert expected.strip() and server.complete(tokens, 24, extra_body={"cache_prompt": False}) == expected
+    assert expected.strip() and server.complete(tokens, 24, extra_body=WHOLE_PROMPT) == expected
 
 
 def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_moe: Path):
@@ -177,7 +180,7 @@ def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_
     port, broken = free_port(), tmp_path / "broken"
     script = Path(__file__).with_name("faulty_server_process.py")
     server = start([sys.executable, str(script), str(small_moe), str(port), str(broken)], port)
-    before = server.complete(PROMPT)
+    before = server.complete(PROMPT, extra_body=WHOLE_PROMPT)
 
     broken.touch()
     with pytest.raises(openai.InternalServerError) as failure:
@@ -186,7 +189,7 @@ def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_
     wait_until(lambda: "Input/output error" in server.log.read_text())
 
     broken.unlink()
-    assert server.complete(PROMPT) == before
+    assert server.complete(PROMPT, extra_body=WHOLE_PROMPT) == before
     assert server.stop()[0] == 0
 
 
@@ -205,8 +208,7 @@ def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe
 
 def refused(*arguments: object) -> str:
     """The one sentence that a server says which does not start."""
-    command = [sys.executable, "-m", "pyorch", "serve", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    result = pyorch("serve", *arguments)
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
     return result.stderr

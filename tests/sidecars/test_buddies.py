@@ -239,7 +239,6 @@ def test_experts_compute_what_transformers_computes(small_moe: Path, tmp_path: P
 
 
 # Biases and limits; gate and up in one matrix; another order of dimensions.
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next-fused", "mixtral"])
 def test_experts_of_other_layouts_compute_what_transformers_computes(zoo: Zoo, tmp_path: Path, name: str) -> None:
     assert_computes_as_transformers(zoo.path(name, "F32"), zoo.checkpoints / name.removesuffix("-fused"), tmp_path)

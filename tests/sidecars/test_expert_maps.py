@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_build import ROOT, headers
+from native_build import built_tests
+from processes import HANG_SECONDS
 
-from pyorch import _libs
 from pyorch.sidecars import container as sidecar
 from pyorch.cli import main
 from pyorch.runtime.engine import Engine
@@ -199,16 +199,8 @@ def test_a_store_can_be_read_while_it_is_added_to() -> None:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    headers()
-    path, libraries = tmp_path_factory.mktemp("history") / "history_predictors", _libs.lib_dir()
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-o", path, f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}",
-         ROOT / "native/tests/history_predictors.cpp", f"-L{libraries}", "-lpyorch", "-lllama", "-lggml", "-lggml-base",
-         "-lggml-cpu", f"-Wl,-rpath,{libraries}"],
-        check=True,
-    )
-    return path
+def program() -> Path:
+    return built_tests() / "bin" / "history_predictors"
 
 
 class Script:
@@ -230,7 +222,7 @@ class Script:
 
     def check(self, program: Path) -> None:
         done = subprocess.run([program, *self.arguments], input="\n".join(self.lines), capture_output=True, text=True,
-                              check=True, timeout=60)
+                              check=True, timeout=HANG_SECONDS)
         answers, forecasts = [], []
         for line in done.stdout.splitlines():
             words = line.split()

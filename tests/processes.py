@@ -1,0 +1,20 @@
+"""Child processes of the tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# Only there to end a hang: no test says how fast anything is, and the machine may have much else to do.
+HANG_SECONDS = 900
+
+
+def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs this interpreter with arguments. What it prints is text, unless an option says otherwise."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": HANG_SECONDS, **options})
+
+
+def pyorch(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command of pyorch."""
+    return python("-m", "pyorch", *arguments, **options)
