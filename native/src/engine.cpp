@@ -1,5 +1,7 @@
 #include "engine.h"
 
+#include "banks/host_bank.h"
+#include "replay/simulated.h"
 #include "routing/seam.h"
 
 #include <algorithm>
@@ -15,6 +17,14 @@ static std::unique_ptr<pyorch::Source> make_source(const pyorch::ModelMap & map,
     return config.read ? pyorch::call_source(config.read, config.read_user) : pyorch::open_files(map, config.direct_io != 0);
 }
 
+static std::unique_ptr<pyorch::Bank> make_bank(const pyorch::ModelMap & map, const pyorch_config & config) {
+    const uint64_t budget = std::min(config.budget_bytes, map.slots_bytes());
+    if (config.simulated) {
+        return std::make_unique<pyorch::SimulatedBank>(map, budget);
+    }
+    return std::make_unique<pyorch::HostBank>(map, budget);
+}
+
 static std::vector<int> n_experts(const pyorch::ModelMap & map) {
     std::vector<int> n;
     for (const auto & layer : map.layers) {
@@ -24,7 +34,7 @@ static std::vector<int> n_experts(const pyorch::ModelMap & map) {
 }
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
-        table(map, make_source(map, config), config),
+        table(map, make_bank(map, config), make_source(map, config), config.simulated ? pyorch::simulated_codec : pyorch::codec_of, config),
         substitutions((int) map.layers.size()),
         calibration(n_experts(map)),
         routers(map.layers.size()),
@@ -34,7 +44,7 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
             std::lock_guard<std::mutex> lock(routers_mutex);
             return routers;
         }),
-        readers(table, simulated ? 0 : config.n_readers > 0 ? config.n_readers : default_readers()) {
+        readers(simulated ? nullptr : std::make_unique<pyorch::ReaderThreads>(table.loader(), config.n_readers > 0 ? config.n_readers : default_readers())) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         for (size_t r = 0; r < map.layers[i].tensors.size(); ++r) {
             auto t = std::make_unique<pyorch::ManagedTensor>();
@@ -63,7 +73,7 @@ pyorch::GraphLayer * pyorch_engine::graph_layer(const void * context, int layer,
     std::lock_guard<std::mutex> lock(graphs_mutex);
     auto & of_context = graphs[context];
     if (of_context.empty()) {
-        owners.push_back(std::make_unique<pyorch::Owner>());
+        owners.push_back(std::make_unique<pyorch::Owner>(pyorch::Owner { context }));
         for (size_t i = 0; i < table.map.layers.size(); ++i) {
             of_context.push_back({ this, owners.back().get(), context, (int) i, false });
             of_context.push_back({ this, owners.back().get(), context, (int) i, true });

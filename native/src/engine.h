@@ -4,8 +4,8 @@
 
 #include "routing/calibration.h"
 #include "prediction/prefetcher.h"
-#include "loading/readers.h"
-#include "residency/residency.h"
+#include "loading/reader_threads.h"
+#include "residency/table.h"
 #include "routing/speculation.h"
 #include "routing/substitution.h"
 
@@ -55,7 +55,7 @@ struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
     ~pyorch_engine();
 
-    pyorch::ResidencyTable                                   table;
+    pyorch::Table                                            table;
     pyorch::Substitutions                                    substitutions;
     pyorch::Speculation                                      speculation;
     std::vector<std::unique_ptr<pyorch::ManagedTensor>>      tensors;
@@ -74,7 +74,7 @@ struct pyorch_engine {
 
     const bool         simulated;
     pyorch::Prefetcher prefetcher;
-    pyorch::Readers    readers; // last: stops before the table goes
+    std::unique_ptr<pyorch::Reader> readers; // last: stops before the table goes; none in a simulated engine
 
     // The tensor of that name in the map, or null.
     pyorch::ManagedTensor * find(const char * name) const;

@@ -6,8 +6,9 @@
 //
 // FILE.gguf is written, used and left.
 
-#include "loading/readers.h"
-#include "residency/residency.h"
+#include "banks/host_bank.h"
+#include "loading/reader_threads.h"
+#include "residency/table.h"
 
 #include "ggml.h"
 #include "gguf.h"
@@ -47,7 +48,7 @@ static void write_model(const char * path) {
             ggml_format_name(t, "blk.%d.ffn_%s_exps.weight", l + 1, roles[r]); // block 0 is dense
             for (int e = 0; e < N_EXPERT; ++e) {
                 uint32_t * words = (uint32_t *) ((char *) t->data + e * t->nb[2]);
-                std::fill(words, words + t->nb[2] / sizeof(uint32_t), word_of(l, (int) r, e));
+                std::fill(words, words + t->nb[2] / sizeof(uint32_t), ~word_of(l, (int) r, e));
             }
             gguf_add_tensor(gguf, t);
         }
@@ -55,6 +56,28 @@ static void write_model(const char * path) {
     CHECK(gguf_write_to_file(gguf, path, false));
     gguf_free(gguf);
     ggml_free(ctx);
+}
+
+// The file holds every bit flipped: what nobody decodes, and what is decoded twice, is wrong.
+class Flipping : public Codec {
+public:
+    const char * decode(const ExpertTensor & tensor, char *, char * read) const override {
+        if (count.fetch_add(1) % 701 == 700) {
+            return nullptr;
+        }
+        for (uint64_t i = 0; i < tensor.stride; ++i) {
+            read[i] = ~read[i];
+        }
+        return read;
+    }
+
+private:
+    mutable std::atomic<unsigned> count { 0 };
+};
+
+static const Codec & flipping_codec(Form) {
+    static const Flipping flipping;
+    return flipping;
 }
 
 // The files, but one read in so many fails, and some take their time.
@@ -93,28 +116,28 @@ static std::vector<int> random_experts(std::mt19937 & rng, int n) {
 }
 
 // Two of the guessed experts will be used, one will not.
-static void guess(ResidencyTable & table, std::mt19937 & rng, int layer, std::vector<int> & used) {
+static void guess(Table & table, const void * context, std::mt19937 & rng, int layer, std::vector<int> & used) {
     used = random_experts(rng, 3);
-    std::vector<ResidencyTable::Want> wants;
+    std::vector<Table::Want> wants;
     for (int id : { used[0], used[1], (int) (rng() % N_EXPERT) }) {
         wants.push_back({ id, 0.5, true, false });
     }
-    table.want(layer, layer - 1, wants);
+    table.want(context, layer, layer - 1, wants);
 }
 
 // One context: two compute threads go through the layers as mul_mat_id does.
-static void decode(ResidencyTable & table, int seed, int n_passes, std::atomic<int> & n_failed) {
+static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_failed) {
     std::mt19937 rng(seed);
-    Owner owner;
+    Owner owner = { &owner };
     std::vector<std::vector<int>> next(N_LAYERS);
     for (int pass = 0; pass < n_passes; ++pass) {
         const int n_tokens = pass % 16 == 0 ? 64 : 1; // a prompt now and then
         for (int l = 0; l < N_LAYERS; ++l) {
             const auto ids = n_tokens == 1 && !next[l].empty() ? next[l] : random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
             next[l].clear();
-            table.acquire(owner, l, ids, n_tokens);
+            table.acquire(owner, l, { ids, random_experts(rng, 3), n_tokens });
             if (n_tokens == 1) {
-                guess(table, rng, (l + 1) % N_LAYERS, next[(l + 1) % N_LAYERS]);
+                guess(table, owner.context, rng, (l + 1) % N_LAYERS, next[(l + 1) % N_LAYERS]);
             }
             auto compute = [&] {
                 const auto & tensors = table.map.layers[l].tensors;
@@ -146,7 +169,7 @@ static void decode(ResidencyTable & table, int seed, int n_passes, std::atomic<i
     table.release(owner);
 }
 
-static void order_about(ResidencyTable & table, int seed, const std::atomic<bool> & done) {
+static void order_about(Table & table, int seed, const std::atomic<bool> & done) {
     std::mt19937 rng(seed);
     const uint64_t floor = table.map.floor_bytes();
     while (!done) {
@@ -190,9 +213,9 @@ int main(int argc, char ** argv) {
     pyorch_config config = {};
     config.budget_bytes = map.floor_bytes();
     config.read_bytes   = 48 * 1024;
-    ResidencyTable table(map, std::make_unique<UnsteadySource>(map), config);
+    Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map), flipping_codec, config);
     {
-        Readers readers(table, 3);
+        ReaderThreads readers(table.loader(), 3);
         std::atomic<bool> done { false };
         std::atomic<int>  n_failed { 0 };
         std::thread orders([&] { order_about(table, seed, done); });

@@ -1,6 +1,8 @@
 #include "model/fatal.h"
 #include "model/model_map.h"
 
+#include "model/form.h"
+
 #include "ggml.h"
 #include "gguf.h"
 #include "llama.h"
@@ -13,19 +15,6 @@
 
 namespace pyorch {
 
-// An expert matrix smaller than this is read through the page cache: the alignment of a direct read
-// would cost more memory than it saves time.
-static constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;
-
-bool ExpertTensor::reads_directly() const {
-    return stride >= DIRECT_MIN_BYTES;
-}
-
-uint64_t ExpertTensor::block_bytes() const {
-    // A direct read starts at the page before the matrix and ends at the page after it.
-    return reads_directly() ? (stride + PAGE - 1) / PAGE * PAGE + PAGE : (stride + 63) / 64 * 64;
-}
-
 uint64_t MoeLayer::expert_bytes() const {
     uint64_t n = 0;
     for (const auto & t : tensors) {
@@ -35,11 +24,7 @@ uint64_t MoeLayer::expert_bytes() const {
 }
 
 uint64_t MoeLayer::slot_bytes() const {
-    uint64_t n = 0;
-    for (const auto & t : tensors) {
-        n += t.block_bytes();
-    }
-    return n;
+    return pyorch::slot_bytes(*this, COMPUTABLE);
 }
 
 // Rank in the order of the kernels, -1 for a tensor that is not a routed expert.

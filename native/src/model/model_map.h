@@ -26,10 +26,6 @@ struct ExpertTensor {
     int         file;     // index into ModelMap::files
     uint64_t    offset;   // of expert 0, from the start of the file
     uint64_t    stride;   // bytes of one expert
-
-    // Bytes that one resident expert occupies of this matrix; page-aligned at both ends if it is read directly.
-    uint64_t block_bytes() const;
-    bool     reads_directly() const;
 };
 
 struct MoeLayer {
@@ -38,7 +34,7 @@ struct MoeLayer {
     std::vector<ExpertTensor> tensors; // in the order in which the kernels need them
 
     uint64_t expert_bytes() const;
-    uint64_t slot_bytes() const;
+    uint64_t slot_bytes() const; // of one expert that kernels can compute with
 };
 
 // LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS of llama.cpp, which asserts them where it loads a model.

@@ -13,7 +13,7 @@ void Precision::add(bool hit) {
     total = total * fade + 1;
 }
 
-PrefetchPlanner::PrefetchPlanner(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers) :
+PrefetchPlanner::PrefetchPlanner(Table & table, std::function<std::vector<RouterWeights>()> routers) :
         table(table), routers(std::move(routers)), prefetch(table.map.layers.size()), precision(table.map.layers.size()) {
     for (const auto & l : table.map.layers) {
         model.n_expert.push_back(l.n_expert);
@@ -151,12 +151,12 @@ void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std:
                 stream.next.push_back(forecasts[end]);
             }
         }
-        plan_layer(stream, from, &forecasts[i], &forecasts[i] + (end - i), executed);
+        plan_layer(stream, context, from, &forecasts[i], &forecasts[i] + (end - i), executed);
     }
 }
 
 // begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the first n_used of each are what it computes.
-void PrefetchPlanner::plan_layer(Stream & stream, int from, const Forecast * begin, const Forecast * end, bool executed) {
+void PrefetchPlanner::plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed) {
     const int          layer = begin->layer;
     std::vector<Guess> guesses;
     std::vector<float> expected;
@@ -173,7 +173,7 @@ void PrefetchPlanner::plan_layer(Stream & stream, int from, const Forecast * beg
     std::stable_sort(guesses.begin(), guesses.end(), [](const Guess & a, const Guess & b) { return a.rank < b.rank; });
     std::vector<uint8_t>              seen(model.n_expert[layer]);
     std::vector<Guess>                each;
-    std::vector<ResidencyTable::Want> wants;
+    std::vector<Table::Want> wants;
     for (const Guess & it : guesses) {
         if (!seen[it.expert]) {
             seen[it.expert] = 1;
@@ -183,9 +183,9 @@ void PrefetchPlanner::plan_layer(Stream & stream, int from, const Forecast * beg
         }
     }
     if (!expected.empty()) {
-        table.expect(layer, expected);
+        table.expect(context, layer, from, expected);
     }
-    table.want(layer, from, wants);
+    table.want(context, layer, from, wants);
     auto & open = stream.open[layer];
     for (size_t i = 0; i < wants.size(); ++i) {
         if (wants[i].absent) {

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "prediction/prediction.h"
-#include "residency/residency.h"
+#include "residency/table.h"
 
 #include <functional>
 #include <map>
@@ -44,7 +44,7 @@ public:
     using Oracle   = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
 
     // routers: called when the first layer of a context comes, by then graphs were built.
-    PrefetchPlanner(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers);
+    PrefetchPlanner(Table & table, std::function<std::vector<RouterWeights>()> routers);
 
     // Each begins anew what was counted and collected.
     void set(int layer, const LayerPrefetch & prefetch);
@@ -85,7 +85,7 @@ private:
         int                             n_used = 0;
     };
 
-    ResidencyTable &                            table;
+    Table &                            table;
     std::function<std::vector<RouterWeights>()> routers;
     PredictionModel                             model;
     Oracle                                      oracle;
@@ -98,7 +98,7 @@ private:
     Precision & precision_of(int layer, const Guess & it);
     Stream &    stream_of(const void * context);
     void        plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);
-    void        plan_layer(Stream & stream, int from, const Forecast * begin, const Forecast * end, bool executed);
+    void        plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed);
 };
 
 } // namespace pyorch

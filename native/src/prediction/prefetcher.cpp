@@ -12,7 +12,7 @@ static constexpr int MAX_WAITING_COLLECTING = 256;
 // An expert that is read faster than this is there as soon as it is asked for: predicting it takes longer.
 static constexpr double LEAST_READ_SECONDS = 100e-6;
 
-Prefetcher::Prefetcher(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers) :
+Prefetcher::Prefetcher(Table & table, std::function<std::vector<RouterWeights>()> routers) :
         table(table), planner(table, std::move(routers)) {}
 
 Prefetcher::~Prefetcher() {

@@ -17,7 +17,7 @@ namespace pyorch {
 
 class Prefetcher {
 public:
-    Prefetcher(ResidencyTable & table, std::function<std::vector<RouterWeights>()> routers);
+    Prefetcher(Table & table, std::function<std::vector<RouterWeights>()> routers);
     ~Prefetcher();
 
     Prefetcher(const Prefetcher &) = delete;
@@ -65,7 +65,7 @@ private:
     std::chrono::steady_clock::time_point         token_begin;
     bool                                          stopped = false;
 
-    ResidencyTable &                              table;
+    Table &                              table;
     std::mutex                                    state_mutex; // of the planner; compute threads take it to speculate only
     PrefetchPlanner                               planner;
     std::thread                                   thread;

@@ -1,8 +1,12 @@
 #include "replay/replay.h"
 
+#include "replay/simulated.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <deque>
+#include <numeric>
 #include <unordered_set>
 #include <utility>
 #include <variant>
@@ -10,65 +14,20 @@
 namespace pyorch {
 namespace {
 
-// The reader and its disk.
-class SimulatedReader {
-public:
-    SimulatedReader(ResidencyTable & table, const pyorch_replay_config & config) : table(table), config(config) {}
-
-    // Lets it do what it does up to a time. What it could take then, it takes.
-    void run_until(double now) {
-        while (busy && ends <= now) {
-            end_read();
-        }
-        if (!busy) {
-            take(now);
-        }
-    }
-
-    // The time at which it ends what it reads. REQUIRES: it reads something
-    double end_read() {
-        const double at = ends;
-        busy = false;
-        busy_seconds += at - began;
-        table.finish_read(request, (int64_t) request.size, (uint64_t) std::llround((at - began) * 1e9));
-        take(at);
-        return at;
-    }
-
-    bool   reading() const { return busy; }
-    double ends_at() const { return ends; }
-    double busy_seconds = 0;
-
-private:
-    ResidencyTable &             table;
-    const pyorch_replay_config & config;
-    ReadRequest                  request = {};
-    bool                         busy    = false;
-    double                       began   = 0;
-    double                       ends    = 0;
-
-    void take(double at) {
-        if (table.try_next_read(request)) {
-            busy  = true;
-            began = at;
-            ends  = at + config.read_seconds + (double) request.size / config.read_bytes_per_second;
-        }
-    }
-};
-
 class Replay {
 public:
-    Replay(ResidencyTable & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+    Replay(Table & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) :
         table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks),
-        n_layers(recording.n_layers), reader(table, config), forecasts(table.map.layers.size()) {
+        n_layers(recording.n_layers),
+        // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
+        reader(table.loader(), config.read_seconds, config.read_bytes_per_second, [this](double ended) { wait_until(ended); }),
+        forecasts(table.map.layers.size()) {
+        std::vector<int> executed(n_layers);
+        std::iota(executed.begin(), executed.end(), 0);
+        table.set_executed(executed);
+        owner.context = this;
         collect_uses();
-        table.set_waiter([this] {
-            // Memory is held by a read that nobody waits for any more: it ends, and time passes.
-            if (reader.reading()) {
-                wait_until(reader.end_read());
-            }
-        });
         planner.set_oracle([this](const std::vector<int> & distance) { return oracle(distance); });
         planner.set_observer([this](const void *, int from, const Forecast & it) {
             forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
@@ -76,7 +35,7 @@ public:
     }
 
     ~Replay() {
-        table.set_waiter({});
+        table.forget(owner);
         planner.set_oracle({});
         planner.set_observer({});
     }
@@ -138,7 +97,7 @@ private:
         }
     };
 
-    ResidencyTable &                   table;
+    Table &                   table;
     PrefetchPlanner &                  planner;
     const std::vector<RouterWeights> & routers;
     const pyorch_recording &           rec;
@@ -255,7 +214,7 @@ private:
                 foresee(layer, e, ubatch + 1);
             }
             reader.run_until(now);
-            table.acquire(owner, layer, experts, n_tokens);
+            table.acquire(owner, layer, { experts, experts, n_tokens });
             reader.run_until(now);
             if (predicts || (!decode && (planner.needs() & NEEDS_PREFILL))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
@@ -395,7 +354,7 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     }
 }
 
-pyorch_replay_result replay(ResidencyTable & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
                             const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) {
     for (const RouterWeights & router : routers) {
         if (recording.states && router && router.n_embd != recording.n_embd) {

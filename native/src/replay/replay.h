@@ -6,7 +6,7 @@
 #pragma once
 
 #include "prediction/prefetch_planner.h"
-#include "residency/residency.h"
+#include "residency/table.h"
 
 namespace pyorch {
 
@@ -21,7 +21,7 @@ struct RankCounts {
 // Throws Failure for a recording of another model, or numbers that cannot be.
 void check_recording(const ModelMap & map, const pyorch_recording & recording, const pyorch_replay_config & config);
 
-pyorch_replay_result replay(ResidencyTable & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
                             const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks);
 
 } // namespace pyorch

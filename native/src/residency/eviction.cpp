@@ -1,7 +1,6 @@
 #include "residency/eviction.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace pyorch {
 namespace {
@@ -12,48 +11,47 @@ public:
         usage.last_use = now;
     }
 
-    double value(const Usage & usage, uint64_t) const override {
+    double value(const Usage & usage) const override {
         return (double) usage.last_use;
     }
 };
 
-// Frequency with exponential fading: without it, what a first topic used would never leave.
+// Frequency with exponential fading: without it, what a first topic used would never leave. All frequencies fade
+// alike, so their order is that of their logarithms with the fading left out, and that does not change with time.
 class Lfu : public EvictionPolicy {
 public:
     explicit Lfu(double half_life) : half_life(half_life) {}
 
     void used(Usage & usage, uint64_t now) const override {
-        usage.frequency = (float) (frequency(usage, now) + 1.0);
-        usage.last_use  = now;
+        const double fading = (double) now / half_life;
+        usage.heat     = std::log2(std::exp2(usage.heat - fading) + 1) + fading;
+        usage.last_use = now;
     }
 
-    double value(const Usage & usage, uint64_t now) const override {
-        return frequency(usage, now);
-    }
-
-protected:
-    double frequency(const Usage & usage, uint64_t now) const {
-        return usage.frequency * std::exp2(-(double) (now - usage.last_use) / half_life);
+    double value(const Usage & usage) const override {
+        return usage.heat;
     }
 
 private:
     double half_life;
 };
 
-// The inverse of FineMoE's eviction priority 1 / (p * freq) (section 4.5).
+// The inverse of FineMoE's eviction priority 1 / (p * freq) (section 4.5), as a logarithm.
 class FineMoe : public Lfu {
     using Lfu::Lfu;
 
-    double value(const Usage & usage, uint64_t now) const override {
+    double value(const Usage & usage) const override {
         // Experts that no forecast names are still told apart by their frequency.
-        constexpr double LEAST = 1e-3;
-        return std::max<double>(usage.probability, LEAST) * frequency(usage, now);
+        constexpr float LEAST = 1e-3f;
+        return usage.heat + std::log2(std::max(usage.probability, LEAST));
     }
+
+    bool takes_forecasts() const override { return true; }
 };
 
 // What is needed last goes first: the bound of what a policy can do on demand.
 class Belady : public Lru {
-    double value(const Usage & usage, uint64_t) const override {
+    double value(const Usage & usage) const override {
         return -(double) usage.next_use;
     }
 };

@@ -1,9 +1,13 @@
 // Which resident expert goes when another needs its memory.
+//
+// A policy gives each expert a value, from what is known of it alone: values of different experts, computed at
+// different times, compare. So the value of an expert changes only when something is learnt about that expert.
 
 #pragma once
 
 #include "pyorch.h"
 
+#include <cmath>
 #include <cstdint>
 #include <memory>
 
@@ -12,8 +16,8 @@ namespace pyorch {
 // What a policy may know about an expert. Time counts the layers that were computed.
 struct Usage {
     uint64_t last_use    = 0;
-    float    frequency   = 0; // of uses, as the policy counts them, at last_use
-    float    probability = 0; // its share in the last forecast of its layer; 1 / n_expert before any
+    double   heat        = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
+    float    probability = 0;          // its share in the last forecast of its layer; 1 / n_expert before any
     uint64_t next_use    = UINT64_MAX; // the truth, where it is known: in a replay
 };
 
@@ -23,8 +27,11 @@ public:
 
     virtual void   used(Usage & usage, uint64_t now) const = 0;
 
-    // The expert with the lowest value goes first.
-    virtual double value(const Usage & usage, uint64_t now) const = 0;
+    // The expert with the lowest value goes first. Finite, or -INFINITY.
+    virtual double value(const Usage & usage) const = 0;
+
+    // Whether the value depends on the probability.
+    virtual bool   takes_forecasts() const { return false; }
 };
 
 // n_moe_layers: layers that one token passes, the unit in which old uses fade.

@@ -219,7 +219,7 @@ void route_op(ggml_tensor * ids, int ith, int, void * user) {
     experts.assign(begin, begin + ggml_nelements(ids));
     std::sort(experts.begin(), experts.end());
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
-    g.engine->table.acquire(*g.owner, g.layer, experts, (int) ids->ne[1]);
+    g.engine->table.acquire(*g.owner, g.layer, { experts, experts, (int) ids->ne[1] });
     predict(g, ids);
 }
 
@@ -238,7 +238,8 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     }
     const GraphLayer & g = *(const GraphLayer *) user;
     memset(ids->data, 0, ggml_nbytes(ids));
-    g.engine->table.acquire(*g.owner, g.layer, { 0 }, 1);
+    static const std::vector<int> first = { 0 };
+    g.engine->table.acquire(*g.owner, g.layer, { first, first, 1 });
 }
 
 // experts [n_embd, n_used, n_tokens], src[1] their ids

@@ -1,0 +1,81 @@
+#include "banks/host_bank.h"
+
+#include <algorithm>
+#include <sys/mman.h>
+
+namespace pyorch {
+
+// Addresses are opened for writing in steps: each costs a call, and what is open counts where the system does not
+// overcommit.
+static constexpr uint64_t STEP = 32u << 20;
+
+static uint64_t whole_pages(uint64_t bytes) {
+    return (bytes + PAGE - 1) / PAGE * PAGE;
+}
+
+HostBank::HostBank(const ModelMap & map, uint64_t budget) : SlotBank(map, budget), regions(classes.size()) {
+    for (int i = 0; i < (int) classes.size(); ++i) {
+        reserve(i, std::min(classes[i].n_experts, budget / classes[i].slot_bytes));
+    }
+}
+
+HostBank::~HostBank() {
+    for (const auto & of_class : regions) {
+        for (const Region & region : of_class) {
+            munmap(region.begin, region.end - region.begin);
+        }
+    }
+}
+
+bool HostBank::reserve(int size_class, uint64_t n_slots) {
+    const uint64_t bytes = whole_pages(n_slots * classes[size_class].slot_bytes);
+    if (bytes == 0) {
+        return false;
+    }
+    // Addresses only: no memory is promised, and none of it counts before it is opened.
+    void * p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) {
+        return false;
+    }
+    char * begin = (char *) p;
+    regions[size_class].push_back({ begin, begin, begin, begin + bytes });
+    return true;
+}
+
+char * HostBank::extend(int size_class) {
+    const uint64_t bytes = classes[size_class].slot_bytes;
+    auto &         all   = regions[size_class];
+    if (all.empty() || all.back().next + bytes > all.back().end) {
+        // A page at its end may be left over where slots are no whole pages, but never a slot.
+        uint64_t n_slots = 0;
+        for (const Region & region : all) {
+            n_slots += (region.next - region.begin) / bytes;
+        }
+        const uint64_t more = std::min(classes[size_class].n_experts, budget() / bytes);
+        if (!reserve(size_class, more > n_slots ? more - n_slots : 1)) {
+            return nullptr;
+        }
+    }
+    Region & region = all.back();
+    if (region.next + bytes > region.open) {
+        const uint64_t step = std::min<uint64_t>(whole_pages(std::max(STEP, bytes)), region.end - region.open);
+        if (mprotect(region.open, step, PROT_READ | PROT_WRITE) != 0) {
+            return nullptr;
+        }
+        region.open += step;
+    }
+    char * slot = region.next;
+    region.next += bytes;
+    return slot;
+}
+
+void HostBank::strip(int size_class, char * slot) {
+    // A page that is shared with the next slot stays: experts that small are far smaller than what is shared.
+    char * first = (char *) whole_pages((uint64_t) slot);
+    char * last  = (char *) ((uint64_t) (slot + classes[size_class].slot_bytes) / PAGE * PAGE);
+    if (first < last) {
+        madvise(first, last - first, MADV_DONTNEED);
+    }
+}
+
+} // namespace pyorch

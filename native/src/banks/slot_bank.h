@@ -1,0 +1,57 @@
+// The slots of a bank, counted: which are kept for reuse, and what goes when another class needs the memory.
+//
+// A slot that is given back keeps its memory for the next of its class: fresh memory costs a page fault for every
+// page. Only when the budget has room for a slot of one class and the memory lies in kept slots of others do those
+// give theirs up. What the memory is, a bank that derives from this one knows.
+
+#pragma once
+
+#include "banks/bank.h"
+
+#include <vector>
+
+namespace pyorch {
+
+class SlotBank : public Bank {
+public:
+    SlotBank(const ModelMap & map, uint64_t budget);
+
+    int      size_class(int layer, Form form) const override { return class_of[layer][(int) form]; }
+    bool     fits(int size_class, int n) const override;
+    Slot     take(int size_class) override;
+    void     give(const Slot & slot) override;
+    void     set_budget(uint64_t bytes) override;
+    uint64_t budget() const override { return limit; }
+    uint64_t taken() const override { return taken_bytes; }
+    uint64_t used() const override { return taken_bytes + kept_bytes; }
+    uint64_t peak() const override { return peak_bytes; }
+    void     reset_peak() override { peak_bytes = used(); }
+
+protected:
+    struct SizeClass {
+        uint64_t            slot_bytes;
+        uint64_t            n_experts = 0;  // of the model: more slots than these are never taken
+        std::vector<char *> kept      = {}; // with their memory
+        std::vector<char *> bare      = {}; // without
+    };
+
+    std::vector<SizeClass> classes;
+
+private:
+    std::vector<std::vector<int>> class_of; // by layer and form
+    uint64_t                      limit;
+    uint64_t                      taken_bytes = 0;
+    uint64_t                      kept_bytes  = 0;
+    uint64_t                      peak_bytes  = 0;
+
+    // A place for one more slot of the class, without memory yet. Null where the system has none.
+    virtual char * extend(int size_class) = 0;
+
+    // Gives the memory of a slot to the system; the place stays.
+    virtual void strip(int size_class, char * slot) = 0;
+
+    // Until so many bytes are in use, or nothing is kept.
+    void strip_kept(uint64_t until);
+};
+
+} // namespace pyorch

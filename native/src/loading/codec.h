@@ -1,0 +1,28 @@
+// The decode stage: what becomes of a block between the last read into it and its publication.
+//
+// A form's codec turns the bytes that were read into what the form promises, in place: a block is as large as its
+// form says (model/form.h), and that includes whatever room the codec needs.
+
+#pragma once
+
+#include "model/form.h"
+
+#include <functional>
+
+namespace pyorch {
+
+class Codec {
+public:
+    virtual ~Codec() = default;
+
+    // block [block_bytes]; read: where in it the extent of the matrix begins, now that it is there. Returns where the
+    // matrix begins, or null if what was read is damaged. Called by several threads at once, without a lock.
+    virtual const char * decode(const ExpertTensor & tensor, char * block, char * read) const = 0;
+};
+
+const Codec & codec_of(Form form);
+
+// Another choice of codecs than codec_of: where nothing is read, or something else than the files of the map.
+using Codecs = std::function<const Codec & (Form form)>;
+
+} // namespace pyorch

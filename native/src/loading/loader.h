@@ -1,0 +1,155 @@
+// The loader: what is read next, and what becomes of a read.
+//
+// Who orders loads gives the loader an expert and a slot. The loader cuts what is to be read into requests; readers
+// take them, end them, and the last one of a matrix is followed by its decode stage on the same thread. Then the
+// matrix is published to who ordered it:
+//
+//     start --next--> request --finish--> read --codec--> decoded --published()--> ... --finished()
+//
+// Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
+// second, then all third, experts ascending, as mul_mat_id goes through them. What is read ahead is asked for only
+// when a reader has nothing better to do (Orders::order_ahead).
+//
+// The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
+// across a read or a decode.
+
+#pragma once
+
+#include "banks/bank.h"
+#include "loading/codec.h"
+#include "loading/source.h"
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace pyorch {
+
+class Reader;
+
+// One expert on its way into its slot.
+struct Load {
+    int  layer  = 0; // index into the layers with experts
+    int  expert = 0;
+    Form form   = Form::ABSENT; // that it will have; absent: nothing is on its way
+    Slot slot;
+    bool failed    = false;
+    int  queued    = 0; // requests that no reader works on yet
+    int  in_flight = 0; // that one does
+    int  unread[PYORCH_MAX_ROLES] = {}; // requests of each matrix that have not been read yet
+
+    bool ended() const { return queued == 0 && in_flight == 0; }
+};
+
+struct ReadRequest {
+    Load *   load;
+    int      role;
+    int      file;
+    uint64_t offset;
+    uint64_t size;   // to read
+    uint64_t needed; // of them, the rest is alignment
+    char *   buf;
+};
+
+class Loader {
+public:
+    // Who orders loads. Called with the mutex held.
+    class Orders {
+    public:
+        virtual ~Orders() = default;
+
+        // Nothing is queued: starts a load that is read ahead, if there is one. False: there is none now.
+        virtual bool order_ahead() = 0;
+
+        // A matrix is there, and begins at address.
+        virtual void published(Load & load, int role, const char * address) = 0;
+
+        // No more of it will be read or published.
+        virtual void failed(Load & load, const std::string & sentence) = 0;
+
+        // A request came to its end, whatever became of it; load.ended() after the last one.
+        virtual void finished(Load & load) = 0;
+    };
+
+    Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes, std::mutex & mutex, Orders & orders);
+
+    // For the readers.
+
+    // The next request, or false when stop() was called. Sleeps while there is none.
+    bool next(ReadRequest & request);
+
+    // The same, but false at once while there is none.
+    bool try_next(ReadRequest & request);
+
+    // result: bytes read or negative errno; ns: that it took
+    void finish(const ReadRequest & request, int64_t result, uint64_t ns);
+    void stop();
+
+    Source & bytes() { return *source; }
+
+    // For who orders.
+
+    // Queues all reads of experts that a layer needs now, each with a form and a slot. queued: those among the experts
+    // of that layer that were to be read ahead; what no reader has begun of them is demanded too.
+    void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued);
+
+    // Queues all reads of a load behind all demand.
+    void read_ahead(Load & load);
+
+    // Takes back the requests of a load that no reader works on yet.
+    void take_back(Load & load);
+
+    // A load with requests that no reader works on yet, and for which condition(load) holds; or null.
+    template <typename Condition>
+    Load * find_queued(Condition condition) const {
+        for (const auto * queue : { &ahead, &demanded }) {
+            for (const ReadRequest & request : *queue) {
+                if (condition(*request.load)) {
+                    return request.load;
+                }
+            }
+        }
+        return nullptr;
+    }
+
+    // New requests may be there, or memory for some.
+    void wake() { work.notify_all(); }
+
+    // Sleeps until changed is notified; a reader may end a read meanwhile (see Reader::wait).
+    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed);
+
+    bool     idle() const { return demanded.empty() && ahead.empty() && n_in_flight == 0; }
+    bool     was_stopped() const { return stopped; }
+    uint64_t bytes_read(int layer) const { return read_by_layer[layer]; }
+    uint64_t read_ns() const { return ns_read; }
+    double   bytes_per_second() const { return rate; } // of one reader, lately; 0 before the first read
+    void     reset_stats();
+
+private:
+    friend class Reader; // attaches itself
+
+    const ModelMap &        map;
+    std::unique_ptr<Source> source;
+    Codecs                  codecs;
+    const uint64_t          read_bytes; // of one request at most
+    std::mutex &            mutex;
+    Orders &                orders;
+    Reader *                reader = nullptr;
+    std::condition_variable work;
+    std::deque<ReadRequest> demanded;
+    std::deque<ReadRequest> ahead;
+    int                     n_in_flight = 0;
+    bool                    stopped     = false;
+    std::vector<uint64_t>   read_by_layer;
+    uint64_t                ns_read = 0;
+    double                  rate    = 0; // bytes a second, fading average
+
+    void start(Load & load, std::deque<ReadRequest> & queue);
+    bool pop(ReadRequest & request);
+    void fail(Load & load, int role, const std::string & why);
+};
+
+} // namespace pyorch

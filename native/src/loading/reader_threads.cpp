@@ -1,0 +1,35 @@
+#include "loading/reader_threads.h"
+
+#include <chrono>
+
+namespace pyorch {
+
+static void read_until_stopped(Loader & loader) {
+    using clock = std::chrono::steady_clock;
+    ReadRequest request;
+    while (loader.next(request)) {
+        const auto    begin = clock::now();
+        const int64_t n     = loader.bytes().read(request.file, request.offset, request.buf, request.size);
+        const auto    end   = clock::now();
+        loader.finish(request, n, (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count());
+    }
+}
+
+ReaderThreads::ReaderThreads(Loader & loader, int n_threads) : Reader(loader) {
+    for (int i = 0; i < n_threads; ++i) {
+        threads.emplace_back([&loader] { read_until_stopped(loader); });
+    }
+}
+
+ReaderThreads::~ReaderThreads() {
+    loader.stop();
+    for (auto & t : threads) {
+        t.join();
+    }
+}
+
+void ReaderThreads::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) {
+    changed.wait(lock);
+}
+
+} // namespace pyorch

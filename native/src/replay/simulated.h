@@ -1,0 +1,57 @@
+// Memory and a disk that are only counted: the bank, the codec and the reader of a replay.
+
+#pragma once
+
+#include "banks/slot_bank.h"
+#include "loading/reader.h"
+
+#include <functional>
+
+namespace pyorch {
+
+// Slots without bytes. All of them lie at one address, which nobody reads from.
+class SimulatedBank : public SlotBank {
+public:
+    using SlotBank::SlotBank;
+
+private:
+    char * extend(int) override { return &nowhere; }
+    void   strip(int, char *) override {}
+
+    static char nowhere;
+};
+
+// Nothing was read, so nothing is decoded.
+const Codec & simulated_codec(Form form);
+
+// The one reader and its disk, in simulated time.
+class SimulatedReader : public Reader {
+public:
+    // waited(time): called when someone waits for memory that a read holds, with the time at which that read ends.
+    SimulatedReader(Loader & loader, double read_seconds, double bytes_per_second, std::function<void(double)> waited);
+
+    // Lets it do what it does up to a time. What it could take then, it takes.
+    void run_until(double now);
+
+    // The time at which it ends what it reads. REQUIRES: reading()
+    double end_read();
+
+    bool   reading() const { return busy; }
+    double ends_at() const { return ends; }
+    double busy_seconds = 0;
+
+    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override;
+
+private:
+    const double                read_seconds;     // that a request costs beside its bytes
+    const double                bytes_per_second;
+    std::function<void(double)> waited;
+    ReadRequest                 request = {};
+    bool                        busy    = false;
+    double                      began   = 0;
+    double                      ends    = 0;
+
+    void take(double at);
+};
+
+} // namespace pyorch

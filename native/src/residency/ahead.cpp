@@ -1,0 +1,243 @@
+// What is read ahead, and what becomes of a load.
+
+#include "residency/table.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+void Table::set_executed(const std::vector<int> & executed) {
+    std::lock_guard<std::mutex> lock(mutex);
+    n_executed = 0;
+    for (int i = 0; i < (int) layers.size(); ++i) {
+        layers[i].position = n_executed;
+        layers[i].executed = std::binary_search(executed.begin(), executed.end(), i);
+        n_executed += layers[i].executed;
+    }
+    n_executed = std::max(n_executed, 1);
+}
+
+// The layer that a decode passes after this one, -1 after the last.
+int Table::next_executed(int layer) const {
+    do {
+        ++layer;
+    } while (layer < (int) layers.size() && !layers[layer].executed);
+    return layer < (int) layers.size() ? layer : -1;
+}
+
+// How far a layer lies behind another in the cycle of those that a decode passes; 0 for itself.
+int Table::layers_between(int from, int to) const {
+    return ((layers[to].position - layers[from].position) % n_executed + n_executed) % n_executed;
+}
+
+void Table::want_layer_ahead(int layer) {
+    prompt.clear();
+    if (layer < 0) {
+        return;
+    }
+    Layer & l = layers[layer];
+    for (int id = 0; id < l.n_expert; ++id) {
+        if (l.experts[id].absent()) {
+            l.experts[id].scanned = !l.experts[id].pinned;
+            prompt.push_back(&l.experts[id]);
+        }
+    }
+}
+
+// Starts the load of the first that is wanted, if there is memory for it.
+bool Table::next_ahead(std::deque<Expert *> & wanted) {
+    while (!wanted.empty()) {
+        Expert & e = *wanted.front();
+        Layer &  l = layer_of(e);
+        if (!e.absent() || e.in_use > 0 || (l.n_loaded >= l.max && !e.pinned)) {
+            wanted.pop_front(); // there, or demanded, or one too many
+            continue;
+        }
+        if (!make_room(e.layer(), 1, FOR_ORDER, INFINITY) || !start_load(e)) {
+            if (n_in_use > 0) {
+                return false; // the running layer will release memory
+            }
+            wanted.pop_front();
+            continue;
+        }
+        wanted.pop_front();
+        e.read_ahead = !e.pinned;
+        loads.read_ahead(e.load);
+        return true;
+    }
+    return false;
+}
+
+// Whether the pass of a context that a forecast is of has come, if it was made when the context's layer `from` came.
+bool Table::has_passed(const void * context, int layer, int from) {
+    const auto passage = passages.find(context);
+    if (passage == passages.end()) {
+        return false;
+    }
+    const auto [at, last] = passage->second;
+    const int since = from < 0 ? last : from;
+    if (since < 0 || at < 0) {
+        return false;
+    }
+    const int distance = layers_between(since, layer);
+    return layers_between(since, at) >= (distance ? distance : n_executed);
+}
+
+void Table::want(const void * context, int layer, int from, std::vector<Want> & wants) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const bool         counts = layers[layer].executed && !has_passed(context, layer, from);
+        std::vector<Guess> wanted;
+        for (Want & w : wants) {
+            w.absent = layers[layer].experts[w.expert].absent();
+            if (w.absent && w.wanted && counts) {
+                wanted.push_back({ w.expert, w.probability });
+            }
+        }
+        guesses.replace(context, layer, std::move(wanted));
+    }
+    loads.wake();
+}
+
+void Table::expect(const void * context, int layer, int from, const std::vector<float> & probability) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (has_passed(context, layer, from)) {
+        return;
+    }
+    Layer & l = layers[layer];
+    for (size_t id = 0; id < probability.size(); ++id) {
+        l.experts[id].usage.probability = probability[id];
+    }
+    l.forecast     = true;
+    l.forecast_for = context;
+    if (policy->takes_forecasts()) {
+        values_changed(l);
+    }
+}
+
+void Table::foresee(int layer, int expert, uint64_t next_use) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].experts[expert].usage.next_use = next_use;
+    value_changed(layers[layer].experts[expert]);
+}
+
+void Table::end_forecast(Layer & l) {
+    for (int id = 0; id < l.n_expert; ++id) {
+        l.experts[id].usage.probability = 1.0f / l.n_expert;
+    }
+    l.forecast = false;
+    if (policy->takes_forecasts()) {
+        values_changed(l);
+    }
+}
+
+// What was read for this pass of the context is in use now, or was read in vain.
+void Table::settle_predicted(Layer & l, const void * context) {
+    std::vector<int> predicted;
+    predicted.swap(l.predicted);
+    for (int id : predicted) {
+        Expert & e = l.experts[id];
+        if (e.predicted_for != context && !e.in_use) {
+            l.predicted.push_back(id);
+            continue;
+        }
+        e.predicted = false;
+        if (!e.in_use) {
+            e.read_ahead = false;
+            ++l.stats.prefetch_wasted;
+            if (e.loading() && e.load.in_flight == 0) {
+                loads.take_back(e.load);
+                drop(e);
+            }
+        }
+        value_changed(e);
+    }
+}
+
+// A context comes to a layer: what was guessed for it was right, or in vain, or is not wanted any more.
+void Table::settle(const void * context, int layer) {
+    Passage & passage = passages[context];
+    passage.at   = layer;
+    passage.last = std::max(passage.last, layer);
+    guesses.settle(context, layer);
+    Layer & l = layers[layer];
+    settle_predicted(l, context);
+    if (l.forecast && l.forecast_for == context) {
+        end_forecast(l);
+    }
+}
+
+// Starts the load of the best guess (FineMoE: probability over distance), if memory can be had for it.
+bool Table::next_guess() {
+    while (!guesses.empty()) {
+        const auto [context, layer, guess] = guesses.take_best([&](const void * context, int layer) {
+            const auto passage = passages.find(context);
+            return passage == passages.end() ? 1 : std::max(1, layers_between(passage->second.at, layer));
+        });
+        Layer &  l = layers[layer];
+        Expert & e = l.experts[guess.expert];
+        if (!e.absent() || e.in_use > 0 || l.n_loaded >= l.max) {
+            continue;
+        }
+        const float probability = e.usage.probability;
+        if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) || !start_load(e)) {
+            continue;
+        }
+        e.read_ahead = e.predicted = true;
+        e.predicted_for = context;
+        l.predicted.push_back(e.id());
+        loads.read_ahead(e.load);
+        return true;
+    }
+    return false;
+}
+
+bool Table::is_idle() const {
+    return loads.idle() && ordered.empty() && prompt.empty() && guesses.empty();
+}
+
+bool Table::order_ahead() {
+    const bool did = next_ahead(ordered) || next_ahead(prompt) || next_guess();
+    if (!did && is_idle()) {
+        idle.notify_all();
+    }
+    return did;
+}
+
+void Table::published(Load & load, int role, const char * address) {
+    Expert & e = expert_of(load);
+    e.addr[role] = address;
+    e.ready.fetch_or(1u << role, std::memory_order_release);
+}
+
+void Table::failed(Load & load, const std::string & sentence) {
+    error = sentence;
+    expert_of(load).ready.fetch_or(Expert::FAILED, std::memory_order_release);
+}
+
+void Table::finished(Load & load) {
+    Expert & e = expert_of(load);
+    Layer &  l = layer_of(e);
+    if (load.ended() && !load.failed) {
+        e.form    = load.form;
+        load.form = Form::ABSENT;
+        l.is_resident[e.id()] = 1;
+        ++l.n_resident;
+        ++l.stats.loads;
+        l.stats.prefetch_loads += e.read_ahead;
+        value_changed(e);
+    } else if (load.ended() && e.in_use == 0) {
+        drop(e);
+    }
+    if (load.in_flight == 0) {
+        space.notify_all();
+    }
+    if (n_waiting > 0) {
+        arrived.notify_all();
+    }
+    if (is_idle()) {
+        idle.notify_all();
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,46 @@
+// What the table knows of one expert, and of one context.
+
+#pragma once
+
+#include "loading/loader.h"
+#include "residency/eviction.h"
+
+#include <atomic>
+#include <vector>
+
+namespace pyorch {
+
+struct Expert {
+    static constexpr uint32_t FAILED = 1u << 31;
+
+    // Read by the kernels without the mutex: a bit for each matrix that is there, or FAILED. An
+    // address is valid once its bit was seen.
+    std::atomic<uint32_t> ready{0};
+    const char *          addr[PYORCH_MAX_ROLES] = {};
+
+    Load         load;                      // its layer and id; and while it is loading, all of that
+    Slot         slot;                      // its memory, from the beginning of its load
+    Form         form       = Form::ABSENT; // that it is resident in
+    bool         pinned     = false;
+    bool         scanned    = false;        // only ever used by wide batches
+    bool         read_ahead = false;        // and not used yet
+    bool         predicted  = false;        // read ahead on a guess, for the next pass of its layer
+    const void * predicted_for = nullptr;   // by this context
+    int          in_use     = 0;            // by running layers
+    Usage        usage;
+
+    int  layer() const { return load.layer; }
+    int  id() const { return load.expert; }
+    bool loading() const { return load.form != Form::ABSENT; }
+    bool resident() const { return form != Form::ABSENT; }
+    bool absent() const { return !loading() && !resident(); }
+    bool failed() const { return ready.load(std::memory_order_relaxed) & FAILED; }
+};
+
+// What one context holds. A context computes one layer at a time.
+struct Owner {
+    const void *          context = nullptr; // names it in the table's other calls
+    std::vector<Expert *> held = {};
+};
+
+} // namespace pyorch

@@ -1,0 +1,65 @@
+// Experts that predictors want read ahead, the best first. They have no memory yet, and may never get any.
+
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace pyorch {
+
+struct Guess {
+    int    expert;
+    double probability;
+};
+
+class Guesses {
+public:
+    // What the next pass of a context through a layer will probably need, in place of what was said before.
+    void replace(const void * context, int layer, std::vector<Guess> guesses);
+
+    // That pass begins.
+    void settle(const void * context, int layer);
+
+    // The context is gone.
+    void forget(const void * context);
+
+    bool empty() const { return lists.empty(); }
+
+    struct Best {
+        const void * context;
+        int          layer;
+        Guess        guess;
+    };
+
+    // Takes the guess with the highest probability over distance(context, layer). REQUIRES: !empty()
+    template <typename Distance>
+    Best take_best(Distance distance) {
+        size_t best     = 0;
+        double priority = -1;
+        for (size_t i = 0; i < lists.size(); ++i) {
+            const double p = lists[i].guesses.back().probability / distance(lists[i].context, lists[i].layer);
+            if (p > priority) {
+                priority = p;
+                best     = i;
+            }
+        }
+        List & list = lists[best];
+        const Best taken = { list.context, list.layer, list.guesses.back() };
+        list.guesses.pop_back();
+        if (list.guesses.empty()) {
+            lists.erase(lists.begin() + best);
+        }
+        return taken;
+    }
+
+private:
+    struct List {
+        const void *       context;
+        int                layer;
+        std::vector<Guess> guesses; // by rising probability, never empty
+    };
+
+    std::vector<List> lists; // as many as there are layers ahead that somebody predicts
+};
+
+} // namespace pyorch

@@ -1,0 +1,179 @@
+// What others than the running layers ask of the table: prefetch, pins, limits, budget, policy.
+
+#include "residency/table.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+Expert & Table::expert_at(int layer, int32_t id) {
+    if (id < 0 || id >= layers[layer].n_expert) {
+        throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", map.layers[layer].il, layers[layer].n_expert - 1, id));
+    }
+    return layers[layer].experts[id];
+}
+
+// Changes the named experts of a layer, or none of them if one does not exist.
+template <typename Change>
+void Table::for_each(int il, const int32_t * experts, int n, Change change) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const int layer = layer_index(il);
+        for (int i = 0; i < n; ++i) {
+            expert_at(layer, experts[i]);
+        }
+        for (int i = 0; i < n; ++i) {
+            change(layers[layer], layers[layer].experts[experts[i]]);
+        }
+    }
+    space.notify_all();
+    loads.wake();
+}
+
+void Table::prefetch(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Layer &, Expert & e) {
+        if (e.absent()) {
+            // What was asked for by name counts as a use now, else it would be the next to go.
+            e.scanned = false;
+            used(e);
+            ordered.push_back(&e);
+        }
+    });
+}
+
+// Experts of each layer that eviction cannot take.
+std::vector<int> Table::reserved() const {
+    std::vector<int> n;
+    for (const auto & l : layers) {
+        n.push_back(std::max(l.min, l.n_pinned));
+    }
+    return n;
+}
+
+// The budget that lets every layer run as a whole beside what is reserved in the others.
+uint64_t Table::needed_budget(const std::vector<int> & reserved) const {
+    uint64_t all  = 0;
+    uint64_t most = 0;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        all += reserved[i] * layers[i].slot_bytes;
+    }
+    for (size_t i = 0; i < layers.size(); ++i) {
+        most = std::max(most, all + (layers[i].n_expert - reserved[i]) * layers[i].slot_bytes);
+    }
+    return most;
+}
+
+void Table::pin(int il, const int32_t * experts, int n) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        const int layer = layer_index(il);
+        std::vector<bool> also(layers[layer].n_expert);
+        for (int i = 0; i < n; ++i) {
+            const Expert & e = expert_at(layer, experts[i]);
+            also[e.id()] = !e.pinned;
+        }
+        std::vector<int> n_reserved = reserved();
+        n_reserved[layer] = std::max(n_reserved[layer], layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
+        const uint64_t most = needed_budget(n_reserved);
+        if (most > bank->budget()) {
+            throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
+                mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
+        }
+        for (int i = n - 1; i >= 0; --i) {
+            Expert & e = layers[layer].experts[experts[i]];
+            if (e.pinned) {
+                continue;
+            }
+            e.pinned  = true;
+            ++layers[layer].n_pinned;
+            e.scanned = false;
+            if (!e.in_use) {
+                held_bytes += layers[layer].slot_bytes;
+            }
+            value_changed(e);
+            if (e.absent()) {
+                ordered.push_front(&e);
+            }
+        }
+    }
+    loads.wake();
+}
+
+void Table::unpin(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Layer & l, Expert & e) {
+        if (e.pinned) {
+            e.pinned = false;
+            --l.n_pinned;
+            if (!e.in_use) {
+                held_bytes -= l.slot_bytes;
+            }
+            used(e);
+        }
+    });
+}
+
+void Table::evict(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Layer & l, Expert & e) {
+        if (e.resident() && !e.in_use && !e.pinned) {
+            ++l.stats.evictions;
+            drop(e);
+        }
+    });
+}
+
+void Table::set_budget(uint64_t bytes) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        bytes = std::min(bytes, map.slots_bytes());
+        const uint64_t most = needed_budget(reserved());
+        if (bytes < most) {
+            throw Failure(PYORCH_BUDGET, format("budget %s is below the %s that the largest layer needs beside what is reserved",
+                mebibytes(bytes).c_str(), mebibytes(most).c_str()));
+        }
+        if (bytes < bank->budget()) {
+            while (bank->taken() > bytes) {
+                const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
+                if (victim.expert) {
+                    ++layer_of(*victim.expert).stats.evictions;
+                    drop(*victim.expert);
+                } else if (!drop_queued()) {
+                    break;
+                }
+            }
+        }
+        // What a running layer holds above the new budget is given back when the layer ends.
+        bank->set_budget(bytes);
+    }
+    space.notify_all();
+    loads.wake();
+}
+
+void Table::set_policy(pyorch_policy which) {
+    std::lock_guard<std::mutex> lock(mutex);
+    policy = make_policy(which, (int) layers.size());
+    for (const Layer & l : layers) {
+        values_changed(l);
+    }
+}
+
+void Table::set_layer_limits(int il, int min, int max) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Layer & l = layers[layer_index(il)];
+    if (min < 0 || max > l.n_expert || min > max) {
+        throw Failure(PYORCH_INVALID, format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, l.n_expert, min, max));
+    }
+    std::vector<int> n_reserved = reserved();
+    n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
+    const uint64_t most = needed_budget(n_reserved);
+    if (most > bank->budget()) {
+        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s", min, il,
+            mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
+    }
+    l.min = min;
+    l.max = max;
+    if (l.n_loaded > max) {
+        shrink_layer((int) (&l - layers.data()), l.n_loaded - max);
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,168 @@
+// How the table takes memory from some experts and gives it to others.
+
+#include "residency/table.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace pyorch {
+
+// So many times a size class gives up one of its own experts although one of another class is worth less; then it takes
+// the other's memory. Memory that changes its class costs the system calls and page faults, which slots that stay in
+// their class never do; so it moves where a class lacks it lastingly, and not with every expert.
+static constexpr int REBALANCE = 16;
+
+bool Table::start_load(Expert & e) {
+    Layer & l = layer_of(e);
+    e.slot = bank->take(l.size_class);
+    if (!e.slot) {
+        return false;
+    }
+    e.load.form = COMPUTABLE;
+    e.load.slot = e.slot;
+    e.ready.store(0, std::memory_order_relaxed);
+    ++l.n_loaded;
+    return true;
+}
+
+void Table::drop(Expert & e) {
+    Layer & l = layer_of(e);
+    if (e.slot) {
+        bank->give(e.slot);
+        e.slot = {};
+    }
+    if (e.predicted) {
+        l.predicted.erase(std::find(l.predicted.begin(), l.predicted.end(), e.id()));
+    }
+    l.n_loaded   -= !e.absent();
+    l.n_resident -= e.resident();
+    l.is_resident[e.id()] = 0;
+    e.ready.store(0, std::memory_order_relaxed);
+    e.form       = Form::ABSENT;
+    e.load.form  = Form::ABSENT;
+    e.read_ahead = false;
+    e.predicted  = false;
+    e.scanned    = false;
+    value_changed(e);
+}
+
+// It counts as used now.
+void Table::used(Expert & e) {
+    policy->used(e.usage, now);
+    layer_of(e).fresh.push_back(e.id());
+    value_changed(e);
+}
+
+// What was learnt of an expert, or done with it, may change when it goes.
+void Table::value_changed(const Expert & e) {
+    const Layer & l    = layers[e.layer()];
+    const bool    free = e.resident() && !e.in_use && !e.pinned;
+    const double  key  = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.predicted ? Victims::GUESSED :
+        std::max(policy->value(e.usage), std::numeric_limits<double>::lowest());
+    const bool waits = e.read_ahead;
+    const bool fresh = e.usage.last_use > 0 && e.usage.last_use >= l.last_pass;
+    victims.set(e.layer(), e.id(), FOR_DEMAND, key);
+    victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
+    victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
+}
+
+void Table::values_changed(const Layer & l) {
+    for (int id = 0; id < l.n_expert; ++id) {
+        value_changed(l.experts[id]);
+    }
+}
+
+// The least valuable expert that may go for one of the layer (-1: for anything), and is not forecast with a higher
+// probability. One of the layer's own size class is preferred.
+Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely_than) {
+    const int n   = (int) layers.size();
+    const int cls = layer < 0 ? -1 : layers[layer].size_class;
+    Victim any, own;
+    for (int i = 0; i < n; ++i) {
+        Layer & l = layers[i];
+        if (l.n_loaded <= l.min || (!l.forecast && 1.0f / l.n_expert > more_likely_than)) {
+            continue;
+        }
+        const Victims::Least least = !l.forecast || more_likely_than == INFINITY ? victims.least(i, purpose) :
+            victims.least_if(i, purpose, [&](int id) { return l.experts[id].usage.probability <= more_likely_than; });
+        if (least.expert < 0) {
+            continue;
+        }
+        Victim victim = { &l.experts[least.expert], least.key == Victims::GUESSED ? 2 : 1, least.key };
+        if (least.key == Victims::SCANNED) {
+            // Layers are passed in a cycle: the one that was passed last is needed last, but for those never passed.
+            const int ahead = !l.executed ? n_executed : layer < 0 ? l.position : (layers_between(layer, i) + n_executed - 1) % n_executed;
+            victim = { victim.expert, 0, -(double) ahead };
+        }
+        if (!any.expert || victim < any) {
+            any = victim;
+        }
+        if (l.size_class == cls && (!own.expert || victim < own)) {
+            own = victim;
+        }
+    }
+    if (!own.expert || own.expert == any.expert || own.tier != any.tier) {
+        return any;
+    }
+    int & pushes = pressure[cls];
+    int & pushed = pressure[layer_of(*any.expert).size_class];
+    if (pushes < REBALANCE) {
+        ++pushes;
+        pushed = std::max(pushed - 1, -REBALANCE);
+        return own;
+    }
+    return any;
+}
+
+// Evicts until n experts of the layer fit. What was read ahead and not used yet goes only for demand; what was used in
+// the last pass of its layer not for a guess. False if what is left is in use: the caller waits and tries again.
+bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than) {
+    const Layer & l     = layers[layer];
+    uint64_t      moved = 0; // bytes from other classes
+    while (!bank->fits(l.size_class, n)) {
+        const Victim victim = choose_victim(layer, purpose, more_likely_than);
+        if (victim.expert) {
+            Layer & gives = layer_of(*victim.expert);
+            ++gives.stats.evictions;
+            drop(*victim.expert);
+            moved += gives.size_class != l.size_class ? gives.slot_bytes : 0;
+            if (moved >= l.slot_bytes) {
+                pressure[l.size_class] = 0; // the class has one slot more
+                moved = 0;
+            }
+        } else if (purpose != FOR_DEMAND || !drop_queued()) {
+            break;
+        }
+    }
+    return bank->fits(l.size_class, n);
+}
+
+// Takes back a load that nobody waits for and no reader works on, for what is needed now.
+bool Table::drop_queued() {
+    Load * load = loads.find_queued([&](const Load & load) {
+        const Expert & e = expert_of(load);
+        const Layer &  l = layer_of(e);
+        return load.in_flight == 0 && !e.in_use && !e.pinned && l.n_loaded > l.min;
+    });
+    if (!load) {
+        return false;
+    }
+    loads.take_back(*load);
+    drop(expert_of(*load));
+    return true;
+}
+
+// Evicts n experts of one layer, the least valuable first, as far as it can.
+void Table::shrink_layer(int layer, int n) {
+    Layer & l = layers[layer];
+    for (; n > 0; --n) {
+        const Victims::Least least = victims.least(layer, FOR_DEMAND);
+        if (least.expert < 0) {
+            return;
+        }
+        ++l.stats.evictions;
+        drop(l.experts[least.expert]);
+    }
+}
+
+} // namespace pyorch

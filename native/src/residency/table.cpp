@@ -1,0 +1,292 @@
+// What the compute threads ask of the table: holding experts, and their addresses.
+
+#include "residency/table.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <sys/mman.h>
+
+namespace pyorch {
+
+// A batch this wide is a prompt: it touches most experts once, and says little about which ones
+// decoding will need.
+static constexpr int SCAN_TOKENS = 8;
+
+// Large enough for a disk's full bandwidth, small enough that a demand does not wait long behind what is read ahead.
+static constexpr uint64_t DEFAULT_READ_BYTES = 4u << 20;
+
+static uint64_t clock_ns() {
+    using namespace std::chrono;
+    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+static std::vector<int> n_experts(const ModelMap & map) {
+    std::vector<int> n;
+    for (const auto & layer : map.layers) {
+        n.push_back(layer.n_expert);
+    }
+    return n;
+}
+
+Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs, const pyorch_config & config) :
+        map(map_),
+        policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())),
+        bank(std::move(bank_)),
+        loads(map, std::move(source), std::move(codecs), config.read_bytes ? config.read_bytes : DEFAULT_READ_BYTES, mutex, *this),
+        layers(map.layers.size()),
+        victims(n_experts(map)),
+        n_executed((int) map.layers.size()) {
+    if (bank->budget() < map.floor_bytes()) {
+        throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
+            mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
+    }
+    for (size_t i = 0; i < layers.size(); ++i) {
+        Layer & layer = layers[i];
+        layer_by_il[map.layers[i].il] = (int) i;
+        layer.n_expert   = map.layers[i].n_expert;
+        layer.max        = layer.n_expert;
+        layer.size_class = bank->size_class((int) i, COMPUTABLE);
+        layer.slot_bytes = map.layers[i].slot_bytes();
+        layer.position   = (int) i;
+        layer.experts    = std::make_unique<Expert[]>(layer.n_expert);
+        layer.is_resident.resize(layer.n_expert);
+        pressure.resize(std::max(pressure.size(), (size_t) layer.size_class + 1));
+        for (int id = 0; id < layer.n_expert; ++id) {
+            Expert & e = layer.experts[id];
+            e.load.layer        = (int) i;
+            e.load.expert       = id;
+            e.usage.probability = 1.0f / layer.n_expert;
+        }
+        for (const auto & t : map.layers[i].tensors) {
+            zeros_size = std::max(zeros_size, t.stride);
+        }
+    }
+    if (zeros_size) {
+        // Never written, so it is the system's one page of zeros however large it is.
+        void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED) {
+            throw Failure(PYORCH_IO, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(), strerror(errno)));
+        }
+        zeros = (char *) p;
+    }
+}
+
+Table::~Table() {
+    if (zeros) {
+        munmap(zeros, zeros_size);
+    }
+}
+
+int Table::layer_index(int il) const {
+    const auto layer = layer_by_il.find(il);
+    if (layer == layer_by_il.end()) {
+        throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
+    }
+    return layer->second;
+}
+
+void Table::hold(Expert & e) {
+    if (e.in_use++ == 0) {
+        ++n_in_use;
+        if (!e.pinned) {
+            held_bytes += layer_of(e).slot_bytes;
+        }
+        value_changed(e);
+    }
+}
+
+void Table::unhold(Expert & e) {
+    if (--e.in_use == 0) {
+        --n_in_use;
+        if (!e.pinned) {
+            held_bytes -= layer_of(e).slot_bytes;
+        }
+        value_changed(e);
+    }
+}
+
+// A layer comes. What it computes with is held: hits and misses. What its router asked for is used, even where another
+// expert stands in for it: else what is never computed with would never seem worth having.
+void Table::count_uses(int layer, const Demand & demand) {
+    Layer &    l    = layers[layer];
+    const bool scan = demand.n_tokens >= SCAN_TOKENS;
+    ++now;
+    ++totals.layer_passes;
+    totals.tokens += demand.n_tokens;
+
+    std::vector<int> before;
+    before.swap(l.fresh);
+    l.last_pass = now;
+    if (!scan) {
+        for (int id : demand.asked) {
+            used(l.experts[id]);
+        }
+    }
+    for (int id : demand.experts) {
+        Expert & e = l.experts[id];
+        e.resident() ? ++l.stats.hits : ++l.stats.misses;
+        if (e.read_ahead) {
+            ++l.stats.prefetch_hits;
+            l.stats.prefetch_late += e.loading();
+            e.read_ahead = false;
+        }
+        e.scanned = scan ? e.scanned || e.absent() : false;
+    }
+    for (int id : before) {
+        value_changed(l.experts[id]);
+    }
+}
+
+void Table::acquire(Owner & owner, int layer, const Demand & demand) {
+    std::unique_lock<std::mutex> lock(mutex);
+
+    // A decode that was aborted inside a layer never reached its release.
+    bool ignored;
+    release_held(owner, ignored);
+
+    Layer & l = layers[layer];
+    space.wait(lock, [&] {
+        uint64_t more    = 0;
+        bool     failing = false; // for an earlier decode, whose last read has not ended
+        for (int id : demand.experts) {
+            const Expert & e = l.experts[id];
+            more += e.in_use || e.pinned ? 0 : l.slot_bytes;
+            failing |= e.in_use == 0 && e.failed();
+        }
+        return !failing && held_bytes + more <= bank->budget();
+    });
+
+    std::vector<Expert *> absent;
+    std::vector<Load *>   loading;
+    for (int id : demand.experts) {
+        Expert & e = l.experts[id];
+        hold(e);
+        owner.held.push_back(&e);
+        if (e.absent()) {
+            absent.push_back(&e);
+        } else if (e.loading()) {
+            loading.push_back(&e.load);
+        }
+    }
+    count_uses(layer, demand);
+    settle(owner.context, layer);
+
+    auto still_absent = [&] {
+        // Another context may have brought one in while this one waited.
+        absent.erase(std::remove_if(absent.begin(), absent.end(), [](Expert * e) { return !e->absent(); }), absent.end());
+        return !absent.empty();
+    };
+    if (still_absent()) {
+        const int over = l.n_loaded + (int) absent.size() - l.max;
+        if (over > 0) {
+            shrink_layer(layer, over);
+        }
+        // What cannot be taken now is held by another layer, or a reader is at it: both end soon.
+        while (still_absent() && !make_room(layer, (int) absent.size(), FOR_DEMAND, INFINITY)) {
+            loads.wait(lock, space);
+        }
+    }
+    std::vector<Load *> started;
+    for (Expert * e : absent) {
+        if (start_load(*e)) {
+            started.push_back(&e->load);
+        } else {
+            error = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);
+            e->ready.store(Expert::FAILED, std::memory_order_release);
+        }
+    }
+    loads.demand(started, loading);
+
+    // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
+    if (demand.n_tokens >= SCAN_TOKENS && (int) demand.experts.size() * 4 >= l.n_expert * 3) {
+        want_layer_ahead(next_executed(layer));
+    }
+    lock.unlock();
+    loads.wake();
+}
+
+void Table::release_held(Owner & owner, bool & failed) {
+    failed = false;
+    for (Expert * e : owner.held) {
+        unhold(*e);
+        if (e->failed()) {
+            failed = true;
+            if (e->in_use == 0 && e->load.ended()) {
+                drop(*e);
+            }
+        }
+    }
+    owner.held.clear();
+}
+
+bool Table::release(Owner & owner) {
+    bool failed;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        release_held(owner, failed);
+        totals.failures += failed;
+    }
+    space.notify_all();
+    loads.wake();
+    return !failed;
+}
+
+void Table::forget(Owner & owner) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        bool ignored;
+        release_held(owner, ignored);
+        guesses.forget(owner.context);
+        passages.erase(owner.context);
+        for (Layer & l : layers) {
+            settle_predicted(l, owner.context);
+            if (l.forecast && l.forecast_for == owner.context) {
+                end_forecast(l);
+            }
+        }
+        if (is_idle()) {
+            idle.notify_all();
+        }
+    }
+    space.notify_all();
+    loads.wake();
+}
+
+const char * Table::address(int layer, int expert, int role, bool wait) {
+    Expert &       e   = layers[layer].experts[expert];
+    const uint32_t bit = 1u << role;
+
+    uint32_t ready = e.ready.load(std::memory_order_acquire);
+    if (ready & bit) {
+        return e.addr[role];
+    }
+    if (!wait && !(ready & Expert::FAILED)) {
+        return nullptr;
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    if (n_waiting++ == 0) {
+        wait_begin = clock_ns();
+    }
+    arrived.wait(lock, [&] {
+        ready = e.ready.load(std::memory_order_acquire);
+        return (ready & (bit | Expert::FAILED)) || e.absent();
+    });
+    if (--n_waiting == 0) {
+        totals.stall_ns += clock_ns() - wait_begin;
+    }
+    return ready & bit ? e.addr[role] : zeros;
+}
+
+void Table::resident(int layer, std::vector<uint8_t> & mask) {
+    std::lock_guard<std::mutex> lock(mutex);
+    mask = layers[layer].is_resident;
+}
+
+double Table::read_bytes_per_second() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return loads.bytes_per_second();
+}
+
+} // namespace pyorch

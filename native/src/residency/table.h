@@ -1,0 +1,230 @@
+// The residency table: which experts are in memory, in which form and where, and who uses them.
+//
+// Only the table moves an expert from one state to another, and takes and gives its memory. One mutex guards
+// everything but the two fields of an expert that the kernels read; it is never held across I/O or compute.
+//
+// Life of an expert:
+//
+//     absent --start_load--> loading --its last request ends--> resident in a form --drop--> absent
+//
+// A layer that runs holds its experts (in_use) from acquire() to release(); what is held or pinned is
+// never dropped. A layer gets all its experts at once or waits for others to release theirs, so
+// contexts that share an engine cannot wait for each other in a circle.
+//
+// What is read ahead gets its memory only when a reader has nothing better to do.
+//
+// Nothing that a layer of a token asks for costs more in a model with more layers or experts, but for a comparison for
+// each layer where memory is needed: what is looked up by expert is an array, what is sought is an index (victims.h,
+// guesses.h).
+
+#pragma once
+
+#include "banks/bank.h"
+#include "loading/loader.h"
+#include "residency/expert.h"
+#include "residency/guesses.h"
+#include "residency/victims.h"
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace pyorch {
+
+// What a layer needs for one ubatch. Experts ascending, each once.
+struct Demand {
+    const std::vector<int> & experts; // that it computes with: they are held
+    const std::vector<int> & asked;   // that its router chose: they count as used, whatever took their place
+    int                      n_tokens;
+};
+
+class Table : private Loader::Orders {
+public:
+    // The bank brings the budget. Throws Failure: PYORCH_BUDGET below the map's floor.
+    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, Codecs codecs, const pyorch_config & config);
+    ~Table() override; // REQUIRES: no reader is left
+
+    // For the compute threads.
+
+    // Holds the experts of a layer for owner and queues what is absent. Sleeps only while others hold
+    // so much that this layer does not fit beside it.
+    void acquire(Owner & owner, int layer, const Demand & demand);
+
+    // Gives back all that owner holds. False if one of them could not be read.
+    bool release(Owner & owner);
+
+    // The context is gone: gives back what it holds, and forgets what was guessed for it.
+    void forget(Owner & owner);
+
+    // Address of one matrix of an expert that is held. wait: sleep until it is there; otherwise null
+    // if it is not. Of an expert that could not be read: readable zeros.
+    const char * address(int layer, int expert, int role, bool wait);
+
+    // mask[n_expert]: 1 for each expert of the layer that is resident.
+    void resident(int layer, std::vector<uint8_t> & mask);
+
+    // Of one reader, lately; 0 before the first read.
+    double read_bytes_per_second();
+
+    // For the readers.
+    Loader & loader() { return loads; }
+
+    // For the prefetcher.
+
+    struct Want {
+        int    expert;
+        double probability;
+        bool   wanted; // in: read it, if it is absent
+        bool   absent; // out
+    };
+
+    // What the next pass of a context through a layer will probably need, as was known when its layer `from` came (-1:
+    // when its ubatch began); replaces what was wanted for it before. Read behind all demand and only while nothing
+    // that was used in the layers' last passes must go for it; forgotten when the layer comes, and not even noted if
+    // it has come meanwhile.
+    void want(const void * context, int layer, int from, std::vector<Want> & wants);
+
+    // probability[n_expert]: with which that pass will need each expert of the layer. Ignored if it has come meanwhile.
+    void expect(const void * context, int layer, int from, const std::vector<float> & probability);
+
+    // For whoever knows the graph: the layers that a decode passes, ascending; all, until told. Others are not read
+    // ahead, neither for a prompt nor on a guess.
+    void set_executed(const std::vector<int> & layers);
+
+    // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
+    void foresee(int layer, int expert, uint64_t next_use);
+
+    // For everybody else. Layers are given by il; throws Failure.
+
+    void     prefetch(int il, const int32_t * experts, int n);
+    void     pin     (int il, const int32_t * experts, int n);
+    void     unpin   (int il, const int32_t * experts, int n);
+    void     evict   (int il, const int32_t * experts, int n);
+    void     set_budget(uint64_t bytes);
+    void     set_policy(pyorch_policy policy);
+    void     set_layer_limits(int il, int min, int max);
+    void     get_residency(int il, uint8_t * mask, int n);
+    void     get_stats(int il, pyorch_stats & stats);
+    void     reset_stats();
+    void     wait_idle();
+    std::string last_error();
+
+    // Index into the layers with experts.
+    int      layer_index(int il) const;
+
+    const ModelMap map;
+
+private:
+    struct Layer {
+        std::unique_ptr<Expert[]> experts;
+        int                  n_expert;
+        int                  n_loaded   = 0; // loading or resident
+        int                  n_resident = 0;
+        int                  n_pinned   = 0;
+        int                  min        = 0;
+        int                  max;
+        int                  size_class;           // of an expert that kernels can compute with
+        uint64_t             slot_bytes;           // of it
+        bool                 executed     = true;
+        int                  position;             // among those that are executed
+        bool                 forecast     = false; // probabilities are not all the same
+        const void *         forecast_for = nullptr;
+        uint64_t             last_pass    = 0;
+        std::vector<int>     fresh        = {};    // experts that were used or asked for by name since then
+        std::vector<int>     predicted    = {};    // experts with the flag
+        std::vector<uint8_t> is_resident;          // by expert
+        pyorch_stats         stats        = {};
+    };
+
+    // Where a context is. Others are elsewhere.
+    struct Passage {
+        int at   = -1; // the layer that it last acquired
+        int last = -1; // that it ever acquired: those that a decode does not pass come behind it
+    };
+
+    struct Victim {
+        Expert * expert = nullptr;
+        int      tier;  // lower ones go first
+        double   value; // so do lower ones within a tier
+        bool operator<(const Victim & o) const { return tier != o.tier ? tier < o.tier : value < o.value; }
+    };
+
+    std::unordered_map<int, int>    layer_by_il;
+    std::unique_ptr<EvictionPolicy> policy;
+    std::unique_ptr<Bank>           bank;
+
+    std::mutex              mutex;
+    std::condition_variable arrived; // for compute threads: a matrix
+    std::condition_variable space;   // for acquire: something was released or finished
+    std::condition_variable idle;
+    Loader                  loads;
+
+    std::vector<Layer>      layers;
+    Victims                 victims;
+    std::vector<int>        pressure;      // by size class: see choose_victim
+    std::deque<Expert *>    ordered;       // by name, to be read ahead; memory is not allocated yet
+    std::deque<Expert *>    prompt;        // the same, for the prompt that is being read
+    Guesses                 guesses;
+    std::unordered_map<const void *, Passage> passages; // by context
+    int                     n_executed;
+    uint64_t                held_bytes = 0; // of experts that are in use or pinned
+    int                     n_in_use   = 0;
+    uint64_t                now        = 0; // layers computed
+    std::string             error;
+
+    int                     n_waiting  = 0; // compute threads asleep in address()
+    uint64_t                wait_begin = 0;
+    pyorch_stats            totals     = {}; // what is not counted by layer
+
+    char *                  zeros      = nullptr;
+    uint64_t                zeros_size = 0;
+
+    Layer &  layer_of(const Expert & e) { return layers[e.layer()]; }
+    Expert & expert_of(const Load & load) { return layers[load.layer].experts[load.expert]; }
+    Expert & expert_at(int layer, int32_t id);
+
+    template <typename Change>
+    void for_each(int il, const int32_t * experts, int n, Change change);
+
+    // Loader::Orders
+    bool order_ahead() override;
+    void published(Load & load, int role, const char * address) override;
+    void failed(Load & load, const std::string & sentence) override;
+    void finished(Load & load) override;
+
+    void hold(Expert & e);
+    void unhold(Expert & e);
+    void release_held(Owner & owner, bool & failed);
+    void count_uses(int layer, const Demand & demand);
+
+    bool start_load(Expert & e);
+    void drop(Expert & e);
+    void used(Expert & e);
+    void value_changed(const Expert & e);
+    void values_changed(const Layer & l);
+    bool make_room(int layer, int n, Purpose purpose, float more_likely_than);
+    bool evict_one(int layer, Purpose purpose, float more_likely_than);
+    Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
+    bool drop_queued();
+    void shrink_layer(int layer, int n);
+
+    bool next_ahead(std::deque<Expert *> & wanted);
+    bool next_guess();
+    bool has_passed(const void * context, int layer, int from);
+    int  layers_between(int from, int to) const;
+    void settle(const void * context, int layer);
+    void settle_predicted(Layer & l, const void * context);
+    void end_forecast(Layer & l);
+    void want_layer_ahead(int layer);
+    int  next_executed(int layer) const;
+    bool is_idle() const;
+
+    std::vector<int> reserved() const;
+    uint64_t needed_budget(const std::vector<int> & reserved) const;
+};
+
+} // namespace pyorch
