@@ -27,14 +27,16 @@ from typing import Callable
 
 import numpy as np
 
-from pyorch.sidecars import container as sidecar
-from pyorch.sidecars.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies
 from pyorch.convert import expert_outputs
 from pyorch.convert.expert_outputs import OutputSimilarity
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.traces.routing_statistics import activation_counts, coactivation, margin, renormalized, token_activating_entropy
+from pyorch.sidecars import container
+from pyorch.sidecars.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies
 from pyorch.traces.file import Trace
+from pyorch.traces.routing_statistics import (
+    activation_counts, coactivation, margin, renormalized, token_activating_entropy,
+)
 
 WEIGHTINGS = ("binary", "probability")
 
@@ -252,7 +254,7 @@ class _Inputs:
 def _check(model_map: ModelMap, trace: Trace, compare: bool) -> None:
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts, so none can have a buddy")
-    if trace.header.fingerprint != sidecar.fingerprint(model_map):
+    if trace.header.fingerprint != container.fingerprint(model_map):
         raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
     if not len(trace):
         raise PyorchError(f"{trace.path} holds no tokens: there is nothing to make buddy lists from")

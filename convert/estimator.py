@@ -16,11 +16,11 @@ from typing import Callable
 
 import numpy as np
 
-from pyorch.sidecars import container as sidecar
 from pyorch.convert.children import run_estimator
-from pyorch.runtime.engine import Router
 from pyorch.errors import PyorchError
+from pyorch.runtime.engine import Router
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
 from pyorch.sidecars.predictor import DefaultVectors, Estimator
 from pyorch.traces.file import Trace
 
@@ -123,7 +123,7 @@ def train(
 def check(trace: Trace, model_map: ModelMap) -> None:
     """Raises PyorchError for a trace that no estimator of this model can be trained with."""
     header = trace.header
-    if header.fingerprint != sidecar.fingerprint(model_map):
+    if header.fingerprint != container.fingerprint(model_map):
         raise PyorchError(f"{trace.path} was recorded with another model than {model_map.path}: "
                           "record one with this model")
     if not header.states or header.router != "full":

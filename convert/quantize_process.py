@@ -18,8 +18,8 @@ from typing import Callable
 import gguf
 import llama_cpp.llama_cpp as llama
 
-from pyorch.llama import logs
 from pyorch.convert.report import Report
+from pyorch.llama import logs
 
 # Rows of one tensor that the quantizer holds at once; llama.cpp's default of 8 GiB is more than many
 # machines have for which a model is quantized.

@@ -12,8 +12,8 @@ from typing import Callable
 
 import gguf
 
+from pyorch import files
 from pyorch.convert import architectures, children, quantization
-from pyorch import files as output
 from pyorch.convert.checkpoint import Checkpoint, open_checkpoint
 from pyorch.errors import FormatError, PyorchError
 
@@ -70,7 +70,7 @@ def convert(
     if pre_tokenizer is not None and pre_tokenizer not in architectures.known_pre_tokenizers():
         raise PyorchError(f"{pre_tokenizer} is not a pre-tokenizer that llama.cpp knows; the names are "
                           f"{', '.join(architectures.known_pre_tokenizers())}")
-    output.check_target(target)
+    files.check_target(target)
 
     checkpoint = None
     if source.is_file() and source.suffix == ".gguf":
@@ -81,8 +81,8 @@ def convert(
         checkpoint = open_checkpoint(source)
         need = checkpoint.n_elements * (outtype_bits + (kind.bits_per_weight if kind else 0)) / 8
 
-    with output.staging(target) as staging:
-        output.check_free_space(target.parent, int(need))
+    with files.staging(target) as staging:
+        files.check_free_space(target.parent, int(need))
         try:
             made = [source]
             if checkpoint is not None:
@@ -103,11 +103,11 @@ def convert(
                 children.run_quantizer(job, verbose=verbose, on_progress=_step("quantizing", on_progress))
                 made = _files_in(staging / "quantized")
             n_bytes = sum(file.stat().st_size for file in made)
-            files = output.publish(made, target.parent)
+            published = files.publish(made, target.parent)
         except (OSError, children.WriteError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise PyorchError(f"writing to {target.parent} failed: {reason}; nothing was left there") from None
-    return Conversion(tuple(files), checkpoint.architecture if checkpoint else "", kind.name if kind else outtype,
+    return Conversion(tuple(published), checkpoint.architecture if checkpoint else "", kind.name if kind else outtype,
                       n_bytes, time.monotonic() - begin)
 
 

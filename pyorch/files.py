@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Iterator
 
 from pyorch.errors import PyorchError
+from pyorch.sizes import format_bytes
 
 # Beyond the tensors a GGUF holds a vocabulary; what else writes to the disk needs something too.
 _SPARE_BYTES = 32 << 20
@@ -30,8 +31,8 @@ def check_free_space(directory: Path, n_bytes: int) -> None:
     """Raises PyorchError if the disk under `directory` has no room for `n_bytes` and some spare."""
     free = shutil.disk_usage(directory).free
     if free < n_bytes + _SPARE_BYTES:
-        raise PyorchError(f"{directory} has {mib(free)} free, the conversion needs about "
-                          f"{mib(n_bytes + _SPARE_BYTES)}: free some space or name another output")
+        raise PyorchError(f"{directory} has {format_bytes(free)} free, the conversion needs about "
+                          f"{format_bytes(n_bytes + _SPARE_BYTES)}: free some space or name another output")
 
 
 @contextmanager
@@ -79,7 +80,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def mib(n_bytes: float) -> str:
-    return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 10 << 30 else f"{n_bytes / (1 << 20):.0f} MiB"

@@ -14,7 +14,7 @@ import pytest
 from ggufs import write_dense_model
 
 from pyorch.convert import convert
-from pyorch.llama.memory import MAPPED
+from pyorch.settings.budget import MAPPED
 from pyorch.llama.model import Model, load
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "small-moe"

@@ -153,24 +153,26 @@ def _loaded(job: Job) -> Iterator[_Run]:
 @contextlib.contextmanager
 def _managing(job: Job) -> Iterator[None]:
     from pyorch.llama import logs
-    from pyorch.llama import interception as managed
+    from pyorch.llama import interception
+    from pyorch.settings.budget import Budget
+    from pyorch.settings.prefetch import Prefetch
     from pyorch.settings.substitution import Substitution
 
     logs.set_quiet(True)
     config = job.config
     lossy = Substitution.parse(config.substitution) if config.substitution else None
-    settings = managed.Settings(
-        budget=config.budget, policy=config.policy, prefetch=config.prefetch, substitution=lossy,
+    settings = interception.Settings(
+        budget=Budget.parse(config.budget), policy=config.policy, prefetch=Prefetch.parse(config.prefetch), substitution=lossy,
         buddies=config.buddies or None, speculate=config.speculate,
     )
-    with managed.managing(settings):
+    with interception.managing(settings):
         yield
 
 
 def _record_of(model: int) -> ManagedModel:
-    from pyorch.llama import interception as managed
+    from pyorch.llama import interception
 
-    return managed.find(model)
+    return interception.find(model)
 
 
 @llama.llama_log_callback

@@ -10,8 +10,10 @@ from pyorch.bench import goals
 from pyorch.bench.job import ENGINE, Config
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
+from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.engine import POLICIES
 from pyorch.runtime.model_map import MapInfo
+from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 
@@ -45,7 +47,7 @@ class Plan:
 def check(plan: Plan, info: MapInfo) -> None:
     """Raises PyorchError for a plan that cannot be measured with this model."""
     for prefetch in plan.prefetches:
-        Prefetch.parse(prefetch).check(info.n_moe_layers)
+        check_prefetch(Prefetch.parse(prefetch), info.n_moe_layers)
     for policy in plan.policies:
         if policy not in POLICIES:
             raise PyorchError(f'policy "{policy}" is not known: use {", ".join(POLICIES)}')
@@ -84,7 +86,8 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
     budgets = plan.budgets or (("25%", "40%", "60%", "100%") if not plan.memory_limit and fits(info) else ("auto",))
     configs = []
     for budget in budgets:
-        memory.parse_budget(budget, info)
+        if Budget.parse(budget).amount is not None:
+            Budget.parse(budget).resolve(info)
         for policy, prefetch in itertools.product(plan.policies, plan.prefetches):
             config = goals.budget_config(budget, policy, prefetch, limit_bytes, plan.memory_limit)
             label = [config.label]
@@ -97,7 +100,7 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
 
 
 def _limit_bytes(plan: Plan, info: MapInfo) -> int:
-    return memory.parse_size(plan.memory_limit, info.file_bytes) if plan.memory_limit else 0
+    return Budget.parse(plan.memory_limit).amount.of(info.file_bytes) if plan.memory_limit else 0
 
 
 def _lossy_pairs(plan: Plan, configs: Sequence[Config]) -> list[tuple[Config, Config]]:

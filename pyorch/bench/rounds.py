@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.bench import disk
 from pyorch.bench.cgroup import MemoryGroup, memory_group
 from pyorch.bench.job import Config, Job, Measurement, from_json, to_json
 from pyorch.errors import PyorchError
-from pyorch.llama.memory import GiB
+from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import GiB
 
 BANDWIDTH_SECONDS = 1.5  # for each time that the disk is measured
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from pyorch.bench.job import Config
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, ratio
-from pyorch.llama.memory import GiB, MiB, format_bytes, physical_cores
+from pyorch.llama.memory import physical_cores
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import GiB, MiB, format_bytes
 
 _COLUMNS = (
     "", "prefill tok/s", "decode tok/s", "hits", "MiB/token", "stall ms/token",

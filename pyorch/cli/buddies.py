@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.sidecars import container as sidecar
+    from pyorch.sidecars import container
     from pyorch.cli.progress import Bar
     from pyorch.convert.buddies import Settings, build
     from pyorch.files import check_target
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
-    path = (args.output or sidecar.default_path(args.model, "buddies")).absolute()
+    path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_target(path)
     with ModelMap(args.model) as model_map:
         with Bar() as bar:

@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens is not None and args.tokens < 1:
         raise PyorchError(f"--tokens {args.tokens} is less than 1")
 
-    from pyorch.sidecars import container as sidecar
+    from pyorch.sidecars import container
     from pyorch.eval.calibration import calibrate
     from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars.predictor import KIND, PredictorFile
 
-    output = args.output or sidecar.default_path(args.model, KIND)
+    output = args.output or container.default_path(args.model, KIND)
     check_target(output.absolute())
     options = load_arguments(args)
     with Bar(not args.verbose) as bar:

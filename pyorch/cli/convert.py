@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError; KeyboardInterrupt on Ctrl-C, with nothing left behind."""
     from pyorch.convert import architectures
     from pyorch.convert.to_gguf import convert
-    from pyorch.files import mib
+    from pyorch.sizes import format_bytes
 
     if args.list_architectures:
         print("\n".join(architectures.known()))
@@ -69,5 +69,5 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({**asdict(result), "files": [str(file) for file in result.files], "path": str(result.path)}))
     else:
         shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
-        print(f"{result.path}: {mib(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
+        print(f"{result.path}: {format_bytes(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
     return 0

@@ -251,7 +251,7 @@ def _perplexity(args: argparse.Namespace, substitution, bar):
 
     from pyorch.traces.data import read_documents
     from pyorch.eval import method, perplexity
-    from pyorch.llama.memory import MAPPED
+    from pyorch.settings.budget import MAPPED
     from pyorch.llama.model import load
 
     documents = list(read_documents(args.data))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
-from pyorch.errors import BudgetError, PyorchError
+from pyorch.errors import PyorchError
 
 
 def add_parser(kinds: argparse._SubParsersAction) -> None:
@@ -63,15 +63,15 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.cli.progress import Bar
     from pyorch.eval import prefetch, prefetch_plots, prefetch_report
-    from pyorch.llama.memory import parse_budget
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.settings.budget import Budget
 
     if args.output is not None:
         prefetch_plots.check()
         _make_directory(args.output)
     with ModelMap(args.model) as model_map, Bar() as bar:
         for budget in given.budgets:
-            parse_budget(budget, model_map.info)
+            Budget.parse(budget).resolve(model_map.info)
         if max(given.distances) > len(model_map.layers):
             raise PyorchError(
                 f"--distance {max(given.distances)} is more than the {len(model_map.layers)} layers with experts")
@@ -128,11 +128,11 @@ def _check(args: argparse.Namespace) -> _Given:
 
 
 def _bandwidth(text: str) -> float:
-    from pyorch.llama.memory import parse_size
+    from pyorch.sizes import Amount
 
     try:
-        bandwidth = float(parse_size(text, 0))
-    except BudgetError:
+        bandwidth = float(Amount.parse(text).n_bytes or 0)
+    except ValueError:
         bandwidth = 0.0
     if not bandwidth > 0:
         raise PyorchError(f'--read-bandwidth "{text}" is not a size above 0, such as 1GB')
@@ -185,7 +185,7 @@ def _record(args: argparse.Namespace, data: list[str], path: Path, n_tokens: int
 
 
 def _measured_conditions(args: argparse.Namespace, given: _Given, model_map, bar):
-    from pyorch.bench import disk
+    from pyorch.runtime import disk
     from pyorch.eval import prefetch_measure
     from pyorch.eval.prefetch import Conditions
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _report(managed) -> None:
     if managed.engine is None:
         return
-    from pyorch.llama.memory import format_bytes
+    from pyorch.sizes import format_bytes
 
     stats = managed.engine.stats()
     print(

@@ -88,7 +88,7 @@ def _inspect(model_map, n_ctx: int) -> Inspection:
 
 
 def _lines(it: Inspection) -> list[str]:
-    from pyorch.llama.memory import format_bytes
+    from pyorch.sizes import format_bytes
 
     shards = f" in {it.n_files} files" if it.n_files > 1 else ""
     lines = [

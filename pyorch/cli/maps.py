@@ -47,19 +47,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from pyorch.sidecars import container as sidecar
+    from pyorch.sidecars import container
     from pyorch.cli.progress import Bar
     from pyorch.files import check_target
-    from pyorch.sidecars.history import ExpertMaps
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.traces.expert_maps import maps_from_trace
     from pyorch.traces.file import Trace
 
-    path = (args.output or sidecar.default_path(args.model, "maps")).absolute()
+    path = (args.output or container.default_path(args.model, "maps")).absolute()
     check_target(path)
     with ModelMap(args.model) as model_map:
         trace = Trace(args.trace)
         with Bar() as bar:
-            maps = ExpertMaps.from_trace(trace, model_map, args.capacity, args.distance, args.requests, bar.update)
+            maps = maps_from_trace(trace, model_map, args.capacity, args.distance, args.requests, bar.update)
         maps.write(path, model_map)
     report = Report(path, len(trace), maps.n_maps, maps.capacity, maps.distance,
                     len(np.unique(trace.records["request"])), maps.n_requests, maps.request_capacity,
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sentence(it: Report) -> str:
-    from pyorch.llama.memory import format_bytes
+    from pyorch.sizes import format_bytes
 
     return (f"{it.path}: {it.n_maps} iterations of {it.n_tokens}, {it.n_requests} requests of {it.n_trace_requests}, "
             f"{format_bytes(it.file_bytes)}")

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sentence(it) -> str:
-    from pyorch.llama.memory import format_bytes
+    from pyorch.sizes import format_bytes
 
     n = it.prefill_tokens + it.decode_tokens
     seconds = it.prefill_seconds + it.decode_seconds

@@ -95,7 +95,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.bench.disk import expert_ranges, measure_bandwidth
+    from pyorch.runtime.disk import expert_ranges, measure_bandwidth
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars.predictor import PredictorFile
@@ -132,12 +132,11 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_rate(text: str) -> float:
     """Bytes a second, of a size with or without "/s". PyorchError for what is neither."""
-    from pyorch.errors import BudgetError
-    from pyorch.llama.memory import parse_size
+    from pyorch.sizes import Amount
 
     try:
-        rate = 0 if "%" in text else parse_size(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE), 0)
-    except BudgetError:
+        rate = Amount.parse(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)).n_bytes or 0
+    except ValueError:
         rate = 0
     if rate <= 0:
         raise PyorchError(f'read bandwidth "{text}" is not understood: use bytes a second such as 1GB/s or 800MiB/s')
@@ -156,7 +155,7 @@ def _row(predictor: str, it) -> Row:
 
 
 def _lines(report: Report) -> list[str]:
-    from pyorch.llama.memory import MiB
+    from pyorch.sizes import MiB
 
     how = "measured" if report.bandwidth_measured else "given"
     latency = f" and {1000 * report.read_latency_s:g} ms a read" if report.read_latency_s else ""

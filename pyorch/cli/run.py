@@ -113,7 +113,7 @@ def _chat(model: Model, sampling: dict, seed: int | None) -> None:
 
 def print_stats(stats: ModelStats) -> None:
     """To stderr: the text on stdout may go into a pipe."""
-    from pyorch.llama.memory import format_bytes
+    from pyorch.sizes import format_bytes
 
     print(
         f"prefill {stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s; "

@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from pyorch.sidecars import container as sidecar
+    from pyorch.sidecars import container
     from pyorch.convert.estimator import Settings, check, train
     from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.traces.file import Trace
 
     settings = Settings(args.val_share, args.latent, args.hidden, args.epochs, args.lr, args.seed)
-    source = args.predictor_file or sidecar.default_path(args.model, KIND)
+    source = args.predictor_file or container.default_path(args.model, KIND)
     output = args.output or source
     check_target(output.absolute())
     trace = Trace(args.trace)

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sentence(it) -> str:
-    from pyorch.llama.memory import format_bytes
+    from pyorch.sizes import format_bytes
 
     where = f"budget {it.budget} ({format_bytes(it.budget_bytes)})"
     managed = f", {it.experts.misses} misses, {it.experts.evictions} evictions" if it.experts is not None else ""

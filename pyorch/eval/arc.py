@@ -21,11 +21,11 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.llama.context import Context
-from pyorch.traces.data import Question, read_questions
 from pyorch.errors import PyorchError
 from pyorch.eval.logits import log_probabilities
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.traces.data import Question, read_questions
 
 N_BATCH = 512  # tokens of several questions that are computed at once
 _N_SEQ_MAX = 64

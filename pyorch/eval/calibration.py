@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.llama import memory
-from pyorch.bench.disk import expert_ranges, measure_bandwidth
-from pyorch.llama.context import Context
-from pyorch.traces.data import read_documents
 from pyorch.errors import PyorchError
+from pyorch.llama import memory
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
-from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
+from pyorch.runtime.disk import expert_ranges, measure_bandwidth
 from pyorch.settings.prefetch import NONE, Prefetch
+from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
+from pyorch.traces.data import read_documents
 from pyorch.traces.recorder import Recorder, trace_header
 from pyorch.traces.replay import Recording, ReplaySettings, replay
 

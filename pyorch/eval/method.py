@@ -14,16 +14,16 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pyorch.llama import memory
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.eval.arc import N_BATCH
+from pyorch.llama import memory
+from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
-from pyorch.settings.substitution import Substitution, find_buddies
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.buddies import Buddies
+from pyorch.sizes import format_bytes
 
 STATIC, DYNAMIC = CACHES = ("static", "dynamic")
 
@@ -105,8 +105,6 @@ def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
 @contextlib.contextmanager
 def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
     """The model with all experts in memory, which simulated() can take away. BudgetError where they do not fit."""
-    from pyorch.runtime.model_map import ModelMap
-
     with ModelMap(path) as model_map:
         info = model_map.info
         if not model_map.layers:
@@ -115,8 +113,8 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
     needed = info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit)
     if needed > limit.free_bytes:
         raise BudgetError(
-            f"a static cache needs the whole model in memory, {memory.format_bytes(needed, round_up=True)}, and "
-            f"{memory.format_bytes(limit.free_bytes)} are free ({limit.source}): use --cache dynamic"
+            f"a static cache needs the whole model in memory, {format_bytes(needed, round_up=True)}, and "
+            f"{format_bytes(limit.free_bytes)} are free ({limit.source}): use --cache dynamic"
         )
     with load(path, budget="100%", **{"n_ctx": _N_CTX, **options}) as model:
         yield model
@@ -171,8 +169,6 @@ def dynamic_model(
 
 def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed: bool) -> Buddies | None:
     """The lists of a model, from a file or from beside it; None where there are none and none are needed."""
-    from pyorch.runtime.model_map import ModelMap
-
     with ModelMap(path) as model_map:
         if buddies_file is None and not needed and "buddies" not in model_map.sidecars():
             return None

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.llama.context import Context
-from pyorch.traces.data import Document
 from pyorch.errors import PyorchError
 from pyorch.eval.arc import N_BATCH, tokenize
 from pyorch.eval.logits import kl_divergences, log_probabilities, top1_agreements
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.traces.data import Document
 
 _OUTPUT_BYTES = 64 << 20  # for logits
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyorch.errors import PyorchError
 from pyorch.eval.sweep import Row
+from pyorch.files import check_target, publish, staging
 
 _LOOKS = {"original": ("black", "s"), "random": ("tab:red", "X")}
 _COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:cyan", "tab:brown", "tab:pink", "tab:olive")
@@ -15,8 +16,6 @@ _MARKERS = "o^vDP*"
 
 def check_plot(path: Path) -> None:
     """PyorchError if no picture can be written at path; asked before anything is measured."""
-    from pyorch.files import check_target
-
     _figure_class()
     check_target(path.absolute())
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -25,8 +24,6 @@ def check_plot(path: Path) -> None:
 
 def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
     """Writes the picture of the rows that have a speed. PyorchError where there are none, or no matplotlib."""
-    from pyorch.files import publish, staging
-
     timed = [row for row in rows if row.speed is not None]
     if not timed:
         raise PyorchError("a plot of accuracy against throughput needs --cache-rate and --speed-tokens")

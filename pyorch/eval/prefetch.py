@@ -16,12 +16,13 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.eval.similarity import Similarity, cosines, similarities, trajectory_cosines
-from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.predictor import PredictorFile
 from pyorch.settings.prefetch import NONE, Prefetch
-from pyorch.traces.replay import Recording, Replayed, ReplaySettings, replay
+from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
+from pyorch.sidecars.predictor import PredictorFile
+from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
+from pyorch.traces.replay import Recording, ReplaySettings, Replayed, replay
 
 PREDICTORS = ("next-router", "quasi-hidden", "estimator", "hybrid", "expert-map", "activation-matrix", "previous-token")
 DISTANCES = (1, 2, 3, 4)
@@ -119,7 +120,7 @@ class Material:
     def store(self, capacity: int, on_progress: OnProgress | None = None) -> ExpertMaps:
         """The past, as maps and activation matrices."""
         distance = min(DISTANCE, self.n_layers)
-        return ExpertMaps.from_trace(self.past, self.map, capacity, distance, on_progress=on_progress)
+        return maps_from_trace(self.past, self.map, capacity, distance, on_progress=on_progress)
 
     def prefetch(self, store: ExpertMaps, pair: Pair, budget: str) -> Prefetch:
         """What is fastest for a pair at a budget, on the tokens that do not count."""

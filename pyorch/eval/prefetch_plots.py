@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from matplotlib.figure import Figure
 import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.eval.prefetch import ON_DEMAND, Evaluation, Pair
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from pyorch.files import publish, staging
 
 _COLOURS = {
     "none": "black", "previous-token": "tab:brown", "layer-all": "tab:grey", "next-router": "tab:blue",
@@ -35,8 +33,6 @@ def draw(it: Evaluation, directory: Path) -> list[Path]:
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    from pyorch.files import publish, staging
-
     figure_class = _figure_class()
     pictures: dict[str, Callable] = {
         "recall": _recall, "similarity": _similarity, "budgets": _budgets, "sweeps": _sweeps,

@@ -12,6 +12,7 @@ from pathlib import Path
 from pyorch.eval.prefetch import (
     DISTANCES, FINEMOE, MIXTRAL_OFFLOADING, MOE_INFINITY, ON_DEMAND, ON_DEMAND_LFU, Evaluation, Pair, Played,
 )
+from pyorch.files import write_text
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,6 @@ def for_terminal(it: Evaluation) -> list[str]:
 
 def write_csv(it: Evaluation, directory: Path) -> list[Path]:
     """A file for each table. PyorchError where nothing can be written."""
-    from pyorch.files import write_text
-
     paths = []
     for table in tables(it):
         paths.append(directory / f"{table.name}.csv")

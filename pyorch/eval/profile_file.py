@@ -7,10 +7,11 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pyorch.sidecars import container as sidecar
 from pyorch.errors import FormatError, PyorchError
+from pyorch.files import write_text
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
+from pyorch.sidecars import container
 
 KIND = "pyorch profile"
 VERSION = 1
@@ -50,11 +51,9 @@ def default_path(model: str | os.PathLike[str]) -> Path:
 
 def write_profile(path: str | os.PathLike[str], profile: Profile, model_map: ModelMap) -> None:
     """Writes the profile, whole or not at all. PyorchError where it cannot."""
-    from pyorch.files import write_text
-
     value = {
         "kind": KIND, "version": VERSION, "model": Path(model_map.path).name,
-        "fingerprint": sidecar.fingerprint(model_map), **asdict(profile),
+        "fingerprint": container.fingerprint(model_map), **asdict(profile),
     }
     write_text(path, json.dumps(value, indent=2) + "\n")
 
@@ -73,7 +72,7 @@ def read_profile(path: str | os.PathLike[str], model_map: ModelMap) -> Profile:
     if value.get("version") != VERSION:
         raise FormatError(f"{path} has version {value.get('version')} of the profile format, this pyorch reads version "
                           f"{VERSION}: tune again")
-    if value.get("fingerprint") != sidecar.fingerprint(model_map):
+    if value.get("fingerprint") != container.fingerprint(model_map):
         raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
                           "tune this one")
     try:

@@ -11,6 +11,7 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.eval.arc import Accuracy
 from pyorch.eval.method import Slots
 from pyorch.eval.speed import Speed
+from pyorch.files import check_target, write_text
 
 VERSION = 1
 
@@ -40,8 +41,6 @@ class Record:
         self._path = Path(path).absolute() if path is not None else None
         self._conditions = conditions
         if self._path is not None:
-            from pyorch.files import check_target
-
             check_target(self._path)
             if self._path.exists():
                 self._read()
@@ -77,8 +76,6 @@ class Record:
     def _write(self) -> None:
         if self._path is None:
             return
-        from pyorch.files import write_text
-
         value = {
             "version": VERSION,
             "conditions": self._conditions,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pyorch.eval.sweep import METRICS, Row
-from pyorch.llama.memory import MiB
+from pyorch.sizes import MiB
 
 
 _CHANGED = "changed slots/token"  # substituted or dropped

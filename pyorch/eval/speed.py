@@ -10,18 +10,15 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.llama.context import Context
-from pyorch.traces.data import read_documents
 from pyorch.eval.arc import tokenize
 from pyorch.eval.method import Method, dynamic_model
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies
+from pyorch.sidecars.buddies import Buddies
+from pyorch.traces.data import read_documents
 
 _WARM_UP = 0.5  # of the tokens to measure, before them
 

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pyorch.errors import FormatError
 from pyorch.eval import arc
@@ -21,9 +20,9 @@ from pyorch.eval.method import (
 from pyorch.eval.record import Judgement, Record
 from pyorch.eval.speed import Speed, measure_speed, total
 from pyorch.llama.model import Model
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+from pyorch.sidecars.buddies import Buddies
 
 METRICS = ("acc_norm", "acc")
 
@@ -205,11 +204,8 @@ def _speed(plan: Plan, record: Record, rate: float | None, method: Method) -> Sp
 
 def conditions(plan: Plan) -> dict[str, object]:
     """What the results of a plan depend on, besides rates and methods, by names for the user."""
-    from pyorch.sidecars import container as sidecar
-    from pyorch.runtime.model_map import ModelMap
-
     with ModelMap(plan.model) as model_map:
-        model = sidecar.fingerprint(model_map)
+        model = container.fingerprint(model_map)
         beside = model_map.sidecars().get("buddies")
     buddies = plan.buddies_file or beside
     return {

@@ -14,19 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from pyorch.llama import memory
-from pyorch.traces.data import read_documents
 from pyorch.errors import PyorchError
 from pyorch.eval import arc, perplexity
-from pyorch.eval.method import (
-    ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model,
-)
+from pyorch.eval.method import ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model
 from pyorch.eval.profile_file import Profile
 from pyorch.eval.search import Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, total
 from pyorch.llama.model import load
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import MAPPED, Budget
 from pyorch.settings.substitution import Substitution
+from pyorch.traces.data import read_documents
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 
@@ -72,8 +70,9 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         if not model_map.layers:
             raise PyorchError(f"{request.model} is a dense model: it has no experts that could be absent")
         info = model_map.info
-        n_bytes = memory.parse_budget(request.budget, info)
-    if not isinstance(n_bytes, int) or n_bytes >= info.slots_bytes:
+        budget = Budget.parse(request.budget)
+        n_bytes = budget.resolve(info) if budget.amount is not None else info.slots_bytes
+    if n_bytes >= info.slots_bytes:
         raise PyorchError(f'budget "{request.budget}" keeps all experts, or depends on the moment: there is nothing to tune')
     rate = n_bytes / info.slots_bytes
     with _judge(request, rate) as (judge, n_questions):
@@ -102,7 +101,7 @@ def _judge(request: Request, rate: float) -> Iterator[tuple[Callable[[Substituti
         if request.goal.min_accuracy is not None:
             tasks = [arc.read_task(model, it, request.n_shots, request.shots_data, request.limit) for it in request.data]
         if request.goal.max_kl is not None:
-            reference = stack.enter_context(load(request.model, budget=memory.MAPPED, **{**options, "n_ctx": 64}))
+            reference = stack.enter_context(load(request.model, budget=MAPPED, **{**options, "n_ctx": 64}))
             texts = perplexity.windows(model, list(read_documents(request.data)), n_tokens=_KL_TOKENS)
 
         def judge(substitution: Substitution | None) -> Outcome:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyorch.eval.logits import kl_divergences, top1_agreements
 from pyorch.llama import memory
 from pyorch.llama.context import Context
-from pyorch.runtime.engine import Stats, SubstitutionStats
-from pyorch.eval.logits import kl_divergences, top1_agreements
 from pyorch.llama.model import Model, load
+from pyorch.runtime.engine import Stats, SubstitutionStats
+from pyorch.settings.budget import MAPPED
 
 # Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
 PROMPT = (
@@ -80,7 +81,7 @@ def verify(
     """
     n_threads = n_threads or memory.physical_cores()
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **load_options}
-    with load(path, budget=memory.MAPPED, **options | {"substitution": None}) as model:
+    with load(path, budget=MAPPED, **options | {"substitution": None}) as model:
         reference = _reference(model, prompt, n_tokens, n_threads)
     for budget in budgets:
         with load(path, budget=budget, **options) as model:

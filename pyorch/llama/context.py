@@ -9,8 +9,8 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.llama import interception as managed
 from pyorch.errors import ExpertReadError, PyorchError
+from pyorch.llama import interception
 from pyorch.llama.memory import physical_cores
 
 
@@ -106,7 +106,7 @@ class Context:
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             self._forget()
-            record = managed.find(self._model)
+            record = interception.find(self._model)
             reason = record.engine.error() if record is not None and record.engine is not None else ""
             if status == -3 and reason:
                 raise ExpertReadError(reason)

@@ -13,26 +13,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import llama_cpp
 import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
-from pyorch.llama import logs
-from pyorch.llama import measure
-from pyorch.llama import memory
+from pyorch.errors import ExpertReadError, FormatError, PyorchError
+from pyorch.llama import logs, measure, memory
+from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.runtime import fatal
 from pyorch.runtime.bindings import check, ffi, lib
 from pyorch.runtime.engine import Engine, Source
-from pyorch.errors import ExpertReadError, FormatError, PyorchError
-from pyorch.sidecars.history import ExpertMaps
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.prefetch import AUTO, Prefetch
-from pyorch.settings.substitution import Substitution, apply_to_layer, find_buddies
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies
+from pyorch.settings.budget import AUTO, MAPPED, Budget
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.buddies import Buddies
+from pyorch.sidecars.history import ExpertMaps
 
 NARROW_UBATCH, WIDE_UBATCH = 512, 2048
 
@@ -42,16 +39,16 @@ class Settings:
     """How models are loaded. Fields that are None leave what the caller of llama_cpp chose.
 
     n_ubatch, n_outputs_max and flash_attn_type are for contexts that are made while the settings are in
-    force. prefetch: as Prefetch.parse() reads it. maps: a file of expert maps in place of the sidecar beside the model; it
+    force. maps: a file of expert maps in place of the sidecar beside the model; it
     need not exist. speculate: layers execute what prefetch forecasts for them; lossy.
     substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes
     the widest that leaves most of the memory to experts: in prefill every expert is read once for each ubatch, so
     twice as wide is half the reading.
     """
 
-    budget: int | str = memory.AUTO
+    budget: Budget = AUTO
     policy: str = "finemoe"
-    prefetch: str = AUTO
+    prefetch: Prefetch = Prefetch()
     n_readers: int = 0
     direct_io: bool = True
     source: Source | None = None
@@ -78,14 +75,15 @@ class ManagedModel:
     buddies: Buddies | None = None
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
 
-    def prefetch_of(self, text: str | None) -> Prefetch:
-        """What a text says, None: what the model was loaded with."""
-        it = Prefetch.parse(text if text is not None else self.settings.prefetch)
-        return it.speculative(self.map) if text is None and self.settings.speculate else it
+    @property
+    def prefetch(self) -> Prefetch:
+        """What the model was loaded with."""
+        settings = self.settings
+        return speculative(settings.prefetch, self.map) if settings.speculate else settings.prefetch
 
     @property
     def automatic(self) -> bool:
-        return self.engine is not None and self.settings.budget == memory.AUTO
+        return self.engine is not None and self.settings.budget == AUTO
 
 
 _models: dict[int, ManagedModel] = {}  # by llama_model *
@@ -105,8 +103,10 @@ class manage:
     Also a context manager. Takes the fields of Settings.
     """
 
-    def __init__(self, budget: int | str = memory.AUTO, **settings: object) -> None:
-        self.settings = Settings(budget=budget, **settings)
+    def __init__(
+        self, budget: Budget | int | str = AUTO, prefetch: Prefetch | str = Prefetch(), **settings: object
+    ) -> None:
+        self.settings = Settings(budget=Budget.parse(budget), prefetch=Prefetch.parse(prefetch), **settings)
         _process_settings.append(self.settings)
 
     def close(self) -> None:
@@ -165,14 +165,16 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts mapped."""
     settings, info = managed.settings, managed.map.info
-    budget = memory.parse_budget(settings.budget, info)
-    if budget == memory.AUTO:
+    budget = settings.budget
+    if budget == AUTO:
         # Each context will take its share; then the budget is set to the rest.
         memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
         budget = info.floor_bytes
+    elif budget != MAPPED:
+        budget = budget.resolve(info)
     if not managed.map.layers:
         yield
-    elif budget == memory.MAPPED:
+    elif budget == MAPPED:
         check(lib.pyorch_capture_mapped(managed.map.handle))
         try:
             yield
@@ -188,10 +190,10 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
                 managed.engine.set_maps(ExpertMaps.read(settings.maps, managed.map))
-            managed.prefetch_of(None).apply(managed.engine, managed.map)
+            apply_prefetch(managed.prefetch, managed.engine, managed.map)
             managed.engine.set_speculation("decode" if settings.speculate else "none")
             for layer in managed.map.layers:
-                apply_to_layer(managed.engine, layer.il, settings.substitution, managed.buddies)
+                apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies)
         except PyorchError:
             managed.engine.close()
             raise
@@ -224,7 +226,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.n_outputs_max = settings.n_outputs_max
     if isinstance(settings.n_ubatch, int):
         params.n_ubatch = min(settings.n_ubatch, params.n_batch)
-    widen = settings.n_ubatch == memory.AUTO
+    widen = settings.n_ubatch == "auto"
     reserved = plan_context(managed, params, widen) if managed.automatic else 0
     logs.forget_errors()
     with fatal.refused():

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 
 import llama_cpp.llama_cpp as llama
 
+from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs
 from pyorch.runtime import fatal
-from pyorch.errors import BudgetError, FormatError
-from pyorch.llama.memory import MiB
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import MiB
 
 # The KV cache's (or recurrent state's) own sum, then buffers by name. Buffers of no_alloc are empty.
 _SIZES = re.compile(r"(?:: size = +|(?:output|compute) buffer size = +)([\d.]+) MiB")

@@ -1,13 +1,11 @@
-"""The planner: how many bytes the routed experts may occupy.
+"""The planner: how many bytes the real memory limit leaves for the routed experts.
 
-A budget is a share of the experts ("40%"), a size ("1.5GiB", "800MB", bytes), or "auto": what the real
-memory limit leaves. The real limit is the tightest of the process's control groups (version 1 and 2,
-all ancestors) and of physical memory.
+The real limit is the tightest of the process's control groups (version 1 and 2, all ancestors) and of physical
+memory.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -16,61 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from pyorch.errors import BudgetError
 from pyorch.runtime.model_map import MapInfo
-
-AUTO = "auto"
-MAPPED = "mapped"  # experts stay mapped from the file and nothing manages them: the reference of verify
-
-KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {_letter: 1 << 10 * _power, f"{_letter}IB": 1 << 10 * _power, f"{_letter}B": 1000**_power}
-
-_ACCEPTED = "use a share of the experts such as 40%, a size such as 1.5GiB or 800MB, or auto"
-
-
-def format_bytes(n: int, round_up: bool = False) -> str:
-    """A size for people, such as 214 MiB; rounded up where the number must suffice."""
-    unit, name = next(((u, s) for u, s in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")) if n >= 10 * u), (1, "bytes"))
-    if unit == 1 or name == "KiB":
-        unit, name = (KiB, "KiB") if n >= KiB else (1, "bytes")
-    scale = 10 if unit == GiB else 1
-    value = (math.ceil if round_up else round)(n * scale / unit) / scale
-    return f"{value:.1f} {name}" if scale > 1 else f"{value:.0f} {name}"
-
-
-def parse_budget(budget: int | str, info: MapInfo) -> int | str:
-    """Bytes for the experts of a model, or AUTO or MAPPED. More than all of them is all of them.
-
-    Raises BudgetError for what is no budget, and below the floor.
-    """
-    if budget in (AUTO, MAPPED):
-        return budget
-    n = parse_size(budget, info.slots_bytes)
-    if n < info.floor_bytes:
-        raise BudgetError(
-            f"budget {format_bytes(n)} is below the floor of {format_bytes(info.floor_bytes, round_up=True)} "
-            f"(all experts of the largest layer): use --budget {_as_option(info.floor_bytes)} or more"
-        )
-    return min(n, info.slots_bytes)
-
-
-def parse_size(budget: int | str, whole: int) -> int:
-    """Bytes of a size, or of a share of the whole. BudgetError for what is neither."""
-    if isinstance(budget, int) and not isinstance(budget, bool):
-        return budget
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", str(budget), re.IGNORECASE)
-    if match and match[2] == "%":
-        return math.ceil(float(match[1]) / 100 * whole)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    # A bare 0.4 may be meant as a share or as bytes: neither is assumed.
-    if unit is None or (match[2] == "" and "." in match[1]):
-        raise BudgetError(f'budget "{budget}" is not understood: {_ACCEPTED}')
-    return round(float(match[1]) * unit)
-
-
-def _as_option(n: int) -> str:
-    return format_bytes(n, round_up=True).replace(" ", "").removesuffix("bytes")
+from pyorch.sizes import KiB, MiB, format_bytes
 
 
 @dataclass(frozen=True)

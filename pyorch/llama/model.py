@@ -9,25 +9,22 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.llama import logs
-from pyorch.llama import interception as managed
-from pyorch.llama import memory
-from pyorch.runtime.engine import Source, SpeculationStats, Stats, SubstitutionStats
 from pyorch.errors import PyorchError
+from pyorch.llama import interception, logs, memory
+from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
+from pyorch.runtime.engine import Source, SpeculationStats, Stats, SubstitutionStats
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.prefetch import AUTO, Prefetch
+from pyorch.settings.budget import AUTO, MAPPED, Budget
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.container import default_path
-from pyorch.settings.substitution import Substitution, apply_to_layer, find_buddies
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies
 
 # A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
@@ -82,9 +79,10 @@ class Layer:
         try:
             self._engine.set_layer_limits(self.il, policy.min_experts, limit)
             if policy.substitution != self._policy.substitution:
-                apply_to_layer(self._engine, self.il, policy.substitution, self._buddies)
+                apply_substitution(self._engine, self.il, policy.substitution, self._buddies)
             if policy.prefetch != self._policy.prefetch:
-                self._record.prefetch_of(policy.prefetch).apply(self._engine, self._record.map, self.il)
+                prefetch = self._record.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
+                apply_prefetch(prefetch, self._engine, self._record.map, self.il)
         except PyorchError:
             self._engine.unpin(self.il, added)
             raise
@@ -101,7 +99,7 @@ class Layer:
 
     def substitute(self, substitution: Substitution | None, buddies: Buddies | None) -> None:
         """Sets policy.substitution, and the lists that it chooses from."""
-        apply_to_layer(self._engine, self.il, substitution, buddies)
+        apply_substitution(self._engine, self.il, substitution, buddies)
         self._buddies = buddies
         self._policy = dataclasses.replace(self._policy, substitution=substitution)
 
@@ -277,8 +275,8 @@ class Model:
             return
         if prefetch is not None and any(layer.policy.substitution is not None for layer in self.layers.values()):
             raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
-        it = self._record.prefetch_of(None) if prefetch is None else Prefetch.parse(prefetch).speculative(self.map)
-        it.apply(self.engine, self.map)
+        forecast = self._record.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), self.map)
+        apply_prefetch(forecast, self.engine, self.map)
         self.engine.set_speculation("none" if prefetch is None else "all" if prompts else "decode")
         self._speculative = prefetch is not None
 
@@ -326,13 +324,13 @@ class Model:
 
 def load(
     path: str | os.PathLike[str],
-    budget: int | str = memory.AUTO,
+    budget: Budget | int | str = AUTO,
     n_ctx: int | None = None,
     n_threads: int | None = None,
     n_batch: int | None = None,
     n_ubatch: int | None = None,
     policy: str = "finemoe",
-    prefetch: str = AUTO,
+    prefetch: Prefetch | str = Prefetch(),
     n_readers: int = 0,
     direct_io: bool = True,
     source: Source | None = None,
@@ -370,6 +368,7 @@ def load(
         BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
     """
     path = os.fspath(path)
+    budget = Budget.parse(budget)
     logs.set_quiet(not verbose)
     n_threads = n_threads or memory.physical_cores()
     with ModelMap(path) as model_map:
@@ -379,7 +378,7 @@ def load(
     settings = Settings(
         budget=budget,
         policy=policy,
-        prefetch=prefetch,
+        prefetch=Prefetch.parse(prefetch),
         n_readers=n_readers,
         direct_io=direct_io,
         source=source,
@@ -403,19 +402,18 @@ def load(
         "verbose": verbose,
     }
     # Llama redirects the process's stdout and stderr while it loads, which two threads must not do at once.
-    with _loading, managed.managing(settings):
+    with _loading, interception.managing(settings):
         try:
             model = llama_cpp.Llama(path, **arguments | llama_kwargs)
         except ValueError as error:
             raise PyorchError(f"{path}: {error}") from error
-    return Model(model, managed.find(model.model))
+    return Model(model, interception.find(model.model))
 
 
-def default_ubatch(path: str | os.PathLike[str], budget: int | str) -> int | str:
+def default_ubatch(path: str | os.PathLike[str], budget: Budget) -> int | str:
     """n_ubatch of a model under a budget; "auto" where it depends on what memory a context leaves."""
     with ModelMap(path) as model_map:
-        resolved = memory.parse_budget(budget, model_map.info)
-        if resolved == memory.AUTO:
-            return memory.AUTO
-        whole = resolved == memory.MAPPED or resolved >= model_map.info.slots_bytes
+        if budget == AUTO:
+            return "auto"
+        whole = budget == MAPPED or budget.resolve(model_map.info) >= model_map.info.slots_bytes
         return NARROW_UBATCH if whole else WIDE_UBATCH

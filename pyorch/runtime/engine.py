@@ -8,17 +8,16 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from pyorch.runtime.bindings import check, ffi, lib, string
-from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama.memory import parse_budget
+from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
-if TYPE_CHECKING:
-    from pyorch.sidecars.history import ExpertMaps
+from pyorch.settings.budget import Budget
+
 
 PREDICTORS = {
     "none": "PYORCH_PREDICT_NONE",
@@ -47,6 +46,12 @@ class Source(Protocol):
 
         Called by several reader threads at once.
         """
+
+
+class MapStore(Protocol):
+    """Past iterations and requests, such as pyorch.sidecars.history.ExpertMaps."""
+
+    handle: Any  # the store of the C API
 
 
 @dataclass(frozen=True)
@@ -166,23 +171,20 @@ class Engine:
     def __init__(
         self,
         model_map: ModelMap,
-        budget: int | str,
+        budget: Budget | int | str,
         policy: str = "finemoe",
         n_readers: int = 0,
         direct_io: bool = True,
         source: Source | None = None,
         simulated: bool = False,
     ) -> None:
-        n = parse_budget(budget, model_map.info)
-        if not isinstance(n, int):
-            raise BudgetError(f'an engine needs a size as its budget, not "{budget}"')
         self._read = _read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
         self.simulated = simulated
-        self.maps: ExpertMaps | None = None  # set_maps()
+        self.maps: MapStore | None = None  # set_maps()
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}  # by il
         config = ffi.new("pyorch_config *")
-        config.budget_bytes = n
+        config.budget_bytes = Budget.parse(budget).resolve(model_map.info)
         config.policy = self._constant(policy, "policy", POLICIES)
         config.n_readers = n_readers
         config.direct_io = direct_io
@@ -264,7 +266,7 @@ class Engine:
             setattr(raw, name, _pointer("float[]", array))
         check(lib.pyorch_set_router(self.handle, il, raw))
 
-    def set_maps(self, maps: ExpertMaps) -> None:
+    def set_maps(self, maps: MapStore) -> None:
         """Past iterations and requests, that predictors search and add to."""
         check(lib.pyorch_set_maps(self.handle, maps.handle))
         self.maps = maps

@@ -151,6 +151,13 @@ class ModelMap:
         paths = {kind: stem.with_name(f"{stem.name}.{kind}.gguf") for kind in SIDECARS}
         return {kind: path for kind, path in paths.items() if path.is_file()}
 
+    @property
+    def decoded_layers(self) -> tuple[LayerInfo, ...]:
+        """The layers with routed experts that run for every token: all but those, at the end, that only predict
+        further tokens."""
+        n_extra = self.metadata_int(f"{self.info.arch}.nextn_predict_layers", default=0)
+        return tuple(layer for layer in self.layers if layer.il < self.info.n_layers - n_extra)
+
     def _kv_width(self, il: int) -> int:
         """Values of K and V that one token keeps in layer il."""
         latent = self._hparam("attention.kv_lora_rank")

@@ -12,8 +12,9 @@ import gguf
 import llama_cpp.llama_cpp as llama
 
 from pyorch import _libs
-from pyorch.llama import memory
 from pyorch.errors import PyorchError
+from pyorch.llama import memory
+from pyorch.sizes import MiB
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
 
@@ -106,7 +107,7 @@ class Flags:
     def other_bytes(self) -> int:
         """What llama-server will allocate beside the model and its context: prompt cache, other models."""
         files = (self.value(option) for option in (DRAFT_MODEL, MMPROJ))
-        return max(0, self.number(CACHE_RAM, 0)) * memory.MiB + sum(os.path.getsize(f) for f in files if os.path.isfile(f))
+        return max(0, self.number(CACHE_RAM, 0)) * MiB + sum(os.path.getsize(f) for f in files if os.path.isfile(f))
 
 
 def _cache_type(name: str) -> int:

@@ -12,16 +12,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies
-    from pyorch.runtime.engine import Engine, Source
-    from pyorch.serve.llama_server import Flags
-    from pyorch.llama.interception import ManagedModel, Settings
-    from pyorch.settings.substitution import Substitution
+from pyorch.llama import interception, logs, model
+from pyorch.llama.interception import ManagedModel, Settings
+from pyorch.runtime.engine import Engine, Source
+from pyorch.runtime.model_map import ModelMap
+from pyorch.serve import llama_server
+from pyorch.serve.llama_server import Flags
+from pyorch.settings.budget import Budget
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.buddies import Buddies
+from pyorch.sizes import format_bytes
 
 
 def serve(
@@ -56,8 +61,6 @@ def serve(
     Raises:
         PyorchError: the model, the budget, or the address cannot be used.
     """
-    from pyorch.serve import llama_server
-
     server = llama_server.Flags(flags)
     if any(name in server.arguments for name in llama_server.MODEL.names):
         raise PyorchError("the model to serve is the argument of `pyorch serve`: it cannot be given again after `--`")
@@ -68,10 +71,8 @@ def serve(
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
 
-    from pyorch.llama.interception import Settings
-
     settings = Settings(
-        budget=budget, policy=policy, prefetch=prefetch, direct_io=direct_io, source=source, maps=maps,
+        budget=Budget.parse(budget), policy=policy, prefetch=Prefetch.parse(prefetch), direct_io=direct_io, source=source, maps=maps,
         speculate=speculate, substitution=substitution, buddies=buddies,
     )
     with _planned(path, settings, server) as record:
@@ -88,26 +89,18 @@ def serve(
 @contextlib.contextmanager
 def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedModel]:
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
-    import llama_cpp.llama_cpp as llama
-
-    from pyorch.serve import llama_server
-    from pyorch.llama import logs
-    from pyorch.llama import interception as managed
-    from pyorch.llama import memory
-    from pyorch.llama import model
-    from pyorch.runtime.model_map import ModelMap
 
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
-    record = managed.ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
+    record = interception.ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
     ubatch = model.default_ubatch(path, settings.budget)
-    with managed.capture(record):
+    with interception.capture(record):
         try:
             params = server.context_params()
             if record.automatic:
-                widen = ubatch == memory.AUTO and not server.has(llama_server.UBATCH)
+                widen = ubatch == "auto" and not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
-                managed.plan_context(record, params, widen)
+                interception.plan_context(record, params, widen)
                 ubatch = params.n_ubatch
             else:
                 managed.try_context(record, params)
@@ -169,8 +162,6 @@ def _free_address(server: Flags) -> Address:
 
     Tried here before the model is loaded, to say it in a sentence.
     """
-    from pyorch.serve import llama_server
-
     server.default(llama_server.HOST, "--host", "127.0.0.1")
     server.default(llama_server.PORT, "--port", 8080)
     host = server.value(llama_server.HOST).split(",")[0]
@@ -233,15 +224,11 @@ class _Watch(threading.Thread):
             self._print_stats()
 
     def _budget(self) -> str:
-        from pyorch.llama.memory import format_bytes
-
         if self._engine is None:
             return "a dense model: it has no experts to manage"
         return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
 
     def _print_stats(self) -> None:
-        from pyorch.llama.memory import format_bytes
-
         stats, lossy, speculated = self._engine.stats(), self._engine.substitution_stats(), self._engine.speculation_stats()
         if self._as_json:
             line = {

@@ -1,24 +1,18 @@
 """Buddy substitution: whether a resident expert may stand in for an absent one, and which (BuddyMoE).
 
-Lossy, so it is off unless asked for. The gates and the choice are in native/src/substitution.cpp; here are
-their settings, and how a layer gets them.
+Lossy, so it is off unless asked for. Here are the settings; the gates and the choice are in
+native/src/routing/substitution.cpp.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pyorch.errors import PyorchError
-
-if TYPE_CHECKING:
-    from pyorch.sidecars.buddies import Buddies, LayerBuddies
-    from pyorch.runtime.engine import Engine
-    from pyorch.runtime.model_map import ModelMap
 
 MODES = ("none", "buddies", "random")
 WEIGHTS = ("keep", "own", "fitted")
@@ -102,91 +96,26 @@ class Substitution:
         return self.mode == "buddies" or isinstance(self.tau, Percentile) or isinstance(self.gamma, Percentile)
 
 
-def apply_to_layer(engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None) -> None:
-    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them."""
-    it = substitution or OFF
-    if it.needs_buddies and buddies is None:
-        raise PyorchError(f"substitution in layer {il} needs buddy lists: make them with `pyorch buddies`")
-    layer = buddies.layers[il] if buddies is not None else None
-    if it.mode == "buddies":
-        lists = layer.cut(buddies.alpha[il] if it.alpha is None else it.alpha, it.k)
-        engine.set_buddies(il, lists.ids, lists.q, lists.scale)
-    never = math.inf
-    engine.set_substitution(
-        il,
-        {
-            "mode": MODES.index(it.mode),
-            "prefill": it.prefill,
-            "search_rank": it.rank or 0,
-            "max_per_token": it.rho or 0,
-            "weight": WEIGHTS.index(it.weight),
-            "order": ORDERS.index(it.order),
-            "on_miss": MISSES.index(it.miss),
-            "tau": -never if it.tau is None else _threshold(it.tau, layer, "tae_percentiles"),
-            "temperature": it.temperature,
-            "gamma": never if it.gamma is None else _threshold(it.gamma, layer, "margin_percentiles"),
-            "beta": never if it.beta is None else it.beta,
-            "read_ms": it.read_ms or 0,
-            "eta": it.eta,
-            "kappa": it.kappa,
-            "reuse": it.reuse,
-            "seed": it.seed,
-        },
-    )
-
-
-def find_buddies(
-    substitution: Substitution | None, buddies: Buddies | str | os.PathLike[str] | None, model_map: ModelMap
-) -> Buddies | None:
-    """The lists that a substitution needs: those given, or the sidecar's beside the model.
-
-    Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
-    """
-    from pyorch.sidecars.buddies import Buddies
-
-    if isinstance(buddies, Buddies):
-        return buddies
-    if buddies is None:
-        if substitution is None or not substitution.needs_buddies or not model_map.layers:
-            return None
-        buddies = model_map.sidecars().get("buddies")
-        if buddies is None:
-            raise PyorchError(
-                f"there are no buddy lists beside {model_map.path}: make them with `pyorch buddies`, or name them "
-                "with --buddies-file"
-            )
-    return Buddies.read(buddies, model_map)
-
-
-def _threshold(value: float | Percentile, layer: LayerBuddies | None, distribution: str) -> float:
-    if not isinstance(value, Percentile):
-        return value
-    percentiles = getattr(layer, distribution)
-    low = math.floor(value.percent)
-    high = min(low + 1, len(percentiles) - 1)
-    return float(percentiles[low] + (value.percent - low) * (percentiles[high] - percentiles[low]))
-
-
-def _check(it: Substitution) -> None:
+def _check(settings: Substitution) -> None:
     for name, allowed in (("mode", MODES), ("weight", WEIGHTS), ("order", ORDERS), ("miss", MISSES)):
-        if getattr(it, name) not in allowed:
-            raise PyorchError(f'substitution setting {name}="{getattr(it, name)}" is not known: use {" or ".join(allowed)}')
-    if it.alpha is not None and not 0 < it.alpha <= 1:
-        raise PyorchError(f"substitution setting alpha={it.alpha:g} is not above 0 and at most 1")
+        if getattr(settings, name) not in allowed:
+            raise PyorchError(f'substitution setting {name}="{getattr(settings, name)}" is not known: use {" or ".join(allowed)}')
+    if settings.alpha is not None and not 0 < settings.alpha <= 1:
+        raise PyorchError(f"substitution setting alpha={settings.alpha:g} is not above 0 and at most 1")
     for name in ("k", "rho", "rank"):
-        value = getattr(it, name)
+        value = getattr(settings, name)
         if value is not None and value < 1:
             raise PyorchError(f"substitution setting {name}={value} is below 1: leave it out for no limit")
-    if not it.temperature > 0:
-        raise PyorchError(f"substitution setting temperature={it.temperature:g} is not above 0")
+    if not settings.temperature > 0:
+        raise PyorchError(f"substitution setting temperature={settings.temperature:g} is not above 0")
     for name in ("reuse", "read_ms", "beta", "eta", "kappa"):
-        value = getattr(it, name)
+        value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"substitution setting {name}={value:g} is negative")
-    if it.beta is not None and it.read_ms is not None:
+    if settings.beta is not None and settings.read_ms is not None:
         raise PyorchError("substitution settings beta and read_ms exclude each other: read_ms chooses beta")
     for name in ("tau", "gamma"):
-        value = getattr(it, name)
+        value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
             raise PyorchError(f"substitution setting {name}={value} is not a percentile from p0 to p100")
 

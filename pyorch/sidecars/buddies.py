@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.sidecars import container as sidecar
 from pyorch.errors import FormatError
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
 
 KIND = "buddies"
 VERSION = 1
@@ -112,12 +112,12 @@ class Buddies:
             "layers": list(self.layers), "alpha": [float(self.alpha[il]) for il in self.layers],
             "similarity": self.similarity, "n_tokens": self.n_tokens,
         }
-        sidecar.write(path, KIND, VERSION, model_map, metadata, arrays)
+        container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Buddies:
         """Reads and checks a sidecar. Raises FormatError, also for lists that cannot be this model's."""
-        metadata, arrays = sidecar.read(path, KIND, VERSION, model_map)
+        metadata, arrays = container.read(path, KIND, VERSION, model_map)
         path = os.fspath(path)
         expected = [layer.il for layer in model_map.layers]
         if metadata.get("layers") != expected:

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
+from pyorch.files import check_target, publish, staging
 from pyorch.runtime.model_map import SIDECARS, ModelMap
 
 Metadata = dict[str, "str | int | float | list"]
@@ -66,8 +67,6 @@ def write(
 
     Raises PyorchError if the file cannot be written.
     """
-    from pyorch.files import check_target, publish, staging
-
     path = Path(path).absolute()
     check_target(path)
     with staging(path) as directory:

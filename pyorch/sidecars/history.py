@@ -8,28 +8,22 @@ each router (FineMoE, section 4.1), for the predictor expert-map. A request is h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import gguf
 import numpy as np
 
-from pyorch.sidecars import container as sidecar
-from pyorch.runtime.bindings import check, ffi, lib
 from pyorch.errors import FormatError, PyorchError
+from pyorch.runtime.bindings import check, ffi, lib
 from pyorch.runtime.model_map import ModelMap
-from pyorch.traces.file import Trace
+from pyorch.sidecars import container
 
 KIND = "maps"
 VERSION = 1
 
 # FineMoE keeps 1000 iterations, at distances from 3 to 6 (section 6.7).
 CAPACITY, DISTANCE, N_REQUESTS = 1000, 3, 100
-
-OnProgress = Callable[[str, int, int], None]  # "searching", tokens done, total
-
-_RECORDS_AT_ONCE = 1 << 10
 
 
 class Found(NamedTuple):
@@ -148,12 +142,12 @@ class ExpertMaps:
             "layers": [layer.il for layer in _layers(model_map)], "capacity": self.capacity, "distance": self.distance,
             "n_requests": self.request_capacity,
         }
-        sidecar.write(path, KIND, VERSION, model_map, metadata, arrays)
+        container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> ExpertMaps:
         """Reads and checks a sidecar. FormatError also for contents that cannot be this model's."""
-        metadata, arrays = sidecar.read(path, KIND, VERSION, model_map)
+        metadata, arrays = container.read(path, KIND, VERSION, model_map)
         path = os.fspath(path)
         layers = _layers(model_map)
         if metadata.get("layers") != [layer.il for layer in layers]:
@@ -175,36 +169,6 @@ class ExpertMaps:
                 it.add_request(counts)
         except PyorchError as error:
             raise FormatError(f"{path}: {error}") from None
-        return it
-
-    @classmethod
-    def from_trace(
-        cls, trace: Trace, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE,
-        n_requests: int = N_REQUESTS, on_progress: OnProgress | None = None,
-    ) -> ExpertMaps:
-        """Of the trace's tokens, in their order, and of its requests.
-
-        Raises FormatError for a trace of another model, PyorchError for one without whole distributions or tokens.
-        """
-        it = cls.for_model(model_map, capacity, distance, n_requests)
-        if trace.header.fingerprint != sidecar.fingerprint(model_map):
-            raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
-        if trace.header.router != "full":
-            raise PyorchError(f"{trace.path} has the selected experts only: record the distributions of the routers "
-                              "with --router full")
-        if not len(trace):
-            raise PyorchError(f"{trace.path} holds no tokens: there is nothing to make expert maps from")
-        if trace.records["experts"].max() >= trace.header.n_expert:
-            raise FormatError(f"{trace.path} is damaged: it has an expert {trace.records['experts'].max()}, and the "
-                              f"model has {trace.header.n_expert} a layer")
-        for start in range(0, len(trace), _RECORDS_AT_ONCE):
-            records = trace.records[start : start + _RECORDS_AT_ONCE]
-            for map, embedding in zip(records["router"], token_embeddings(model_map, records["token"])):
-                it.add(map, embedding)
-            if on_progress is not None:
-                on_progress("searching", start + len(records), len(trace))
-        for counts in _request_counts(trace):
-            it.add_request(counts)
         return it
 
     def _sizes(self) -> tuple[int, int]:
@@ -258,9 +222,7 @@ _TABLE = "token_embd.weight"
 
 
 def _layers(model_map: ModelMap):
-    from pyorch.traces.recorder import recorded_layers
-
-    layers = recorded_layers(model_map)
+    layers = model_map.decoded_layers
     if not layers:
         raise PyorchError(f"{model_map.path} has no routed experts, so there are no maps of them")
     return layers
@@ -268,18 +230,6 @@ def _layers(model_map: ModelMap):
 
 def _n_embd(model_map: ModelMap) -> int:
     return model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=0)
-
-
-def _request_counts(trace: Trace):
-    """float32[n_layers, n_expert] of each request: how often it used each expert."""
-    header = trace.header
-    n_layers, n_expert = len(header.layers), header.n_expert
-    order = np.argsort(trace.records["request"], kind="stable")
-    ends = np.flatnonzero(np.diff(trace.records["request"][order])) + 1
-    for rows in np.split(order, ends):
-        experts = trace.records["experts"][rows].swapaxes(0, 1).reshape(n_layers, -1).astype(np.int64)
-        uses = experts + n_expert * np.arange(n_layers)[:, None]
-        yield np.bincount(uses.ravel(), minlength=n_layers * n_expert).reshape(n_layers, n_expert)
 
 
 def _checked(path: str, arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], most: int) -> np.ndarray:

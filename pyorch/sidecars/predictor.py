@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.sidecars import container as sidecar
-from pyorch.runtime.engine import Engine
 from pyorch.errors import FormatError
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
 
 KIND = "predictor"
 VERSION = 2
@@ -95,7 +95,7 @@ class PredictorFile:
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. PyorchError if it cannot be written."""
-        metadata: sidecar.Metadata = {}
+        metadata: container.Metadata = {}
         arrays = {}
         if self.default_vectors is not None:
             metadata["n_tokens"] = self.default_vectors.n_tokens
@@ -107,12 +107,12 @@ class PredictorFile:
             metadata["hybrid"] = [self.hybrid[layer.il] for layer in model_map.layers]
         if self.distance is not None:
             metadata["distance"] = self.distance
-        sidecar.write(path, KIND, VERSION, model_map, metadata, arrays)
+        container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> PredictorFile:
         """Raises FormatError for a sidecar that is damaged, or of another model or version."""
-        metadata, arrays = sidecar.read(path, KIND, VERSION, model_map)
+        metadata, arrays = container.read(path, KIND, VERSION, model_map)
         n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length")
         for name, array in arrays.items():
             if not np.isfinite(array).all():

@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
+from pyorch.files import check_target
 
 MAGIC = b"PYORCHTR"
 VERSION = 2
@@ -140,8 +141,6 @@ class TraceWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
-        from pyorch.files import check_target
-
         self.path = Path(path).absolute()
         self.header = header
         self._record_dtype, self._slot_dtype = header.record_dtype(), header.slot_dtype()

@@ -13,17 +13,17 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.llama import memory
-from pyorch.sidecars import container as sidecar
-from pyorch.llama.context import Context
-from pyorch.files import check_target
-from pyorch.traces.data import read_documents
-from pyorch.runtime.engine import Stats
 from pyorch.errors import PyorchError
+from pyorch.files import check_target
+from pyorch.llama import memory
+from pyorch.llama.context import Context
 from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import DEFAULT_CTX, Model, load
+from pyorch.runtime.engine import Stats
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.runtime.observers import Routing
+from pyorch.sidecars import container
+from pyorch.traces.data import read_documents
 from pyorch.traces.file import DECODE, PREFILL, TraceHeader, TraceWriter
 
 ROUTERS = ("topk", "full")
@@ -116,24 +116,18 @@ def profile(
             return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress)
 
 
-def recorded_layers(model_map: ModelMap) -> tuple[LayerInfo, ...]:
-    """The layers that run for every token. Those that only predict further tokens come last, and do not."""
-    n_extra = model_map.metadata_int(f"{model_map.info.arch}.nextn_predict_layers", default=0)
-    return tuple(layer for layer in model_map.layers if layer.il < model_map.info.n_layers - n_extra)
-
-
 def trace_header(
     model_map: ModelMap, router: str = "topk", n_inputs: int = 0, seed: int = 0, states: bool = False
 ) -> TraceHeader:
     """Raises PyorchError for layers with different numbers of experts."""
-    layers = recorded_layers(model_map)
+    layers = model_map.decoded_layers
     widths = {layer.n_expert for layer in layers}
     if len(widths) != 1:
         raise PyorchError(f"{model_map.path} has layers of {', '.join(map(str, sorted(widths)))} experts: a trace "
                           "holds layers of one width")
     arch = model_map.info.arch
     return TraceHeader(
-        fingerprint=sidecar.fingerprint(model_map),
+        fingerprint=container.fingerprint(model_map),
         arch=arch,
         layers=tuple(layer.il for layer in layers),
         n_expert=widths.pop(),

@@ -15,14 +15,15 @@ from functools import cached_property
 import gguf
 import numpy as np
 
-from pyorch.sidecars import container as sidecar
+from pyorch.errors import BudgetError, FormatError, PyorchError
+from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.bindings import check, ffi, lib
 from pyorch.runtime.engine import Engine, Router, Stats
-from pyorch.errors import BudgetError, FormatError, PyorchError
-from pyorch.sidecars.history import ExpertMaps, token_embeddings
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.predictor import PredictorFile
 from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
+from pyorch.sidecars import container
+from pyorch.sidecars.history import ExpertMaps, token_embeddings
+from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.file import PREFILL, Trace
 
 _SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
@@ -111,7 +112,7 @@ class Recording:
         Weights are those of the trace where it has states; else probabilities, with the sum 1.
         """
         header, records = trace.header, trace.records
-        if header.fingerprint != sidecar.fingerprint(model_map):
+        if header.fingerprint != container.fingerprint(model_map):
             raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
         if not len(trace):
             raise PyorchError(f"{trace.path} holds no tokens: there is nothing to replay")
@@ -289,9 +290,9 @@ def _checked(
     prefetch = Prefetch(name, distance, prefetch.min_precision)
     if name == "oracle":
         prefetch = Prefetch(name, distance, 0.0)
-        Prefetch(NONE, distance).check(len(model_map.layers))
+        check_prefetch(Prefetch(NONE, distance), len(model_map.layers))
     else:
-        prefetch.check(len(model_map.layers))
+        check_prefetch(prefetch, len(model_map.layers))
     if tuple(layer.il for layer in model_map.layers[: len(recording.layers)]) != tuple(recording.layers):
         raise PyorchError(f"the recording has other layers than the {len(model_map.layers)} of {model_map.path} with "
                           "routed experts")

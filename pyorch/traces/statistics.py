@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pyorch.traces import routing_statistics as routing_stats
 from pyorch.errors import FormatError, PyorchError
+from pyorch.traces import routing_statistics as routing_stats
 from pyorch.traces.file import DECODE, PREFILL, Trace
 
 # Shares of a layer's experts in a cache for which hit rates are reported.

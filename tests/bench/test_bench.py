@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pyorch.bench import cgroup, disk, goals, rounds
+from pyorch.bench import cgroup, goals, rounds
+from pyorch.runtime import disk
 from pyorch.bench.job import ENGINE, STOCK, Config, Measurement, Phase
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import ratio, summarize
 from pyorch.cli import main
 from pyorch.errors import PyorchError
-from pyorch.llama.memory import GiB, MiB
+from pyorch.sizes import GiB, MiB
 from pyorch.runtime.model_map import ModelMap
 
 WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "2")

@@ -52,10 +52,10 @@ def test_bench_compares_lossy_with_lossless(model: Path):
 def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, llama_cpp\nfrom pyorch.llama import interception as managed\n"
+        "import sys, llama_cpp\nfrom pyorch.llama import interception\n"
         "llm = llama_cpp.Llama(sys.argv[1], n_ctx=256, n_threads=1, verbose=False)\n"
         f"llm({PROMPT!r}, max_tokens=24)\n"
-        "print(managed.find(llm.model).engine.substitution_stats().substituted)\n"
+        "print(interception.find(llm.model).engine.substitution_stats().substituted)\n"
     )
     done = pyorch("exec", "--budget", "25%", "--buddies", "rho=2", script, model)
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr

@@ -20,7 +20,7 @@ from architectures import Zoo, asked_for, zoo_of
 from processes import HANG_SECONDS, pyorch
 
 from pyorch.convert import children, convert, quantization
-from pyorch import files as output
+from pyorch import files
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
 from pyorch.errors import FormatError, PyorchError

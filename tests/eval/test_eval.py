@@ -22,7 +22,7 @@ from pyorch.traces.data import Document, Question
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
-from pyorch.llama.memory import MAPPED
+from pyorch.settings.budget import MAPPED
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution
 

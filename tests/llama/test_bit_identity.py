@@ -14,7 +14,7 @@ from conftest import assert_same_bits, small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError
-from pyorch.llama.memory import MAPPED
+from pyorch.settings.budget import MAPPED
 from pyorch.llama.model import LayerPolicy, Model
 
 BUDGETS = ["1536KiB", "20%", "50%", "100%", "auto"]  # from the floor to all

@@ -15,7 +15,7 @@ from mutations import set_metadata
 from processes import python
 
 import pyorch
-from pyorch.llama import interception as managed
+from pyorch.llama import interception
 from pyorch.llama.context import Context
 
 SCRIPT = """
@@ -65,9 +65,9 @@ def test_manage_holds_for_every_load_until_it_is_closed(small_moe: Path) -> None
         inside = llama_cpp.Llama(str(small_moe), n_ctx=64, verbose=False)
     outside = llama_cpp.Llama(str(small_moe), n_ctx=64, verbose=False)
     try:
-        record = managed.find(inside.model)
+        record = interception.find(inside.model)
         assert record.engine.stats().budget_bytes == record.map.info.slots_bytes // 4
-        assert managed.find(outside.model) is None
+        assert interception.find(outside.model) is None
     finally:
         inside.close()
         outside.close()
@@ -76,7 +76,7 @@ def test_manage_holds_for_every_load_until_it_is_closed(small_moe: Path) -> None
 def test_the_engine_ends_with_the_model(small_moe: Path) -> None:
     with pyorch.manage(budget="20%"):
         llm = llama_cpp.Llama(str(small_moe), n_ctx=64, verbose=False)
-    engine = managed.find(llm.model).engine
+    engine = interception.find(llm.model).engine
     assert engine.stats().budget_bytes > 0
     del llm  # never closed: what a script does that just drops its model
     gc.collect()
@@ -99,7 +99,7 @@ def test_a_vocabulary_alone_has_no_engine(small_moe: Path) -> None:
         params = llama.llama_model_default_params()
         params.vocab_only = True
         model = llama.llama_model_load_from_file(str(small_moe).encode(), params)
-        assert model and managed.find(model) is None
+        assert model and interception.find(model) is None
         llama.llama_model_free(model)
 
 

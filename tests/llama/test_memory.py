@@ -10,7 +10,9 @@ import pytest
 
 from pyorch.llama import memory
 from pyorch.errors import BudgetError
-from pyorch.llama.memory import GiB, KiB, MiB, memory_limit, parse_budget, plan
+from pyorch.llama.memory import memory_limit, plan
+from pyorch.settings.budget import Budget
+from pyorch.sizes import GiB, KiB, MiB
 from pyorch.runtime.model_map import MapInfo
 
 INFO = MapInfo(
@@ -33,30 +35,30 @@ INFO = MapInfo(
     ("250000KiB", 250000 * KiB),
 ])
 def test_a_budget_is_a_share_or_a_size(text: str | int, n_bytes: int) -> None:
-    assert parse_budget(text, INFO) == n_bytes
+    assert Budget.parse(text).resolve(INFO) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["100%", "250%", "64GiB", "1TiB"])
 def test_a_budget_above_the_model_is_all_of_it(text: str) -> None:
-    assert parse_budget(text, INFO) == INFO.slots_bytes
+    assert Budget.parse(text).resolve(INFO) == INFO.slots_bytes
 
 
 def test_a_budget_below_the_floor_is_refused_with_one_that_works() -> None:
     with pytest.raises(BudgetError) as refused:
-        parse_budget("120MiB", INFO)
+        Budget.parse("120MiB").resolve(INFO)
     assert str(refused.value) == (
         "budget 120 MiB is below the floor of 214 MiB (all experts of the largest layer): use --budget 214MiB or more"
     )
-    assert parse_budget("214MiB", INFO) == INFO.floor_bytes
+    assert Budget.parse("214MiB").resolve(INFO) == INFO.floor_bytes
 
 
 @pytest.mark.parametrize("floor", [1, 1000, 1536 * KiB + 1, 10 * MiB - 1, 213 * MiB + 1, 12 * GiB + 5])
 def test_the_budget_that_a_refusal_names_is_accepted(floor: int) -> None:
     info = replace(INFO, floor_bytes=floor, slots_bytes=64 * GiB)
     with pytest.raises(BudgetError) as refused:
-        parse_budget("0", info)
+        Budget.parse("0").resolve(info)
     named = str(refused.value).rsplit("--budget ", 1)[1].removesuffix(" or more")
-    assert parse_budget(named, info) >= floor
+    assert Budget.parse(named).resolve(info) >= floor
 
 
 NONSENSE = ["", "fast", "-5MiB", "5 parsecs", "0.4", "1e9", "50%%", "nan", "1.2.3GiB", True, None, 0.4]
@@ -65,7 +67,7 @@ NONSENSE = ["", "fast", "-5MiB", "5 parsecs", "0.4", "1e9", "50%%", "nan", "1.2.
 @pytest.mark.parametrize("text", NONSENSE)
 def test_nonsense_is_refused_with_what_is_accepted(text: object) -> None:
     with pytest.raises(BudgetError, match=r"is not understood: use a share of the experts such as 40%, a size"):
-        parse_budget(text, INFO)
+        Budget.parse(text).resolve(INFO)
 
 
 def machine(root: Path, cgroup: str = "", mountinfo: str = "", available: int = 20 * GiB) -> Path:

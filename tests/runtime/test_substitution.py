@@ -18,7 +18,8 @@ from pyorch.sidecars.buddies import LayerBuddies
 from pyorch.llama.context import Context
 from pyorch.runtime.engine import SubstitutionStats
 from pyorch.runtime.observers import Routing
-from pyorch.settings.substitution import Percentile, Substitution, apply_to_layer
+from pyorch.llama.apply import apply_substitution
+from pyorch.settings.substitution import Percentile, Substitution
 
 TEXT = "def read(path):\n    \"\"\"Read a file and return its lines.\"\"\"\n    with open(path) as file:\n        return file.readlines()\n"
 
@@ -196,7 +197,7 @@ def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n
     il = int(rng.integers(N_LAYERS))
     routing = random_routing(rng, n_tokens, n_used, il, softmax_selected)
     resident = rng.random(N_EXPERT) < rate
-    apply_to_layer(model.engine, il, it, buddies)
+    apply_substitution(model.engine, il, it, buddies)
     normalized = normalized or softmax_selected
 
     experts, weights, stats = model.engine.substitute(routing, resident, normalized, softmax_selected)

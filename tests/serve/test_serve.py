@@ -25,7 +25,7 @@ from processes import HANG_SECONDS, pyorch
 
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
-from pyorch.llama.memory import MiB
+from pyorch.sizes import MiB
 from pyorch.runtime.model_map import ModelMap
 
 # A prompt of which a part is cached is computed in other batches, whose sums round otherwise.

@@ -17,7 +17,7 @@ from conftest import CHECKPOINT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyorch.sidecars import container as sidecar
+from pyorch.sidecars import container
 from pyorch.sidecars.buddies import KIND, VERSION, Buddies, LayerBuddies
 from pyorch.cli import main
 from pyorch.convert import buddies as lists
@@ -42,7 +42,7 @@ def trace_path(model_map: ModelMap, tmp_path_factory: pytest.TempPathFactory) ->
     """300 random tokens of the small MoE: expert 0 never, the others the likelier the higher their number."""
     path = tmp_path_factory.mktemp("trace") / "small-moe.trace"
     header = TraceHeader(
-        sidecar.fingerprint(model_map), model_map.info.arch, tuple(layer.il for layer in model_map.layers), 64, 6, 128,
+        container.fingerprint(model_map), model_map.info.arch, tuple(layer.il for layer in model_map.layers), 64, 6, 128,
         n_inputs=N_INPUTS)
     write_trace(path, header, N_TOKENS, likelihood=np.r_[0, 20:83])
     return path
@@ -382,7 +382,7 @@ def test_metadata_that_does_not_fit_the_model_is_refused(buddies: Buddies, model
     path = tmp_path / "b.gguf"
     good = {"layers": list(range(8)), "alpha": [0.5] * 8, "similarity": "both", "n_tokens": 1}
     for bad in ({"layers": [0, 1]}, {"alpha": [0.5]}, {"alpha": [1.5] * 8}, {"similarity": "love"}, {"n_tokens": "1"}):
-        sidecar.write(path, KIND, VERSION, model_map, good | bad, {"x": np.zeros(1, np.float32)})
+        container.write(path, KIND, VERSION, model_map, good | bad, {"x": np.zeros(1, np.float32)})
         with pytest.raises(FormatError, match=f"^{path} ") as refused:
             Buddies.read(path, model_map)
         assert "\n" not in str(refused.value)

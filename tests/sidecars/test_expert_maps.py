@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from native_build import built_tests
 from processes import HANG_SECONDS
 
-from pyorch.sidecars import container as sidecar
+from pyorch.sidecars import container
 from pyorch.cli import main
 from pyorch.runtime.engine import Engine
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sidecars.history import KIND, VERSION, ExpertMaps, token_embeddings
 from pyorch.runtime.model_map import ModelMap
+from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
 CLOSE = 2e-5  # cosines of float32 sums
@@ -402,7 +403,7 @@ def write_trace(path: Path, model_map: ModelMap, n: int = 60, router: str = "ful
     """Random tokens of five requests, in a batch: their records are mixed."""
     random = np.random.default_rng(4)
     layers = tuple(layer.il for layer in model_map.layers)
-    header = TraceHeader(sidecar.fingerprint(model_map), model_map.info.arch, layers, 64, 6, 128, router=router)
+    header = TraceHeader(container.fingerprint(model_map), model_map.info.arch, layers, 64, 6, 128, router=router)
     records = np.zeros(n, header.record_dtype())
     records["request"] = np.arange(n) % 5
     records["token"] = random.integers(0, 500, n)
@@ -433,7 +434,7 @@ def test_embeddings_are_the_rows_of_the_token_table(small_moe: Path, small_moe_q
 
 def test_a_trace_gives_its_tokens_and_its_requests(model_map: ModelMap, tmp_path: Path) -> None:
     trace = Trace(write_trace(tmp_path / "t.trace", model_map))
-    there = ExpertMaps.from_trace(trace, model_map).export()
+    there = maps_from_trace(trace, model_map).export()
     np.testing.assert_array_equal(there.maps, trace.records["router"].astype(np.float32))
     np.testing.assert_array_equal(there.embeddings, token_embeddings(model_map, trace.records["token"]))
     assert there.requests.shape == (5, 8, 64) and (there.requests.sum(axis=2) == 12 * 6).all()
@@ -446,20 +447,20 @@ def test_a_trace_gives_its_tokens_and_its_requests(model_map: ModelMap, tmp_path
 
 def test_a_trace_that_does_not_do_is_refused(model_map: ModelMap, dense_model: Path, tmp_path: Path) -> None:
     with pytest.raises(PyorchError, match="--router full"):
-        ExpertMaps.from_trace(Trace(write_trace(tmp_path / "a.trace", model_map, router="topk")), model_map)
+        maps_from_trace(Trace(write_trace(tmp_path / "a.trace", model_map, router="topk")), model_map)
     with pytest.raises(PyorchError, match="holds no tokens"):
-        ExpertMaps.from_trace(Trace(write_trace(tmp_path / "b.trace", model_map, n=0)), model_map)
+        maps_from_trace(Trace(write_trace(tmp_path / "b.trace", model_map, n=0)), model_map)
     trace = Trace(write_trace(tmp_path / "c.trace", model_map))
     with pytest.raises(PyorchError, match="capacity of expert maps is at least 1, not 0"):
-        ExpertMaps.from_trace(trace, model_map, capacity=0)
+        maps_from_trace(trace, model_map, capacity=0)
     with ModelMap(dense_model) as dense, pytest.raises(PyorchError, match="no routed experts"):
-        ExpertMaps.from_trace(trace, dense)
+        maps_from_trace(trace, dense)
 
 
 def test_a_trace_of_another_model_is_refused(model_map: ModelMap, small_moe_q4: Path, tmp_path: Path) -> None:
     trace = Trace(write_trace(tmp_path / "t.trace", model_map))
     with ModelMap(small_moe_q4) as other, pytest.raises(FormatError, match="another model"):
-        ExpertMaps.from_trace(trace, other)
+        maps_from_trace(trace, other)
 
 
 # The sidecar
@@ -468,7 +469,7 @@ def test_a_trace_of_another_model_is_refused(model_map: ModelMap, small_moe_q4: 
 @pytest.fixture(scope="module")
 def maps(model_map: ModelMap, tmp_path_factory: pytest.TempPathFactory) -> ExpertMaps:
     trace = Trace(write_trace(tmp_path_factory.mktemp("maps") / "t.trace", model_map))
-    return ExpertMaps.from_trace(trace, model_map, capacity=20, distance=2, n_requests=4)
+    return maps_from_trace(trace, model_map, capacity=20, distance=2, n_requests=4)
 
 
 def test_what_is_written_is_read(maps: ExpertMaps, model_map: ModelMap, tmp_path: Path) -> None:
@@ -517,7 +518,7 @@ def test_contents_that_cannot_be_are_refused(maps: ExpertMaps, model_map: ModelM
     path = tmp_path / "m.gguf"
     metadata = {"layers": list(range(8)), "capacity": 20, "distance": 2, "n_requests": 4}
     arrays = vars(maps.export())
-    sidecar.write(path, KIND, VERSION, model_map, metadata, arrays)
+    container.write(path, KIND, VERSION, model_map, metadata, arrays)
     ExpertMaps.read(path, model_map)
 
     def put(name: str, value: float) -> dict[str, np.ndarray]:
@@ -536,7 +537,7 @@ def test_contents_that_cannot_be_are_refused(maps: ExpertMaps, model_map: ModelM
         ({}, {"embeddings": arrays["embeddings"].astype(np.float16)}, "embeddings has the shape"),
         ({}, {"requests": np.zeros((1, 8, 64), np.float32)}, "not all 0"),
     ):
-        sidecar.write(path, KIND, VERSION, model_map, metadata | bad_metadata, arrays | bad_arrays)
+        container.write(path, KIND, VERSION, model_map, metadata | bad_metadata, arrays | bad_arrays)
         with pytest.raises(FormatError, match=what) as refused:
             ExpertMaps.read(path, model_map)
         assert str(refused.value).startswith(str(path))

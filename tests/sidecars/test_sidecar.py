@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ggufs import split
 
-from pyorch.sidecars import container as sidecar
+from pyorch.sidecars import container
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 
@@ -32,20 +32,20 @@ def model_map(small_moe: Path):
 @pytest.fixture
 def written(model_map: ModelMap, tmp_path: Path) -> Path:
     path = tmp_path / "model.buddies.gguf"
-    sidecar.write(path, "buddies", 3, model_map, METADATA, ARRAYS)
+    container.write(path, "buddies", 3, model_map, METADATA, ARRAYS)
     return path
 
 
 def refusal(path: Path, model_map: ModelMap, kind: str = "buddies", version: int = 3) -> str:
     with pytest.raises(FormatError) as refused:
-        sidecar.read(path, kind, version, model_map)
+        container.read(path, kind, version, model_map)
     sentence = str(refused.value)
     assert str(path) in sentence and "\n" not in sentence
     return sentence
 
 
 def test_what_is_written_is_read(written: Path, model_map: ModelMap) -> None:
-    metadata, arrays = sidecar.read(written, "buddies", 3, model_map)
+    metadata, arrays = container.read(written, "buddies", 3, model_map)
     assert metadata == METADATA
     assert arrays.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
@@ -53,8 +53,8 @@ def test_what_is_written_is_read(written: Path, model_map: ModelMap) -> None:
 
 
 def test_its_default_place_is_where_the_model_looks(small_moe: Path, model_map: ModelMap) -> None:
-    path = sidecar.default_path(small_moe, "maps")
-    sidecar.write(path, "maps", 1, model_map, METADATA, ARRAYS)
+    path = container.default_path(small_moe, "maps")
+    container.write(path, "maps", 1, model_map, METADATA, ARRAYS)
     assert model_map.sidecars()["maps"] == path
     path.unlink()
 
@@ -65,7 +65,7 @@ def test_a_model_in_shards_has_the_fingerprint_of_the_whole(
     shards = split(small_moe, tmp_path / "split.gguf", max_tensors=40)
     with ModelMap(shards[0]) as of_shards:
         assert of_shards.info.n_files > 1
-        assert sidecar.fingerprint(of_shards) == sidecar.fingerprint(model_map)
+        assert container.fingerprint(of_shards) == container.fingerprint(model_map)
 
 
 def test_another_quantization_is_another_model(written: Path, small_moe_q4: Path) -> None:
@@ -123,7 +123,7 @@ def test_wherever_a_sidecar_is_cut_off_it_is_refused(written: Path, model_map: M
         written.write_bytes(content[:length])
         assert "cut off" in refusal(written, model_map)
     written.write_bytes(content[:end])
-    sidecar.read(written, "buddies", 3, model_map)
+    container.read(written, "buddies", 3, model_map)
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(written: Path, model_map: ModelMap, monkeypatch) -> None:
@@ -134,10 +134,10 @@ def test_a_disk_that_is_full_leaves_what_was_there(written: Path, model_map: Mod
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", fail)
     with pytest.raises(PyorchError, match="No space left"):
-        sidecar.write(written, "buddies", 3, model_map, {}, ARRAYS)
+        container.write(written, "buddies", 3, model_map, {}, ARRAYS)
     assert written.read_bytes() == before and list(written.parent.iterdir()) == [written]
 
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path, model_map: ModelMap) -> None:
     with pytest.raises(PyorchError, match="create it first"):
-        sidecar.write(tmp_path / "absent" / "x.gguf", "buddies", 3, model_map, METADATA, ARRAYS)
+        container.write(tmp_path / "absent" / "x.gguf", "buddies", 3, model_map, METADATA, ARRAYS)

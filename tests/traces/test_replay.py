@@ -21,6 +21,7 @@ from pyorch.sidecars.history import ExpertMaps
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import Prefetch
 from pyorch.traces.recorder import profile
+from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.replay import Recording, Replayed, ReplaySettings, read_router, replay
 from pyorch.traces.file import Trace
 
@@ -184,7 +185,7 @@ def test_previous_token_recalls_what_did_not_change(model_map: ModelMap, recordi
 
 
 def test_maps_are_searched_and_left_as_they_were(model_map: ModelMap, recording: Recording, trace: Path) -> None:
-    maps = ExpertMaps.from_trace(Trace(trace), model_map, capacity=1000)
+    maps = maps_from_trace(Trace(trace), model_map, capacity=1000)
     for predictor in ("expert-map", "activation-matrix"):
         settings = ReplaySettings(prefetch=Prefetch(predictor, 2, 0.2), budget="50%")
         known = replay(model_map, recording, settings, maps)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.llama.memory import MiB
+from pyorch.sizes import MiB
 from pyorch.runtime.model_map import ByteRange, ModelMap
 
 _ALIGNMENT = 4096

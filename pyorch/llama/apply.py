@@ -1,0 +1,146 @@
+"""Gives an engine what settings ask for, with what the sidecars beside the model hold for it."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from pyorch.errors import PyorchError
+from pyorch.runtime.engine import FORESIGHT, PREDICTORS, Engine
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.prefetch import AUTO, DISTANCE, SPECULATIVE, Prefetch
+from pyorch.settings.substitution import MISSES, MODES, OFF, ORDERS, WEIGHTS, Percentile, Substitution
+from pyorch.sidecars.buddies import Buddies, LayerBuddies
+from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.predictor import PredictorFile
+
+_OF_FILE = ("quasi-hidden", "estimator", "hybrid")  # predictors that are made with the predictor file
+
+
+def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
+    """PyorchError for what a model with so many layers with routed experts cannot do."""
+    if prefetch.predictor in FORESIGHT["predictor"]:
+        raise PyorchError(f'prefetch "{prefetch.predictor}" needs to know the future: only pyorch replay does')
+    if prefetch.predictor != AUTO and prefetch.predictor not in PREDICTORS:
+        raise PyorchError(f'prefetch "{prefetch.predictor}" is not known: use {", ".join((AUTO, *PREDICTORS))}')
+    if prefetch.distance is not None and not 1 <= prefetch.distance <= n_layers:
+        raise PyorchError(f"prefetch distance {prefetch.distance} is not from 1 to {n_layers}, the layers with experts")
+    if not 0 <= prefetch.min_precision <= 1:
+        raise PyorchError(f"prefetch precision {prefetch.min_precision:g} is not from 0 to 1")
+
+
+def apply_prefetch(prefetch: Prefetch, engine: Engine, model_map: ModelMap, il: int | None = None) -> None:
+    """Sets it for all layers, or for one.
+
+    Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs, and for "auto" where one layer
+    is to be set; FormatError if a sidecar is damaged or another model's.
+    """
+    n_layers = len(engine.n_expert)
+    check_prefetch(prefetch, n_layers)
+    if prefetch.predictor == AUTO and il is not None:
+        raise PyorchError('prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one')
+    predictor = _best_predictor(model_map) if prefetch.predictor == AUTO else prefetch.predictor
+    distance = prefetch.distance
+    if predictor in _OF_FILE:
+        file = _read_file(model_map)
+        if predictor != "quasi-hidden" and file.estimator is None:
+            raise PyorchError(f"the predictor {predictor} needs an estimator, and {model_map.path} has none beside it: "
+                              "make one with pyorch train-predictor")
+        file.apply(engine)
+        distance = distance or file.distance
+    distance = min(distance or DISTANCE, n_layers)
+    if prefetch.searches_maps and engine.maps is None:
+        sidecar = model_map.sidecars().get("maps")
+        maps = ExpertMaps.read(sidecar, model_map) if sidecar is not None else ExpertMaps.for_model(model_map, distance=distance)
+        engine.set_maps(maps)
+    if il is None:
+        engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO)
+    else:
+        engine.set_layer_prefetch(il, predictor, distance, prefetch.min_precision)
+
+
+def speculative(prefetch: Prefetch, model_map: ModelMap) -> Prefetch:
+    """What is executed in place of the routers' choice (Speculating Experts, section 4): itself, and for "auto"
+    hybrid where the model has an estimator, else quasi-hidden.
+
+    Raises PyorchError for a predictor whose forecasts cannot be executed.
+    """
+    if prefetch.predictor == AUTO:
+        return Prefetch(_best_predictor(model_map), prefetch.distance, prefetch.min_precision)
+    if prefetch.predictor not in SPECULATIVE:
+        raise PyorchError(f'what "{prefetch.predictor}" predicts has no weights to compute with: '
+                          f"speculate with {', '.join(SPECULATIVE)}")
+    return prefetch
+
+
+def apply_substitution(engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None) -> None:
+    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them."""
+    settings = substitution or OFF
+    if settings.needs_buddies and buddies is None:
+        raise PyorchError(f"substitution in layer {il} needs buddy lists: make them with `pyorch buddies`")
+    layer = buddies.layers[il] if buddies is not None else None
+    if settings.mode == "buddies":
+        lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
+        engine.set_buddies(il, lists.ids, lists.q, lists.scale)
+    never = math.inf
+    engine.set_substitution(
+        il,
+        {
+            "mode": MODES.index(settings.mode),
+            "prefill": settings.prefill,
+            "search_rank": settings.rank or 0,
+            "max_per_token": settings.rho or 0,
+            "weight": WEIGHTS.index(settings.weight),
+            "order": ORDERS.index(settings.order),
+            "on_miss": MISSES.index(settings.miss),
+            "tau": -never if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
+            "temperature": settings.temperature,
+            "gamma": never if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
+            "beta": never if settings.beta is None else settings.beta,
+            "read_ms": settings.read_ms or 0,
+            "eta": settings.eta,
+            "kappa": settings.kappa,
+            "reuse": settings.reuse,
+            "seed": settings.seed,
+        },
+    )
+
+
+def find_buddies(
+    substitution: Substitution | None, buddies: Buddies | str | os.PathLike[str] | None, model_map: ModelMap
+) -> Buddies | None:
+    """The lists that a substitution needs: those given, or the sidecar's beside the model.
+
+    Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
+    """
+    if isinstance(buddies, Buddies):
+        return buddies
+    if buddies is None:
+        if substitution is None or not substitution.needs_buddies or not model_map.layers:
+            return None
+        buddies = model_map.sidecars().get("buddies")
+        if buddies is None:
+            raise PyorchError(
+                f"there are no buddy lists beside {model_map.path}: make them with `pyorch buddies`, or name them "
+                "with --buddies-file"
+            )
+    return Buddies.read(buddies, model_map)
+
+
+def _threshold(value: float | Percentile, layer: LayerBuddies | None, distribution: str) -> float:
+    if not isinstance(value, Percentile):
+        return value
+    percentiles = getattr(layer, distribution)
+    low = math.floor(value.percent)
+    high = min(low + 1, len(percentiles) - 1)
+    return float(percentiles[low] + (value.percent - low) * (percentiles[high] - percentiles[low]))
+
+
+def _best_predictor(model_map: ModelMap) -> str:
+    return "hybrid" if _read_file(model_map).estimator is not None else "quasi-hidden"
+
+
+def _read_file(model_map: ModelMap) -> PredictorFile:
+    """The predictor file beside the model, an empty one where there is none."""
+    sidecar = model_map.sidecars().get("predictor")
+    return PredictorFile.read(sidecar, model_map) if sidecar is not None else PredictorFile()

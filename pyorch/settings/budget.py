@@ -1,0 +1,62 @@
+"""How much memory the routed experts of a model may occupy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pyorch.errors import BudgetError
+from pyorch.sizes import Amount, as_option, format_bytes
+
+_ACCEPTED = "use a share of the experts such as 40%, a size such as 1.5GiB or 800MB, or auto"
+
+
+class ExpertSizes(Protocol):
+    """What a budget is measured by, such as MapInfo: the bytes of all experts, and of the least that works."""
+
+    slots_bytes: int
+    floor_bytes: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A share of the experts, a size, or one of AUTO and MAPPED, which have no amount."""
+
+    amount: Amount | None
+    name: str = ""
+
+    @classmethod
+    def parse(cls, text: int | str | Budget) -> Budget:
+        """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "mapped". BudgetError for what is none of these."""
+        if isinstance(text, Budget):
+            return text
+        if text in _NAMED:
+            return _NAMED[text]
+        try:
+            return cls(Amount.parse(text))
+        except ValueError:
+            raise BudgetError(f'budget "{text}" is not understood: {_ACCEPTED}') from None
+
+    def resolve(self, experts: ExpertSizes) -> int:
+        """Bytes for the experts of a model, at most what all of them occupy.
+
+        Raises BudgetError below the floor, and where this is not an amount.
+        """
+        if self.amount is None:
+            raise BudgetError(f'an engine needs a size as its budget, not "{self}"')
+        n = self.amount.of(experts.slots_bytes)
+        if n < experts.floor_bytes:
+            raise BudgetError(
+                f"budget {format_bytes(n)} is below the floor of {format_bytes(experts.floor_bytes, round_up=True)} "
+                f"(all experts of the largest layer): use --budget {as_option(experts.floor_bytes)} or more"
+            )
+        return min(n, experts.slots_bytes)
+
+    def __str__(self) -> str:
+        """What parse() reads."""
+        return self.name or str(self.amount)
+
+
+AUTO = Budget(None, "auto")  # what the memory limit leaves
+MAPPED = Budget(None, "mapped")  # experts stay mapped from the file and nothing manages them: the reference of verify
+_NAMED = {str(budget): budget for budget in (AUTO, MAPPED)}

@@ -1,0 +1,66 @@
+"""Numbers of bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {_letter: 1 << 10 * _power, f"{_letter}IB": 1 << 10 * _power, f"{_letter}B": 1000**_power}
+
+_NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", re.IGNORECASE)
+
+
+def format_bytes(n: float, round_up: bool = False) -> str:
+    """A size for people, such as 214 MiB; rounded up where the number must suffice."""
+    unit, name = next(((u, s) for u, s in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")) if n >= 10 * u), (1, "bytes"))
+    if unit == 1 or name == "KiB":
+        unit, name = (KiB, "KiB") if n >= KiB else (1, "bytes")
+    scale = 10 if unit == GiB else 1
+    value = (math.ceil if round_up else round)(n * scale / unit) / scale
+    return f"{value:.1f} {name}" if scale > 1 else f"{value:.0f} {name}"
+
+
+def as_option(n: int) -> str:
+    """A size that suffices for n bytes, as an option takes it: 214MiB."""
+    return format_bytes(n, round_up=True).replace(" ", "").removesuffix("bytes")
+
+
+@dataclass(frozen=True)
+class Amount:
+    """Bytes, or a share of a whole that is not known yet: one of the two is None. share: 0.4 is 40 %."""
+
+    n_bytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: int | str) -> Amount:
+        """Of bytes as a number, or of text: a size such as "1.5GiB", "800MB" or "4096", or a share such as "40%".
+
+        ValueError for what is neither.
+        """
+        if isinstance(text, int) and not isinstance(text, bool):
+            return cls(text)
+        match = _NUMBER_AND_UNIT.fullmatch(str(text))
+        if match is None:
+            raise ValueError(f"{text!r} is not a number with a unit")
+        number, unit = match.groups()
+        if unit == "%":
+            return cls(share=float(number) / 100)
+        factor = _UNITS.get(unit.upper())
+        # A bare 0.4 may be meant as a share or as bytes: neither is assumed.
+        if factor is None or (unit == "" and "." in number):
+            raise ValueError(f"{text!r} is neither a size nor a share")
+        return cls(round(float(number) * factor))
+
+    def of(self, whole: int) -> int:
+        """Bytes, where the whole has so many."""
+        return self.n_bytes if self.n_bytes is not None else math.ceil(self.share * whole)
+
+    def __str__(self) -> str:
+        """What parse() reads."""
+        return str(self.n_bytes) if self.n_bytes is not None else f"{self.share * 100:.12g}%"
