@@ -15,7 +15,7 @@ import numpy as np
 from pyorch.runtime.bindings import check, ffi, lib, string
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
+from pyorch.runtime.observers import Prediction, Routing, observer_callback, prediction_callback
 from pyorch.settings.budget import Budget
 
 

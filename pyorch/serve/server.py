@@ -103,7 +103,7 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
                 interception.plan_context(record, params, widen)
                 ubatch = params.n_ubatch
             else:
-                managed.try_context(record, params)
+                interception.try_context(record, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))

@@ -20,7 +20,7 @@ from pyorch.llama.context import Context
 from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import DEFAULT_CTX, Model, load
 from pyorch.runtime.engine import Stats
-from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Routing
 from pyorch.sidecars import container
 from pyorch.traces.data import read_documents

@@ -239,7 +239,7 @@ def test_full_file_system_leaves_nothing(plain, tmp_path, monkeypatch):
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=7m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("this system does not let root mount")
-    monkeypatch.setattr(output, "check_free_space", lambda *_: None)
+    monkeypatch.setattr(files, "check_free_space", lambda *_: None)
     try:
         for quantize in ("BF16", "Q8_0"):  # 15 MB: fails amid tensors; 8 MB: fails at the last ones
             refuse(plain, disk / "model.gguf", f"writing to {disk} failed", "disk is full", quantize=quantize)

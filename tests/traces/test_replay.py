@@ -17,7 +17,6 @@ from pyorch.cli.replay import parse_rate
 from pyorch.llama.context import Context
 from pyorch.runtime.engine import Engine, Stats
 from pyorch.errors import BudgetError, FormatError, PyorchError
-from pyorch.sidecars.history import ExpertMaps
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import Prefetch
 from pyorch.traces.recorder import profile
