@@ -23,6 +23,17 @@ _FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-38, 1e38, 1e300, float("inf"), float("-inf")
 _TEXTS = (b"", b"\xff\xfe\x80", b"%s%n", b"\0", b"a" * 100, b"../../x", b"\n", "ü".encode())
 
 
+# Of other types than a reader may expect: (type, value as it is written)
+_VALUES = (
+    *((value_type, struct.pack(_FORMATS[value_type], value)) for value_type, value in
+      ((0, 1), (0, 255), (4, 0), (4, 2), (5, -1), (6, 2.0), (6, float("nan")), (7, 1), (10, 2**63), (11, -(2**63)), (12, float("inf")))),
+    (_STRING, struct.pack("<Q", 0)), (_STRING, struct.pack("<Q", 3) + b"1e9"), (_STRING, struct.pack("<Q", 2) + b"\xff\xfe"),
+    (_ARRAY, struct.pack("<IQ", 4, 0)), (_ARRAY, struct.pack("<IQII", 4, 2, 1, 0)), (_ARRAY, struct.pack("<IQQ", _STRING, 1, 0)),
+    (_ARRAY, struct.pack("<IQff", 6, 2, 0.5, float("nan"))), (_ARRAY, struct.pack("<IQ", 5, 600) + struct.pack("<i", -1) * 600),
+    (_ARRAY, struct.pack("<IQBB", 7, 2, 1, 0)),
+)
+
+
 @dataclass(frozen=True)
 class Place:
     """Something in a file that can be changed without moving the rest. format: of struct, "" for the bytes of a string."""
@@ -106,7 +117,9 @@ def gguf_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]
     by_kind: dict[str, list[Place]] = {}
     for place in known.places:
         by_kind.setdefault(place.kind, []).append(place)
-    kinds = sorted(by_kind) + ["value"] * 6 + ["structure"] * 3  # what most readers trust gets most tries
+    # What most readers trust gets most tries.
+    kinds = sorted(by_kind) + ["value"] * 6 + ["structure"] * 5
+    kinds += [kind for kind in ("array length", "array length", "string") if kind in by_kind]
 
     def mutate(chance: random.Random) -> tuple[str, bytes]:
         damaged, said = bytearray(content), []
@@ -167,6 +180,15 @@ def set_metadata(content: bytes, key: str, value: int) -> bytes:
     return bytes(damaged)
 
 
+def nested(content: bytes, levels: int) -> bytes:
+    """A copy of a GGUF with an array in an array in an array."""
+    known, key = anatomy(content), b"pyorch.nested"
+    value = struct.pack("<IQ", _ARRAY, 1) * levels + struct.pack("<IQ", 4, 0)
+    metadata = [content[begin:end] for _, begin, end in known.metadata]
+    metadata.append(struct.pack("<Q", len(key)) + key + struct.pack("<I", _ARRAY) + value)
+    return _joined(content, known, metadata, [content[begin:end] for _, begin, end in known.tensors])
+
+
 def _change(damaged: bytearray, place: Place, chance: random.Random) -> str:
     if not place.format:
         text = chance.choice(_TEXTS)[: place.size].ljust(place.size, b"x")
@@ -196,25 +218,33 @@ def _restructured(content: bytes, known: Anatomy, chance: random.Random) -> tupl
     """Without a part, with one twice, with one in another's place, or cut off."""
     metadata = [content[begin:end] for _, begin, end in known.metadata]
     tensors = [content[begin:end] for _, begin, end in known.tensors]
-    how = chance.choice(("no", "no", "no", "twice", "cut", "nested", "exchanged"))
+    how = chance.choice(("no", "no", "no", "retyped", "retyped", "retyped", "twice", "cut", "nested", "exchanged"))
     parts, names = chance.choice(((metadata, known.metadata), (metadata, known.metadata), (tensors, known.tensors)))
     i = chance.randrange(len(parts))
     said = f"{how} {names[i][0]}"
     if how == "cut":
         cut = chance.choice((chance.randrange(len(content)), chance.randrange(known.data)))
         return f"cut off at {cut}", content[:cut]
-    if how == "no":
+    if how == "retyped":
+        key, begin, _ = chance.choice(known.metadata)
+        i = [name for name, _, _ in known.metadata].index(key)
+        value_type, value = chance.choice(_VALUES)
+        end_of_key = 8 + struct.unpack_from("<Q", content, begin)[0]
+        metadata[i] = metadata[i][:end_of_key] + struct.pack("<I", value_type) + value
+        said = f"{key} has the type {value_type} and the bytes {value.hex()}"
+    elif how == "no":
         del parts[i]
     elif how == "twice":
         parts.append(parts[i])
     elif how == "exchanged":
         j = chance.randrange(len(parts))
         parts[i], parts[j] = parts[j], parts[i]
-    else:  # an array in an array in an array
-        key = b"pyorch.nested"
+    else:
         levels = chance.choice((2, 5, 100_000))
-        metadata.append(struct.pack("<Q", len(key)) + key + struct.pack("<I", _ARRAY)
-                        + struct.pack("<IQ", _ARRAY, 1) * levels + struct.pack("<IQ", 4, 0))
-        said = f"{levels} nested arrays"
+        return f"{levels} nested arrays", nested(content, levels)
+    return said, _joined(content, known, metadata, tensors)
+
+
+def _joined(content: bytes, known: Anatomy, metadata: list[bytes], tensors: list[bytes]) -> bytes:
     head = content[:8] + struct.pack("<QQ", len(tensors), len(metadata)) + b"".join(metadata) + b"".join(tensors)
-    return said, head.ljust(-(-len(head) // known.alignment) * known.alignment, b"\0") + content[known.data :]
+    return head.ljust(-(-len(head) // known.alignment) * known.alignment, b"\0") + content[known.data :]

@@ -27,7 +27,7 @@ _FINGERPRINT = "pyorch.sidecar.fingerprint"
 # Of one expert of each layer. Tells apart two quantizations of a model that have the same types.
 _SAMPLE_BYTES = 4096
 
-# What GGUFReader raises for a file that ends too early or says what cannot be.
+# What GGUFReader raises for text that is not UTF-8, types of another version, and what else cannot be.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError)
 
 
@@ -96,26 +96,25 @@ def read(
     Raises FormatError: no such file, not a sidecar, of another kind, version or model, damaged or cut off.
     """
     path = Path(path)
-    reader = _open(path)
-    found = _content(reader, _KIND)
+    prefix = f"{kind}."
+    contents, arrays = _contents(path, (_KIND, _VERSION, _FINGERPRINT, prefix))
+    found = contents.get(_KIND)
     if found is None:
         raise FormatError(f"{path} is a GGUF file, but not a sidecar of pyorch: it has no {_KIND}")
     if found != kind:
-        raise FormatError(f"{path} is a sidecar of the kind {found}, not {kind}")
-    found = _content(reader, _VERSION)
+        raise FormatError(f"{path} is a sidecar of the kind {found!r}, not {kind}")
+    found = contents.get(_VERSION)
     if found != version:
-        raise FormatError(f"{path} has version {found} of the {kind} format, this pyorch reads version {version}: "
+        raise FormatError(f"{path} has version {found!r} of the {kind} format, this pyorch reads version {version}: "
                           "make it again")
-    if _content(reader, _FINGERPRINT) != fingerprint(model_map):
+    if contents.get(_FINGERPRINT) != fingerprint(model_map):
         raise FormatError(f"{path} belongs to another model than {model_map.path}: its fingerprint differs; "
                           "make it again for this model")
-    prefix = f"{kind}."
-    metadata = {key.removeprefix(prefix): field.contents() for key, field in reader.fields.items()
-                if key.startswith(prefix)}
-    return metadata, {tensor.name: tensor.data for tensor in reader.tensors}
+    return {key.removeprefix(prefix): value for key, value in contents.items() if key.startswith(prefix)}, arrays
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str, np.ndarray]]:
+    """The metadata whose keys begin so, and all arrays."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -126,14 +125,13 @@ def _open(path: Path) -> gguf.GGUFReader:
     if magic != b"GGUF":
         raise FormatError(f"{path} is not a sidecar of pyorch: it does not begin with GGUF")
     try:
-        return gguf.GGUFReader(path)
-    except _DAMAGE:
+        # First by the library: a count that the file cannot hold would keep GGUFReader going for hours.
+        ModelMap(path).close()
+        reader = gguf.GGUFReader(path)
+        return ({key: field.contents() for key, field in reader.fields.items() if key.startswith(prefixes)},
+                {tensor.name: tensor.data for tensor in reader.tensors})
+    except (FormatError, *_DAMAGE):
         raise FormatError(f"{path} is damaged or cut off: make it again") from None
-
-
-def _content(reader: gguf.GGUFReader, key: str) -> object:
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:

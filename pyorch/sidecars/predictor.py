@@ -119,15 +119,19 @@ class PredictorFile:
                 raise FormatError(f"{os.fspath(path)}: {name} does not hold numbers only")
         hybrid = metadata.get("hybrid")
         if hybrid is not None:
+            if not isinstance(hybrid, list):
+                raise FormatError(f"{os.fspath(path)}: it does not choose a predictor for each layer, but says {hybrid!r}")
             if len(hybrid) != len(model_map.layers):
                 raise FormatError(f"{os.fspath(path)}: it chooses predictors for {len(hybrid)} layers, the model has "
                                   f"{len(model_map.layers)} with experts")
             hybrid = {layer.il: bool(estimated) for layer, estimated in zip(model_map.layers, hybrid)}
-        distance = metadata.get("distance")
-        if distance is not None and not 1 <= distance <= len(model_map.layers):
-            raise FormatError(f"{os.fspath(path)}: a prefetch distance of {distance} layers cannot be")
+        distance, n_tokens = metadata.get("distance"), metadata.get("n_tokens", 0)
+        if distance is not None and not (isinstance(distance, int) and 1 <= distance <= len(model_map.layers)):
+            raise FormatError(f"{os.fspath(path)}: a prefetch distance of {distance!r} layers cannot be")
+        if not isinstance(n_tokens, int) or n_tokens < 0:
+            raise FormatError(f"{os.fspath(path)}: default vectors of {n_tokens!r} tokens cannot be")
         return cls(
-            _default_vectors(path, model_map, arrays, int(metadata.get("n_tokens", 0)), n_embd),
+            _default_vectors(path, model_map, arrays, n_tokens, n_embd),
             _estimator(path, model_map, arrays, n_embd), hybrid, distance,
         )
 

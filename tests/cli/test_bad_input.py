@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ggufs import split, write_moe_model
 from mutations import set_metadata
@@ -12,6 +13,9 @@ from mutations import set_metadata
 from pyorch.llama import memory
 from pyorch.cli import main
 from pyorch.llama.model import load
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.container import default_path
+from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 
 
 @pytest.fixture
@@ -114,6 +118,22 @@ def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
     bits = 0xBF800000  # of the float -1
     tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), "dots1.attention.layer_norm_rms_epsilon", bits))
     assert "layer_norm_rms_epsilon is -1, and must be 0 or more" in refused("run", tiny_moe, "-p", "x")
+
+
+@pytest.mark.parametrize("damage", ["text", "length"])
+def test_a_damaged_sidecar_is_blamed_and_not_the_model(refused, tiny_moe: Path, damage: str) -> None:
+    sidecar = default_path(tiny_moe, "predictor")
+    with ModelMap(tiny_moe) as model_map:
+        vectors = {layer.il: np.ones((layer.n_expert, 64), np.float32) for layer in model_map.layers}
+        counts = {layer.il: np.ones(layer.n_expert, np.int64) for layer in model_map.layers}
+        hybrid = dict.fromkeys(vectors, False)
+        PredictorFile(DefaultVectors(vectors, counts, 1), hybrid=hybrid).write(sidecar, model_map)
+    whole = sidecar.read_bytes()
+    if damage == "text":
+        sidecar.write_bytes(whole.replace(b"predictor.n_tokens", b"predictor.n_token\xff"))
+    else:
+        sidecar.write_bytes(set_metadata(whole, "length of predictor.hybrid", 2**40))
+    assert refused("run", tiny_moe, "-p", "x", "--budget", "60%") == f"{sidecar} is damaged or cut off: make it again"
 
 
 @pytest.mark.parametrize("budget", ["1%", "1KiB", "0"])

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from ggufs import split
+from mutations import anatomy, nested, set_metadata
 
 from pyorch.sidecars import container
 from pyorch.errors import FormatError, PyorchError
@@ -124,6 +125,27 @@ def test_wherever_a_sidecar_is_cut_off_it_is_refused(written: Path, model_map: M
         assert "cut off" in refusal(written, model_map)
     written.write_bytes(content[:end])
     container.read(written, "buddies", 3, model_map)
+
+
+@pytest.mark.parametrize("n", [4, 2**32, 2**40, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("key", ["buddies.layers", "buddies.words"])
+def test_a_list_longer_than_the_file_is_refused(written: Path, model_map: ModelMap, key: str, n: int) -> None:
+    # A reader that makes one element after another would be busy for hours.
+    written.write_bytes(set_metadata(written.read_bytes(), f"length of {key}", n))
+    assert "damaged" in refusal(written, model_map)
+
+
+@pytest.mark.parametrize("what", ["buddies.name", "pyorch.sidecar.fingerprint", "a key", "a tensor's name"])
+def test_text_that_is_not_utf_8_is_refused(written: Path, model_map: ModelMap, what: str) -> None:
+    content = written.read_bytes()
+    place = next(place for place in reversed(anatomy(content).places) if place.what == what and not place.format)
+    written.write_bytes(content[: place.offset] + b"\xff" * place.size + content[place.offset + place.size :])
+    assert "damaged" in refusal(written, model_map)
+
+
+def test_lists_in_lists_in_lists_are_refused(written: Path, model_map: ModelMap) -> None:
+    written.write_bytes(nested(written.read_bytes(), levels=100_000))
+    assert "damaged" in refusal(written, model_map)
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(written: Path, model_map: ModelMap, monkeypatch) -> None:
