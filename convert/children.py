@@ -14,6 +14,7 @@ from typing import Callable
 
 from pyorch.convert import architectures
 from pyorch.errors import PyorchError
+from pyorch.files import staging_locks
 
 OnProgress = Callable[[int, int], None]  # done, total
 
@@ -101,7 +102,7 @@ def _run(argv: list[str], job: object, verbose: bool, on_progress: OnProgress | 
     reader, writer = os.pipe()
     try:
         child = subprocess.Popen(
-            [*argv, str(writer)], stdin=subprocess.PIPE, pass_fds=[writer],
+            [*argv, str(writer)], stdin=subprocess.PIPE, pass_fds=[writer, *staging_locks()],
             stdout=None if verbose else subprocess.PIPE, stderr=None if verbose else subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -37,15 +40,64 @@ def check_free_space(directory: Path, n_bytes: int) -> None:
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A directory beside `target` for files in the making. It is gone afterwards, whatever happened."""
+    """A directory beside `target` for files in the making. It is gone afterwards, whatever happened.
+
+    Nobody is left to remove the one of a process that was killed: the next staging() in the same place does, of
+    whatever target. A lock on the directory, which ends with its process, says that somebody still needs it.
+    """
+    _remove_abandoned(target.parent)
     try:
-        directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+        directory, lock = _make_staging(target)
     except OSError as error:
         raise PyorchError(f"the output directory {target.parent} is not writable: {error.strerror}") from None
+    _locks.add(lock)
     try:
         yield directory
     finally:
+        _locks.discard(lock)
         shutil.rmtree(directory, ignore_errors=True)
+        os.close(lock)
+
+
+def staging_locks() -> tuple[int, ...]:
+    """Descriptors that a child inherits which writes into staging directories: they are held as long as it lives."""
+    return tuple(_locks)
+
+
+_locks: set[int] = set()
+_STAGING = re.compile(r"\..+\.[a-z0-9_]{8}\.part")  # as mkdtemp names them
+
+
+def _make_staging(target: Path) -> tuple[Path, int]:
+    """A new directory and the descriptor that holds its lock."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+        lock = os.open(directory, os.O_RDONLY)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        # Between its making and its lock another process may have taken it for abandoned.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(directory), os.fstat(lock)):
+                return directory, lock
+        os.close(lock)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the staging directories in `parent` that no living process holds."""
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            if _STAGING.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    _remove_unless_held(entry.path)
+
+
+def _remove_unless_held(directory: str) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(descriptor)
 
 
 def publish(files: list[Path], directory: Path) -> list[Path]:
