@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 from ggufs import write_dense_model
 
+from pyorch.cli import progress
 from pyorch.convert import convert
 from pyorch.settings.budget import MAPPED
 from pyorch.llama.model import Model, load
+
+# On a busy machine a command of a test may take so long that it says how far it is.
+progress.INTERVAL = 86400.0
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "small-moe"
 

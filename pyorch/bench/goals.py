@@ -70,10 +70,10 @@ def goals(results: Results, file_bytes: int, policy: str, prefetch: str) -> Iter
                ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda it: it.prefill.rate))
 
 
-def goal_lines(reached: list[Goal]) -> list[str]:
-    width = max(len(goal.what) for goal in reached)
-    lines = [f"{'goal'.ljust(width)}  at least  reached"]
-    for goal in reached:
-        number = f"{goal.reached:.2f}" if goal.reached == goal.reached else "-"
-        lines.append(f"{goal.what.ljust(width)}  {goal.goal:8.2f}  {number:>7}  {'yes' if goal.met else 'NO'}")
-    return lines
+def goal_rows(reached: list[Goal]) -> list[tuple[str, ...]]:
+    """Of each goal: what, at least, reached, and whether it is met."""
+    return [
+        (goal.what, f"{goal.goal:.2f}", f"{goal.reached:.2f}" if goal.reached == goal.reached else "-",
+         "yes" if goal.met else "NO")
+        for goal in reached
+    ]

@@ -25,6 +25,8 @@ from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB
 
+OnProgress = Callable[[str, int, int], None]  # which measurement, done, total
+
 BANDWIDTH_SECONDS = 1.5  # for each time that the disk is measured
 
 
@@ -59,9 +61,10 @@ def run_rounds(
     job_for: Callable[[Config], Job],
     configs: Sequence[Config],
     n_rounds: int,
+    on_progress: OnProgress,
     say: Callable[[str], None],
 ) -> Results:
-    """Measures every configuration n_rounds times. say: told what is being done.
+    """Measures every configuration n_rounds times. say: told what each measurement gave.
 
     A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
     """
@@ -73,7 +76,7 @@ def run_rounds(
     for i in range(n_rounds):
         # There and back: what drifts in one direction favours no configuration.
         for config in configs if i % 2 == 0 else reversed(configs):
-            say(f"round {i + 1} of {n_rounds}: {config.label}")
+            on_progress(f"round {i + 1} of {n_rounds}: {config.label}", len(runs), n_rounds * len(configs))
             disk.drop_page_cache(paths)
             with _Processors() as processors:
                 failure, measurement, peak_group_bytes = _measure(job_for(config))
@@ -82,14 +85,14 @@ def run_rounds(
             runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
             if failure and len(runs) == 1 and not config.limit_bytes:
                 raise PyorchError(failure)
-            say(f"{config.label}: {_outcome(runs[-1])}")
+            say(f"round {i + 1} of {n_rounds}: {config.label}: {_outcome(runs[-1])}")
     return Results(tuple(runs), tuple(bandwidths))
 
 
 def _outcome(run: Run) -> str:
-    it = run.measurement
+    measured = run.measurement
     return run.failure or (
-        f"prefill {it.prefill.rate:.1f} tok/s, decode {it.decode.rate:.2f} tok/s, "
+        f"prefill {measured.prefill.rate:.1f} tok/s, decode {measured.decode.rate:.2f} tok/s, "
         f"disk {run.bandwidth / GiB:.2f} GiB/s, {run.busy_elsewhere:.0%} of the processors busy elsewhere"
     )
 

@@ -15,7 +15,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB, MiB, format_bytes
 
 _COLUMNS = (
-    "", "prefill tok/s", "decode tok/s", "hits", "MiB/token", "stall ms/token",
+    "configuration", "prefill tok/s", "decode tok/s", "hits", "MiB/token", "stall ms/token",
     "prefill roofline", "decode roofline", "first token s", "peak MiB",
 )
 
@@ -36,50 +36,52 @@ def machine() -> dict[str, str]:
     return {"cpu": cpu, "cores": str(physical_cores()), "memory": memory, "system": f"{platform.system()} {platform.release()}"}
 
 
-def header(model_map: ModelMap, n_prompt: int, n_tokens: int, n_rounds: int, n_threads: int) -> list[str]:
+def header(
+    model_map: ModelMap, n_prompt: int, n_tokens: int, n_rounds: int, n_threads: int
+) -> list[tuple[str, str]]:
+    """Labels, and what was measured on what."""
     info, facts = model_map.info, machine()
     layer = model_map.layers[0]
     types = "/".join(sorted({role.type for role in layer.roles}))
     return [
-        f"machine  {facts['cpu']}, {facts['cores']} cores, {facts['memory']} memory, {facts['system']}",
-        f"model    {Path(model_map.path).name} ({info.arch}), {format_bytes(info.file_bytes)}: {info.n_moe_layers} layers of "
-        f"{layer.n_expert} experts, {info.n_expert_used} used, {format_bytes(layer.expert_bytes)} each ({types})",
-        f"work     prefill {n_prompt} tokens, decode {n_tokens} tokens of text, {n_threads} threads; "
-        + ("one round" if n_rounds == 1 else f"medians of {n_rounds} rounds"),
+        ("machine", f"{facts['cpu']}, {facts['cores']} cores, {facts['memory']} memory, {facts['system']}"),
+        ("model", f"{Path(model_map.path).name} ({info.arch}), {format_bytes(info.file_bytes)}: {info.n_moe_layers} "
+                  f"layers of {layer.n_expert} experts, {info.n_expert_used} used, {format_bytes(layer.expert_bytes)} "
+                  f"each ({types})"),
+        ("work", f"prefill {n_prompt} tokens, decode {n_tokens} tokens of text, {n_threads} threads; "
+                 + ("one round" if n_rounds == 1 else f"medians of {n_rounds} rounds")),
     ]
 
 
-def table(summaries: Sequence[Summary]) -> list[str]:
-    lossy = any(it.config.lossy for it in summaries)
+def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Titles of columns, and rows."""
+    lossy = any(summary.config.lossy for summary in summaries)
     columns = (*_COLUMNS, "changed slots/token") if lossy else _COLUMNS
-    rows = [columns, *(_row(it, lossy) for it in summaries)]
-    widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(len(columns))]
-    widths[0] = max(len(row[0]) for row in rows)
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
-        lines.append("  ".join(cells) if len(row) > 2 else f"{row[0].ljust(widths[0])}  {row[1]}")
-    return lines
+    return columns, [_row(summary, lossy) for summary in summaries]
 
 
-def footer(results: Results, resident: Summary | None) -> list[str]:
-    rates = sorted(it.bytes_per_second for it in results.bandwidths)
-    best = max(results.bandwidths, key=lambda it: it.bytes_per_second)
+def footer(results: Results, resident: Summary | None, summaries: Sequence[Summary]) -> list[tuple[str, str]]:
+    """Labels, and what the numbers of the table depend on."""
+    rates = sorted(bandwidth.bytes_per_second for bandwidth in results.bandwidths)
+    best = max(results.bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
     how = "direct" if best.direct else "buffered"
-    lines = [
-        f"disk     peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during the "
-        f"benchmark (best with {best.n_threads} threads, {best.request_bytes // MiB} MiB requests, {how})"
-    ]
+    rows = [("failed", f"{summary.config.label}: {summary.failure}") for summary in summaries if summary.failure]
+    rows.append((
+        "disk", f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
+                f"the benchmark (best with {best.n_threads} threads, {best.request_bytes // MiB} MiB requests, {how})"
+    ))
     if resident is not None and resident.n_rounds:
-        lines.append(
-            f"compute  decode {1000 / resident.decode_rate:.1f} ms/token, prefill {1000 / resident.prefill_rate:.1f} ms/token, "
-            "all experts resident"
-        )
+        rows.append((
+            "compute", f"decode {1000 / resident.decode_rate:.1f} ms/token, prefill "
+                       f"{1000 / resident.prefill_rate:.1f} ms/token, all experts resident"
+        ))
     busy = [run.busy_elsewhere for run in results.runs if run.busy_elsewhere == run.busy_elsewhere]
     if busy and max(busy) > _DISTURBED:
-        lines.append(f"noise    other processes used up to {max(busy):.0%} of the processors meanwhile: these numbers say little")
-    lines.append("roofline max(compute time, missed bytes / peak disk bandwidth) / measured time")
-    return lines
+        rows.append((
+            "noise", f"other processes used up to {max(busy):.0%} of the processors meanwhile: these numbers say little"
+        ))
+    rows.append(("roofline", "max(compute time, missed bytes / peak disk bandwidth) / measured time"))
+    return rows
 
 
 def lossy_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
@@ -90,22 +92,22 @@ def lossy_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> lis
     ]
 
 
-def _row(it: Summary, lossy: bool) -> tuple[str, ...]:
-    if it.failure and not it.n_rounds:
-        return it.config.label, it.failure
-    peak = it.peak_group_bytes if it.peak_group_bytes == it.peak_group_bytes else it.peak_memory_bytes
+def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:
+    if not summary.n_rounds:
+        return (summary.config.label, *("-" for _ in _COLUMNS[1:]), *(("-",) if lossy else ()))
+    peak = summary.peak_group_bytes if summary.peak_group_bytes == summary.peak_group_bytes else summary.peak_memory_bytes
     return (
-        it.config.label,
-        f"{it.prefill_rate:.1f}",
-        f"{it.decode_rate:.2f}",
-        _percent(it.decode_hit_rate),
-        f"{it.decode_bytes_per_token / MiB:.1f}",
-        f"{it.decode_stall_seconds_per_token * 1000:.1f}",
-        _percent(it.prefill_roofline),
-        _percent(it.decode_roofline),
-        f"{it.ttft_seconds:.2f}",
+        summary.config.label,
+        f"{summary.prefill_rate:.1f}",
+        f"{summary.decode_rate:.2f}",
+        _percent(summary.decode_hit_rate),
+        f"{summary.decode_bytes_per_token / MiB:.1f}",
+        f"{summary.decode_stall_seconds_per_token * 1000:.1f}",
+        _percent(summary.prefill_roofline),
+        _percent(summary.decode_roofline),
+        f"{summary.ttft_seconds:.2f}",
         f"{peak / MiB:.0f}",
-        *((f"{it.decode_changed_slots_per_token:.2f}",) if lossy else ()),
+        *((f"{summary.decode_changed_slots_per_token:.2f}",) if lossy else ()),
     )
 
 

@@ -1,7 +1,7 @@
 """The command line: `pyorch COMMAND`.
 
-A command is a module with add_parser(subparsers), which returns the parser and sets `run` as its default,
-and run(args) -> exit status. Only the module of the command at hand is imported.
+A command is a module with add_parser(subparsers, summary), which returns the parser and sets `run` as its
+default, and run(args) -> exit status. Only the module of the command at hand is imported.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pyorch.errors import PyorchError
 # command: module, what it does
 COMMANDS = {
     "run": ("pyorch.cli.run", "continue a prompt, or chat"),
-    "serve": ("pyorch.cli.serve", "serve the OpenAI API"),
+    "serve": ("pyorch.cli.serve", "serve a model over the OpenAI API"),
     "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
-    "profile": ("pyorch.cli.profile", "record what the routers decide on some text"),
-    "trace": ("pyorch.cli.trace", "show what a recorded trace says"),
-    "buddies": ("pyorch.cli.buddies", "find the experts that may stand in for others, from a trace"),
-    "calibrate": ("pyorch.cli.calibrate", "measure what predictions of experts are made with"),
-    "replay": ("pyorch.cli.replay", "show what a recorded trace would cost under other settings"),
-    "maps": ("pyorch.cli.maps", "collect past iterations and requests for predictions, from a trace"),
-    "train-predictor": ("pyorch.cli.train_predictor", "train an estimator of the next layer's experts, from a trace"),
-    "inspect": ("pyorch.cli.inspect", "show what a model is made of and what it needs"),
-    "verify": ("pyorch.cli.verify", "check that a budget does not change the logits"),
-    "bench": ("pyorch.cli.bench", "measure"),
+    "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
+    "verify": ("pyorch.cli.verify", "check that a memory budget does not change the logits"),
+    "bench": ("pyorch.cli.bench", "measure the speed under memory budgets"),
+    "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),
+    "trace": ("pyorch.cli.trace", "show statistics of a trace"),
+    "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
+    "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
+    "train-predictor": ("pyorch.cli.train_predictor", "train a predictor of the next layer's experts, from a trace"),
+    "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
+    "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
     "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
-    "exec": ("pyorch.cli.exec", "run a script written for llama_cpp under a budget"),
-    "demo": ("pyorch.cli.demo", "see it work on a small model, in less than a minute"),
+    "exec": ("pyorch.cli.exec", "run a script written for llama_cpp under a memory budget"),
+    "demo": ("pyorch.cli.demo", "see pyorch work on a small model, in less than a minute"),
 }
 
 
@@ -64,7 +64,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     chosen = next((word for word in argv if not word.startswith("-")), None)
     for command, (module, summary) in COMMANDS.items():
         if command == chosen:
-            import_module(module).add_parser(subparsers)
+            import_module(module).add_parser(subparsers, summary)
         else:
             subparsers.add_parser(command, help=summary)
     args = parser.parse_args(argv)

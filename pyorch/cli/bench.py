@@ -7,33 +7,52 @@ import os
 import sys
 
 from pyorch.cli.options import add_command, add_substitution_options, print_json, substitution_arguments
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "bench", "measure speed under budgets",
+        subparsers, "bench", summary,
         "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --compare mmap",
     )
-    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.description += (
+        " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
+        "time "
+        "that computing, or reading what was missing, takes at least."
+    )
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("--budget", metavar="SIZE,...",
-                        help="budgets to measure (default: 25%%,40%%,60%%,100%%; under a memory limit: auto)")
+                        help="measure these budgets (default: 25%%,40%%,60%%,100%%; under a memory limit: auto)")
     parser.add_argument("--memory-limit", metavar="SIZE",
-                        help="limit each process to this much memory, page cache included: 1600MiB, or 40%% of the file")
+                        help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
     parser.add_argument("--compare", default="", metavar="WHAT,...",
-                        help="also measure llama.cpp without pyorch: mmap, under the same limit; stock, all resident, same kernels")
-    parser.add_argument("--goals", action="store_true", help="measure and print the project's speed goals; replaces the above")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="tokens to decode (default: 128)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="tokens of the prompt (default: 512)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="R", help="rounds, of which medians are taken (default: 3)")
-    parser.add_argument("--data", metavar="FILE", help="text to feed (default: a module of Python's library)")
+                        help="also measure llama.cpp without pyorch: mmap (under the same limit), stock (all in "
+                             "memory, with "
+                             "the same kernels)")
+    parser.add_argument("--goals", action="store_true",
+                        help="measure what pyorch wants to reach, and print whether it does; replaces the options "
+                             "above")
+    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="decode N tokens (default: 128)")
+    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
+                        help="before them, compute a prompt of N tokens (default: 512)")
+    parser.add_argument("--repeat", type=int, default=3, metavar="R",
+                        help="measure R rounds, and print their medians (default: 3)")
+    parser.add_argument("--data", metavar="FILE",
+                        help="text that is computed (default: a module of Python's standard library)")
     parser.add_argument("--policy", default="finemoe", metavar="NAME,...",
-                        help="measure each budget with each of these: lru, lfu, finemoe (default: finemoe)")
+                        
+                        help="measure each budget with each of these eviction policies: lru, lfu, finemoe (default: "
+                             "finemoe)")
     parser.add_argument("--prefetch", default="auto", metavar="WHAT,...",
-                        help="measure each budget with each of these, as `pyorch run --prefetch` takes them (default: auto)")
+                        
+                        help="measure each budget with each of these predictors, named as in `pyorch run --prefetch` "
+                             "(default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     parser.add_argument("--max-seconds", type=float, default=30, metavar="S",
-                        help="end a decode that takes longer, after at least one token (default: 30)")
+                        
+                        help="stop decoding after S seconds, but not before the first token (default: 30)")
     add_substitution_options(parser)
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
@@ -68,10 +87,12 @@ def run(args: argparse.Namespace) -> int:
         plan.check(asked, model_map.info)
         configs, pairs = plan.configurations(asked, model_map.info)
         if not plan.fits(model_map.info):
-            _say("the model does not fit in memory: there is no reference for the roofline, and nothing with all experts")
+            print("pyorch: note: the model does not fit in memory: nothing is measured with all experts resident, and "
+                  "there is no reference for the roofline", file=sys.stderr)
             configs = [config for config in configs if not config.preload]
         rounds.check_limits(configs)
-        results = rounds.run_rounds(job_for, configs, args.repeat, _say)
+        with Progress() as progress:
+            results = rounds.run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
         if not any(run.measurement for run in results.runs):
             raise PyorchError(results.runs[0].failure)
         summaries = [summarize(results, config, goals.RESIDENT) for config in configs]
@@ -85,19 +106,16 @@ def run(args: argparse.Namespace) -> int:
             })
             return 0
         resident = next((summary for summary in summaries if summary.config == goals.RESIDENT), None)
-        lines = table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads)
-    lines += ["", *table.table(summaries), "", *table.footer(results, resident)]
+        parts = [Facts(table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads))]
+    parts += ["", Table(*table.table(summaries), left=("configuration",)), ""]
+    parts += [Facts(table.footer(results, resident, summaries))]
     if pairs:
-        lines += ["", *table.lossy_lines(results, pairs)]
+        parts += ["", *table.lossy_lines(results, pairs)]
     if reached:
-        lines += ["", *goals.goal_lines(reached)]
-    print("\n".join(lines))
+        parts += ["", Table(("goal", "at least", "reached", ""), goals.goal_rows(reached), left=("goal",))]
+    show(parts)
     return 0
 
 
 def _words(text: str | None) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
-
-
-def _say(what: str) -> None:
-    print(f"pyorch: {what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`pyorch buddies`: which experts may stand in for which, from a trace."""
+"""`pyorch buddies`: which experts can replace which, from a trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 
@@ -22,60 +24,69 @@ class Report:
     agreement: tuple[object, ...]
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "buddies", "find the experts that may stand in for others, from a trace",
+        subparsers, "buddies", summary,
         "pyorch buddies olmoe.gguf --trace olmoe.trace --similarity both --alpha 0.95",
     )
-    parser.add_argument("model", metavar="MODEL.gguf")
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="what pyorch profile recorded")
+    parser.description += (
+        " A buddy is a similar expert that computes in place of an absent one, where the user allows it. "
+        "The list of buddies of each expert is written into a file beside the model."
+    )
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
+                        help="a trace that pyorch profile recorded")
     parser.add_argument(
         "--similarity", choices=("coactivation", "output", "both"), default="coactivation",
-        help="what makes a buddy: to be selected for the same tokens, to compute alike, or the product of both; "
-             "the last two need a trace with --inputs (default: %(default)s)")
+        help="which experts are similar: those that the router selects for the same tokens (coactivation), those that "
+             "compute similar outputs (output), or the product of both scores; the last two need a trace with --inputs "
+             "(default: %(default)s)")
     alpha = parser.add_mutually_exclusive_group()
-    alpha.add_argument("--alpha", type=float, default=0.95, metavar="A",
-                       help="a list is the fewest peers that make up this share of the score (default: %(default)s)")
-    alpha.add_argument("--alpha-schedule", metavar="A0:A1", help="from A0 in the first layer evenly to A1 in the last")
+    alpha.add_argument("--alpha", type=float, default=0.95, metavar="SHARE",
+                       help="a list holds the fewest buddies that have this share of the similarity score "
+                            "(default: %(default)s)")
+    alpha.add_argument("--alpha-schedule", metavar="FIRST:LAST",
+                       help="the share changes evenly from the first layer to the last, such as 0.9:0.6")
     parser.add_argument("--k-max", type=int, default=16, metavar="K",
-                        help="buddies of an expert at most (default: %(default)s)")
+                        help="a list holds at most K buddies (default: %(default)s)")
     parser.add_argument(
         "--weighting", choices=("binary", "probability"), default="binary",
-        help="a token that selects two experts counts for them as 1, or as the smaller of their probabilities "
-             "(default: %(default)s)")
-    parser.add_argument("--smoothing", type=float, default=1.0, metavar="E",
-                        help="add E to the count of every pair of experts (default: %(default)g)")
-    parser.add_argument("--warm-up", type=int, default=0, metavar="W",
-                        help="count the first W tokens of a request less, rising evenly (default: %(default)s)")
+        help="a token that selects two experts adds to their score 1 (binary), or the smaller of their two router "
+             "probabilities (default: %(default)s)")
+    parser.add_argument("--smoothing", type=float, default=1.0, metavar="COUNT",
+                        help="add COUNT to the score of every pair of experts (default: %(default)g)")
+    parser.add_argument("--warm-up", type=int, default=0, metavar="TOKENS",
+                        help="count the first tokens of a request less: the weight rises evenly to 1 "
+                             "(default: %(default)s)")
     parser.add_argument("--compare", action="store_true",
-                        help="say whether experts that are selected together compute alike, and store how to scale "
-                             "the output of a buddy; needs a trace with --inputs")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: MODEL.buddies.gguf")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+                        help="also show whether experts that are selected together compute similar outputs, and store "
+                             "how to scale the output of a buddy; needs a trace with --inputs")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
+                        help="the file to write (default: MODEL.buddies.gguf beside the model)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.sidecars import container
-    from pyorch.cli.progress import Bar
     from pyorch.convert.buddies import Settings, build
     from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import container
     from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_target(path)
     with ModelMap(args.model) as model_map:
-        with Bar() as bar:
-            built = build(model_map, Trace(args.trace), settings, args.compare, bar.update)
+        with Progress() as progress:
+            built = build(model_map, Trace(args.trace), settings, args.compare, progress.update)
         built.buddies.write(path, model_map)
     report = Report(path, built.buddies.n_tokens, built.n_inputs, settings, built.sizes, built.agreement)
     if args.json:
         print_json(report)
     else:
-        print("\n".join(_lines(report)))
+        show(_parts(report))
     return 0
 
 
@@ -85,41 +96,44 @@ def _alphas(args: argparse.Namespace) -> tuple[float, float]:
     try:
         first, last = map(float, args.alpha_schedule.split(":"))
     except ValueError:
-        raise PyorchError(f"alpha-schedule {args.alpha_schedule} is not two numbers such as 0.9:0.6") from None
+        raise PyorchError(f"--alpha-schedule {args.alpha_schedule} is not two numbers such as 0.9:0.6") from None
     return first, last
 
 
-def _lines(it: Report) -> list[str]:
-    lines = [
-        f"{it.path}: {len(it.sizes)} layers by {it.settings.similarity} in {it.n_tokens} tokens",
-        "",
-        "buddies of an expert",
-        "layer  alpha  active     mean  min  median  max   capped  covered",
-    ]
-    for size in it.sizes:
+def _parts(report: Report) -> list[str | Table]:
+    rows = []
+    for size in report.sizes:
         lengths = [n for n, count in enumerate(size.counts) for _ in range(count)]
-        lines.append(f"{size.il:5}  {size.alpha:5.3f}  {size.n_active:3}/{len(lengths):<3}  {size.mean:7.1f}  "
-                     f"{lengths[0]:3}  {lengths[len(lengths) // 2]:6}  {lengths[-1]:3}  {size.capped:7}  "
-                     f"{size.covered:7.0%}")
-    if it.agreement:
-        lines += ["", *_agreement_lines(it)]
-    return lines
-
-
-def _agreement_lines(it: Report) -> list[str]:
-    lines = [
-        f"outputs on {it.n_inputs} router inputs: co-activation against the cosine of outputs",
-        "layer  correlation          cosine of the peer that is           its relative error",
-        "       rank    linear       most co-activated  random  best      most co-activated  random  best",
+        rows.append((
+            str(size.il), f"{size.alpha:.3f}", f"{size.n_active}/{len(lengths)}", f"{size.mean:.1f}", str(lengths[0]),
+            str(lengths[len(lengths) // 2]), str(lengths[-1]), str(size.capped), f"{size.covered:.0%}",
+        ))
+    parts = [
+        f"{report.path}: {len(report.sizes)} layers by {report.settings.similarity} in {report.n_tokens} tokens",
+        "",
+        Table(("layer", "alpha", "active experts", "mean", "min", "median", "max", "at k-max", "covered"), rows,
+              title="buddies of an expert"),
     ]
-    names = ("spearman", "pearson", "coactivated_cosine", "random_cosine", "best_cosine", "coactivated_error",
-             "random_error", "best_error")
-    means = {name: sum(getattr(row, name) for row in it.agreement) / len(it.agreement) for name in names}
+    return parts + ["", _agreement(report)] if report.agreement else parts
 
-    def line(label: object, of: dict[str, float]) -> str:
-        return (f"{label:>5}  {of['spearman']:+.3f}  {of['pearson']:+.3f}       "
-                f"{of['coactivated_cosine']:+17.3f}  {of['random_cosine']:+.3f}  {of['best_cosine']:+.3f}    "
-                f"{of['coactivated_error']:17.2f}  {of['random_error']:6.2f}  {of['best_error']:4.2f}")
 
-    lines += [line(row.il, vars(row)) for row in it.agreement] + [line("mean", means)]
-    return lines
+def _agreement(report: Report) -> Table:
+    columns = {
+        "spearman": ("rank correlation", "+.3f"), "pearson": ("linear", "+.3f"),
+        "coactivated_cosine": ("cosine: most co-activated", "+.3f"), "random_cosine": ("random", "+.3f"),
+        "best_cosine": ("best", "+.3f"),
+        "coactivated_error": ("relative error: most co-activated", ".2f"), "random_error": ("random", ".2f"),
+        "best_error": ("best", ".2f"),
+    }
+
+    def cells(label: str, values: dict[str, float]) -> tuple[str, ...]:
+        return (label, *(format(values[name], form) for name, (_, form) in columns.items()))
+
+    means = {name: sum(getattr(row, name) for row in report.agreement) / len(report.agreement) for name in columns}
+    rows = [cells(str(row.il), vars(row)) for row in report.agreement] + [cells("mean", means)]
+    return Table(
+        ("layer", *(title for title, _ in columns.values())), rows,
+        title=f"outputs of experts on {report.n_inputs} router inputs: does co-activation say how alike they are, and "
+              "how "
+              "alike is the most co-activated, a random, and the best buddy",
+    )

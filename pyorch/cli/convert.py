@@ -1,42 +1,44 @@
-"""`pyorch convert`."""
+"""`pyorch convert`: a Hugging Face checkpoint to GGUF."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pyorch.cli.options import add_command
-from pyorch.cli.progress import Bar
+from pyorch.cli.options import add_command, print_json
+from pyorch.cli.progress import Progress
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     from pyorch.convert import quantization
 
     parser = add_command(
-        subparsers, "convert", "convert a Hugging Face checkpoint to GGUF",
+        subparsers, "convert", summary,
         "pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M",
     )
-    parser.description = (
-        "Convert a Hugging Face checkpoint to GGUF with llama.cpp's converter and quantizer.\n"
-        "The output appears when it is complete."
+    parser.description += (
+        " The command uses llama.cpp's converter and quantizer. The output file appears when it is complete."
     )
     parser.add_argument("source", metavar="HF_DIR", type=Path, nargs="?",
-                        help="directory of the checkpoint, or a GGUF to quantize")
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the GGUF to write")
+                        help="directory of the checkpoint, or a GGUF file to quantize")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the GGUF file to write")
     parser.add_argument("--outtype", choices=quantization.OUTTYPES, default="auto",
-                        help="type of the weights (default: the 16-bit type of the checkpoint)")
-    parser.add_argument("--quantize", metavar="TYPE", help=f"then quantize: {', '.join(quantization.names())}")
+                        help="type of the weights; auto is the 16-bit type of the checkpoint (default: auto)")
+    parser.add_argument("--quantize", metavar="TYPE",
+                        help=f"then quantize the weights to this type: {', '.join(quantization.names())}")
     parser.add_argument("--pure", action="store_true",
-                        help="quantize every matrix to TYPE, where llama.cpp would give some a better one")
+                        help="quantize every matrix to TYPE; otherwise llama.cpp gives some of them a better type")
     parser.add_argument("--pre-tokenizer", metavar="NAME",
-                        help="how the tokenizer splits text before BPE, where llama.cpp does not recognize it")
-    parser.add_argument("--split-max-size", metavar="SIZE", help="write shards of at most SIZE, such as 500M or 4G")
-    parser.add_argument("--list-architectures", action="store_true", help="print what can be converted, and exit")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+                        help="how the tokenizer splits text before byte-pair encoding, if llama.cpp does not recognize "
+                             "it")
+    parser.add_argument("--split-max-size", metavar="SIZE",
+                        help="split the output into files of at most SIZE, such as 500M or 4G")
+    parser.add_argument("--list-architectures", action="store_true",
+                        help="print the names of the model classes that can be converted, and exit")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.set_defaults(run=run, usage_error=parser.error)
     return parser
@@ -53,20 +55,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.source is None or args.output is None:
         args.usage_error("HF_DIR and -o FILE are needed")
-    bar = Bar(not args.verbose)
     # A plain SIGTERM would end this process between the making of a temporary file and its removal.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        result = convert(
-            args.source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
-            pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, verbose=args.verbose,
-            on_progress=bar.update,
-        )
+        with Progress(live=not args.verbose) as progress:
+            result = convert(
+                args.source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
+                pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, verbose=args.verbose,
+                on_progress=progress.update,
+            )
     finally:
-        bar.clear()
         signal.signal(signal.SIGTERM, previous)
     if args.json:
-        print(json.dumps({**asdict(result), "files": [str(file) for file in result.files], "path": str(result.path)}))
+        print_json({**asdict(result), "path": result.path})
     else:
         shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
         print(f"{result.path}: {format_bytes(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")

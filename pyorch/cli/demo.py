@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.llama.model import ModelStats
     from pyorch.eval.verify import Comparison
+    from pyorch.llama.model import ModelStats
 
 BUDGET = "50%"
 N_THREADS = 1  # the matrices are too small to share: threads would only wait for each other
@@ -23,21 +24,24 @@ PROMPT = '"""Read and write files.\n\nThis module'
 
 @dataclass(frozen=True)
 class DemoResult:
+    """What --json prints."""
+
     text: str
     stats: ModelStats
     comparison: Comparison
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "demo", "see it work on a small model, in less than a minute",
-        "pyorch demo tests/fixtures/small-moe",
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "demo", summary, "pyorch demo tests/fixtures/small-moe")
+    parser.description += (
+        " The command converts a checkpoint, generates text with half of the experts in memory, and checks that this "
+        "changed no logit."
     )
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="HF_DIR",
                         help="directory of a checkpoint (default: the one in the source tree)")
-    parser.add_argument("-p", "--prompt", metavar="TEXT", default=PROMPT)
-    parser.add_argument("-n", "--tokens", type=int, default=64, metavar="N", help="(default: 64)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-p", "--prompt", metavar="TEXT", default=PROMPT, help="continue this text")
+    parser.add_argument("-n", "--tokens", type=int, default=64, metavar="N", help="generate N tokens (default: 64)")
+    parser.add_argument("--json", action="store_true", help="print text, statistics and check as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show the log of the converter and of llama.cpp")
     parser.set_defaults(run=run)
     return parser
@@ -46,48 +50,51 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the logits are bit-identical to the resident run, 1 otherwise."""
     checkpoint = args.checkpoint or _default_checkpoint()
-    show = _Show(not args.json)
+    say = _Say(not args.json)
 
-    from pyorch.cli.run import print_stats
+    from pyorch.cli.run import show_stats
     from pyorch.cli.verify import sentence
     from pyorch.convert import convert
-    from pyorch.llama.model import load
     from pyorch.eval.verify import verify
+    from pyorch.llama.model import load
 
     with tempfile.TemporaryDirectory(prefix="pyorch-demo-") as directory:
         gguf = Path(directory) / "small-moe.gguf"
-        show(f"converting {checkpoint}")
-        convert(checkpoint, gguf, pre_tokenizer="gpt-2", verbose=args.verbose)
-        show(f"running with a budget of {BUDGET} of the experts\n")
+        say(f"converting {checkpoint}")
+        with Progress(live=not args.verbose) as progress:
+            convert(checkpoint, gguf, pre_tokenizer="gpt-2", verbose=args.verbose, on_progress=progress.update)
+        say(f"running with a budget of {BUDGET} of the experts\n")
         with load(gguf, budget=BUDGET, n_ctx=1024, n_threads=N_THREADS, verbose=args.verbose) as model:
-            show(args.prompt, end="")
+            say(args.prompt, end="")
             text = ""
             for piece in model.generate(args.prompt, max_tokens=args.tokens, temperature=0.7, seed=1):
                 text += piece
-                show(piece, end="")
+                say(piece, end="")
             stats = model.stats()
-            show("\n")
-            for line in _table(model):
-                show(line)
+            say("\n")
+            table = _table(model)
         if not args.json:
-            print_stats(stats)
-        comparison = next(verify(gguf, [BUDGET], n_tokens=32, n_threads=N_THREADS, verbose=args.verbose))
+            show([table])
+            show_stats(stats)
+        with Progress(live=not args.verbose) as progress:
+            comparison = next(verify(
+                gguf, [BUDGET], n_tokens=32, n_threads=N_THREADS, on_progress=progress.update, verbose=args.verbose))
     if args.json:
         print_json(DemoResult(text, stats, comparison))
     else:
-        show(sentence(comparison))
+        say(sentence(comparison))
     return 0 if comparison.identical else 1
 
 
-class _Show:
-    """Prints as it goes, or nothing where the output is JSON."""
+class _Say:
+    """Prints at once, or nothing where the output is JSON."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
 
     def __call__(self, text: str, end: str = "\n") -> None:
         if self._shown:
-            print(text, end=end, file=sys.stdout, flush=True)
+            print(text, end=end, flush=True)
 
 
 def _default_checkpoint() -> Path:
@@ -100,10 +107,10 @@ def _default_checkpoint() -> Path:
     raise PyorchError("the demo's checkpoint is in the source tree only: name one, as in `pyorch demo HF_DIR`")
 
 
-def _table(model) -> list[str]:
-    lines = [" layer   resident  hit rate    loads  evictions"]
+def _table(model) -> Table:
+    rows = []
     for il, layer in model.layers.items():
         stats = layer.stats()
-        resident = f"{layer.residency.sum()}/{layer.n_expert}"
-        lines.append(f"{il:>6} {resident:>10} {stats.hit_rate:>9.1%} {stats.loads:>8} {stats.evictions:>10}")
-    return lines
+        rows.append((str(il), f"{layer.residency.sum()}/{layer.n_expert}", f"{stats.hit_rate:.1%}", str(stats.loads),
+                     str(stats.evictions)))
+    return Table(("layer", "resident", "hit rate", "loads", "evictions"), rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from pyorch.cli import eval_prefetch
@@ -15,12 +16,14 @@ from pyorch.cli.options import (
     print_json,
     substitution_arguments,
 )
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "eval", "measure accuracy, and what lossy settings cost of it",
+        subparsers, "eval", summary,
         "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --buddies alpha=0.95,k=16,rho=3",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
@@ -32,45 +35,68 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 def _add_arc(kinds: argparse._SubParsersAction) -> None:
     parser = add_command(
-        kinds, "arc", "multiple-choice questions, scored as lm-evaluation-harness scores arc_easy and arc_challenge",
+        kinds, "arc", "measure the accuracy on multiple-choice questions, and compare lossy settings",
         "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl ARC-Challenge-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
         "      --baseline original,random --buddies alpha=0.95,k=16,rho=3 --speed-tokens 256 --plot sweep.png",
     )
+    parser.description += (
+        " Answers are scored as lm-evaluation-harness scores arc_easy and arc_challenge. With --cache-rate, the table "
+        "has a "
+        "row for each cache rate and each setting, with accuracy and speed, as tables 2 to 4 of BuddyMoE have."
+    )
     add_model_options(parser)
     add_question_options(parser)
-    sweep = parser.add_argument_group("sweep", "Accuracy and speed of lossy settings, as in tables 2 to 4 of the paper.")
-    sweep.add_argument("--cache-rate", metavar="C,...", help="keep this share of each layer's experts, such as 0.75,0.5,0.375")
+    sweep = parser.add_argument_group("lossy settings")
+    sweep.add_argument("--cache-rate", metavar="SHARE,...",
+                       help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
     sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
-                       help="a row with these settings, such as alpha=0.95,k=16,rho=3, or default; may be repeated")
+                       help="add a row with these settings of buddies, such as alpha=0.95,k=16,rho=3, or default; may "
+                            "be "
+                            "repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
-                       help="a row that computes with the experts that a predictor expects: next-router, quasi-hidden, "
+                       help="add a row that computes with predicted experts; PREDICTOR is next-router, quasi-hidden, "
                             "estimator or hybrid; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
-                       help="rows to compare with: original, random (default: original)")
-    sweep.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+                       help="add rows to compare with: original (lossless), random (a random resident expert replaces "
+                            "an "
+                            "absent one) (default: original)")
+    sweep.add_argument("--buddies-file", metavar="FILE",
+                       help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
-                       help="judge with the profile's most active experts resident, simulated, in batches; or with a real "
-                            "cache, token by token (default: static)")
+                       help="measure accuracy with a simulated cache of the most active experts, in batches (static), "
+                            "or "
+                            "with a real cache, token by token (dynamic) (default: static)")
     sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
-                       help="measure decoding of N tokens, with a real cache, for each row and round; 0: do not (default: 256)")
-    sweep.add_argument("--speed-rounds", type=int, default=2, metavar="N", help="rounds of it, in turns (default: 2)")
+                       help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
+                            "measure "
+                            "speed (default: 256)")
+    sweep.add_argument("--speed-rounds", type=int, default=2, metavar="N",
+                       help="measure the speed of each row N times, in turns (default: 2)")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
-                        help="what the table shows (default: acc_norm, accuracy by likelihood per character)")
-    parser.add_argument("--resume", type=Path, metavar="FILE.json", help="keep what is measured here, and go on from it")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the rows, with both metrics and all counters")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against throughput")
+                        help="the table shows accuracy where the answer with the highest likelihood per character "
+                             "(acc_norm), "
+                             "or the highest likelihood (acc) counts (default: acc_norm)")
+    parser.add_argument("--resume", type=Path, metavar="FILE.json",
+                        help="store each measurement in this file, and do not repeat those that it holds")
+    parser.add_argument("--csv", type=Path, metavar="FILE",
+                        help="write the rows into this file, with both metrics and all counters")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against speed into this file")
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON array")
     parser.set_defaults(run=run_arc)
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
-    """Which questions are asked, and how. Also of `pyorch tune`."""
+    """Which questions are asked, and how. `pyorch tune` has these options too."""
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE.jsonl",
-                        help="questions in ARC's layout")
-    parser.add_argument("--shots", type=int, default=0, metavar="N", help="examples before each question (default: 0)")
+                        help="questions in the layout of ARC")
+    parser.add_argument("--shots", type=int, default=0, metavar="N",
+                        help="put N examples with their answers before each question (default: 0)")
     parser.add_argument("--shots-data", metavar="FILE.jsonl",
-                        help="take the examples from its first questions (default: those of --data, which are then not asked)")
-    parser.add_argument("--limit", type=int, metavar="N", help="ask only the first N questions of a file")
+                        help="the examples are the first questions of this file (default: those of --data, which are "
+                             "then "
+                             "not asked)")
+    parser.add_argument("--limit", type=int, metavar="N",
+                        help="ask only the first N questions of each file (default: all)")
 
 
 def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
@@ -81,23 +107,25 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
     add_model_options(parser)
     add_substitution_options(parser)
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE",
-                        help="text, or JSONL with a field text or prompt")
+                        help="plain text, or .jsonl with a field text or prompt on each line")
     parser.add_argument("--window", type=int, default=512, metavar="N",
-                        help="tokens that are computed from nothing but themselves (default: 512)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="predict at most N tokens")
-    parser.add_argument("--cache-rate", type=float, metavar="C", help="keep this share of each layer's experts, for a lossy setting")
+                        help="cut the text into windows of N tokens, each of which is predicted on its own (default: "
+                             "512)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="predict at most N tokens (default: all)")
+    parser.add_argument("--cache-rate", type=float, metavar="SHARE",
+                        help="for a lossy setting: keep this share of each layer's experts in memory")
     parser.add_argument("--cache", choices=("static", "dynamic"), default="static",
                         help="see `pyorch eval arc --help` (default: static)")
     parser.add_argument("--compare", metavar="MODEL.gguf",
-                        help="the reference of KL divergence and agreement (default: for a lossy setting, the model itself)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+                        help="measure the KL divergence from this model (default: with a lossy setting, from the model "
+                             "itself)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run_perplexity)
 
 
 def run_arc(args: argparse.Namespace) -> int:
     _check_arc(args)
 
-    from pyorch.cli.progress import Bar
     from pyorch.files import check_target, write_text
     from pyorch.eval import report, sweep
     from pyorch.eval.plot import check_plot, draw
@@ -119,8 +147,8 @@ def run_arc(args: argparse.Namespace) -> int:
     if args.csv is not None:
         check_target(args.csv.absolute())
     record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
-    with Bar(not args.verbose) as bar:
-        rows = sweep.run(plan, record, bar.update)
+    with Progress(live=not args.verbose) as progress:
+        rows = sweep.run(plan, record, progress.update)
     if args.csv is not None:
         write_text(args.csv, report.to_csv(rows, plan.data))
     if args.plot is not None:
@@ -128,7 +156,7 @@ def run_arc(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report.to_json(rows, plan.data))
         return 0
-    print("\n".join(report.table(rows, plan.data, args.metric)))
+    show([Table(*report.table(rows, plan.data, args.metric), left=report.WORDS)])
     print(_footnote(rows, args), file=sys.stderr)
     return 0
 
@@ -176,10 +204,11 @@ def _methods(args: argparse.Namespace) -> tuple:
         if not substitution.lossy:
             raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
         methods.append(lossy_method(substitution))
-    for forecast in args.speculate:
-        if Prefetch.parse(forecast).predictor not in SPECULATIVE:
-            raise PyorchError(f'--speculate "{forecast}" cannot be computed with: use {", ".join(SPECULATIVE)}')
-        methods.append(speculation(forecast))
+    for predictor in args.speculate:
+        if Prefetch.parse(predictor).predictor not in SPECULATIVE:
+            raise PyorchError(
+                f'--speculate "{predictor}" is no predictor to compute with: use {", ".join(SPECULATIVE)}')
+        methods.append(speculation(predictor))
     if not methods:
         raise PyorchError("there is no row to measure: give --baseline, --buddies or --speculate")
     return tuple(dict.fromkeys(methods))
@@ -203,9 +232,10 @@ def _check_arc(args: argparse.Namespace) -> None:
 
 
 def _footnote(rows, args: argparse.Namespace) -> str:
-    counts = ", ".join(str(it.n) for it in rows[0].judgement.accuracies)
-    errors = max(it.stderr(args.metric) for it in rows[0].judgement.accuracies)
-    return f"{args.metric} of {counts} questions; standard error of one accuracy up to {errors:.3f}"
+    accuracies = rows[0].judgement.accuracies
+    counts = ", ".join(str(accuracy.n) for accuracy in accuracies)
+    error = max(accuracy.stderr(args.metric) for accuracy in accuracies)
+    return f"{args.metric} of {counts} questions; standard error of one accuracy up to {error:.3f}"
 
 
 def run_perplexity(args: argparse.Namespace) -> int:
@@ -218,34 +248,36 @@ def run_perplexity(args: argparse.Namespace) -> int:
         if lossy["substitution"] is not None or args.cache_rate is not None:
             raise PyorchError("--speculate misses no expert: it goes without --cache-rate and --buddies")
     elif (args.cache_rate is not None) != (lossy["substitution"] is not None):
-        raise PyorchError("a lossy setting needs a cache to miss in, and the other way round: give both --cache-rate and --buddies")
+        raise PyorchError(
+            "a lossy setting needs a cache to miss in, and the other way round: give both --cache-rate and --buddies")
     if args.cache_rate is not None:
         parse_rates(str(args.cache_rate))
         if args.budget != "auto":
             raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
 
-    from pyorch.cli.progress import Bar
 
-    with Bar(not args.verbose) as bar:
-        result, stats, speculated = _perplexity(args, lossy["substitution"], bar)
+    with Progress(live=not args.verbose) as progress:
+        result, stats, speculated = _perplexity(args, lossy["substitution"], progress)
     if args.json:
         fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",
                   "reference_log_likelihood", "kl_divergence", "top1_agreement")
-        print_json({name: getattr(result, name) for name in fields} | {"substitution": stats, "speculation": speculated})
+        measured = {name: getattr(result, name) for name in fields}
+        print_json(measured | {"substitution": stats, "speculation": speculated})
         return 0
     print(f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in {result.n_windows} windows")
     if result.kl_divergence is not None:
         print(f"reference  {result.reference_perplexity:.3f}; KL divergence {result.kl_divergence:.4g} nats, "
               f"same top token {result.top1_agreement:.1%}")
     if speculated is not None:
-        print(f"lossy      {speculated.slots} expert slots computed as forecast, {speculated.right} of them as chosen")
+        print(f"lossy      {speculated.slots} expert slots computed as predicted, {speculated.right} of them as "
+              "their routers chose")
     if stats is not None:
         print(f"lossy      {stats.substituted / result.n_tokens:.2f} expert slots substituted a token, "
               f"{stats.dropped / result.n_tokens:.2f} dropped")
     return 0
 
 
-def _perplexity(args: argparse.Namespace, substitution, bar):
+def _perplexity(args: argparse.Namespace, substitution, progress):
     """The result, and the statistics of substitution and speculation, or None."""
     import contextlib
 
@@ -260,15 +292,15 @@ def _perplexity(args: argparse.Namespace, substitution, bar):
         if substitution is None:
             model = stack.enter_context(load(args.model, budget=args.budget, **{**options, "n_ctx": 64}))
         else:
-            it = method.lossy_method(substitution)
+            lossy = method.lossy_method(substitution)
             needed = substitution.needs_buddies or args.cache == method.STATIC
             buddies = method.read_buddies(args.model, args.buddies_file, needed)
             if args.cache == method.STATIC:
                 whole = stack.enter_context(method.static_model(args.model, **options))
-                model = stack.enter_context(method.simulated(whole, it, args.cache_rate, buddies))
+                model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
             else:
                 model = stack.enter_context(
-                    method.dynamic_model(args.model, it, method.share(args.cache_rate), buddies, **options))
+                    method.dynamic_model(args.model, lossy, method.share(args.cache_rate), buddies, **options))
         reference = None
         if args.speculate:
             model.speculate(args.prefetch, prompts=True)
@@ -276,6 +308,7 @@ def _perplexity(args: argparse.Namespace, substitution, bar):
             reference = stack.enter_context(load(args.compare or args.model, budget=MAPPED, **{**options, "n_ctx": 64}))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
         result = perplexity.measure(
-            model, texts, reference, method.n_ubatch(substitution, args.cache), args.threads, lambda done, total: bar.update("tokens", done, total)
+            model, texts, reference, method.n_ubatch(substitution, args.cache), args.threads,
+            partial(progress.update, "tokens"),
         )
         return result, model.stats().substitution, model.stats().speculation

@@ -8,60 +8,71 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 
 def add_parser(kinds: argparse._SubParsersAction) -> None:
     parser = add_command(
-        kinds, "prefetch", "predictors of experts and eviction policies, compared on held-out text",
+        kinds, "prefetch", "compare predictors of experts and eviction policies on held-out text",
         "pyorch eval prefetch olmoe.gguf --history chats.jsonl --data prose.txt questions.jsonl -o evaluation",
     )
-    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     data = parser.add_argument_group(
-        "text", "Seven of ten requests of --data are the past that predictors know, unless --history gives one.\n"
-                "What is evaluated are the others.")
+        "text", "Seven of ten requests of --data are the past that predictors know, unless --history gives one. "
+                "The other requests are held out: the predictors are evaluated on them.")
     data.add_argument("--data", action="extend", nargs="+", default=[], metavar="FILE",
-                      help="text, or JSONL with a field text or prompt, or questions as ARC's")
-    data.add_argument("--history", action="extend", nargs="+", default=[], metavar="FILE", help="the past")
+                      help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
+                           "layout "
+                           "of ARC")
+    data.add_argument("--history", action="extend", nargs="+", default=[], metavar="FILE",
+                      help="the past: text in the same formats")
     data.add_argument("--trace", type=Path, metavar="FILE",
-                      help="take what `pyorch profile --router full --states` recorded in place of --data")
-    data.add_argument("--history-trace", type=Path, metavar="FILE", help="the same of the past")
+                      help="in place of --data: a trace that pyorch profile --router full --states recorded")
+    data.add_argument("--history-trace", type=Path, metavar="FILE",
+                      help="in place of --history: such a trace of the past")
     data.add_argument("--tokens", type=int, default=8000, metavar="N",
-                      help="record N tokens in all, as many of each file (default: %(default)s)")
+                      help="record N tokens in all, the same number of each file (default: %(default)s)")
     replay = parser.add_argument_group("replay")
-    replay.add_argument("--budget", default="25%,40%,60%", metavar="SIZE,...", help="budgets (default: 25%%,40%%,60%%)")
+    replay.add_argument("--budget", default="25%,40%,60%", metavar="SIZE,...", 
+                        help="memory for the experts (default: 25%%,40%%,60%%)")
     replay.add_argument("--read-bandwidth", metavar="SIZE",
-                        help="of the disk a second, such as 1GB (default: measured)")
+                        help="speed of the disk: bytes a second, such as 1GB (default: measured)")
     replay.add_argument("--compute-ms", type=float, metavar="MS",
-                        help="of a decoded token when all experts are resident (default: measured)")
+                        help="time to decode a token when all experts are resident (default: measured)")
     replay.add_argument("--distance", default="1,2,3", metavar="N,...",
-                        help="layers ahead, of which each pair of predictor and policy takes the best "
+                        help="predict so many layers ahead; each pair of predictor and policy uses the best of these "
                              "(default: %(default)s)")
     replay.add_argument("--min-precision", default="0,0.3,0.6", metavar="P,...",
-                        help="read guesses whose like came true this often, of which each takes the best "
-                             "(default: %(default)s)")
+                        help="read a predicted expert only if similar predictions were right this often; each pair of "
+                             "predictor and policy uses the best of these (default: %(default)s)")
     replay.add_argument("--capacity", type=int, default=1000, metavar="N",
-                        help="of the map store, in iterations (default: %(default)s)")
+                        help="the store of expert maps holds N tokens (default: %(default)s)")
     measure = parser.add_argument_group("measure")
     measure.add_argument("--measure", action="store_true",
-                         help="also decode: on demand and with --prefetch auto, after prompts of several lengths, at "
-                              "the first budget; and with each predictor when all is resident. Takes minutes")
+                         help="also decode for real, which takes minutes: on demand and with --prefetch auto, after "
+                              "prompts "
+                              "of several lengths, at the first budget; and with each predictor when all experts are "
+                              "resident")
     measure.add_argument("--context", default="256,512,1024,2048,4096", metavar="N,...",
-                         help="tokens of these prompts; what the model was not trained for is left out "
-                              "(default: %(default)s)")
-    measure.add_argument("--decode", type=int, default=96, metavar="N", help="tokens after each (default: %(default)s)")
-    measure.add_argument("--rounds", type=int, default=3, metavar="N", help="of them (default: %(default)s)")
+                         help="lengths of these prompts, in tokens; lengths that the model was not trained for are "
+                              "left "
+                              "out (default: %(default)s)")
+    measure.add_argument("--decode", type=int, default=96, metavar="N",
+                         help="decode N tokens after each prompt (default: %(default)s)")
+    measure.add_argument("--rounds", type=int, default=3, metavar="N",
+                         help="repeat these measurements N times (default: %(default)s)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR",
-                        help="write tables as CSV, and pictures, into this directory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+                        help="write the tables as CSV files, and pictures, into this directory")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     given = _check(args)
 
-    from pyorch.cli.progress import Bar
     from pyorch.eval import prefetch, prefetch_plots, prefetch_report
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import Budget
@@ -69,26 +80,29 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         prefetch_plots.check()
         _make_directory(args.output)
-    with ModelMap(args.model) as model_map, Bar() as bar:
+    with ModelMap(args.model) as model_map, Progress() as progress:
         for budget in given.budgets:
             Budget.parse(budget).resolve(model_map.info)
         if max(given.distances) > len(model_map.layers):
             raise PyorchError(
                 f"--distance {max(given.distances)} is more than the {len(model_map.layers)} layers with experts")
         with tempfile.TemporaryDirectory(prefix="pyorch-") as directory:
-            past, present = _traces(args, Path(directory), bar)
-            material = prefetch.Material(model_map, past, present, _measured_conditions(args, given, model_map, bar))
-            evaluation = prefetch.evaluate(material, bar.update)
+            past, present = _traces(args, Path(directory), progress)
+            conditions = _measured_conditions(args, given, model_map, progress)
+            material = prefetch.Material(model_map, past, present, conditions)
+            evaluation = prefetch.evaluate(material, progress.update)
             if args.measure:
-                evaluation = _measured(args, given, evaluation, bar)
+                evaluation = _measured(args, given, evaluation, progress)
     if args.output is not None:
         directory = args.output.absolute()
         paths = prefetch_report.write_csv(evaluation, directory) + prefetch_plots.draw(evaluation, directory)
     if args.json:
-        goals = [vars(it) | {"met": it.met} for it in prefetch_report.goals(evaluation)]
+        goals = [vars(goal) | {"met": goal.met} for goal in prefetch_report.goals(evaluation)]
         print_json(vars(evaluation) | {"goals": goals})
         return 0
-    print("\n".join(prefetch_report.for_terminal(evaluation)))
+    for table in prefetch_report.for_terminal(evaluation):
+        show([Table(table.columns, table.texts(), table.words, table.title), ""])
+    show(f"note: {note}" for note in evaluation.notes)
     if args.output is not None:
         print(f"{len(paths)} files in {args.output}: {', '.join(path.name for path in paths)}")
     return 0
@@ -158,55 +172,55 @@ def _make_directory(directory: Path) -> None:
         raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
 
 
-def _traces(args: argparse.Namespace, directory: Path, bar):
+def _traces(args: argparse.Namespace, directory: Path, progress):
     """The past and what is held out."""
     from pyorch.eval.prefetch import split
     from pyorch.traces.file import Trace
 
     has_past = args.history or args.history_trace is not None
     present = Trace(args.trace) if args.trace is not None else _record(
-        args, args.data, directory / "data.trace", args.tokens * 3 // 10 if has_past else args.tokens, bar)
+        args, args.data, directory / "data.trace", args.tokens * 3 // 10 if has_past else args.tokens, progress)
     if args.history_trace is not None:
         return Trace(args.history_trace), present
     if args.history:
-        return _record(args, args.history, directory / "history.trace", args.tokens * 7 // 10, bar), present
+        return _record(args, args.history, directory / "history.trace", args.tokens * 7 // 10, progress), present
     return split(present)
 
 
-def _record(args: argparse.Namespace, data: list[str], path: Path, n_tokens: int, bar):
+def _record(args: argparse.Namespace, data: list[str], path: Path, n_tokens: int, progress):
     from pyorch.eval.prefetch import REQUEST_TOKENS
     from pyorch.traces.recorder import profile
     from pyorch.traces.file import Trace
 
     for file in data:
         profile(args.model, [file], path, n_tokens=max(1, n_tokens // len(data)), router="full", states=True,
-                append=True, n_ctx=REQUEST_TOKENS, n_threads=args.threads, on_progress=bar.update)
+                append=True, n_ctx=REQUEST_TOKENS, n_threads=args.threads, on_progress=progress.update)
     return Trace(path)
 
 
-def _measured_conditions(args: argparse.Namespace, given: _Given, model_map, bar):
+def _measured_conditions(args: argparse.Namespace, given: _Given, model_map, progress):
     from pyorch.runtime import disk
     from pyorch.eval import prefetch_measure
     from pyorch.eval.prefetch import Conditions
 
     bandwidth, compute_ms = given.read_bandwidth, args.compute_ms
     if bandwidth is None:
-        bar.update("disk", 0, 1)
+        progress.update("disk", 0, 1)
         bandwidth = disk.measure_bandwidth(disk.expert_ranges(model_map), 3.0).bytes_per_second
     if compute_ms is None:
-        bar.update("computing", 0, 1)
+        progress.update("computing", 0, 1)
         compute_ms = prefetch_measure.compute_ms(args.model, args.data, args.threads)
     return Conditions(given.budgets, bandwidth, compute_ms, given.distances, given.min_precisions, args.capacity)
 
 
-def _measured(args: argparse.Namespace, given: _Given, evaluation, bar):
+def _measured(args: argparse.Namespace, given: _Given, evaluation, progress):
     from pyorch.eval import prefetch_measure
 
     return replace(
         evaluation,
         contexts=prefetch_measure.measure_contexts(
-            args.model, args.data, given.budgets[0], given.contexts, args.decode, args.rounds, bar.update,
+            args.model, args.data, given.budgets[0], given.contexts, args.decode, args.rounds, progress.update,
             n_threads=args.threads),
         overheads=prefetch_measure.measure_overheads(
-            args.model, args.data, [row.predictor for row in evaluation.recalls], 8, bar.update, args.threads),
+            args.model, args.data, [row.predictor for row in evaluation.recalls], 8, progress.update, args.threads),
     )

@@ -11,9 +11,9 @@ from pyorch.cli.options import add_command, add_residency_options, add_substitut
 from pyorch.errors import PyorchError
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "exec", "run a script written for llama_cpp under a budget",
+        subparsers, "exec", summary,
         "pyorch exec --budget 40% chat.py --model olmoe.gguf",
     )
     parser.add_argument(
@@ -23,8 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     add_residency_options(parser)
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
     add_substitution_options(parser)
-    parser.add_argument("script", metavar="SCRIPT.py", type=Path)
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="what the script is given")
+    parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="the script; it is not changed")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
     return parser
 

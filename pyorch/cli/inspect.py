@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.tables import Facts, Table, show
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,13 @@ class Inspection:
     sidecars: dict[str, Path]
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "inspect", "show what a model is made of and what it needs", "pyorch inspect olmoe.gguf --json"
-    )
-    parser.add_argument("model", metavar="MODEL.gguf")
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose")
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("--ctx", type=int, default=4096, metavar="N",
-                        help="size the KV cache for N tokens (default: 4096)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--verbose", action="store_true", help="show every layer")
+                        help="show the size of the KV cache for N tokens (default: 4096)")
+    parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
+    parser.add_argument("--verbose", action="store_true", help="show every layer too")
     parser.set_defaults(run=run)
     return parser
 
@@ -51,15 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
     with ModelMap(args.model) as model_map:
         inspection = _inspect(model_map, args.ctx)
-        if args.json:
-            print_json(inspection)
-            return 0
-        for line in _lines(inspection):
-            print(line)
-        if args.verbose:
-            for layer in model_map.layers:
-                roles = ", ".join(f"{role.name} {role.type}" for role in layer.roles)
-                print(f"  layer {layer.il}: {layer.n_expert} experts of {layer.expert_bytes} bytes ({roles})")
+        layers = model_map.layers
+    if args.json:
+        print_json(inspection)
+        return 0
+    show([_facts(inspection), *(["", _layers(layers)] if args.verbose else [])])
     return 0
 
 
@@ -87,27 +82,39 @@ def _inspect(model_map, n_ctx: int) -> Inspection:
     )
 
 
-def _lines(it: Inspection) -> list[str]:
+def _facts(model: Inspection) -> Facts:
     from pyorch.sizes import format_bytes
 
-    shards = f" in {it.n_files} files" if it.n_files > 1 else ""
-    lines = [
-        f"model          {it.name or Path(it.path).name} ({it.arch}), {format_bytes(it.file_bytes)}{shards}",
-        f"layers         {it.n_layers}, {it.n_moe_layers} of them with routed experts",
+    shards = f" in {model.n_files} files" if model.n_files > 1 else ""
+    facts = [
+        ("model", f"{model.name or Path(model.path).name} ({model.arch}), {format_bytes(model.file_bytes)}{shards}"),
+        ("layers", f"{model.n_layers}, {model.n_moe_layers} of them with routed experts"),
     ]
-    if it.n_moe_layers:
-        share = it.floor_bytes / it.slots_bytes
-        lines += [
-            f"experts        {it.n_expert} a layer, {it.n_expert_used} used for a token, "
-            f"{format_bytes(it.expert_bytes)} each ({', '.join(it.types)})",
-            f"expert weights {format_bytes(it.experts_bytes)}",
+    if model.n_moe_layers:
+        facts += [
+            ("experts", f"{model.n_expert} a layer, {model.n_expert_used} used for a token, "
+                        f"{format_bytes(model.expert_bytes)} each ({', '.join(model.types)})"),
+            ("expert weights", format_bytes(model.experts_bytes)),
         ]
-    lines.append(f"dense weights  {format_bytes(it.dense_bytes)}")
-    lines.append(f"KV cache       {format_bytes(it.kv_cache_bytes)} for {it.n_ctx} tokens")
-    if it.n_moe_layers:
-        lines.append(f"budget         from {format_bytes(it.floor_bytes, round_up=True)} ({share:.0%}) "
-                     f"to {format_bytes(it.slots_bytes, round_up=True)} (100%)")
+    facts += [
+        ("dense weights", format_bytes(model.dense_bytes)),
+        ("KV cache", f"{format_bytes(model.kv_cache_bytes)} for {model.n_ctx} tokens"),
+    ]
+    if model.n_moe_layers:
+        share = model.floor_bytes / model.slots_bytes
+        facts.append(("budget", f"from {format_bytes(model.floor_bytes, round_up=True)} ({share:.0%}) "
+                                f"to {format_bytes(model.slots_bytes, round_up=True)} (100%)"))
     else:
-        lines.append("budget         none: a dense model has no experts to manage")
-    lines += [f"{kind:<14} {path}" for kind, path in it.sidecars.items()]
-    return lines
+        facts.append(("budget", "none: a dense model has no experts to manage"))
+    return Facts([*facts, *((kind, str(path)) for kind, path in model.sidecars.items())])
+
+
+def _layers(layers) -> Table:
+    from pyorch.sizes import format_bytes
+
+    return Table(
+        ("layer", "experts", "bytes each", "", "tensors"),
+        [(str(layer.il), str(layer.n_expert), str(layer.expert_bytes), format_bytes(layer.expert_bytes),
+          ", ".join(f"{role.name} {role.type}" for role in layer.roles)) for layer in layers],
+        left=("tensors",),
+    )

@@ -1,4 +1,4 @@
-"""`pyorch maps`: past iterations and requests for the predictors that search them, from a trace."""
+"""`pyorch maps`: past tokens and requests for the predictors that search them, from a trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -24,22 +25,27 @@ class Report:
     file_bytes: int
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "maps", "collect past iterations and requests for predictions, from a trace",
-        "pyorch maps olmoe.gguf olmoe.trace --capacity 2000",
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "maps", summary, "pyorch maps olmoe.gguf olmoe.trace --capacity 2000")
+    parser.description += (
+        " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
+        "is "
+        "most like the present token, and the predictor activation-matrix for the past request that is most like the "
+        "present one."
     )
-    parser.add_argument("model", metavar="MODEL.gguf")
-    parser.add_argument("trace", type=Path, metavar="FILE.trace", help="what pyorch profile --router full recorded")
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    parser.add_argument("trace", type=Path, metavar="FILE.trace",
+                        help="a trace that pyorch profile --router full recorded")
     parser.add_argument("--capacity", type=int, default=1000, metavar="N",
-                        help="keep N iterations, the least redundant ones (default: %(default)s)")
+                        help="keep the maps of N tokens, those that are least like each other (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=100, metavar="N",
                         help="keep the counts of N requests (default: %(default)s)")
-    parser.add_argument("--distance", type=int, default=3, metavar="D",
-                        help="prefetch distance, in layers: of how many of them embeddings count for, in what is "
-                             "redundant (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: MODEL.maps.gguf")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--distance", type=int, default=3, metavar="LAYERS",
+                        help="prefetch distance: the embedding of a token stands for as many layers when two maps are "
+                             "compared (default: %(default)s)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
+                        help="the file to write (default: MODEL.maps.gguf beside the model)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
     return parser
 
@@ -47,10 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from pyorch.sidecars import container
-    from pyorch.cli.progress import Bar
     from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import container
     from pyorch.traces.expert_maps import maps_from_trace
     from pyorch.traces.file import Trace
 
@@ -58,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     check_target(path)
     with ModelMap(args.model) as model_map:
         trace = Trace(args.trace)
-        with Bar() as bar:
-            maps = maps_from_trace(trace, model_map, args.capacity, args.distance, args.requests, bar.update)
+        with Progress() as progress:
+            maps = maps_from_trace(trace, model_map, args.capacity, args.distance, args.requests, progress.update)
         maps.write(path, model_map)
     report = Report(path, len(trace), maps.n_maps, maps.capacity, maps.distance,
                     len(np.unique(trace.records["request"])), maps.n_requests, maps.request_capacity,
@@ -71,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sentence(it: Report) -> str:
+def _sentence(report: Report) -> str:
     from pyorch.sizes import format_bytes
 
-    return (f"{it.path}: {it.n_maps} iterations of {it.n_tokens}, {it.n_requests} requests of {it.n_trace_requests}, "
-            f"{format_bytes(it.file_bytes)}")
+    return (f"{report.path}: maps of {report.n_maps} of {report.n_tokens} tokens, counts of {report.n_requests} of "
+            f"{report.n_trace_requests} requests, {format_bytes(report.file_bytes)}")

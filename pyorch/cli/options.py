@@ -10,20 +10,32 @@ from pathlib import Path
 from pyorch.errors import PyorchError
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps descriptions, and leaves the example as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(_EXAMPLE):
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+_EXAMPLE = "example:\n"
+
+
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:
     """A parser whose --help ends with an example."""
     return subparsers.add_parser(
         name,
         help=help,
         description=help[0].upper() + help[1:] + ".",
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_EXAMPLE}  {example}",
+        formatter_class=_Formatter,
     )
 
 
 def add_model_options(parser: argparse.ArgumentParser, budget: str = "auto") -> None:
     """The model and how its experts are kept, for load_arguments()."""
-    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument(
         "--budget", default=budget, metavar="SIZE",
         help="memory for experts: 40%% of them, 1.5GiB, 800MB, or auto, what the memory limit leaves "
@@ -65,7 +77,8 @@ def maps_file(args: argparse.Namespace) -> Path | None:
     from pyorch.settings.prefetch import Prefetch
 
     if not Prefetch.parse(args.prefetch).searches_maps:
-        raise PyorchError(f'--maps is for the predictors expert-map and activation-matrix, and --prefetch is "{args.prefetch}"')
+        raise PyorchError(
+            f'--maps is for the predictors expert-map and activation-matrix, and --prefetch is "{args.prefetch}"')
     check_target(args.maps.absolute())
     return args.maps
 
@@ -85,13 +98,17 @@ def add_substitution_options(parser: argparse.ArgumentParser) -> None:
         help="let resident buddies stand in for absent experts: alpha=0.95,k=16,rho=3,tau=p15,... or default",
     )
     group.add_argument("--substitute", choices=("buddies", "random", "none"), help="what stands in (default: buddies)")
-    group.add_argument("--on-miss", choices=("fetch", "drop"), help="what no buddy covers is read, or left out (default: fetch)")
+    group.add_argument("--on-miss", choices=("fetch", "drop"),
+                       help="what no buddy covers is read, or left out (default: fetch)")
     group.add_argument("--buddy-weight", choices=("keep", "own", "fitted"),
-                       help="a buddy gets the weight of what it replaces, its own, or one fitted to its output (default: keep)")
-    group.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+                       help="a buddy gets the weight of what it replaces, its own, or one fitted to its output "
+                            "(default: keep)")
+    group.add_argument("--buddies-file", metavar="FILE",
+                       help="buddy lists (default: MODEL.buddies.gguf beside the model)")
     group.add_argument(
         "--speculate", action="store_true",
-        help="compute with the experts that --prefetch forecasts and read no others: next-router, quasi-hidden, estimator "
+        help="compute with the experts that --prefetch forecasts and read no others: next-router, quasi-hidden, "
+             "estimator "
              "or hybrid (auto: hybrid if there is an estimator)",
     )
 
@@ -103,7 +120,8 @@ def add_profile_option(parser: argparse.ArgumentParser) -> None:
 
 
 def substitution_arguments(args: argparse.Namespace) -> dict[str, object]:
-    """Arguments of pyorch.load and managed.Settings: substitution, buddies, speculate. A profile also sets args.budget."""
+    """Arguments of pyorch.load and managed.Settings: substitution, buddies, speculate. A profile also sets "
+    "args.budget."""
     return _substitution(args) | {"speculate": args.speculate}
 
 

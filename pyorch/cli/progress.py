@@ -1,42 +1,193 @@
-"""A line on a terminal that shows how far something is."""
+"""How far a long command is, on stderr: a bar on a terminal, now and then a line elsewhere."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+INTERVAL = 10.0  # seconds: a command that takes less prints no line at all
+SHARE = 0.1  # of a step: as much more being done is worth a line before the interval is over
+_LEAST = 1.0  # seconds between two lines, however fast the work goes
+_REFRESH = 0.1  # seconds between two pictures of the bar, which compute threads should not feel
 
 
-class Bar:
-    """One line on stderr: `counting   [#####...................]  22 %  12 s left`. Nothing where it is no terminal."""
+class Progress:
+    """Told by `update(step, done, total)` what is being done; total 0: nobody knows how much there is.
 
-    def __init__(self, shown: bool = True):
-        self._shown = shown and sys.stderr.isatty()
-        self._step = ""
-        self._begin = self._last = 0.0
-        self._write(" starting")
+    Inside the `with` block nothing else may be written to the terminal, but in `paused()` and by `say()`.
+    """
+
+    def __init__(self, live: bool = True, stream: TextIO | None = None, interval: float | None = None) -> None:
+        """live: whether a bar may be drawn where there is a terminal; a log that scrolls there forbids it.
+        stream: default stderr. interval: seconds between lines where there is no terminal."""
+        self._stream = _duplicate(sys.stderr if stream is None else stream)
+        bar = live and self._stream.isatty()
+        self._shown = _Bar(self._stream) if bar else _Lines(self._stream, INTERVAL if interval is None else interval)
 
     def update(self, step: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if step != self._step:
-            self._step, self._begin = step, now
-        if now - self._last < 0.1 and done < total:
-            return
-        self._last = now
-        fraction = done / total if total else 1.0
-        eta = (now - self._begin) * (1 - fraction) / fraction if fraction > 0.02 else None
-        filled = int(fraction * 24)
-        self._write(f" {step:<10} [{'#' * filled}{'.' * (24 - filled)}] {fraction:4.0%}"
-                    + ("" if eta is None else f"  {eta:.0f} s left"))
+        self._shown.update(step, done, total)
 
-    def clear(self) -> None:
-        self._write("")
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """For output of the command itself."""
+        self._shown.stop()
+        try:
+            yield
+        finally:
+            self._shown.start()
 
-    def __enter__(self) -> Bar:
+    def say(self, sentence: str) -> None:
+        with self.paused():
+            print(f"pyorch: {sentence}", file=self._stream, flush=True)
+
+    def __enter__(self) -> Progress:
+        self._shown.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.clear()
+        self._shown.stop()
 
-    def _write(self, text: str) -> None:
-        if self._shown:
-            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+def _duplicate(stream: TextIO) -> TextIO:
+    """While llama_cpp loads a model in silence, the descriptors 1 and 2 are those of /dev/null."""
+    try:
+        return open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors="replace", buffering=1)
+    except (OSError, ValueError):  # not a file
+        return stream
+
+
+class PlainLines:
+    """Chooses when a line is due, and what the line says. clock: seconds."""
+
+    def __init__(self, interval: float = INTERVAL, clock: Callable[[], float] = time.monotonic) -> None:
+        self._interval = interval
+        self._clock = clock
+        self._last = self._began = clock()
+        self._silent = True  # so far
+        self._step, self._done, self._total = "", 0, 0
+        self._last_share = 0.0
+
+    def update(self, step: str, done: int, total: int) -> str | None:
+        """The line that is due now, if one is."""
+        if _begins_anew(done, total, self._done, self._total):
+            self._began, self._last_share = self._clock(), 0.0
+        self._step, self._done, self._total = step, done, total
+        much = not self._silent and self._share - self._last_share >= SHARE and self._clock() - self._last >= _LEAST
+        return self._line() if much else self.beat()
+
+    def beat(self) -> str | None:
+        """The same while nothing new is known, so that a step that takes minutes is seen to live."""
+        return self._line() if self._clock() - self._last >= self._interval else None
+
+    @property
+    def seconds_until_due(self) -> float:
+        return max(0.0, self._last + self._interval - self._clock())
+
+    @property
+    def _share(self) -> float:
+        return self._done / self._total if self._total else 0.0
+
+    def _line(self) -> str:
+        now = self._clock()
+        self._last, self._last_share, self._silent = now, self._share, False
+        if not self._step:
+            return "starting"
+        if not self._total:
+            return f"{self._step}: {self._done} so far"
+        left = (now - self._began) * (1 - self._share) / self._share if self._share > 0.02 else None
+        return f"{self._step}: {self._share:.0%}" + ("" if left is None else f", about {_duration(left)} left")
+
+
+class _Lines:
+    """Prints them, from update() and from a thread that waits for the next one."""
+
+    def __init__(self, stream: TextIO, interval: float) -> None:
+        self._stream = stream
+        self._lines = PlainLines(interval)
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            with self._changed:
+                self._changed.notify()
+            thread.join()
+
+    def update(self, step: str, done: int, total: int) -> None:
+        with self._changed:
+            self._print(self._lines.update(step, done, total))
+
+    def _wait(self) -> None:
+        with self._changed:
+            while self._thread is threading.current_thread():
+                self._changed.wait(self._lines.seconds_until_due)
+                if self._thread is threading.current_thread():
+                    self._print(self._lines.beat())
+
+    def _print(self, line: str | None) -> None:
+        if line is not None:
+            print(f"pyorch: {line}", file=self._stream, flush=True)
+
+
+class _Bar:
+    """`counting ━━━━━━━━━━╸━━━━━━━━━  52% 0:00:12`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._progress: RichProgress | None = None
+        self._step = ""
+        self._done = self._total = 0
+        self._last = 0.0
+
+    def start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        if self._progress is None:
+            # Step names are text, not markup. Once a second a picture shows that the command lives.
+            self._progress = Progress(
+                TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream), transient=True, refresh_per_second=1, redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._task = self._progress.add_task("starting", total=None)
+        self._progress.start()
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(self, step: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        anew = _begins_anew(done, total, self._done, self._total)
+        if not anew and step == self._step and now - self._last < _REFRESH:
+            return
+        self._step, self._done, self._total, self._last = step, done, total, now
+        if anew:
+            self._progress.reset(self._task, total=total or None)
+        self._progress.update(self._task, description=step, completed=done, total=total or None, refresh=True)
+
+
+def _begins_anew(done: int, total: int, done_before: int, total_before: int) -> bool:
+    """Whether another piece of work has begun, whose pace is not known yet."""
+    return done < done_before or total != total_before
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

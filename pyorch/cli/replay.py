@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 _PROBE_SECONDS = 2.0
@@ -20,8 +23,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """Of one combination. Names and units are those of pyorch.replay.Replayed; recall: mean over layers, by how many
-    layers ahead the forecasts are."""
+    """Of one combination. Names and units are those of pyorch.traces.replay.Replayed; recall: mean over layers, by how
+    many layers ahead the predictions are."""
 
     policy: str
     predictor: str
@@ -57,76 +60,84 @@ class Report:
     rows: list[Row]
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "replay", "show what a recorded trace would cost under other settings, in simulated time",
+        subparsers, "replay", summary,
         "pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --predictor none,next-router:2:0.5 --budget 25%,40%",
     )
-    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.description += (
+        " No layer is computed and nothing is read: the cache, the predictors and the disk run in simulated time, so "
+        "many "
+        "settings can be compared in seconds."
+    )
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
-                        help="what pyorch profile recorded, with --states for predictors that compute with routers")
+                        help="a trace that pyorch profile recorded; predictors that apply routers need one with "
+                             "--states")
     parser.add_argument("--policy", default="lru", metavar="LIST",
                         help="which expert is evicted first: lru, lfu, finemoe, or belady, which knows the future "
                              "(default: lru)")
     parser.add_argument("--predictor", default="none", metavar="LIST",
-                        help="what is read ahead, as for --prefetch of pyorch run: NAME or NAME:DISTANCE:PRECISION; or "
-                             "oracle, which knows the future (default: none)")
+                        help="what predicts the experts to read ahead: names as for --prefetch of pyorch run, also as "
+                             "NAME:DISTANCE:PRECISION; or oracle, which knows the future (default: none)")
     parser.add_argument("--budget", default="25%,40%,60%", metavar="LIST",
-                        help="memory for experts (default: %(default)s)")
+                        help="memory for the experts (default: %(default)s)")
     parser.add_argument("--read-bandwidth", metavar="RATE",
-                        help="of the disk, such as 1GB/s (default: measured in two seconds, on the model's file)")
+                        help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
-                        help="what each read costs beside its bytes (default: 0)")
+                        help="time that each read takes, beside that of its bytes (default: 0)")
     parser.add_argument("--compute-ms", type=float, default=30.0, metavar="MS",
-                        help="a decoded token with all experts resident, as pyorch bench measures it (default: 30)")
+                        help="time to decode a token when all experts are resident; pyorch bench measures it (default: "
+                             "30)")
     parser.add_argument("--route-share", type=float, metavar="SHARE",
-                        help="of it, what comes before a layer's router is known (default: the share of dense weights "
-                             "in what a token reads)")
+                        help="share of this time that passes in a layer before its router has decided (default: the "
+                             "share "
+                             "of the dense weights in all weights that a token uses)")
     parser.add_argument("--predict-ms", type=float, default=0.0, metavar="MS",
-                        help="from a layer's router to the guesses that follow from it (default: 0)")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="requests decoded together (default: 1)")
-    parser.add_argument("--warm", type=int, default=0, metavar="N", help="tokens before counting begins (default: 0)")
+                        help="time from the decision of a router to the predictions that follow from it (default: 0)")
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="decode N requests together (default: 1)")
+    parser.add_argument("--warm", type=int, default=0, metavar="N", help="begin to count after N tokens (default: 0)")
     parser.add_argument("--prompts", action="store_true",
-                        help="play prompts as prompts; by default each of their tokens is played as one that is "
-                             "decoded")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+                        help="compute prompts as a whole; otherwise their tokens are decoded one by one")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.disk import expert_ranges, measure_bandwidth
-    from pyorch.sidecars.history import ExpertMaps
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.sidecars.predictor import PredictorFile
     from pyorch.settings.prefetch import Prefetch
-    from pyorch.traces.replay import Recording, ReplaySettings, default_route_share, replay
+    from pyorch.sidecars.history import ExpertMaps
+    from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
+    from pyorch.traces.replay import Recording, ReplaySettings, default_route_share, replay
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
-    with ModelMap(args.model) as model_map:
+    with ModelMap(args.model) as model_map, Progress() as progress:
         recording = Recording.from_trace(Trace(args.trace), model_map)
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
         predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
         bandwidth = given or measure_bandwidth(expert_ranges(model_map), _PROBE_SECONDS).bytes_per_second
         share = default_route_share(model_map) if args.route_share is None else args.route_share
+        combinations = list(itertools.product(*(
+            text.split(",") for text in (args.budget, args.policy, args.predictor))))
         rows = []
-        for budget in args.budget.split(","):
-            for policy in args.policy.split(","):
-                for predictor in args.predictor.split(","):
-                    settings = ReplaySettings(
-                        policy, Prefetch.parse(predictor), budget, bandwidth, args.read_latency_ms / 1000,
-                        args.compute_ms, share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
-                        as_decode=not args.prompts,
-                    )
-                    rows.append(_row(predictor, replay(model_map, recording, settings, maps, predictor_file)))
+        for n, (budget, policy, predictor) in enumerate(combinations):
+            progress.update(f"replaying {policy}, {predictor}, {budget}", n, len(combinations))
+            settings = ReplaySettings(
+                policy, Prefetch.parse(predictor), budget, bandwidth, args.read_latency_ms / 1000, args.compute_ms,
+                share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
+                as_decode=not args.prompts,
+            )
+            rows.append(_row(predictor, replay(model_map, recording, settings, maps, predictor_file)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.compute_ms,
                     share, args.batch, rows)
     if args.json:
         print_json(report)
     else:
-        print("\n".join(_lines(report)))
+        show(_parts(report))
     return 0
 
 
@@ -143,45 +154,45 @@ def parse_rate(text: str) -> float:
     return float(rate)
 
 
-def _row(predictor: str, it) -> Row:
+def _row(predictor: str, replayed) -> Row:
     import numpy as np
 
     recall = []
-    for distance in range(1, it.rank_hits.shape[1] + 1):
-        of_layers = it.recall_at(distance)
+    for distance in range(1, replayed.rank_hits.shape[1] + 1):
+        of_layers = replayed.recall_at(distance)
         recall.append(float(np.nanmean(of_layers)) if np.isfinite(of_layers).any() else float("nan"))
-    same = {name: getattr(it, name) for name in Row.__dataclass_fields__ if hasattr(it, name) and name != "recall"}
-    return Row(policy=it.settings.policy, predictor=predictor, budget=str(it.settings.budget), recall=recall, **same)
+    same = {name: getattr(replayed, name)
+            for name in Row.__dataclass_fields__ if hasattr(replayed, name) and name != "recall"}
+    settings = replayed.settings
+    return Row(policy=settings.policy, predictor=predictor, budget=str(settings.budget), recall=recall, **same)
 
 
-def _lines(report: Report) -> list[str]:
-    from pyorch.sizes import MiB
-
+def _parts(report: Report) -> list[str | Table]:
     how = "measured" if report.bandwidth_measured else "given"
     latency = f" and {1000 * report.read_latency_s:g} ms a read" if report.read_latency_s else ""
     together = f", {report.batch} requests together" if report.batch > 1 else ""
-    lines = [
+    return [
         f"{report.trace}: {report.rows[0].n_tokens} tokens{together}",
         f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:g} ms "
         f"a token, {report.route_share:.0%} of it before the routers",
-        "MiB: of each token; recall: of the experts used, those that were forecast, 1 layer ahead and more",
+        "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
+        "were "
+        "predicted, one layer ahead and more",
         "",
+        Table(_COLUMNS, [_cells(row) for row in report.rows], left=("policy", "predictor")),
     ]
-    cells = [_COLUMNS]
-    for it in report.rows:
-        per_token = [f"{n / it.n_tokens / MiB:.1f}" for n in (it.useful_bytes, it.late_bytes, it.wasted_bytes)]
-        recall = "-" if all(share != share for share in it.recall) else " ".join(
-            "-" if share != share else f"{share:.0%}" for share in it.recall)
-        cells.append((
-            it.policy, it.predictor, it.budget, "-" if it.hit_rate != it.hit_rate else f"{it.hit_rate:.1%}",
-            _number(it.tpot_ms), _number(it.stall_ms), f"{it.bytes_per_token / MiB:.1f}", *per_token, recall,
-        ))
-    widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-    for row in cells:
-        left = [cell.ljust(width) for cell, width in zip(row[:2], widths)]
-        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:])]
-        lines.append("  ".join(left + right).rstrip())
-    return lines
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    from pyorch.sizes import MiB
+
+    per_token = [f"{n / row.n_tokens / MiB:.1f}" for n in (row.useful_bytes, row.late_bytes, row.wasted_bytes)]
+    recall = "-" if all(share != share for share in row.recall) else " ".join(
+        "-" if share != share else f"{share:.0%}" for share in row.recall)
+    return (
+        row.policy, row.predictor, row.budget, "-" if row.hit_rate != row.hit_rate else f"{row.hit_rate:.1%}",
+        _number(row.tpot_ms), _number(row.stall_ms), f"{row.bytes_per_token / MiB:.1f}", *per_token, recall,
+    )
 
 
 def _number(value: float) -> str:

@@ -20,6 +20,7 @@ from pyorch.cli.options import (
     print_json,
     read_prompt,
 )
+from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
@@ -28,29 +29,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
+    """What --json prints."""
+
     text: str
     stats: ModelStats
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "run", "continue a prompt, or chat",
-        'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%',
-    )
+        subparsers, "run", summary, 'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%')
+    parser.description += " The text goes to stdout, statistics go to stderr."
     add_model_options(parser)
     add_context_options(parser)
     add_maps_option(parser)
     add_substitution_options(parser)
     add_profile_option(parser)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-p", "--prompt", metavar="TEXT")
-    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
-    source.add_argument("--chat", action="store_true", help="converse, with the model's own template; Ctrl-D ends")
-    parser.add_argument("-n", "--tokens", type=int, default=128, metavar="N", help="tokens at most (default: 128)")
-    parser.add_argument("--temp", type=float, default=0.8, help="temperature, 0 is greedy (default: 0.8)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="(default: 0.95)")
-    parser.add_argument("--top-k", type=int, default=40, help="(default: 40)")
-    parser.add_argument("--seed", type=int)
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="continue this text")
+    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="continue the text of a file")
+    source.add_argument("--chat", action="store_true",
+                        help="converse, with the chat template of the model; Ctrl-D ends the conversation")
+    parser.add_argument("-n", "--tokens", type=int, default=128, metavar="N",
+                        help="generate at most N tokens (default: 128)")
+    parser.add_argument("--temp", type=float, default=0.8, metavar="T",
+                        help="temperature of sampling; 0 always takes the most probable token (default: 0.8)")
+    parser.add_argument("--top-p", type=float, default=0.95, metavar="P",
+                        help="sample from the most probable tokens that together have probability P (default: 0.95)")
+    parser.add_argument("--top-k", type=int, default=40, metavar="K",
+                        help="sample from the K most probable tokens (default: 40)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling (default: a random one)")
     parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
     parser.set_defaults(run=run)
     return parser
@@ -70,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         sampling = {"max_tokens": args.tokens, "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
         if args.chat:
             _chat(model, sampling, args.seed)
-            print_stats(model.stats())
+            show_stats(model.stats())
         else:
             _generate(model, prompt, sampling, args)
         if args.maps is not None and model.engine is not None and model.engine.maps:
@@ -88,7 +95,7 @@ def _generate(model: Model, prompt: str, sampling: dict, args: argparse.Namespac
         print_json(RunResult(text, model.stats()))
     else:
         print(flush=True)
-        print_stats(model.stats())
+        show_stats(model.stats())
 
 
 def _chat(model: Model, sampling: dict, seed: int | None) -> None:
@@ -111,31 +118,28 @@ def _chat(model: Model, sampling: dict, seed: int | None) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
-def print_stats(stats: ModelStats) -> None:
+def show_stats(stats: ModelStats) -> None:
     """To stderr: the text on stdout may go into a pipe."""
     from pyorch.sizes import format_bytes
 
-    print(
-        f"prefill {stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s; "
-        f"decode {stats.decode_tokens} tokens, {stats.decode_rate:.1f} tok/s; "
-        f"peak memory {format_bytes(stats.peak_memory_bytes)}",
-        file=sys.stderr,
-    )
-    if stats.experts is not None:
-        it = stats.experts
-        print(
-            f"experts: hit rate {it.hit_rate:.1%}, {format_bytes(round(stats.bytes_read_per_token))} read per token, "
-            f"waited {it.stall_ns / 1e9:.2f} s; budget {format_bytes(it.budget_bytes)}, "
-            f"peak {format_bytes(it.peak_bytes)}",
-            file=sys.stderr,
-        )
-    if stats.speculation is not None:
-        it = stats.speculation
-        print(f"lossy: {it.slots} expert slots computed as forecast, {it.right} of them as their routers chose", file=sys.stderr)
-    if stats.substitution is not None:
-        it = stats.substitution
-        print(
-            f"lossy: {it.lossy_tokens} of {it.tokens} token-layers changed, {it.substituted} expert slots substituted, "
-            f"{it.dropped} dropped; {it.avoided} of {it.absent} absent experts not needed",
-            file=sys.stderr,
-        )
+    rows = [
+        ("prefill", f"{stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s"),
+        ("decode", f"{stats.decode_tokens} tokens, {stats.decode_rate:.1f} tok/s"),
+    ]
+    memory = f"peak of the process {format_bytes(stats.peak_memory_bytes)}"
+    experts, speculation, substitution = stats.experts, stats.speculation, stats.substitution
+    if experts is not None:
+        read = format_bytes(round(stats.bytes_read_per_token))
+        rows.append(("experts", f"hit rate {experts.hit_rate:.1%}, {read} read per token, waited "
+                                f"{experts.stall_ns / 1e9:.2f} s"))
+        memory = (f"experts: budget {format_bytes(experts.budget_bytes)}, peak {format_bytes(experts.peak_bytes)}; "
+                  f"{memory}")
+    rows.append(("memory", memory))
+    if speculation is not None:
+        rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, {speculation.right} of them as "
+                              "their routers chose"))
+    if substitution is not None:
+        rows.append(("lossy", f"{substitution.lossy_tokens} of {substitution.tokens} token-layers changed, "
+                              f"{substitution.substituted} expert slots substituted, {substitution.dropped} dropped; "
+                              f"{substitution.avoided} of {substitution.absent} absent experts not needed"))
+    show([Facts(rows)], sys.stderr)

@@ -15,14 +15,17 @@ from pyorch.cli.options import (
 )
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "serve", "serve the OpenAI API",
+        subparsers, "serve", summary,
         "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret",
     )
     parser.usage = "pyorch serve MODEL.gguf [options] [-- flags of llama-server]"
-    parser.description = "Serves the OpenAI and Anthropic APIs with llama-server; its flags may follow after `--`."
-    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.description = (
+        "Serve a model over the OpenAI and Anthropic APIs, with llama-server. What follows after `--` are flags of "
+        "llama-server."
+    )
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument(
         "--budget", default="auto", metavar="SIZE",
         help="memory for experts: 40%% of them, 1.5GiB, 800MB, or auto, what the memory limit leaves (default: auto)",
@@ -35,10 +38,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
                         help="tokens computed at once (default: 2048 where experts are read, else 512)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     add_residency_options(parser)
-    parser.add_argument("--buffered", action="store_true", help="read through the page cache, not around it")
-    parser.add_argument("--stats-every", type=float, metavar="SECONDS", help="print statistics again and again, not only at the end")
-    parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as a line of JSON")
-    parser.add_argument("--verbose", action="store_true", help="show llama-server's log")
+    parser.add_argument("--buffered", action="store_true",
+                        help="read experts through the page cache of the system, not around it")
+    parser.add_argument("--stats-every", type=float, metavar="SECONDS",
+                        help="print statistics every so many seconds too, not only at the end")
+    parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
+    parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
     add_maps_option(parser)
     add_substitution_options(parser)
     add_profile_option(parser)

@@ -6,22 +6,21 @@ import argparse
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.tables import Table, show
+
+_EXAMPLE = "pyorch trace stats olmoe.trace --plot plots"
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "trace", "show what a recorded trace says", "pyorch trace stats olmoe.trace --plot plots"
-    )
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "trace", summary, _EXAMPLE)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     stats = add_command(
-        actions, "stats", "use of experts, certainty of routers, hit rates of caches",
-        "pyorch trace stats olmoe.trace --plot plots",
-    )
-    stats.add_argument("trace", type=Path, metavar="FILE.trace")
+        actions, "stats", "show how experts are used, how certain routers are, and what caches would hit", _EXAMPLE)
+    stats.add_argument("trace", type=Path, metavar="FILE.trace", help="a trace that pyorch profile recorded")
     stats.add_argument("--phase", choices=("all", "prefill", "decode"), default="all",
-                       help="count the tokens of one phase only (default: all)")
-    stats.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures into a directory")
-    stats.add_argument("--json", action="store_true", help="print one JSON object")
+                       help="count only the tokens of this phase (default: all)")
+    stats.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures into this directory")
+    stats.add_argument("--json", action="store_true", help="print the statistics as one JSON object")
     stats.set_defaults(run=run)
     return parser
 
@@ -38,39 +37,39 @@ def run(args: argparse.Namespace) -> int:
         pictures = draw(statistics, arrays, args.plot)
     if args.json:
         print_json(statistics)
-        return 0
-    for line in _lines(statistics):
-        print(line)
-    for picture in pictures:
-        print(picture)
+    else:
+        show([*_parts(statistics), *map(str, pictures)])
     return 0
 
 
-def _lines(it) -> list[str]:
-    sample = f", router inputs of {it.n_inputs}" if it.n_inputs else ""
-    entropy = "entropy" if it.router == "full" else "entropy of the selected"
-    lines = [
-        f"{it.path}: {it.n_tokens} tokens (prefill {it.n_prefill}, decode {it.n_decode}) of {it.n_requests} "
-        f"requests{sample}",
-        f"{it.arch}: {len(it.layers)} layers of {it.n_expert} experts, {it.n_expert_used} used for a token",
-        "",
-        "use: busiest and idlest expert, even use is 1; peer: share of the strongest peer in co-activations;",
-        f"TAE, its percentiles, and {entropy}: 1 is even; margin: median of p_max - p_2nd",
-        "",
-        " layer  busiest  idlest  unused  gini   peer    TAE    p10    p20    p50  entropy  margin",
+def _parts(statistics) -> list[str | Table]:
+    sample = f", router inputs of {statistics.n_inputs}" if statistics.n_inputs else ""
+    selected = "" if statistics.router == "full" else " of the selected experts' probabilities"
+    p10, p20, p50 = (statistics.percentiles.index(p) for p in (10, 20, 50))
+    rows = [
+        (str(layer.il), f"{layer.busiest:.2f}", f"{layer.idlest:.2f}", str(layer.unused), f"{layer.gini:.2f}",
+         f"{layer.strongest_peer:.1%}", f"{layer.tae_mean:.3f}", f"{layer.tae_percentiles[p10]:.3f}",
+         f"{layer.tae_percentiles[p20]:.3f}", f"{layer.tae_percentiles[p50]:.3f}", f"{layer.entropy:.3f}",
+         f"{layer.margin_percentiles[p50]:.3f}")
+        for layer in statistics.layers
     ]
-    p10, p20, p50 = (it.percentiles.index(p) for p in (10, 20, 50))
-    for layer in it.layers:
-        lines.append(
-            f"{layer.il:>6} {layer.busiest:>8.2f} {layer.idlest:>7.2f} {layer.unused:>7} {layer.gini:>5.2f} "
-            f"{layer.strongest_peer:>6.1%} {layer.tae_mean:>6.3f} {layer.tae_percentiles[p10]:>6.3f} "
-            f"{layer.tae_percentiles[p20]:>6.3f} {layer.tae_percentiles[p50]:>6.3f} {layer.entropy:>8.3f} "
-            f"{layer.margin_percentiles[p50]:>7.3f}"
-        )
-    lines += [
+    return [
+        f"{statistics.path}: {statistics.n_tokens} tokens (prefill {statistics.n_prefill}, decode "
+        f"{statistics.n_decode}) "
+        f"of {statistics.n_requests} requests{sample}",
+        f"{statistics.arch}: {len(statistics.layers)} layers of {statistics.n_expert} experts, "
+        f"{statistics.n_expert_used} used for a token",
         "",
-        "hit rate of an LRU cache of each layer's experts",
-        "cache    " + "".join(f"{rate:>8.1%}" for rate in it.cache_rates),
-        "hit rate " + "".join(f"{rate:>8.1%}" for rate in it.hit_rates),
+        "busiest, idlest  how often the router selects this expert, where 1 is the average",
+        "peer             share of an expert's co-activations that its strongest peer has, mean of the experts",
+        f"entropy          mean entropy{selected}, where 1 is an even distribution",
+        "TAE              the same of the selected experts alone (token activating entropy): mean and percentiles",
+        "margin           largest probability less the second largest, median",
+        "",
+        Table(("layer", "busiest", "idlest", "unused", "gini", "peer", "TAE", "p10", "p20", "p50", "entropy", "margin"),
+              rows),
+        "",
+        Table(("cache", *(f"{rate:.1%}" for rate in statistics.cache_rates)),
+              [("hit rate", *(f"{rate:.1%}" for rate in statistics.hit_rates))], left=("cache",),
+              title="an LRU cache that keeps this share of each layer's experts"),
     ]
-    return lines

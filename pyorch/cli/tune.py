@@ -8,36 +8,49 @@ from pathlib import Path
 
 from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
 from pyorch.cli.options import add_command, add_model_options, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 _SHOWN = 12  # trials of the table
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "tune", "find the fastest lossy setting that keeps the accuracy",
+        subparsers, "tune", summary,
         "pyorch tune olmoe.gguf --data train-questions.jsonl --cache-rate 0.5 --min-accuracy 0.95\n"
         '  pyorch run olmoe.gguf --profile olmoe.profile.json -p "Once upon a time"',
     )
     parser.description += (
-        " The best of many settings is also the luckiest: report its accuracy on other questions than those given here."
+        " The command tries many settings of buddies on the questions, measures the speed of the best, and writes the "
+        "winner as a profile for `pyorch run --profile`. The best of many settings is also the luckiest one: "
+        "report its accuracy on other questions than those given here."
     )
     add_model_options(parser)
     add_question_options(parser)
-    parser.add_argument("--cache-rate", metavar="C", help="tune for this share of the experts, in place of --budget")
+    parser.add_argument("--cache-rate", metavar="SHARE",
+                        help="tune for a cache with this share of the experts, in place of --budget")
     parser.add_argument("--min-accuracy", type=float, metavar="SHARE",
-                        help="keep this share of the accuracy (default: 0.95, unless --max-kl is given)")
+                        help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
+                             "given)")
     parser.add_argument("--max-kl", type=float, metavar="NATS",
-                        help="keep the mean KL divergence from the lossless model, on the text of --data, at or below this")
+                        help="the mean KL divergence from the lossless model, on the text of --data, must not be above "
+                             "this")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
-                        help="accuracy by likelihood per character, or by likelihood (default: acc_norm)")
-    parser.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: MODEL.buddies.gguf beside the model)")
+                        help="accuracy: the answer with the highest likelihood per character (acc_norm), or the "
+                             "highest "
+                             "likelihood (acc) counts (default: acc_norm)")
+    parser.add_argument("--buddies-file", metavar="FILE",
+                        help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     parser.add_argument("--trials", type=int, default=48, metavar="N", help="try at most N settings (default: 48)")
     parser.add_argument("--candidates", type=int, default=3, metavar="N",
-                        help="measure the speed of the best N of them (default: 3)")
+                        help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
-                        help="by decoding N tokens, twice; 0: trust what would be read (default: 256)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: MODEL.profile.json beside the model")
+                        help="measure speed by decoding N tokens, twice; 0: do not measure, choose by what would be "
+                             "read "
+                             "(default: 256)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
+                        help="the profile to write (default: MODEL.profile.json beside the model)")
     parser.add_argument("--json", action="store_true", help="print the trials and the profile as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -47,12 +60,11 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0. PyorchError if no setting reaches the goal."""
     _check(args)
 
-    from pyorch.cli.progress import Bar
-    from pyorch.files import check_target
     from pyorch.eval.method import share
     from pyorch.eval.profile_file import default_path, write_profile
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
+    from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
 
     output = args.output or default_path(args.model)
@@ -69,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         speed_tokens=args.speed_tokens,
         **question_arguments(args),
     )
-    with Bar(not args.verbose) as bar:
-        tuning = tune(request, bar.update)
+    with Progress(live=not args.verbose) as progress:
+        tuning = tune(request, progress.update)
     if tuning.profile is None:
         raise PyorchError(_unreached(tuning, request.goal))
     with ModelMap(args.model) as model_map:
@@ -78,10 +90,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"output": output, "profile": tuning.profile, "trials": _trials(tuning)})
         return 0
-    print("\n".join(_table(tuning)))
-    it = tuning.profile
-    print(f"\n{output}: {_sentence(it)}")
-    if it.tokens_per_second is not None and it.tokens_per_second < it.original_tokens_per_second:
+    profile = tuning.profile
+    show([_table(tuning), *_more(tuning), "", f"{output}: {_sentence(profile)}"])
+    if profile.tokens_per_second is not None and profile.tokens_per_second < profile.original_tokens_per_second:
         print("pyorch: note: no setting was faster than lossless decoding here", file=sys.stderr)
     return 0
 
@@ -104,7 +115,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _unreached(tuning, goal) -> str:
-    closest = min(tuning.trials, key=lambda it: it.loss)
+    closest = min(tuning.trials, key=lambda trial: trial.loss)
     wanted, got = [], []
     if goal.min_accuracy is not None:
         wanted.append(f"{goal.min_accuracy:.1%} of the accuracy")
@@ -116,58 +127,60 @@ def _unreached(tuning, goal) -> str:
             f"{closest.substitution}, keeps {' and '.join(got)}: ask for less, or give it more memory")
 
 
-def _sentence(it) -> str:
-    parts = [f"{it.settings} at {it.budget}"]
-    if it.accuracy is not None:
-        parts.append(f"{it.accuracy / it.original_accuracy:.1%} of the accuracy of {it.n_questions} questions")
-    if it.kl_divergence is not None:
-        parts.append(f"KL divergence {it.kl_divergence:.4g} nats")
-    if it.tokens_per_second is not None:
-        parts.append(f"{it.tokens_per_second:.2f} tok/s, lossless {it.original_tokens_per_second:.2f}")
+def _sentence(profile) -> str:
+    parts = [f"{profile.settings} at {profile.budget}"]
+    if profile.accuracy is not None:
+        kept = profile.accuracy / profile.original_accuracy
+        parts.append(f"{kept:.1%} of the accuracy of {profile.n_questions} questions")
+    if profile.kl_divergence is not None:
+        parts.append(f"KL divergence {profile.kl_divergence:.4g} nats")
+    if profile.tokens_per_second is not None:
+        parts.append(f"{profile.tokens_per_second:.2f} tok/s, lossless {profile.original_tokens_per_second:.2f}")
     return ", ".join(parts)
 
 
 def _trials(tuning) -> list[dict[str, object]]:
     rows = []
-    for it in tuning.trials:
-        speed = tuning.speeds.get(it.substitution)
+    for trial in tuning.trials:
+        speed = tuning.speeds.get(trial.substitution)
         rows.append({
-            "settings": str(it.substitution),
-            "reached": it.reached,
-            "accuracy": it.outcome.accuracy,
-            "kl_divergence": it.outcome.kl_divergence,
-            "absent_per_token": it.outcome.slots.per_token("absent"),
-            "experts_read_per_token": it.outcome.slots.read_per_token,
+            "settings": str(trial.substitution),
+            "reached": trial.reached,
+            "accuracy": trial.outcome.accuracy,
+            "kl_divergence": trial.outcome.kl_divergence,
+            "absent_per_token": trial.outcome.slots.per_token("absent"),
+            "experts_read_per_token": trial.outcome.slots.read_per_token,
             "tokens_per_second": speed.rate if speed is not None else None,
         })
     return rows
 
 
-def _table(tuning) -> list[str]:
+def _table(tuning) -> Table:
+    """Without the columns that say nothing here."""
+    titles = ("settings", "accuracy", "kept", "KL", "reads/token", "tok/s", "")
     original = tuning.speeds.get(None)
-    rows = [("settings", "accuracy", "kept", "KL", "reads/token", "tok/s", "")]
     accuracy = tuning.original.accuracy
-    rows.append(("lossless", _number(accuracy, ".3f"), "", "", _number(_absent(tuning), ".1f"),
-                 _number(original.rate if original else None, ".2f"), ""))
+    rows = [("lossless", _number(accuracy, ".3f"), "", "", _number(_absent(tuning), ".1f"),
+             _number(original.rate if original else None, ".2f"), "")]
     for row in _trials(tuning)[:_SHOWN]:
         kept = row["accuracy"] / accuracy if accuracy else None
         rows.append((
-            row["settings"], _number(row["accuracy"], ".3f"), _number(kept, ".1%"), _number(row["kl_divergence"], ".4f"),
-            _number(row["experts_read_per_token"], ".1f"), _number(row["tokens_per_second"], ".2f"),
+            row["settings"], _number(row["accuracy"], ".3f"), _number(kept, ".1%"),
+            _number(row["kl_divergence"], ".4f"), _number(row["experts_read_per_token"], ".1f"),
+            _number(row["tokens_per_second"], ".2f"),
             "" if row["reached"] else "too lossy",
         ))
-    columns = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(row[i].ljust(widths[i]) if i in (0, 6) else row[i].rjust(widths[i]) for i in columns).rstrip()
-             for row in rows]
-    if len(tuning.trials) > _SHOWN:
-        lines.append(f"and {len(tuning.trials) - _SHOWN} more")
-    return lines
+    told = [i for i in range(len(titles)) if any(row[i] for row in rows)]
+    return Table([titles[i] for i in told], [[row[i] for i in told] for row in rows], left=("settings", ""))
+
+
+def _more(tuning) -> list[str]:
+    return [f"and {len(tuning.trials) - _SHOWN} more"] if len(tuning.trials) > _SHOWN else []
 
 
 def _absent(tuning) -> float:
     """Experts that lossless decoding reads for a token with a static cache: seen while other settings were tried."""
-    return max(it.outcome.slots.per_token("absent") for it in tuning.trials)
+    return max(trial.outcome.slots.per_token("absent") for trial in tuning.trials)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -34,7 +34,7 @@ _BUDGET = 0.4  # of the experts, at which distances are compared
 _DISTANCES = (1, 2, 3, 4)
 _SAME = 0.005  # a gain that is none: reading farther ahead wastes more
 
-OnProgress = Callable[[str, int, int], None]  # "calibrating", tokens done, of at most
+OnProgress = Callable[[str, int, int], None]  # "calibrating" or "trying distances", done, of (0: not known)
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,14 @@ def calibrate(
             if not held_out:
                 return Calibrated(vectors, why=f"one piece of {_HELD_OUT} is held out for that, and the text has fewer")
             try:
-                return Calibrated(vectors, tuple(_trials(model, context, vectors, held_out)))
+                return Calibrated(vectors, tuple(_trials(model, context, vectors, held_out, on_progress)))
             except PyorchError as error:  # a model whose routing cannot be recorded or replayed
                 return Calibrated(vectors, why=str(error))
 
 
-def _trials(model: Model, context: Context, vectors: DefaultVectors, pieces: list[list[int]]) -> Iterator[Trial]:
+def _trials(
+    model: Model, context: Context, vectors: DefaultVectors, pieces: list[list[int]], on_progress: OnProgress | None
+) -> Iterator[Trial]:
     recording = _record(model, context, pieces)
     info = model.map.info
     settings = ReplaySettings(
@@ -123,11 +125,13 @@ def _trials(model: Model, context: Context, vectors: DefaultVectors, pieces: lis
         n_warm_tokens=len(recording) // 4,
     )
     file = PredictorFile(vectors)
-    for distance in (0, *_DISTANCES):
-        if distance < len(recording.layers):
-            prefetch = Prefetch("quasi-hidden", distance) if distance else Prefetch(NONE)
-            tried = dataclasses.replace(settings, prefetch=prefetch)
-            yield Trial(distance, replay(model.map, recording, tried, predictor_file=file).tpot_ms)
+    distances = [distance for distance in (0, *_DISTANCES) if distance < len(recording.layers)]
+    for n, distance in enumerate(distances):
+        if on_progress is not None:
+            on_progress("trying distances", n, len(distances))
+        prefetch = Prefetch("quasi-hidden", distance) if distance else Prefetch(NONE)
+        tried = dataclasses.replace(settings, prefetch=prefetch)
+        yield Trial(distance, replay(model.map, recording, tried, predictor_file=file).tpot_ms)
 
 
 def _record(model: Model, context: Context, pieces: list[list[int]]) -> Recording:

@@ -17,21 +17,21 @@ from pyorch.files import write_text
 
 @dataclass(frozen=True)
 class Table:
-    """name: of its file. rows: cells as they are; lines() shortens numbers."""
+    """name: of its file. rows: cells as they are; texts() shortens numbers."""
 
     name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple, ...]
 
-    def lines(self) -> list[str]:
-        texts = [self.columns, *(tuple(_text(cell) for cell in row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in texts) for i in range(len(self.columns))]
-        align = [str.ljust if all(isinstance(row[i], str) for row in self.rows) else str.rjust
-                 for i in range(len(self.columns))]
-        return [self.title, *(
-            "  ".join(of(cell, width) for of, cell, width in zip(align, row, widths)).rstrip() for row in texts
-        )]
+    def texts(self) -> list[tuple[str, ...]]:
+        """The rows for people."""
+        return [tuple(_text(cell) for cell in row) for row in self.rows]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Titles of the columns that hold no numbers."""
+        return tuple(title for i, title in enumerate(self.columns) if all(isinstance(row[i], str) for row in self.rows))
 
     def csv(self) -> str:
         text = io.StringIO()
@@ -75,12 +75,9 @@ def tables(it: Evaluation) -> list[Table]:
     return made
 
 
-def for_terminal(it: Evaluation) -> list[str]:
-    lines = []
-    for table in tables(it):
-        if table.name != "similarity-bins":  # a picture tells it
-            lines += [*table.lines(), ""]
-    return [*lines, *(f"note: {note}" for note in it.notes)]
+def for_terminal(it: Evaluation) -> list[Table]:
+    """Those that people read; pictures tell the others."""
+    return [table for table in tables(it) if table.name != "similarity-bins"]
 
 
 def write_csv(it: Evaluation, directory: Path) -> list[Path]:

@@ -25,21 +25,18 @@ def names(data: Sequence[str]) -> list[str]:
     return list(data)
 
 
-def table(rows: Sequence[Row], data: Sequence[str], metric: str) -> list[str]:
-    """Lines. Columns that say nothing here are left out."""
+WORDS = ("cache", "method", "settings")  # titles of the columns that hold no numbers
+
+
+def table(rows: Sequence[Row], data: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
+    """Titles of columns and their rows, with an empty row between cache rates. Columns that say nothing are left out."""
     columns = _columns(rows, names(data), metric)
-    lines = [[title, *(cell(row) for row in rows)] for title, cell in columns]
-    widths = [max(map(len, column)) for column in lines]
-    is_text = [title in ("cache", "method", "settings") for title, _ in columns]
-    result = []
-    for i in range(len(rows) + 1):
-        if i > 1 and rows[i - 1].rate != rows[i - 2].rate:
-            result.append("")
-        cells = [
-            column[i].ljust(width) if left else column[i].rjust(width) for column, width, left in zip(lines, widths, is_text)
-        ]
-        result.append("  ".join(cells).rstrip())
-    return result
+    lines: list[list[str]] = []
+    for i, row in enumerate(rows):
+        if i and row.rate != rows[i - 1].rate:
+            lines.append([])
+        lines.append([cell(row) for _, cell in columns])
+    return [title for title, _ in columns], lines
 
 
 def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:

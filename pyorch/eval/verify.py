@@ -6,8 +6,9 @@ The reference leaves its experts mapped from the file, unmanaged, and computes w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.engine import Stats, SubstitutionStats
 from pyorch.settings.budget import MAPPED
+
+OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
 
 # Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
 PROMPT = (
@@ -72,21 +75,26 @@ def verify(
     prompt: str = PROMPT,
     n_tokens: int = 32,
     n_threads: int | None = None,
+    on_progress: OnProgress | None = None,
     **load_options: object,
 ) -> Iterator[Comparison]:
     """Compares prefill of the prompt, in more than one ubatch, and n_tokens decoded one by one.
 
     The reference chooses the tokens, greedily; each budget is given the same ones. Yields one
     comparison for each budget, as it is made.
+
+    Raises PyorchError for a model, a budget or options that load() refuses.
     """
     n_threads = n_threads or memory.physical_cores()
+    report = on_progress or (lambda *_: None)
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **load_options}
     with load(path, budget=MAPPED, **options | {"substitution": None}) as model:
-        reference = _reference(model, prompt, n_tokens, n_threads)
+        reference = _reference(model, prompt, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:
-            logits = _replay(model, reference, n_threads)
-            yield _compare(str(budget), reference.logits, logits, model)
+            logits = _replay(model, reference, n_threads, partial(report, f"budget {budget}"))
+            comparison = _compare(str(budget), reference.logits, logits, model)
+        yield comparison
 
 
 def _context(model: Model, n_prompt: int, n_tokens: int, n_threads: int) -> Context:
@@ -99,22 +107,29 @@ def _context(model: Model, n_prompt: int, n_tokens: int, n_threads: int) -> Cont
     )
 
 
-def _reference(model: Model, prompt: str, n_tokens: int, n_threads: int) -> Reference:
+def _reference(
+    model: Model, prompt: str, n_tokens: int, n_threads: int, on_token: Callable[[int, int], None]
+) -> Reference:
     tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
     n_prompt = len(tokens)
     with _context(model, n_prompt, n_tokens, n_threads) as context:
         logits = [context.decode(tokens)]
-        for _ in range(n_tokens):
+        for n in range(n_tokens):
+            on_token(n, n_tokens)
             tokens.append(int(logits[-1][-1].argmax()))
             logits.append(context.decode(tokens[-1:]))
     return Reference(tuple(tokens), n_prompt, np.concatenate(logits))
 
 
-def _replay(model: Model, reference: Reference, n_threads: int) -> np.ndarray:
+def _replay(
+    model: Model, reference: Reference, n_threads: int, on_token: Callable[[int, int], None]
+) -> np.ndarray:
     tokens, n_prompt = reference.tokens, reference.n_prompt
     with _context(model, n_prompt, len(tokens) - n_prompt, n_threads) as context:
         logits = [context.decode(tokens[:n_prompt])]
-        logits += [context.decode([token]) for token in tokens[n_prompt:]]
+        for n, token in enumerate(tokens[n_prompt:]):
+            on_token(n, len(tokens) - n_prompt)
+            logits.append(context.decode([token]))
     return np.concatenate(logits)
 
 

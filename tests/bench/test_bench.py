@@ -185,7 +185,7 @@ def test_goal_that_was_not_measured_is_not_met():
     by_name = {goal.what: goal for goal in reached}
     assert by_name["decode, fraction of the roofline, budget 40%"].met
     assert not by_name["decode, fraction of the roofline, budget 25%"].met
-    assert [line.split()[-1] for line in goals.goal_lines(reached)[1:]].count("yes") == 2
+    assert [row[-1] for row in goals.goal_rows(reached)].count("yes") == 2
 
 
 def test_goals_compare_with_llama_cpp_under_the_same_limits():

@@ -126,7 +126,7 @@ def test_run_says_what_was_computed_as_forecast(small_moe: Path, tmp_path: Path,
     os.link(small_moe, path)
     assert main(["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "50%", "--ctx", "64", "--threads", "1",
                  "--speculate"]) == 0
-    assert "expert slots computed as forecast" in capsys.readouterr().err
+    assert "expert slots computed as predicted" in capsys.readouterr().err
 
 
 def test_eval_has_rows_of_speculation(small_moe: Path, capsys):

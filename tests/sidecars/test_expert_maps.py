@@ -565,7 +565,7 @@ def test_the_command_writes_the_sidecar_beside_the_model(
     path = small_moe.with_name("small-moe.maps.gguf")
     arguments = ["maps", str(small_moe), str(trace), "--capacity", "30", "--requests", "3", "--distance", "2"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.startswith(f"{path}: 30 iterations of 60, 3 requests of 5, ")
+    assert capsys.readouterr().out.startswith(f"{path}: maps of 30 of 60 tokens, counts of 3 of 5 requests, ")
     assert model_map.sidecars()["maps"] == path
     read = ExpertMaps.read(path, model_map)
     path.unlink()

@@ -1,0 +1,117 @@
+"""What commands print for people: lines, tables, and facts with a label each.
+
+On a terminal they fit its width, and colours obey NO_COLOR. Into a pipe goes plain text, as wide as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_ANY_WIDTH = 10_000
+_GAP = 2  # spaces between columns
+
+
+@dataclass(frozen=True)
+class Table:
+    """rows: a cell for each column; an empty row is an empty line. left: titles of columns of words, not numbers."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """rows: label and value."""
+
+    rows: Sequence[tuple[str, str]]
+
+
+def show(parts: Iterable[str | Table | Facts], file: TextIO | None = None) -> None:
+    """Prints them, one under the other, to stdout or `file`."""
+    file = sys.stdout if file is None else file
+    for part in parts:
+        if isinstance(part, str):
+            print(part, file=file)
+        elif file.isatty():
+            _show_on_terminal(part, file)
+        else:
+            print(_plain(part), file=file)
+    file.flush()
+
+
+def _show_on_terminal(part: Table | Facts, file: TextIO) -> None:
+    from rich.console import Console
+
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if isinstance(part, Facts):
+        console.print(_grid(part))
+    elif _width(part) <= console.width:
+        console.print(_table(part))
+    else:
+        _show_row_by_row(part, console)
+
+
+def _show_row_by_row(table: Table, console: Console) -> None:
+    """A number that is cut in two to fit a narrow column cannot be read."""
+    from rich.padding import Padding
+
+    if table.title:
+        console.print(table.title)
+    for row in table.rows:
+        names = table.left or table.columns[:1]
+        heading = [cell for title, cell in zip(table.columns, row) if title in names and cell]
+        if heading:
+            console.print(" ".join(heading), style="bold")
+        facts = [(title, cell) for title, cell in zip(table.columns, row) if title not in names and cell]
+        console.print(Padding(_grid(Facts(facts)), (0, 0, 0, 2)))
+
+
+def _plain(part: Table | Facts) -> str:
+    from rich.console import Console
+
+    file = io.StringIO()
+    console = Console(file=file, width=_ANY_WIDTH, color_system=None, force_terminal=False, markup=False, emoji=False,
+                      highlight=False)
+    console.print(_grid(part) if isinstance(part, Facts) else _table(part))
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+def _width(table: Table) -> int:
+    from rich.cells import cell_len
+
+    columns = zip(table.columns, *(row for row in table.rows if row))
+    return sum(max(map(cell_len, column)) for column in columns) + _GAP * (len(table.columns) - 1)
+
+
+def _table(table: Table) -> RenderableType:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    rich = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold", title=table.title or None,
+                     title_justify="left", title_style="")
+    for title in table.columns:
+        rich.add_column(Text(title), justify="left" if title in table.left else "right", no_wrap=True)
+    for row in table.rows:
+        rich.add_row(*map(Text, row))
+    return rich
+
+
+def _grid(facts: Facts) -> RenderableType:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    rich = RichTable.grid(padding=(0, _GAP, 0, 0))
+    rich.add_column(style="bold", no_wrap=True)
+    rich.add_column(overflow="fold")
+    for label, value in facts.rows:
+        rich.add_row(Text(label), Text(value))
+    return rich
