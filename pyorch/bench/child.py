@@ -10,8 +10,6 @@ import contextlib
 import ctypes
 import json
 import os
-import re
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +19,7 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
 
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, from_json, to_json
+from pyorch.llama import memory
 
 if TYPE_CHECKING:
     from pyorch.llama.interception import ManagedModel
@@ -49,7 +48,7 @@ def measure(job: Job) -> Measurement:
         run.clear()
         prefill = run.timed(lambda: run.decode(second_prompt))
         stats = run.engine.stats() if run.engine is not None else None
-        peak_memory_bytes = _peak_memory_bytes()
+        peak_memory_bytes = memory.peak_bytes()
     return Measurement(
         load_seconds,
         ttft_seconds,
@@ -114,8 +113,7 @@ class _Run:
             n = _kernel_bytes_read() - before
             return Phase(n_tokens, seconds, 0, 0, n, n, 0.0)
         it = self.engine.stats()
-        wasted = max(0, it.prefetch_loads - it.prefetch_hits) / it.loads if it.loads else 0.0
-        useful = round(it.bytes_read * (1 - min(1.0, wasted)))
+        useful = round(it.bytes_read * it.useful_share) if it.loads else it.bytes_read
         lossy = self.engine.substitution_stats()
         speculated = self.engine.speculation_stats()
         changed = lossy.substituted + lossy.dropped + speculated.slots - speculated.right
@@ -187,15 +185,6 @@ def _kernel_bytes_read() -> int:
     except OSError:
         return 0
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
-
-
-def _peak_memory_bytes() -> int:
-    """The most that was resident. Not getrusage's, which remembers the parent's from before exec."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * 1024
 
 
 def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:

@@ -166,9 +166,8 @@ def _decode(model: Model, context: Context, tokens: Sequence[int]) -> _Timed:
         context.decode([token])
     seconds = time.perf_counter() - begin
     it = model.stats().experts
-    wasted = max(0, it.prefetch_loads - it.prefetch_hits)
     n_tokens = len(tokens) - _WARM_UP
-    return _Timed(seconds, it.stall_ns / 1e9, it.read_ns / 1e9, it.hits, it.misses, it.loads, wasted, n_tokens)
+    return _Timed(seconds, it.stall_ns / 1e9, it.read_ns / 1e9, it.hits, it.misses, it.loads, it.unused_loads, n_tokens)
 
 
 def _iteration(n_context: int, prefetch: str, rounds: Sequence[_Timed], on_demand: Sequence[_Timed]) -> Iteration:

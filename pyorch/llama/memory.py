@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -30,6 +32,18 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """The limit that leaves least free. Tests pass a root with a proc and a sys of their own."""
     limits = [*_cgroup_limits(root), _physical_memory(root)]
     return min(limits, key=lambda limit: limit.free_bytes)
+
+
+def peak_bytes(root: Path = Path("/")) -> int:
+    """The most that was resident of this process since its program began.
+
+    Linux gives a process that was forked, and started a program, its parent's maximum in getrusage.
+    """
+    try:
+        status = (root / "proc/self/status").read_text()
+    except OSError:  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else KiB)
+    return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB
 
 
 def _physical_memory(root: Path) -> MemoryLimit:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -292,14 +290,13 @@ class Model:
     def stats(self) -> ModelStats:
         perf = llama.llama_perf_context(self.llama.ctx)
         lossy = any(layer.policy.substitution is not None for layer in self.layers.values())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return ModelStats(
             # llama.cpp counts at least one token, to divide by
             perf.n_p_eval if perf.t_p_eval_ms else 0,
             perf.t_p_eval_ms / 1000,
             perf.n_eval if perf.t_eval_ms else 0,
             perf.t_eval_ms / 1000,
-            peak,
+            memory.peak_bytes(),
             self.engine.stats() if self.engine is not None else None,
             self.engine.substitution_stats() if lossy else None,
             self.engine.speculation_stats() if self._speculative else None,

@@ -87,6 +87,16 @@ class Stats:
         uses = self.hits + self.misses
         return self.hits / uses if uses else float("nan")
 
+    @property
+    def unused_loads(self) -> int:
+        """Experts that were read ahead and not used. What was read before counting began makes it too small."""
+        return max(0, self.prefetch_loads - self.prefetch_hits)
+
+    @property
+    def useful_share(self) -> float:
+        """Of the experts read, those that were not read ahead in vain; nan without any."""
+        return 1 - self.unused_loads / self.loads if self.loads else float("nan")
+
 
 @dataclass(frozen=True)
 class SubstitutionStats:

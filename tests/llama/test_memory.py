@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +151,16 @@ def test_the_limit_of_this_machine_is_plausible() -> None:
     limit = memory_limit()
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB
     assert used < limit.limit_bytes and 0 < limit.free_bytes < limit.limit_bytes
+
+
+def test_the_peak_is_this_programs_and_not_its_parents() -> None:
+    ballast = bytearray(b"x") * (512 * MiB)
+    child = "import resource; from pyorch.llama.memory import peak_bytes; print(peak_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    own, inherited = map(int, subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout.split())
+    del ballast
+    assert inherited * KiB > 512 * MiB, "the parent's size does not show: the test says nothing"
+    assert 4 * MiB < own < 512 * MiB
+    assert memory.peak_bytes() > 512 * MiB
 
 
 def test_the_automatic_budget_is_what_dense_weights_context_and_margin_leave() -> None:

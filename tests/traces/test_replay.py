@@ -112,6 +112,7 @@ def test_what_is_read_ahead_is_there_as_early_as_by_hand(model_map: ModelMap) ->
     assert it.seconds == pytest.approx(0.016) and it.stall_ms == 0
     assert (it.useful, it.late, it.wasted) == (2, 1, 0)  # 5 was on its way when it was needed
     assert (it.stats.hits, it.stats.misses) == (3, 1)
+    assert (it.stats.prefetch_loads, it.stats.prefetch_hits, it.stats.useful_share) == (3, 3, 1)
     assert it.useful_bytes == 2 * it.late_bytes == 2 * model_map.layers[0].expert_bytes
     assert it.recall == pytest.approx([1.0])
 

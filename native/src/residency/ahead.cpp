@@ -61,7 +61,7 @@ bool Table::next_ahead(std::deque<Expert *> & wanted) {
             continue;
         }
         wanted.pop_front();
-        e.read_ahead = !e.pinned;
+        e.read_ahead = e.unasked = !e.pinned;
         loads.read_ahead(e.load);
         return true;
     }
@@ -183,7 +183,7 @@ bool Table::next_guess() {
         if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) || !start_load(e)) {
             continue;
         }
-        e.read_ahead = e.predicted = true;
+        e.read_ahead = e.unasked = e.predicted = true;
         e.predicted_for = context;
         l.predicted.push_back(e.id());
         loads.read_ahead(e.load);
@@ -224,7 +224,8 @@ void Table::finished(Load & load) {
         l.is_resident[e.id()] = 1;
         ++l.n_resident;
         ++l.stats.loads;
-        l.stats.prefetch_loads += e.read_ahead;
+        l.stats.prefetch_loads += e.unasked; // also where a layer came to need it meanwhile
+        e.unasked = false;
         value_changed(e);
     } else if (load.ended() && e.in_use == 0) {
         drop(e);

@@ -24,6 +24,7 @@ struct Expert {
     bool         pinned     = false;
     bool         scanned    = false;        // only ever used by wide batches
     bool         read_ahead = false;        // and not used yet
+    bool         unasked    = false;        // its load began before a layer needed it, and is not counted yet
     bool         predicted  = false;        // read ahead on a guess, for the next pass of its layer
     const void * predicted_for = nullptr;   // by this context
     int          in_use     = 0;            // by running layers

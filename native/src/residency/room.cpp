@@ -41,6 +41,7 @@ void Table::drop(Expert & e) {
     e.form       = Form::ABSENT;
     e.load.form  = Form::ABSENT;
     e.read_ahead = false;
+    e.unasked    = false;
     e.predicted  = false;
     e.scanned    = false;
     value_changed(e);
