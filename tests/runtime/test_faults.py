@@ -122,6 +122,35 @@ def test_a_file_truncated_after_loading_fails_the_request_and_spares_the_process
         assert_same_bits(it.decode(prompt_tokens), expected)
 
 
+def test_a_file_overwritten_in_place_with_its_time_set_back_fails_the_request(
+    small_moe: Path, prompt_tokens: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(small_moe, path)
+    with small_model(path, "20%") as model, Context(model.llama.model) as it:
+        before = path.stat()
+        with path.open("r+b") as file:
+            file.seek(before.st_size // 2)
+            file.write(bytes(before.st_size // 2))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = path.stat()
+        assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        with pytest.raises(ExpertReadError, match="the file was changed after it was loaded"):
+            it.decode(prompt_tokens)
+
+
+def test_a_file_that_gets_and_loses_a_name_is_read_as_it_was(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(small_moe, path)
+    with small_model(path, "20%") as model, Context(model.llama.model) as it, Context(resident.llama.model) as whole:
+        os.link(path, tmp_path / "other.gguf")
+        path.unlink()
+        os.link(tmp_path / "other.gguf", path)
+        assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))
+
+
 def test_a_file_replaced_after_loading_is_read_as_it_was(
     small_moe: Path, resident: Model, prompt_tokens: list[int], tmp_path: Path
 ) -> None:

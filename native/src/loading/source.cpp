@@ -13,6 +13,10 @@
 namespace pyorch {
 namespace {
 
+bool differ(const timespec & a, const timespec & b) {
+    return a.tv_sec != b.tv_sec || a.tv_nsec != b.tv_nsec;
+}
+
 class FileSource : public Source {
 public:
     FileSource(const ModelMap & map, bool direct_io) {
@@ -43,8 +47,12 @@ public:
         if (fstat(f.fd, &now) != 0) {
             return -errno;
         }
-        if (now.st_mtim.tv_sec != f.opened.st_mtim.tv_sec || now.st_mtim.tv_nsec != f.opened.st_mtim.tv_nsec ||
-            now.st_size != f.opened.st_size) {
+        if (differ(now.st_mtim, f.opened.st_mtim) || now.st_size != f.opened.st_size) {
+            return -ESTALE;
+        }
+        // Who copies over a file may set its time back; the time of the inode cannot be set. But that changes with the
+        // number of names too, and a file that was deleted or replaced by another is read as it was.
+        if (now.st_nlink == f.opened.st_nlink && differ(now.st_ctim, f.opened.st_ctim)) {
             return -ESTALE;
         }
 
