@@ -100,7 +100,7 @@ def train(
         arrays[f"defaults.{i}"] = defaults.vectors[il]
         arrays |= {f"{name}.{i}": array for name, array in routers[il].arrays().items()}
     arrays["eps"] = np.array([routers[il].eps for il in layers])
-    arrays["sigmoid"] = np.array(routers[layers[-1]].sigmoid)
+    arrays |= {name: np.array(value) for name, value in routers[layers[-1]].choice().items() if name != "eps"}
     with tempfile.TemporaryDirectory(prefix="pyorch-") as directory:
         given, output = Path(directory) / "job.npz", Path(directory) / "weights.npz"
         np.savez(given, **arrays)

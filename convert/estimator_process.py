@@ -101,8 +101,9 @@ class Batches:
 
         self._defaults = [of_layer("defaults", i) for i in range(self.n_layers)]
         self._routers = [
-            {name: of_layer(name, i) for name in ("gate", "bias", "norm", "choice")} for i in range(self.n_layers + 1)]
-        self._eps, self._sigmoid = arrays["eps"].tolist(), bool(arrays["sigmoid"])
+            {name: of_layer(name, i) for name in ("gate", "bias", "norm", "selection_bias")} for i in range(self.n_layers + 1)]
+        self._eps, self._gating = arrays["eps"].tolist(), str(arrays["gating"])
+        self._n_groups, self._n_groups_used = int(arrays["n_groups"]), int(arrays["n_groups_used"])
 
     def quasi_hidden(self, records: np.ndarray):
         """Norm_{l+1}(r_l + sum_i g_i d_{l,i}) of each layer l, float32[n_layers, n, n_embd]."""
@@ -130,6 +131,16 @@ class Batches:
                 logits[i] += router["bias"]
         return logits
 
+    def _log_gated(self, logits):
+        """Logarithms of the probabilities that the model makes of logits; their sum need not be 1."""
+        import torch.nn.functional as F
+
+        if self._gating == "sigmoid":
+            return F.logsigmoid(logits)
+        if self._gating == "sqrt-softplus":
+            return 0.5 * F.softplus(logits).log()
+        return F.log_softmax(logits, dim=-1)
+
     def loss(self, network, rows: np.ndarray):
         """Of records: KL divergence [n_layers, n] of the estimate from the truth, then the logits of the estimate, of
         the quasi-hidden state, and the experts that were selected, int64[n_layers, n, k]."""
@@ -142,7 +153,7 @@ class Batches:
             states = self.quasi_hidden(records)
             routed = self.routed(states)
         logits = routed + network(states)
-        likelihood = F.log_softmax(F.logsigmoid(logits) if self._sigmoid else logits, dim=-1)
+        likelihood = F.log_softmax(self._log_gated(logits), dim=-1)
         loss = F.kl_div(likelihood, truth, reduction="none").sum(-1)
         selected = torch.from_numpy(records["experts"][:, 1:].astype(np.int64)).transpose(0, 1)
         return loss, logits, routed, selected
@@ -152,10 +163,16 @@ class Batches:
         import torch
 
         scores = logits
-        if any(router["choice"] is not None for router in self._routers[1:]):
-            probs = torch.sigmoid(logits) if self._sigmoid else torch.softmax(logits, -1)
-            choices = [router["choice"] for router in self._routers[1:]]
-            scores = torch.stack([p if choice is None else p + choice for p, choice in zip(probs, choices)])
+        if self._n_groups > 1 or any(router["selection_bias"] is not None for router in self._routers[1:]):
+            scores = logits.clone() if self._gating == "softmax-selected" else self._log_gated(logits).exp()
+            for score, router in zip(scores, self._routers[1:]):
+                if router["selection_bias"] is not None:
+                    score += router["selection_bias"]
+        if self._n_groups > 1:  # in which the two best have the highest sum
+            groups = scores.unflatten(-1, (self._n_groups, -1))
+            best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1).topk(self._n_groups_used, -1).indices
+            masked = torch.ones(groups.shape[:-1], dtype=torch.bool).scatter_(-1, best, False)
+            scores = groups.masked_fill(masked.unsqueeze(-1), -torch.inf).flatten(-2)
         likeliest = torch.zeros(scores.shape, dtype=torch.bool)
         likeliest.scatter_(-1, scores.topk(selected.shape[-1], -1).indices, True)
         return likeliest.gather(-1, selected).sum((1, 2))

@@ -100,19 +100,62 @@ def _tensors(writer: gguf.GGUFWriter, n_embd: int) -> Callable[..., None]:
     return add
 
 
+def as_smallthinker(source: Path, target: Path) -> None:
+    """Copies a Mixtral, whose tensors are those of a SmallThinker: its routers see what comes before the attention."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "smallthinker")
+    _copy_metadata(reader, writer, rename=("llama.", "smallthinker."))
+    n_ff = next(tensor.shape[1] for tensor in reader.tensors if tensor.name == "blk.0.ffn_up_exps.weight")
+    writer.add_expert_feed_forward_length(int(n_ff))
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    _copy_tensors(reader, writer)
+    _finish(writer)
+
+
+def with_next_token_block(source: Path, target: Path) -> None:
+    """Copies a GLM-4 MoE and gives it a block that predicts the token after the next, as published ones have: a copy of
+    its last block, with what such a block has beside. No decode executes it."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "glm4moe")
+    n_layer = int(reader.fields["glm4moe.block_count"].contents())
+    n_embd = int(reader.fields["glm4moe.embedding_length"].contents())
+    _copy_metadata(reader, writer, leave=("glm4moe.block_count", "glm4moe.nextn_predict_layers"))
+    writer.add_block_count(n_layer + 1)
+    writer.add_nextn_predict_layers(1)
+    _copy_tensors(reader, writer)
+    last, added = f"blk.{n_layer - 1}.", f"blk.{n_layer}."
+    for tensor in reader.tensors:
+        if tensor.name.startswith(last):
+            writer.add_tensor(added + tensor.name.removeprefix(last), tensor.data, raw_shape=tensor.data.shape,
+                              raw_dtype=tensor.tensor_type)
+    writer.add_tensor(f"{added}nextn.eh_proj.weight", np.zeros((n_embd, 2 * n_embd), np.float32))
+    for name in ("enorm", "hnorm"):
+        writer.add_tensor(f"{added}nextn.{name}.weight", np.ones(n_embd, np.float32))
+    _finish(writer)
+
+
 def split(source: Path, target: Path, max_tensors: int) -> list[Path]:
     """Copies a GGUF into shards of at most max_tensors tensors. Returns them in order."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents(), split_max_tensors=max_tensors)
-    for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key == "general.architecture":
-            continue
-        sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(key, field.contents(), field.types[0], sub_type)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
+    _copy_metadata(reader, writer)
+    _copy_tensors(reader, writer)
     _finish(writer)
     return sorted(target.parent.glob(f"{target.stem}-*-of-*.gguf"))
+
+
+def _copy_metadata(
+    reader: gguf.GGUFReader, writer: gguf.GGUFWriter, leave: tuple[str, ...] = (), rename: tuple[str, str] = ("", "")
+) -> None:
+    for key, field in reader.fields.items():
+        if not key.startswith("GGUF.") and key not in ("general.architecture", *leave):
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key.replace(*rename, 1), field.contents(), field.types[0], sub_type)
+
+
+def _copy_tensors(reader: gguf.GGUFReader, writer: gguf.GGUFWriter) -> None:
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_shape=tensor.data.shape, raw_dtype=tensor.tensor_type)
 
 
 def _finish(writer: gguf.GGUFWriter) -> None:

@@ -184,8 +184,7 @@ typedef enum pyorch_predictor {
 
 // Sets what guesses every layer, see pyorch_set_layer_prefetch.
 // automatic: nonzero: only while it makes decoding faster, which is tried.
-// A decode that was aborted inside a layer may leave a prediction at work on the model's weights: set
-// PYORCH_PREDICT_NONE, which waits for it, before that model is freed.
+// PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot be applied.
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
                                   int32_t automatic);
 
@@ -213,24 +212,49 @@ typedef struct pyorch_speculation_counts {
 
 pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts);
 
-// What a layer's router is made of, as in the graph; arrays may be NULL but for gate. Copied. For a simulated engine,
-// which has no graph.
+// PYORCH_INVALID, with the layer and the reason, where a predictor that applies routers was chosen, or layers are
+// speculated, and a graph has a router that cannot be applied. For when a context was made: before, no graph is known.
+pyorch_status pyorch_check_routers(pyorch_engine * engine);
+
+// How probabilities are made of a router's logits. The numbers are those of GGUF's expert_gating_func.
+typedef enum pyorch_gating {
+    PYORCH_GATING_SOFTMAX          = 1,
+    PYORCH_GATING_SIGMOID          = 2,
+    PYORCH_GATING_SOFTMAX_SELECTED = 3, // of the logits of the selected; they are selected by logits
+    PYORCH_GATING_SQRT_SOFTPLUS    = 4,
+} pyorch_gating;
+
+// How a layer chooses its experts: logits = gate * input + bias, probabilities = gating(logits). Selected are the n_used
+// with the highest probability + selection_bias, from the n_groups_used groups of experts in which the sum of the two
+// highest is highest; n_groups 1: no groups. Their probabilities, divided by their sum if normalized, times scale, are
+// the weights. Arrays may be NULL but for gate.
 typedef struct pyorch_router {
     int32_t       n_expert;
     int32_t       n_embd;
-    const float * gate;    // [n_expert][n_embd]
-    const float * bias;    // [n_expert] of the logits
-    const float * norm;    // [n_embd] of the RMS normalization of the input
-    float         eps;     // of the same
-    const float * choice;  // [n_expert] added to the probabilities for the choice only
-    int32_t       sigmoid; // nonzero: probabilities are sigmoids, not a softmax
+    int32_t       n_used;
+    int32_t       gating;         // pyorch_gating
+    int32_t       n_groups;
+    int32_t       n_groups_used;
+    int32_t       normalized;
+    float         scale;
+    const float * gate;           // [n_expert][n_embd]
+    const float * bias;           // [n_expert] of the logits
+    const float * selection_bias; // [n_expert] for the choice only
+    const float * norm;           // [n_embd] of the RMS normalization that makes the input
+    float         eps;            // of the same
 } pyorch_router;
 
+// Copied. For a simulated engine, which has no graph.
 pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router);
 
 // The router as it is used. Arrays belong to the model that is loaded under the engine, or to a simulated engine.
-// PYORCH_INVALID where there is none: no context was made yet, or its graph computes the router in another way.
+// PYORCH_INVALID where there is none: no context was made yet, or it cannot be applied.
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router);
+
+// What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
+// [n_tokens][n_used], the best first. Status as of pyorch_get_router.
+pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens,
+                                  int32_t * experts, float * weights);
 
 // Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
 pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd);
@@ -282,7 +306,7 @@ pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * e
 // Free the memory of resident experts that are neither pinned nor in use.
 pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
-// Wait until no read is queued or running.
+// Wait until no prediction is being made, and no read is queued or running.
 pyorch_status pyorch_wait_idle(pyorch_engine * engine);
 
 typedef struct pyorch_stats {

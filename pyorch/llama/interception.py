@@ -204,8 +204,6 @@ def capture(managed: ManagedModel) -> Iterator[None]:
 def _free_model(free: Callable, model: int) -> None:
     with _lock:  # first: once it is freed, another thread may get a model at the same address
         managed = _models.pop(model, None)
-    if managed is not None and managed.engine is not None:
-        managed.engine.set_prefetch("none")  # an aborted decode may have left a prediction, which reads the model
     free(model)
     if managed is None:
         return
@@ -233,6 +231,12 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         context = init(model, params)
     if not context:
         raise FormatError(f"{managed.path}: {measure.refusal(managed.map)}")
+    if managed.engine is not None:
+        try:
+            managed.engine.check_routers()
+        except PyorchError:
+            original("llama_free")(context)
+            raise
     if managed.automatic:
         with _lock:
             managed.contexts[context] = reserved

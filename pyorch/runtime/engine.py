@@ -142,26 +142,42 @@ class Residency:
     in_use: np.ndarray
 
 
+# How probabilities are made of logits, by the value of GGUF's expert_gating_func.
+GATINGS = {1: "softmax", 2: "sigmoid", 3: "softmax-selected", 4: "sqrt-softplus"}
+
+
 @dataclass(frozen=True)
 class Router:
-    """What a layer chooses its experts with; arrays float32, None where there is no such thing.
+    """How a layer chooses its experts; arrays float32, None where there is no such thing.
 
-    gate: [n_expert, n_embd]; bias: [n_expert] of the logits; norm: [n_embd] of the RMS normalization, with eps, that
-    makes the input; choice: [n_expert], added to the probabilities for the choice only. sigmoid: probabilities are
-    sigmoids, not a softmax.
+    gate: [n_expert, n_embd]; bias: [n_expert] of the logits; selection_bias: [n_expert], added to the probabilities for
+    the choice only; norm: [n_embd] of the RMS normalization, with eps, that makes the input. gating: one of GATINGS'
+    names, how probabilities are made of logits; "softmax-selected": the weights are a softmax of the selected logits.
+    n_used: experts of a token. n_groups, n_groups_used: it chooses from the groups whose two best experts have the
+    highest sum. normalized: weights are divided by their sum; scale: and multiplied by this.
     """
 
     gate: np.ndarray
     bias: np.ndarray | None
+    selection_bias: np.ndarray | None
     norm: np.ndarray | None
     eps: float
-    choice: np.ndarray | None
-    sigmoid: bool
+    gating: str
+    n_used: int
+    n_groups: int = 1
+    n_groups_used: int = 1
+    normalized: bool = False
+    scale: float = 1.0
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Those that there are, by name."""
-        arrays = {name: getattr(self, name) for name in ("gate", "bias", "norm", "choice")}
+        arrays = {name: getattr(self, name) for name in ("gate", "bias", "selection_bias", "norm")}
         return {name: array for name, array in arrays.items() if array is not None}
+
+    def choice(self) -> dict[str, object]:
+        """How it chooses, without the arrays, by name."""
+        names = ("eps", "gating", "n_used", "n_groups", "n_groups_used", "normalized", "scale")
+        return {name: getattr(self, name) for name in names}
 
 
 class Engine:
@@ -267,11 +283,12 @@ class Engine:
         """What predictors apply, for a simulated engine, which has no graph to take it from. Copied, as float32."""
         arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in router.arrays().items()}
         n_expert, n_embd = arrays["gate"].shape
-        for name, width in (("bias", n_expert), ("norm", n_embd), ("choice", n_expert)):
+        for name, width in (("bias", n_expert), ("selection_bias", n_expert), ("norm", n_embd)):
             if name in arrays and arrays[name].shape != (width,):
                 raise PyorchError(f"the {name} of a router with {n_expert} experts and {n_embd} inputs has the shape "
                                   f"{arrays[name].shape}, not ({width},)")
-        raw = ffi.new("pyorch_router *", {"n_expert": n_expert, "n_embd": n_embd, "eps": router.eps, "sigmoid": router.sigmoid})
+        gating = next((number for number, name in GATINGS.items() if name == router.gating), 0)
+        raw = ffi.new("pyorch_router *", {"n_expert": n_expert, "n_embd": n_embd, **router.choice(), "gating": gating})
         for name, array in arrays.items():
             setattr(raw, name, _pointer("float[]", array))
         check(lib.pyorch_set_router(self.handle, il, raw))
@@ -326,7 +343,7 @@ class Engine:
         return logits
 
     def router(self, il: int) -> Router:
-        """A copy. PyorchError where it is not known: no context was made yet, or its graph computes it in another way."""
+        """A copy. PyorchError where it is not known: no context was made yet, or it cannot be applied, with the reason."""
         raw = ffi.new("pyorch_router *")
         check(lib.pyorch_get_router(self.handle, il, raw))
 
@@ -335,9 +352,28 @@ class Engine:
 
         n_expert, n_embd = raw.n_expert, raw.n_embd
         return Router(
-            copied(raw.gate, n_expert, n_embd), copied(raw.bias, n_expert), copied(raw.norm, n_embd), raw.eps,
-            copied(raw.choice, n_expert), bool(raw.sigmoid),
+            gate=copied(raw.gate, n_expert, n_embd), bias=copied(raw.bias, n_expert),
+            selection_bias=copied(raw.selection_bias, n_expert), norm=copied(raw.norm, n_embd), eps=raw.eps,
+            gating=GATINGS[raw.gating], n_used=raw.n_used, n_groups=raw.n_groups, n_groups_used=raw.n_groups_used,
+            normalized=bool(raw.normalized), scale=raw.scale,
         )
+
+    def apply_router(self, il: int, inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What predictors take the layer's router to select for inputs float32[n_tokens, n_embd], the best first.
+
+        Returns experts int32 and weights float32, [n_tokens, n_used]. Raises as router() does.
+        """
+        router = self.router(il)
+        inputs = np.ascontiguousarray(inputs, np.float32).reshape(-1, router.gate.shape[1])
+        experts, weights = (np.empty((len(inputs), router.n_used), dtype) for dtype in (np.int32, np.float32))
+        check(lib.pyorch_apply_router(self.handle, il, _pointer("float[]", inputs), len(inputs),
+                                      _pointer("int32_t[]", experts), _pointer("float[]", weights)))
+        return experts, weights
+
+    def check_routers(self) -> None:
+        """PyorchError where a predictor that was chosen, or speculation, applies routers and a graph has one that cannot
+        be applied. Graphs are known once a context was made."""
+        check(lib.pyorch_check_routers(self.handle))
 
     @contextlib.contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -391,7 +427,7 @@ class Engine:
         self._on_experts(lib.pyorch_evict, il, experts)
 
     def wait_idle(self) -> None:
-        """Waits until no read is queued or running."""
+        """Waits until no prediction is being made, and no read is queued or running."""
         check(lib.pyorch_wait_idle(self.handle))
 
     def stats(self, il: int = -1) -> Stats:

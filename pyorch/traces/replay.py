@@ -18,7 +18,7 @@ import numpy as np
 from pyorch.errors import BudgetError, FormatError, PyorchError
 from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.bindings import check, ffi, lib
-from pyorch.runtime.engine import Engine, Router, Stats
+from pyorch.runtime.engine import GATINGS, Engine, Router, Stats
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
 from pyorch.sidecars import container
@@ -26,7 +26,8 @@ from pyorch.sidecars.history import ExpertMaps, token_embeddings
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.file import PREFILL, Trace
 
-_SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
+# Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
+_GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
 
 UBATCH = 512  # tokens of a prompt that are computed at once
 
@@ -371,7 +372,7 @@ def default_route_share(model_map: ModelMap) -> float:
 
 
 def read_router(model_map: ModelMap, il: int) -> Router:
-    """From the file, what llama.cpp's graph computes with.
+    """From the file, what llama.cpp's graph chooses with. How it weighs what it chose does not matter to a replay.
 
     Raises PyorchError where there is none, or it cannot be dequantized.
     """
@@ -384,13 +385,17 @@ def read_router(model_map: ModelMap, il: int) -> Router:
     norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
     norm = next((it for it in norms if it is not None), None)
     eps = model_map.metadata_float(f"{arch}.attention.layer_norm_rms_epsilon")
+    n_groups = max(1, model_map.metadata_int(f"{arch}.expert_group_count", default=1))
     return Router(
         gate=gate.reshape(n_expert, -1),
         bias=_tensor(model_map, f"blk.{il}.ffn_gate_inp.bias"),
         norm=norm if eps is not None else None,  # not an RMS normalization
         eps=eps or 0.0,
-        choice=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
-        sigmoid=model_map.metadata_int(f"{arch}.expert_gating_func", default=0) == _SIGMOID,
+        selection_bias=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
+        gating=_GATING.get(arch) or GATINGS.get(model_map.metadata_int(f"{arch}.expert_gating_func", default=0), "softmax"),
+        n_used=model_map.info.n_expert_used,
+        n_groups=n_groups,
+        n_groups_used=model_map.metadata_int(f"{arch}.expert_group_used_count", default=1) if n_groups > 1 else 1,
     )
 
 

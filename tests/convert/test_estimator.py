@@ -237,10 +237,10 @@ def watched(model: pyorch.Model, predictor: str, distance: int = 1) -> tuple[lis
         while len(guesses) < 0.8 * len(tokens) * n_pairs:
             context.clear()
             for i, token in enumerate(tokens):
-                context.decode([token])  # the predictions of a token are made before its last layer ends
+                context.decode([token])
+                model.engine.wait_idle()
                 guesses |= {(i, it.il_from, it.il): it.experts.tolist() for it in predictions}
                 predictions.clear()
-                model.engine.wait_idle()
     routings = routings[: len(tokens) * N_LAYERS]
     model.engine.set_prefetch("none")
     model.engine.set_observer(None)
@@ -284,7 +284,7 @@ def test_the_router_is_that_of_the_file(made: Made) -> None:
             place = model.map.tensor_range(f"blk.2.{name}.weight")
             expected = np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset)
             assert np.array_equal(array.ravel(), expected)
-        assert router.eps == np.float32(1e-6) and not router.sigmoid and router.bias is None and router.choice is None
+        assert router.eps == np.float32(1e-6) and router.gating == "softmax" and router.bias is None and router.selection_bias is None
 
 
 def test_hybrid_asks_the_estimator_for_the_layers_that_it_is_better_at(made: Made) -> None:

@@ -83,11 +83,11 @@ def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], 
         while len(predictions) <= len(tokens) * N_LAYERS // 2:
             context.clear()
             for token in tokens:
-                context.decode([token])  # predictors that use routers are done with a token before its last layer ends
+                context.decode([token])
+                model.engine.wait_idle()
                 predictions += [(n_decoded, it) for it in found]
                 found.clear()
                 n_decoded += 1
-                model.engine.wait_idle()
     model.engine.set_prefetch("none")
     model.engine.set_observer(None)
     model.engine.set_prediction_observer(None)

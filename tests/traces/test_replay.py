@@ -173,7 +173,7 @@ def test_routers_of_the_file_are_those_of_the_graph(small_moe: Path, model_map: 
         for il in LAYERS:
             graph, file = model.engine.router(il), read_router(model_map, il)
             assert graph.arrays().keys() == file.arrays().keys()
-            assert (graph.eps, graph.sigmoid) == (file.eps, file.sigmoid)
+            assert (graph.eps, graph.gating, graph.n_used) == (file.eps, file.gating, file.n_used)
             for name, array in graph.arrays().items():
                 assert np.array_equal(array, file.arrays()[name])
 

@@ -41,7 +41,7 @@ pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
         if (engine && engine->simulated) {
             throw Failure(PYORCH_INVALID, "a simulated engine reads nothing: no model can be loaded under it");
         }
-        capture(engine ? &engine->table.map : nullptr, engine);
+        capture(engine ? &engine->table.map : nullptr, engine ? &engine->routing : nullptr);
     });
 }
 

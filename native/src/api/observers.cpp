@@ -7,9 +7,10 @@ extern "C" {
 
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user) {
     return guarded([&] {
-        std::lock_guard<std::mutex> lock(engine->observer_mutex);
-        engine->observer      = observer;
-        engine->observer_user = user;
+        Observer & shown = engine->routing.observer;
+        std::lock_guard<std::mutex> lock(shown.mutex);
+        shown.function = observer;
+        shown.user     = user;
     });
 }
 

@@ -20,6 +20,23 @@ LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t 
     return { (pyorch_predictor) predictor, distance, min_precision };
 }
 
+// Where graphs were built, it is known whether their routers can be applied.
+void check_routers(const pyorch_engine * engine, pyorch_predictor kind) {
+    const std::string why = needs_of(kind) & NEEDS_ROUTERS ? engine->routers.unknown() : "";
+    if (!why.empty()) {
+        throw Failure(PYORCH_INVALID, why + ": no predictor can apply its router");
+    }
+}
+
+Router router_at(const pyorch_engine * engine, int32_t il) {
+    const Router router = engine->routers.all()[engine->table.layer_index(il)];
+    if (!router) {
+        const std::string why = engine->routers.unknown();
+        throw Failure(PYORCH_INVALID, why.empty() ? format("the router of layer %d is not known", il) : why);
+    }
+    return router;
+}
+
 } // namespace
 } // namespace pyorch
 
@@ -30,6 +47,9 @@ extern "C" {
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
     return guarded([&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
+        if (!automatic) {
+            check_routers(engine, prefetch.kind);
+        }
         engine->prefetcher.set_automatic(automatic != 0);
         engine->prefetcher.change([&](PrefetchPlanner & planner) {
             for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
@@ -43,30 +63,59 @@ pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int3
     return guarded([&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         const int  layer    = engine->table.layer_index(il);
+        check_routers(engine, prefetch.kind);
         engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set(layer, prefetch); });
     });
+}
+
+pyorch_status pyorch_check_routers(pyorch_engine * engine) {
+    return guarded([&] { engine->routing.check_routers(); });
 }
 
 pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router) {
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
-        check_experts(engine, layer, router->n_expert);
+        const pyorch_router & r = *router;
+        check_experts(engine, layer, r.n_expert);
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "routers are set for simulated engines: others have those of the model");
         }
-        engine->set_router(layer, *router);
+        if (!known((pyorch_gating) r.gating)) {
+            throw Failure(PYORCH_INVALID, format("layer %d has the gating function %d, which is not known", il, r.gating));
+        }
+        if (r.n_used < 1 || r.n_used > r.n_expert || r.n_groups < 1 || r.n_expert % r.n_groups || r.n_groups_used < 1 ||
+            r.n_groups_used > r.n_groups || r.n_used > r.n_expert / r.n_groups * r.n_groups_used) {
+            throw Failure(PYORCH_INVALID, format("a router cannot select %d of %d experts from %d of %d groups",
+                r.n_used, r.n_expert, r.n_groups_used, r.n_groups));
+        }
+        engine->routers.set_copy(layer, {
+            r.gate, r.bias, r.selection_bias, r.norm, r.eps, (pyorch_gating) r.gating, r.n_groups, r.n_groups_used,
+            r.normalized != 0, r.scale, r.n_embd, r.n_expert, r.n_used,
+        });
     });
 }
 
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router) {
     return guarded([&] {
-        const int layer = engine->table.layer_index(il);
-        std::lock_guard<std::mutex> lock(engine->routers_mutex);
-        const auto & it = engine->routers[layer];
-        if (!it) {
-            throw Failure(PYORCH_INVALID, format("the router of layer %d is not known", il));
+        const Router r = router_at(engine, il);
+        *router = {
+            r.n_expert, r.n_embd, r.n_used, r.gating, r.n_groups, r.n_groups_used, r.normalized, r.scale,
+            r.gate, r.bias, r.selection_bias, r.norm, r.eps,
+        };
+    });
+}
+
+pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens,
+                                  int32_t * experts, float * weights) {
+    return guarded([&] {
+        const Router       r = router_at(engine, il);
+        std::vector<float> logits;
+        for (int t = 0; t < n_tokens; ++t) {
+            apply_router(r, inputs + (size_t) t * r.n_embd, logits);
+            const Choice choice = choose(r, logits, r.n_used);
+            std::copy(choice.experts.begin(), choice.experts.end(), experts + (size_t) t * r.n_used);
+            std::copy(choice.weights.begin(), choice.weights.end(), weights + (size_t) t * r.n_used);
         }
-        *router = { it.n_expert, it.n_embd, it.gate, it.bias, it.norm, it.eps, it.choice, it.sigmoid };
     });
 }
 
@@ -118,14 +167,14 @@ pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * 
 }
 
 pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on) {
-    return guarded([&] { engine->calibration.set(on != 0); });
+    return guarded([&] { engine->routing.calibration.set(on != 0); });
 }
 
 pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd) {
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
-        if (!engine->calibration.means(layer, vectors, counts, n_embd)) {
+        if (!engine->routing.calibration.means(layer, vectors, counts, n_embd)) {
             throw Failure(PYORCH_INVALID, format("the outputs of layer %d do not have %d values", il, n_embd));
         }
     });

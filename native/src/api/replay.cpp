@@ -15,7 +15,7 @@ pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * rec
         }
         pyorch::check_recording(engine->table.map, *recording, *config);
         engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) {
-            *result = pyorch::replay(engine->table, planner, engine->routers, *recording, *config, { max_distance, n_ranks, right, total });
+            *result = pyorch::replay(engine->table, planner, engine->routers.all(), *recording, *config, { max_distance, n_ranks, right, total });
         });
     });
 }

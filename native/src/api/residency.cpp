@@ -30,7 +30,10 @@ pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * e
 }
 
 pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
-    return guarded([&] { engine->table.wait_idle(); });
+    return guarded([&] {
+        engine->prefetcher.wait_idle();
+        engine->table.wait_idle();
+    });
 }
 
 pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
@@ -40,8 +43,8 @@ pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats 
 pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
     return guarded([&] {
         engine->table.reset_stats();
-        engine->substitutions.reset_counts();
-        engine->speculation.reset_counts();
+        engine->routing.substitutions.reset_counts();
+        engine->routing.speculation.reset_counts();
     });
 }
 

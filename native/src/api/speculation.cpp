@@ -10,13 +10,20 @@ pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
         if (mode < PYORCH_SPECULATE_NONE || mode > PYORCH_SPECULATE_ALL) {
             throw Failure(PYORCH_INVALID, format("unknown mode of speculation %d", mode));
         }
-        engine->speculation.set((pyorch_speculate) mode);
+        const pyorch_speculate before = engine->routing.speculation.mode();
+        engine->routing.speculation.set((pyorch_speculate) mode);
+        try {
+            engine->routing.check_routers();
+        } catch (const Failure &) {
+            engine->routing.speculation.set(before);
+            throw;
+        }
         engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_speculative(mode != PYORCH_SPECULATE_NONE); });
     });
 }
 
 pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts) {
-    return guarded([&] { *counts = engine->speculation.counts(); });
+    return guarded([&] { *counts = engine->routing.speculation.counts(); });
 }
 
 } // extern "C"

@@ -19,7 +19,7 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         if (s.search_rank < 0 || s.max_per_token < 0 || !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0)) {
             throw Failure(PYORCH_INVALID, "a substitution needs a temperature above 0, and no negative rank, limit, reuse or read_ms");
         }
-        engine->substitutions.set(engine->table.layer_index(il), s);
+        engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });
 }
 
@@ -47,7 +47,7 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
         if (hops) {
             lists.hops.assign(hops, hops + n);
         }
-        engine->substitutions.set_buddies(layer, std::move(lists));
+        engine->routing.substitutions.set_buddies(layer, std::move(lists));
     });
 }
 
@@ -57,7 +57,7 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
         if (mask && n != engine->table.map.layers[layer].n_expert) {
             throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, engine->table.map.layers[layer].n_expert, n));
         }
-        engine->substitutions.set_cache(layer, mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
+        engine->routing.substitutions.set_cache(layer, mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
     });
 }
 
@@ -67,7 +67,7 @@ pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il,
         const int only = il < 0 ? -1 : engine->table.layer_index(il);
         for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
             if (only < 0 || layer == only) {
-                add(*counts, engine->substitutions.counts(layer));
+                add(*counts, engine->routing.substitutions.counts(layer));
             }
         }
     });
@@ -90,11 +90,21 @@ pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * r
         }
         std::copy(routing->experts, routing->experts + n_slots, experts);
         std::copy(routing->weights, routing->weights + n_slots, weights);
-        const RoutedBatch batch = {
-            routing->n_tokens, n, routing->n_expert_used, experts, weights, routing->probs, routing->logits, resident,
-            normalized != 0, softmax_selected != 0,
-        };
-        *counts = engine->substitutions.preview(layer, routing->il, batch);
+        RoutedBatch batch = {};
+        batch.layer             = layer;
+        batch.il                = routing->il;
+        batch.n_tokens          = routing->n_tokens;
+        batch.n_expert          = n;
+        batch.n_used            = routing->n_expert_used;
+        batch.requested         = routing->experts;
+        batch.requested_weights = routing->weights;
+        batch.probs             = routing->probs;
+        batch.logits            = routing->logits;
+        batch.normalized        = normalized != 0;
+        batch.softmax_selected  = softmax_selected != 0;
+        batch.experts           = experts;
+        batch.weights           = weights;
+        *counts = engine->routing.substitutions.preview(batch, resident);
     });
 }
 

@@ -3,19 +3,17 @@
 #include "prediction/predictors/predictors.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace pyorch {
 
-std::vector<int> top(const float * values, int n_values, int n) {
-    std::vector<int> order(n_values);
-    std::iota(order.begin(), order.end(), 0);
-    n = std::min(n, n_values);
-    std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int a, int b) {
-        return values[a] != values[b] ? values[a] > values[b] : a < b;
-    });
-    order.resize(n);
-    return order;
+int layers_ahead(const std::vector<int> & layers, int from, int to) {
+    const auto a = std::lower_bound(layers.begin(), layers.end(), from);
+    const auto b = std::lower_bound(layers.begin(), layers.end(), to);
+    if (a == layers.end() || *a != from || b == layers.end() || *b != to) {
+        return 0;
+    }
+    const int n = (int) layers.size();
+    return ((int) (b - a) - 1 + n) % n + 1;
 }
 
 unsigned needs_of(pyorch_predictor kind) {

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "prediction/router.h"
 #include "pyorch.h"
 
 #include <cstdint>
@@ -30,8 +31,11 @@ struct RoutedLayer {
     int                  n_tokens;
     int                  n_used;
     bool                 decode;  // one token of each sequence
-    std::vector<int32_t> experts; // [n_tokens][n_used], the likeliest first
-    std::vector<float>   weights; // [n_tokens][n_used] of their outputs
+    std::vector<int32_t> experts; // [n_tokens][n_used] that the router asked for, the likeliest first
+
+    // What is computed, which others may stand in for.
+    std::vector<int32_t> computed; // [n_tokens][n_used]
+    std::vector<float>   weights;  // [n_tokens][n_used] of their outputs
 
     // Empty where the predictor does not ask for them, or the graph does not have them.
     std::vector<float>   probs;     // [n_tokens][n_expert] with the sum 1
@@ -46,20 +50,7 @@ struct Forecast {
     int                token;       // of the ubatch
     std::vector<int>   experts;     // worth reading, the likeliest first
     std::vector<float> probability; // [n_expert] with the sum 1, empty where the predictor has none
-};
-
-// The weights with which a layer chooses its experts, where the model keeps them.
-struct RouterWeights {
-    const float * gate   = nullptr; // [n_expert][n_embd]
-    const float * bias   = nullptr; // [n_expert] of the logits, or null
-    const float * norm   = nullptr; // [n_embd] of the RMS normalization of the input, or null
-    float         eps    = 0;       // of the same
-    const float * choice = nullptr; // [n_expert] added to the probabilities for the choice only, or null
-    bool          sigmoid = false;  // probabilities are sigmoids, not a softmax
-    int           n_embd   = 0;
-    int           n_expert = 0;
-
-    explicit operator bool() const { return gate != nullptr; }
+    std::vector<float> weights;     // of the outputs of the first n_used, empty where the predictor applies no router
 };
 
 class Predictor {
@@ -79,7 +70,7 @@ enum PredictorNeeds : unsigned {
     NEEDS_PROBS      = 4,
     NEEDS_PREFILL    = 8,  // layers of prompts too
     NEEDS_EMBEDDINGS = 16,
-    NEEDS_ROUTERS    = 32, // reads the model's own weights
+    NEEDS_ROUTERS    = 32, // applies them
 };
 
 unsigned needs_of(pyorch_predictor kind);
@@ -93,7 +84,8 @@ class ExpertMaps;
 // What predictors are made of; all shared, none changes once it is here.
 struct PredictionModel {
     std::vector<int>                      n_expert; // by layer
-    std::vector<RouterWeights>            routers;  // by layer, entries may be empty
+    std::vector<int>                      layers;   // that the context computes, ascending
+    std::vector<Router>                   routers;  // by layer, entries may be empty
     std::shared_ptr<const DefaultVectors> defaults;
     std::shared_ptr<const Estimator>      estimator;
     std::vector<uint8_t>                  estimated; // by layer: hybrid takes the estimator
@@ -103,7 +95,8 @@ struct PredictionModel {
 // distance: by layer, how many layers ahead it is guessed at most; 0: it is not.
 std::unique_ptr<Predictor> make_predictor(pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance);
 
-// The indices of the n largest values, largest first, the lower index among equals.
-std::vector<int> top(const float * values, int n_values, int n);
+// How many layers after `from` comes `to`, of those in `layers`, or of the next token if it comes earlier: 1 to their
+// number. 0 where one of them is not among them.
+int layers_ahead(const std::vector<int> & layers, int from, int to);
 
 } // namespace pyorch

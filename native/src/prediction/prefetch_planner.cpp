@@ -1,6 +1,7 @@
 #include "prediction/prefetch_planner.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace pyorch {
 
@@ -13,8 +14,8 @@ void Precision::add(bool hit) {
     total = total * fade + 1;
 }
 
-PrefetchPlanner::PrefetchPlanner(Table & table, std::function<std::vector<RouterWeights>()> routers) :
-        table(table), routers(std::move(routers)), prefetch(table.map.layers.size()), precision(table.map.layers.size()) {
+PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
+        table(table), routers(routers), prefetch(table.map.layers.size()), precision(table.map.layers.size()) {
     for (const auto & l : table.map.layers) {
         model.n_expert.push_back(l.n_expert);
     }
@@ -58,6 +59,16 @@ void PrefetchPlanner::set_speculative(bool on) {
     streams.clear();
 }
 
+void PrefetchPlanner::set_layers(const void * context, std::vector<int> layers_) {
+    layers[context] = std::move(layers_);
+    streams.erase(context);
+}
+
+void PrefetchPlanner::forget(const void * context) {
+    layers.erase(context);
+    streams.erase(context);
+}
+
 void PrefetchPlanner::set_observer(Observer observer_) {
     observer = std::move(observer_);
 }
@@ -80,7 +91,13 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
         return stream;
     }
     stream.open.resize(prefetch.size());
-    model.routers = routers();
+    model.routers = routers.all();
+    if (const auto of_context = layers.find(context); of_context != layers.end()) {
+        model.layers = of_context->second;
+    } else {
+        model.layers.resize(prefetch.size());
+        std::iota(model.layers.begin(), model.layers.end(), 0);
+    }
     for (int kind = PYORCH_PREDICT_NONE + 1; kind <= PYORCH_PREDICT_ORACLE; ++kind) {
         std::vector<int> distance;
         for (const LayerPrefetch & it : prefetch) {
@@ -142,7 +159,7 @@ Precision & PrefetchPlanner::precision_of(int layer, const Guess & it) {
 void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts) {
     std::stable_sort(forecasts.begin(), forecasts.end(), [](const Forecast & a, const Forecast & b) { return a.layer < b.layer; });
     for (size_t i = 0, end; i < forecasts.size(); i = end) {
-        const bool executed = speculative && from >= 0 && forecasts[i].layer == from + 1 && !forecasts[i].probability.empty();
+        const bool executed = speculative && from >= 0 && forecasts[i].layer == from + 1 && !forecasts[i].weights.empty();
         for (end = i; end < forecasts.size() && forecasts[end].layer == forecasts[i].layer; ++end) {
             if (observer) {
                 observer(context, from, forecasts[end]);

@@ -43,8 +43,8 @@ public:
     using Observer = std::function<void(const void * context, int from, const Forecast & forecast)>;
     using Oracle   = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
 
-    // routers: called when the first layer of a context comes, by then graphs were built.
-    PrefetchPlanner(Table & table, std::function<std::vector<RouterWeights>()> routers);
+    // routers: asked when the first layer of a context comes, by then graphs were built. Outlives this.
+    PrefetchPlanner(Table & table, const Routers & routers);
 
     // Each begins anew what was counted and collected.
     void set(int layer, const LayerPrefetch & prefetch);
@@ -53,6 +53,12 @@ public:
     void set_estimated(std::vector<uint8_t> layers);
     void set_maps(std::shared_ptr<ExpertMaps> maps);
     void set_oracle(Oracle oracle);
+
+    // Which layers a context computes, ascending. Without it: all.
+    void set_layers(const void * context, std::vector<int> layers);
+
+    // The context is gone, and all that was collected of it goes.
+    void forget(const void * context);
 
     // What is forecast one layer ahead will be executed: it is kept for next_forecasts(), and read in any case.
     void set_speculative(bool on);
@@ -86,11 +92,12 @@ private:
     };
 
     Table &                            table;
-    std::function<std::vector<RouterWeights>()> routers;
+    const Routers &                             routers;
     PredictionModel                             model;
     Oracle                                      oracle;
     std::vector<LayerPrefetch>                  prefetch;  // by layer
     std::vector<std::vector<Precision>>         precision; // by layer, then distance and rank
+    std::map<const void *, std::vector<int>>    layers;    // by context
     std::map<const void *, Stream>              streams;
     bool                                        speculative = false;
     Observer                                    observer;

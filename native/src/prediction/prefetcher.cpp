@@ -12,8 +12,7 @@ static constexpr int MAX_WAITING_COLLECTING = 256;
 // An expert that is read faster than this is there as soon as it is asked for: predicting it takes longer.
 static constexpr double LEAST_READ_SECONDS = 100e-6;
 
-Prefetcher::Prefetcher(Table & table, std::function<std::vector<RouterWeights>()> routers) :
-        table(table), planner(table, std::move(routers)) {}
+Prefetcher::Prefetcher(Table & table, const Routers & routers) : table(table), planner(table, routers) {}
 
 Prefetcher::~Prefetcher() {
     {
@@ -43,6 +42,16 @@ void Prefetcher::set_automatic(bool automatic_) {
     automatic     = automatic_;
     controller    = {};
     timed_context = nullptr;
+}
+
+bool Prefetcher::is_automatic() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return automatic;
+}
+
+void Prefetcher::set_layers(const void * context, const std::vector<int> & layers) {
+    std::lock_guard<std::mutex> state_lock(state_mutex);
+    planner.set_layers(context, layers);
 }
 
 bool Prefetcher::can_pay() {
@@ -99,6 +108,22 @@ std::vector<Forecast> Prefetcher::next_forecasts(const void * context, int layer
     settle(context);
     std::lock_guard<std::mutex> state_lock(state_mutex);
     return planner.next_forecasts(context, layer);
+}
+
+void Prefetcher::wait_idle() {
+    std::unique_lock<std::mutex> lock(mutex);
+    settled.wait(lock, [&] { return !predicting && queue.empty(); });
+}
+
+void Prefetcher::forget(const void * context) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }), queue.end());
+        timed_context = timed_context == context ? nullptr : timed_context;
+    }
+    settle(context);
+    std::lock_guard<std::mutex> state_lock(state_mutex);
+    planner.forget(context);
 }
 
 void Prefetcher::run() {

@@ -17,7 +17,7 @@ namespace pyorch {
 
 class Prefetcher {
 public:
-    Prefetcher(Table & table, std::function<std::vector<RouterWeights>()> routers);
+    Prefetcher(Table & table, const Routers & routers);
     ~Prefetcher();
 
     Prefetcher(const Prefetcher &) = delete;
@@ -33,6 +33,10 @@ public:
 
     // automatic: only while it makes decoding faster, which is tried from now on.
     void set_automatic(bool automatic);
+    bool is_automatic();
+
+    // Which layers a context computes, ascending: known once its graphs were built.
+    void set_layers(const void * context, const std::vector<int> & layers);
 
     // By compute threads. active: whether begin() and routed() want anything at all.
     bool     active() const { return is_active.load(std::memory_order_relaxed); }
@@ -44,8 +48,14 @@ public:
     void routed(const void * context, RoutedLayer && layer);
 
     // By compute threads: sleeps until nothing of the context waits for a prediction.
-    void settle(const void * context);
     std::vector<Forecast> next_forecasts(const void * context, int layer);
+
+    // Sleeps until nothing waits for a prediction.
+    void wait_idle();
+
+    // Nothing is computed in the context any more, and nothing will. Sleeps until no predictor works for it; from then
+    // on none reads what it or its model owns.
+    void forget(const void * context);
 
 private:
     using Event = std::variant<IterationBegin, RoutedLayer>;
@@ -71,6 +81,7 @@ private:
     std::thread                                   thread;
 
     bool can_pay();
+    void settle(const void * context);
     void changed();
     void run();
 };

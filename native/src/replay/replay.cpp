@@ -16,7 +16,7 @@ namespace {
 
 class Replay {
 public:
-    Replay(Table & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+    Replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) :
         table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks),
         n_layers(recording.n_layers),
@@ -28,6 +28,7 @@ public:
         table.set_executed(executed);
         owner.context = this;
         collect_uses();
+        planner.set_layers(this, executed);
         planner.set_oracle([this](const std::vector<int> & distance) { return oracle(distance); });
         planner.set_observer([this](const void *, int from, const Forecast & it) {
             forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
@@ -38,6 +39,7 @@ public:
         table.forget(owner);
         planner.set_oracle({});
         planner.set_observer({});
+        planner.forget(this);
     }
 
     pyorch_replay_result run() {
@@ -91,7 +93,7 @@ private:
             for (int layer = from + 1; decode && layer < replay.n_layers && layer - from <= distance[layer]; ++layer) {
                 for (int t = 0; t < n_tokens; ++t) {
                     const uint16_t * used = replay.experts_of(replay.token_of(t), layer);
-                    forecasts.push_back({ layer, layer - from, t, std::vector<int>(used, used + replay.rec.n_used), {} });
+                    forecasts.push_back({ layer, layer - from, t, std::vector<int>(used, used + replay.rec.n_used), {}, {} });
                 }
             }
         }
@@ -99,7 +101,7 @@ private:
 
     Table &                   table;
     PrefetchPlanner &                  planner;
-    const std::vector<RouterWeights> & routers;
+    const std::vector<Router> & routers;
     const pyorch_recording &           rec;
     const pyorch_replay_config &       config;
     const RankCounts                   ranks;
@@ -278,7 +280,7 @@ private:
         it.n_used   = rec.n_used;
         it.decode   = decode;
         const unsigned        needs  = decode ? planner.needs() : NEEDS_NOTHING;
-        const RouterWeights & router = routers[layer];
+        const Router & router = routers[layer];
         for (int t = 0; t < n_tokens; ++t) {
             const size_t     at   = (size_t) token_of(t) * n_layers + layer;
             const uint16_t * used = rec.experts + at * rec.n_used;
@@ -300,6 +302,7 @@ private:
                 }
             }
         }
+        it.computed = it.experts;
         return it;
     }
 
@@ -354,9 +357,9 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     }
 }
 
-pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
                             const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) {
-    for (const RouterWeights & router : routers) {
+    for (const Router & router : routers) {
         if (recording.states && router && router.n_embd != recording.n_embd) {
             throw Failure(PYORCH_INVALID, format("routers take %d values, the recording's states have %d", router.n_embd, recording.n_embd));
         }

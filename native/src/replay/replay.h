@@ -21,7 +21,7 @@ struct RankCounts {
 // Throws Failure for a recording of another model, or numbers that cannot be.
 void check_recording(const ModelMap & map, const pyorch_recording & recording, const pyorch_replay_config & config);
 
-pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<RouterWeights> & routers,
+pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
                             const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks);
 
 } // namespace pyorch

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "prediction/prediction.h"
-#include "routing/substitution.h"
+#include "routing/routed_batch.h"
 
 #include <atomic>
 #include <mutex>
@@ -14,21 +14,21 @@ namespace pyorch {
 
 class Speculation {
 public:
-    void set(pyorch_speculate mode) { this->mode = mode; }
+    void set(pyorch_speculate mode) { chosen = mode; }
+    pyorch_speculate mode() const { return chosen; }
 
     // Whether a ubatch is computed with forecasts. decode: one token of each sequence.
-    bool active(bool decode) const { return mode == PYORCH_SPECULATE_ALL || (mode == PYORCH_SPECULATE_DECODE && decode); }
+    bool active(bool decode) const { return chosen == PYORCH_SPECULATE_ALL || (chosen == PYORCH_SPECULATE_DECODE && decode); }
 
-    // Puts forecasts in the place of what the router chose; of the batch, logits and resident are not looked at.
-    // forecasts: of this layer, one for each token in their order; with any other number nothing is replaced, which
-    // is true of the first layer too. Whether it was.
-    bool apply(const RoutedBatch & batch, const std::vector<Forecast> & forecasts);
+    // Puts forecasts in the place of what is computed. forecasts: of this layer, one for each token in their order, with
+    // weights; otherwise nothing is replaced, which is true of the first layer too. Whether it was.
+    bool apply(RoutedBatch & batch, const std::vector<Forecast> & forecasts);
 
     pyorch_speculation_counts counts() const;
     void reset_counts();
 
 private:
-    std::atomic<pyorch_speculate> mode{PYORCH_SPECULATE_NONE};
+    std::atomic<pyorch_speculate> chosen{PYORCH_SPECULATE_NONE};
     mutable std::mutex            mutex;
     pyorch_speculation_counts     counted = {};
 };

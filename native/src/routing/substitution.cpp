@@ -67,8 +67,8 @@ uint64_t mix(uint64_t x) { // splitmix64
 // Chooses substitutes for the tokens of a batch, one after the other.
 class Chooser {
 public:
-    Chooser(const pyorch_substitution & settings, const BuddyLists & lists, int il, const RoutedBatch & batch) :
-        settings(settings), lists(lists), il(il), batch(batch), taken(batch.n_expert), chosen(batch.n_expert) {}
+    Chooser(const pyorch_substitution & settings, const BuddyLists & lists, const RoutedBatch & batch, const uint8_t * resident) :
+        settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert), chosen(batch.n_expert) {}
 
     void begin(int token, const int32_t * experts) {
         t = token;
@@ -92,14 +92,14 @@ public:
 private:
     const pyorch_substitution & settings;
     const BuddyLists &          lists;
-    const int                   il;
     const RoutedBatch &         batch;
+    const uint8_t *             resident;
 
     int                  t = 0;
     std::vector<uint8_t> taken;  // by this token
     std::vector<int>     chosen; // how often, in this batch
 
-    bool free(int expert) const { return batch.resident[expert] && !taken[expert]; }
+    bool free(int expert) const { return resident[expert] && !taken[expert]; }
 
     int choose_buddy(int expert, int & rank) {
         const int32_t * ids = lists.ids.data() + (size_t) expert * lists.k_max;
@@ -156,7 +156,7 @@ private:
         }
         uint32_t bits;
         memcpy(&bits, batch.probs + (size_t) t * batch.n_expert + expert, sizeof(bits));
-        int nth = (int) (mix(mix(mix(settings.seed) ^ (uint64_t) il) ^ ((uint64_t) bits << 32 | (uint64_t) expert)) % (uint64_t) n);
+        int nth = (int) (mix(mix(mix(settings.seed) ^ (uint64_t) batch.il) ^ ((uint64_t) bits << 32 | (uint64_t) expert)) % (uint64_t) n);
         for (int id = 0;; ++id) {
             if (free(id) && nth-- == 0) {
                 return id;
@@ -196,7 +196,7 @@ void reweigh(const pyorch_substitution & settings, const RoutedBatch & batch, in
     }
 }
 
-int count_absent(const RoutedBatch & batch, int & n_requested) {
+int count_absent(const RoutedBatch & batch, const uint8_t * resident, int & n_requested) {
     thread_local std::vector<uint8_t> requested;
     requested.assign(batch.n_expert, 0);
     for (int i = 0; i < batch.n_tokens * batch.n_used; ++i) {
@@ -206,26 +206,27 @@ int count_absent(const RoutedBatch & batch, int & n_requested) {
     n_requested  = 0;
     for (int id = 0; id < batch.n_expert; ++id) {
         n_requested += requested[id];
-        n_absent    += requested[id] && !batch.resident[id];
+        n_absent    += requested[id] && !resident[id];
     }
     return n_absent;
 }
 
 } // namespace
 
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, int il, const RoutedBatch & batch) {
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
+                                      const uint8_t * resident) {
     pyorch_substitution_counts counts = {};
     counts.tokens = batch.n_tokens;
 
     int       n_requested;
-    const int n_absent = count_absent(batch, n_requested);
+    const int n_absent = count_absent(batch, resident, n_requested);
     counts.absent = n_absent;
     if (n_absent == 0) {
         return counts;
     }
     const bool crowded = (double) n_absent / n_requested >= settings.beta; // eq. 2
 
-    Chooser chooser(settings, lists, il, batch);
+    Chooser chooser(settings, lists, batch, resident);
     std::vector<int32_t> before(batch.n_used);
     std::vector<uint8_t> dropped(batch.n_used);
     std::vector<double>  fitted(batch.n_used);
@@ -235,7 +236,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         const float * weights = batch.weights + (size_t) t * batch.n_used;
 
         before.assign(experts, experts + batch.n_used);
-        const int missing = (int) std::count_if(before.begin(), before.end(), [&](int32_t e) { return !batch.resident[e]; });
+        const int missing = (int) std::count_if(before.begin(), before.end(), [&](int32_t e) { return !resident[e]; });
         if (missing == 0) {
             continue;
         }
@@ -257,7 +258,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         } else {
             chooser.begin(t, experts);
             for (int s : order) {
-                if (batch.resident[before[s]]) {
+                if (resident[before[s]]) {
                     continue;
                 }
                 if (settings.max_per_token > 0 && n_substituted == settings.max_per_token) {
@@ -287,10 +288,10 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             // A dropped slot computes something that is there, with weight 0.
             int stand_in = -1;
             for (int s = 0; s < batch.n_used && stand_in < 0; ++s) {
-                stand_in = batch.resident[experts[s]] ? experts[s] : -1;
+                stand_in = resident[experts[s]] ? experts[s] : -1;
             }
             for (int id = 0; id < batch.n_expert && stand_in < 0; ++id) {
-                stand_in = batch.resident[id] ? id : -1;
+                stand_in = resident[id] ? id : -1;
             }
             for (int s = 0; s < batch.n_used; ++s) {
                 if (dropped[s] && stand_in >= 0) {
@@ -304,7 +305,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             reweigh(settings, batch, t, before.data(), dropped, fitted);
         }
     }
-    counts.avoided = n_absent - count_absent(batch, n_requested);
+    counts.avoided = n_absent - count_absent(batch, resident, n_requested);
     return counts;
 }
 
@@ -351,17 +352,14 @@ void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
     layers[layer].cache = std::move(mask);
 }
 
-void Substitutions::apply(int layer, int il, RoutedBatch batch, uint64_t slot_bytes, double read_bytes_per_second) {
+void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, uint64_t slot_bytes, double read_bytes_per_second) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer & l = layers[layer];
-    if (!l.cache.empty()) {
-        batch.resident = l.cache.data();
-    }
+    Layer & l = layers[batch.layer];
     pyorch_substitution settings = l.settings;
     if (settings.read_ms > 0) {
         settings.beta = l.controller.beta();
     }
-    const pyorch_substitution_counts counts = substitute(settings, l.lists, il, batch);
+    const pyorch_substitution_counts counts = substitute(settings, l.lists, batch, l.cache.empty() ? resident : l.cache.data());
     if (settings.read_ms > 0) {
         l.controller.passed((double) (counts.absent - counts.avoided) * slot_bytes,
             settings.read_ms / 1000 * read_bytes_per_second / layers.size());
@@ -369,9 +367,9 @@ void Substitutions::apply(int layer, int il, RoutedBatch batch, uint64_t slot_by
     add(l.counts, counts);
 }
 
-pyorch_substitution_counts Substitutions::preview(int layer, int il, const RoutedBatch & batch) {
+pyorch_substitution_counts Substitutions::preview(RoutedBatch & batch, const uint8_t * resident) {
     std::lock_guard<std::mutex> lock(mutex);
-    return substitute(layers[layer].settings, layers[layer].lists, il, batch);
+    return substitute(layers[batch.layer].settings, layers[batch.layer].lists, batch, resident);
 }
 
 pyorch_substitution_counts Substitutions::counts(int layer) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "pyorch.h"
+#include "routing/routed_batch.h"
 
 #include <atomic>
 #include <cstdint>
@@ -15,20 +16,6 @@
 #include <vector>
 
 namespace pyorch {
-
-// One layer of one ubatch. Arrays are row-major by token.
-struct RoutedBatch {
-    int             n_tokens;
-    int             n_expert;
-    int             n_used;
-    int32_t *       experts;  // [n_tokens][n_used], in and out
-    float *         weights;  // [n_tokens][n_used], in and out
-    const float *   probs;    // [n_tokens][n_expert] after gating
-    const float *   logits;   // [n_tokens][n_expert]
-    const uint8_t * resident; // [n_expert]
-    bool            normalized;       // the weights of a token have a constant sum
-    bool            softmax_selected; // probs are logits, the weights their softmax over the selected
-};
 
 // Peers of each expert, most similar first.
 struct BuddyLists {
@@ -39,8 +26,9 @@ struct BuddyLists {
     std::vector<uint8_t> hops;  // [n_expert] to where the expert is. May be empty
 };
 
-// Returns what was done; settings.beta is taken as given.
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, int il, const RoutedBatch & batch);
+// resident: [n_expert]. Returns what was done; settings.beta is taken as given.
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
+                                      const uint8_t * resident);
 
 void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from);
 
@@ -74,10 +62,10 @@ public:
     }
 
     // resident: the real residency. slot_bytes: of one expert; read_bytes_per_second: as measured, for the adaptive beta.
-    void apply(int layer, int il, RoutedBatch batch, uint64_t slot_bytes, double read_bytes_per_second);
+    void apply(RoutedBatch & batch, const uint8_t * resident, uint64_t slot_bytes, double read_bytes_per_second);
 
     // As apply, but counts nothing and adapts nothing.
-    pyorch_substitution_counts preview(int layer, int il, const RoutedBatch & batch);
+    pyorch_substitution_counts preview(RoutedBatch & batch, const uint8_t * resident);
 
     pyorch_substitution_counts counts(int layer);
     void reset_counts();

@@ -49,7 +49,7 @@ private:
             if (from < 0 ? layer >= distance[layer] : layer - from != distance[layer]) {
                 continue;
             }
-            Forecast f = { layer, layer - from, 0, {}, std::vector<float>(n_expert[layer]) };
+            Forecast f = { layer, layer - from, 0, {}, std::vector<float>(n_expert[layer]), {} };
             float *  p = f.probability.data();
             if (match.index < 0 ? !request.row(layer, p, n_expert[layer])
                                 : !history->requests.row(match, layer, p, n_expert[layer])) {

@@ -16,7 +16,7 @@ public:
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
         for (int layer = it.layer + 1; layer < (int) routers.size(); ++layer) {
-            const RouterWeights & router = routers[layer];
+            const Router & router = routers[layer];
             const int             ahead  = layer - it.layer;
             if (ahead > distance[layer] || !router) {
                 continue;
@@ -24,17 +24,17 @@ public:
             const bool corrected = ahead == 1 && asked[layer] && it.layer < estimator->n_layers &&
                 router.n_embd == estimator->n_embd;
             for (int t = 0; t < it.n_tokens && quasi_hidden_state(it, t, router, defaults.get(), state); ++t) {
-                route(router, state.data(), logits);
+                apply_router(router, state.data(), logits);
                 if (corrected) {
                     estimator->correct(it.layer, state.data(), logits.data());
                 }
-                forecasts.push_back(forecast_of(router, logits, layer, ahead, t, it.n_used));
+                forecasts.push_back(forecast_of(router, logits, layer, ahead, t));
             }
         }
     }
 
 private:
-    const std::vector<RouterWeights>            routers;
+    const std::vector<Router>            routers;
     const std::shared_ptr<const DefaultVectors> defaults;
     const std::shared_ptr<const Estimator>      estimator;
     const std::vector<uint8_t>                  asked;

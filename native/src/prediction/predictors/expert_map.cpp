@@ -67,7 +67,7 @@ private:
     // The likeliest experts whose sum of probabilities reaches the threshold, the higher the less alike the past
     // iteration is, and at least as many as a token uses (eqs. 6 to 8).
     void forecast(const Match & match, int layer, int ahead, int token, std::vector<Forecast> & forecasts) const {
-        Forecast f = { layer, ahead, token, {}, std::vector<float>(n_expert[layer]) };
+        Forecast f = { layer, ahead, token, {}, std::vector<float>(n_expert[layer]), {} };
         if (match.index < 0 || !history->iterations.row(match, layer, f.probability.data(), n_expert[layer])) {
             return;
         }

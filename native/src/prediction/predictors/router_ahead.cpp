@@ -1,8 +1,5 @@
 #include "prediction/predictors/predictors.h"
 
-#include "ggml-cpu.h"
-
-#include <algorithm>
 #include <cmath>
 
 namespace pyorch {
@@ -11,7 +8,7 @@ static const float * row(const std::vector<float> & rows, int n_rows, int i, int
     return rows.size() == (size_t) n_rows * n_columns ? rows.data() + (size_t) i * n_columns : nullptr;
 }
 
-bool quasi_hidden_state(const RoutedLayer & it, int token, const RouterWeights & ahead, const DefaultVectors * defaults,
+bool quasi_hidden_state(const RoutedLayer & it, int token, const Router & ahead, const DefaultVectors * defaults,
                         std::vector<float> & state) {
     const size_t  n_embd   = ahead.n_embd;
     const float * residual = row(it.residuals, it.n_tokens, token, ahead.n_embd);
@@ -26,7 +23,7 @@ bool quasi_hidden_state(const RoutedLayer & it, int token, const RouterWeights &
     if (defaults && !(*defaults)[it.layer].empty()) {
         for (int s = 0; s < it.n_used; ++s) {
             const size_t  slot = (size_t) token * it.n_used + s;
-            const float * d    = (*defaults)[it.layer].data() + it.experts[slot] * n_embd;
+            const float * d    = (*defaults)[it.layer].data() + it.computed[slot] * n_embd;
             for (size_t i = 0; i < n_embd; ++i) {
                 state[i] += it.weights[slot] * d[i];
             }
@@ -43,30 +40,9 @@ bool quasi_hidden_state(const RoutedLayer & it, int token, const RouterWeights &
     return true;
 }
 
-void route(const RouterWeights & router, const float * input, std::vector<float> & logits) {
-    const auto dot = ggml_get_type_traits_cpu(GGML_TYPE_F32)->vec_dot;
-    logits.resize(router.n_expert);
-    for (int e = 0; e < router.n_expert; ++e) {
-        dot(router.n_embd, &logits[e], 0, router.gate + (size_t) e * router.n_embd, 0, input, 0, 1);
-        logits[e] += router.bias ? router.bias[e] : 0;
-    }
-}
-
-Forecast forecast_of(const RouterWeights & router, const std::vector<float> & logits, int layer, int distance, int token, int n_used) {
-    Forecast f = { layer, distance, token, {}, logits };
-    float sum = 0;
-    const float most = *std::max_element(logits.begin(), logits.end());
-    for (float & p : f.probability) {
-        p = router.sigmoid ? 1 / (1 + std::exp(-p)) : std::exp(p - most);
-        sum += p;
-    }
-    std::vector<float> choice = f.probability;
-    for (size_t e = 0; e < choice.size(); ++e) {
-        f.probability[e] /= sum;
-        choice[e] = router.choice ? (router.sigmoid ? choice[e] : f.probability[e]) + router.choice[e] : logits[e];
-    }
-    f.experts = top(choice.data(), (int) choice.size(), 2 * n_used);
-    return f;
+Forecast forecast_of(const Router & router, const std::vector<float> & logits, int layer, int distance, int token) {
+    Choice choice = choose(router, logits, 2 * router.n_used);
+    return { layer, distance, token, std::move(choice.experts), std::move(choice.probability), std::move(choice.weights) };
 }
 
 namespace {
@@ -79,24 +55,24 @@ public:
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
         for (int layer = it.layer + 1; layer < (int) routers.size(); ++layer) {
-            const RouterWeights & router = routers[layer];
+            const Router & router = routers[layer];
             if (layer - it.layer > distance[layer] || !router) {
                 continue;
             }
             for (int t = 0; t < it.n_tokens && guess_input(it, t, router); ++t) {
-                route(router, input.data(), logits);
-                forecasts.push_back(forecast_of(router, logits, layer, layer - it.layer, t, it.n_used));
+                apply_router(router, input.data(), logits);
+                forecasts.push_back(forecast_of(router, logits, layer, layer - it.layer, t));
             }
         }
     }
 
 protected:
-    const std::vector<RouterWeights>            routers;
+    const std::vector<Router>            routers;
     const std::shared_ptr<const DefaultVectors> defaults;
     std::vector<float>                          input;
 
     // The input of that router for token t. False where nothing is known of it.
-    virtual bool guess_input(const RoutedLayer & it, int t, const RouterWeights & router) = 0;
+    virtual bool guess_input(const RoutedLayer & it, int t, const Router & router) = 0;
 
 private:
     const Distances    distance;
@@ -107,7 +83,7 @@ private:
 class NextRouter : public RouterAhead {
     using RouterAhead::RouterAhead;
 
-    bool guess_input(const RoutedLayer & it, int t, const RouterWeights & router) override {
+    bool guess_input(const RoutedLayer & it, int t, const Router & router) override {
         const float * own = row(it.inputs, it.n_tokens, t, router.n_embd);
         if (own) {
             input.assign(own, own + router.n_embd);
@@ -119,7 +95,7 @@ class NextRouter : public RouterAhead {
 class QuasiHidden : public RouterAhead {
     using RouterAhead::RouterAhead;
 
-    bool guess_input(const RoutedLayer & it, int t, const RouterWeights & router) override {
+    bool guess_input(const RoutedLayer & it, int t, const Router & router) override {
         return quasi_hidden_state(it, t, router, defaults.get(), input);
     }
 };

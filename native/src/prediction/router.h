@@ -1,0 +1,92 @@
+// How a layer chooses its experts: what llama.cpp's build_moe_ffn was given, and the same arithmetic for predictors.
+
+#pragma once
+
+#include "pyorch.h"
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace pyorch {
+
+// A router. The arrays are the model's own, or those of Routers::set_copy.
+//
+// logits = gate * input + bias, probabilities = gating(logits). Selected are the n_used experts with the highest
+// probability + selection_bias, from the n_groups_used groups in which the sum of the two highest is highest. Their
+// weights are their probabilities, divided by their sum if normalized, times scale.
+struct Router {
+    const float * gate           = nullptr; // [n_expert][n_embd]
+    const float * bias           = nullptr; // [n_expert] of the logits, or null
+    const float * selection_bias = nullptr; // [n_expert] for the choice only, or null
+    const float * norm           = nullptr; // [n_embd] of the RMS normalization that makes the input, or null
+    float         eps            = 0;       // of the same
+    pyorch_gating gating         = PYORCH_GATING_SOFTMAX;
+    int           n_groups       = 1;       // of consecutive experts, equally many in each
+    int           n_groups_used  = 1;
+    bool          normalized     = false;
+    float         scale          = 1;
+    int           n_embd         = 0;
+    int           n_expert       = 0;
+    int           n_used         = 0;
+
+    explicit operator bool() const { return gate != nullptr; }
+};
+
+bool known(pyorch_gating gating);
+
+// What a router makes of the logits of one token.
+struct Choice {
+    std::vector<int>   experts;     // the best first: the n_used that it selects, then those that come next
+    std::vector<float> weights;     // [n_used] of the output of those that it selects
+    std::vector<float> probability; // [n_expert] with the sum 1
+};
+
+// logits[n_expert] for input[n_embd]
+void apply_router(const Router & router, const float * input, std::vector<float> & logits);
+
+// n_experts: how many are named at most; those of groups that do not count never are.
+// REQUIRES: known(router.gating)
+Choice choose(const Router & router, const std::vector<float> & logits, int n_experts);
+
+// Makes of probabilities as the graph has them, of which those of SOFTMAX_SELECTED are logits, such with the sum 1.
+void make_distribution(pyorch_gating gating, float * probs, int n_expert);
+
+// The indices of the n largest values, largest first, the lower index among equals.
+std::vector<int> top(const float * values, int n_values, int n);
+
+// The routers of the layers of one engine, as graphs last had them. Locks for itself.
+class Routers {
+public:
+    explicit Routers(int n_layers) : entries(n_layers) {}
+
+    // model: tells the models of an engine apart, see forget().
+    void set(int layer, const Router & router, const void * model);
+
+    // Of a layer whose router cannot be applied, with the reason in a sentence.
+    void set_unknown(int layer, std::string why, const void * model);
+
+    // Copies the arrays, which belong to no model.
+    void set_copy(int layer, const Router & router);
+
+    // The arrays of a model go.
+    void forget(const void * model);
+
+    std::vector<Router> all() const; // by layer, empty ones where there is none
+
+    // Why a router of a graph cannot be applied; "" where all can, or no graph was built yet.
+    std::string unknown() const;
+
+private:
+    struct Entry {
+        Router             router;
+        std::string        why;
+        const void *       model = nullptr;
+        std::vector<float> gate, bias, selection_bias, norm; // copies
+    };
+
+    mutable std::mutex mutex;
+    std::vector<Entry> entries;
+};
+
+} // namespace pyorch

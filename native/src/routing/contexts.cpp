@@ -1,0 +1,57 @@
+#include "routing/contexts.h"
+
+#include <map>
+
+namespace pyorch {
+namespace {
+
+std::mutex                                        mutex;
+std::map<const void *, std::unique_ptr<Context>> contexts;
+
+} // namespace
+
+Context::Context(const void * id, Routing & routing) : id(id), routing(routing), owner { id } {
+    for (int layer = 0; layer < (int) routing.table.map.layers.size(); ++layer) {
+        graph.push_back({ this, layer, false });
+        graph.push_back({ this, layer, true });
+    }
+}
+
+void Context::computes(int layer) {
+    if (insert(layers, layer)) {
+        routing.prefetcher.set_layers(id, layers);
+        routing.computes(layer);
+    }
+}
+
+Context * find_context(const void * id) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = contexts.find(id);
+    return found != contexts.end() ? found->second.get() : nullptr;
+}
+
+Context & open_context(const void * id, Routing & routing) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto & context = contexts[id];
+    if (!context) {
+        context = std::make_unique<Context>(id, routing);
+    }
+    return *context;
+}
+
+void end_context(const void * id, bool freed) {
+    Context * context = find_context(id);
+    if (!context) {
+        return;
+    }
+    if (!freed) {
+        context->routing.table.release(context->owner);
+    } else {
+        context->routing.prefetcher.forget(id);
+        context->routing.table.forget(context->owner);
+        std::lock_guard<std::mutex> lock(mutex);
+        contexts.erase(id);
+    }
+}
+
+} // namespace pyorch

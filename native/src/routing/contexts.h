@@ -1,0 +1,54 @@
+// The contexts that compute with managed models, from their first graph to their end.
+
+#pragma once
+
+#include "routing/routing.h"
+
+#include <vector>
+
+namespace pyorch {
+
+struct Context;
+
+// Where in which context a layer of a graph belongs; user data of the graph's nodes.
+struct GraphLayer {
+    Context * context;
+    int       layer;  // index into the layers with experts
+    bool      decode; // one token of each sequence
+
+    // How the model makes weights of probabilities: see RoutedBatch.
+    bool normalized       = false;
+    bool softmax_selected = false;
+
+    // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is computed.
+    std::vector<int32_t> requested = {};
+    std::vector<float>   weights   = {};
+};
+
+struct Context {
+    Context(const void * id, Routing & routing);
+
+    const void * const      id; // llama.cpp's
+    Routing &               routing;
+    Owner                   owner;
+    std::vector<int>        layers;          // that it computes, ascending
+    bool                    prefill = false; // its last ubatch was of a prompt
+    std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
+
+    GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
+
+    // A graph of it computes this layer.
+    void computes(int layer);
+};
+
+// The context of that id, null where there is none. Stays until close().
+Context * find_context(const void * id);
+
+// The same, made where there is none.
+Context & open_context(const void * id, Routing & routing);
+
+// Nothing computes in it any more: what it held is given back. freed: and nothing will, so it goes. Nothing is done
+// for contexts that were never opened.
+void end_context(const void * id, bool freed);
+
+} // namespace pyorch

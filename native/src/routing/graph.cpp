@@ -1,0 +1,137 @@
+#include "routing/graph.h"
+
+#include "routing/router_facts.h"
+#include "routing/stages.h"
+
+#include "ggml.h"
+#include "llama-moe.h"
+
+#include <cstring>
+
+namespace pyorch {
+namespace {
+
+// Set on compute thread 0, and asked for by the same thread after that very node.
+thread_local bool failed = false;
+
+// The sources of a route node, all but the ids contiguous.
+enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT, RESIDUAL };
+
+const float * floats(const ggml_tensor * ids, int source) {
+    return ids->src[source] ? (const float *) ids->src[source]->data : nullptr;
+}
+
+// ids [n_used, n_tokens], contiguous, from src[0], which may be a view of a wider sort
+void copy_ids(ggml_tensor * ids) {
+    const ggml_tensor * selected = ids->src[SELECTED];
+    for (int64_t t = 0; t < ids->ne[1]; ++t) {
+        memcpy((char *) ids->data + t * ids->nb[1], (const char *) selected->data + t * selected->nb[1], ids->ne[0] * sizeof(int32_t));
+    }
+}
+
+void route_op(ggml_tensor * ids, int ith, int, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    GraphLayer &     g       = *(GraphLayer *) user;
+    const MoeLayer & layer   = g.context->routing.table.map.layers[g.layer];
+    const int64_t    n_slots = ggml_nelements(ids);
+    copy_ids(ids);
+    g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + n_slots);
+    g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
+
+    RoutedBatch batch = {};
+    batch.layer             = g.layer;
+    batch.il                = layer.il;
+    batch.decode            = g.decode;
+    batch.n_tokens          = (int) ids->ne[1];
+    batch.n_expert          = layer.n_expert;
+    batch.n_used            = (int) ids->ne[0];
+    batch.n_embd            = (int) ids->src[INPUT]->ne[0];
+    batch.requested         = g.requested.data();
+    batch.requested_weights = floats(ids, WEIGHTS);
+    batch.probs             = floats(ids, PROBS);
+    batch.logits            = floats(ids, LOGITS);
+    batch.inputs            = floats(ids, INPUT);
+    batch.residuals         = floats(ids, RESIDUAL);
+    batch.normalized        = g.normalized;
+    batch.softmax_selected  = g.softmax_selected;
+    batch.experts           = (int32_t *) ids->data;
+    batch.weights           = g.weights.data();
+    run_stages(*g.context, batch);
+}
+
+// weights in place, after the route node of its layer
+void weights_op(ggml_tensor * weights, int ith, int, void * user) {
+    const GraphLayer & g = *(const GraphLayer *) user;
+    if (ith == 0) {
+        memcpy(weights->data, g.weights.data(), g.weights.size() * sizeof(float));
+    }
+}
+
+// llama.cpp's warm-up selects every expert. It wants the memory touched, not the model read: one expert does.
+void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    const GraphLayer & g = *(const GraphLayer *) user;
+    memset(ids->data, 0, ggml_nbytes(ids));
+    const std::vector<int> one = { 0 };
+    g.context->routing.table.acquire(g.context->owner, g.layer, { one, one, 1 });
+}
+
+// experts [n_embd, n_used, n_tokens], src[1] their ids
+void release_op(ggml_tensor * experts, int ith, int, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    const GraphLayer & g       = *(const GraphLayer *) user;
+    Routing &          routing = g.context->routing;
+    if (routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
+        const ggml_tensor * ids = experts->src[1];
+        routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
+    }
+    failed = !routing.table.release(g.context->owner);
+}
+
+ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) {
+    return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
+}
+
+} // namespace
+
+void add_route(llama_moe_route & route, GraphLayer & layer) {
+    read_weighting(route, layer);
+    ggml_tensor * const residual = residual_of(route);
+    ggml_tensor * args[] = {
+        route.selected,
+        contiguous(route.ctx, route.weights),
+        contiguous(route.ctx, route.probs),
+        contiguous(route.ctx, route.logits),
+        contiguous(route.ctx, route.inp),
+        residual ? contiguous(route.ctx, residual) : nullptr, // as a source it is kept until this node is computed
+    };
+    const ggml_tensor * selected = route.selected;
+    route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
+        args, residual ? 6 : 5, route.warmup ? warmup_op : route_op, 1, &layer);
+    ggml_format_name(route.selected, "pyorch_route-%d", route.il);
+    if (!route.warmup) {
+        route.weights = ggml_custom_inplace(route.ctx, args[WEIGHTS], &route.selected, 1, weights_op, 1, &layer);
+        ggml_format_name(route.weights, "pyorch_weights-%d", route.il);
+    }
+}
+
+ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer) {
+    ggml_tensor * args[] = { route.selected };
+    ggml_tensor * released = ggml_custom_inplace(route.ctx, experts, args, 1, release_op, 1, &layer);
+    ggml_format_name(released, "pyorch_release-%d", route.il);
+    return released;
+}
+
+bool release_failed() {
+    const bool was = failed;
+    failed = false;
+    return was;
+}
+
+} // namespace pyorch

@@ -1,0 +1,41 @@
+// One layer of one ubatch between its router and its experts: what the router asked for, and what is computed.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pyorch {
+
+// Arrays are row-major by token.
+struct RoutedBatch {
+    int  layer; // index into the layers with experts
+    int  il;    // of the same layer, in llama.cpp's count
+    bool decode; // one token of each sequence
+    int  n_tokens;
+    int  n_expert;
+    int  n_used;
+    int  n_embd;
+
+    // What the router asked for, and what it saw. Stays as it is.
+    const int32_t * requested;         // [n_tokens][n_used] experts
+    const float *   requested_weights; // [n_tokens][n_used] of their outputs
+    const float *   probs;             // [n_tokens][n_expert] after gating
+    const float *   logits;            // [n_tokens][n_expert]
+    const float *   inputs;            // [n_tokens][n_embd]
+    const float *   residuals;         // [n_tokens][n_embd] that the inputs are the normalization of, or null
+    bool            normalized;        // the weights of a token have a constant sum
+    bool            softmax_selected;  // probs are logits, the weights their softmax over the selected
+
+    // What is computed: what the router asked for, until a stage puts something else in its place.
+    int32_t * experts; // [n_tokens][n_used]
+    float *   weights; // [n_tokens][n_used]
+
+    // Experts that were requested and that others stand in for, ascending: worth reading when nothing else is.
+    std::vector<int> deferred;
+};
+
+// The experts of n slots, ascending, each once.
+std::vector<int> distinct(const int32_t * experts, int n);
+
+} // namespace pyorch

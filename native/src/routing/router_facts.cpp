@@ -1,0 +1,81 @@
+#include "routing/router_facts.h"
+
+#include "ggml-backend.h"
+#include "ggml.h"
+#include "llama-hparams.h"
+#include "llama-moe.h"
+
+#include <cstring>
+
+namespace pyorch {
+namespace {
+
+static_assert((int) PYORCH_GATING_SOFTMAX          == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX        &&
+              (int) PYORCH_GATING_SIGMOID          == LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID        &&
+              (int) PYORCH_GATING_SOFTMAX_SELECTED == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT &&
+              (int) PYORCH_GATING_SQRT_SOFTPLUS    == LLAMA_EXPERT_GATING_FUNC_TYPE_SQRT_SOFTPLUS,
+              "gating functions are numbered as in llama.cpp");
+
+const float * host_floats(const ggml_tensor * t, int64_t n) {
+    const bool readable = t && t->type == GGML_TYPE_F32 && t->data && t->buffer && ggml_backend_buffer_is_host(t->buffer) &&
+        ggml_is_contiguous(t) && ggml_nelements(t) == n;
+    return readable ? (const float *) t->data : nullptr;
+}
+
+// The input is norm(x) * weight, as llama.cpp builds an RMS normalization.
+bool is_rms_normalization(const ggml_tensor * inp) {
+    return inp->op == GGML_OP_MUL && inp->src[0]->op == GGML_OP_RMS_NORM;
+}
+
+// Without an adapter, which would add to the product.
+bool is_applied_alone(const llama_moe_route & route) {
+    const ggml_tensor * product = route.gate_b ? route.logits->src[0] : route.logits;
+    return product && product->op == GGML_OP_MUL_MAT && product->src[0] == route.gate && product->src[1] == route.inp;
+}
+
+} // namespace
+
+void read_router(const llama_moe_route & route, const ManagedTensor & m) {
+    Routers &   routers = m.routing->routers;
+    const int   il      = route.il;
+    Router      router;
+    router.n_embd         = (int) route.inp->ne[0];
+    router.n_expert       = (int) route.logits->ne[0];
+    router.n_used         = (int) route.selected->ne[0];
+    router.gating         = (pyorch_gating) route.gating;
+    router.n_groups       = route.n_groups;
+    router.n_groups_used  = route.n_groups_used;
+    router.normalized     = route.norm_w;
+    router.scale          = route.scale;
+    router.gate           = host_floats(route.gate, (int64_t) router.n_embd * router.n_expert);
+    router.bias           = host_floats(route.gate_b, router.n_expert);
+    router.selection_bias = host_floats(route.selection_b, router.n_expert);
+    if (is_rms_normalization(route.inp)) {
+        router.norm = host_floats(route.inp->src[1], router.n_embd);
+        memcpy(&router.eps, route.inp->src[0]->op_params, sizeof(router.eps));
+    }
+    const bool readable = router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
+    if (!known(router.gating)) {
+        routers.set_unknown(m.layer, format("layer %d has the gating function %d, which is not known", il, route.gating), route.down_exps);
+    } else if (!route.gate) {
+        routers.set_unknown(m.layer, format("layer %d gets its choice of experts from another part of the model", il), route.down_exps);
+    } else if (!is_applied_alone(route)) {
+        routers.set_unknown(m.layer, format("layer %d has a router that an adapter changes", il), route.down_exps);
+    } else if (!readable) {
+        routers.set_unknown(m.layer, format("layer %d has a router of the type %s that is not F32 in the memory of the host", il,
+            ggml_type_name(route.gate->type)), route.down_exps);
+    } else {
+        routers.set(m.layer, router, route.down_exps);
+    }
+}
+
+ggml_tensor * residual_of(const llama_moe_route & route) {
+    return is_rms_normalization(route.inp) ? route.inp->src[0]->src[0] : nullptr;
+}
+
+void read_weighting(const llama_moe_route & route, GraphLayer & layer) {
+    layer.softmax_selected = route.gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
+    layer.normalized       = route.norm_w || layer.softmax_selected;
+}
+
+} // namespace pyorch

@@ -1,0 +1,65 @@
+#include "routing/routing.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+static std::vector<int> n_experts(const ModelMap & map) {
+    std::vector<int> n;
+    for (const auto & layer : map.layers) {
+        n.push_back(layer.n_expert);
+    }
+    return n;
+}
+
+Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers) :
+        table(table), prefetcher(prefetcher), routers(routers),
+        substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
+    for (size_t i = 0; i < table.map.layers.size(); ++i) {
+        for (size_t r = 0; r < table.map.layers[i].tensors.size(); ++r) {
+            auto t = std::make_unique<ManagedTensor>();
+            t->routing = this;
+            t->layer   = (int) i;
+            t->role    = (int) r;
+            tensors.push_back(std::move(t));
+        }
+    }
+}
+
+ManagedTensor * Routing::find(const char * name) const {
+    for (const auto & t : tensors) {
+        if (table.map.layers[t->layer].tensors[t->role].name == name) {
+            return t.get();
+        }
+    }
+    return nullptr;
+}
+
+bool insert(std::vector<int> & ascending, int number) {
+    const auto at = std::lower_bound(ascending.begin(), ascending.end(), number);
+    if (at != ascending.end() && *at == number) {
+        return false;
+    }
+    ascending.insert(at, number);
+    return true;
+}
+
+void Routing::computes(int layer) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (insert(layers, layer)) {
+        table.set_executed(layers);
+    }
+}
+
+void Routing::check_routers() const {
+    const bool by_choice = (prefetcher.needs() & NEEDS_ROUTERS) && !prefetcher.is_automatic();
+    const bool executed  = speculation.active(true) && prefetcher.active();
+    if (by_choice || executed) {
+        const std::string why = routers.unknown();
+        if (!why.empty()) {
+            throw Failure(PYORCH_INVALID, why + (executed ? ": it cannot be speculated" : ": no predictor can apply its router"));
+        }
+    }
+}
+
+} // namespace pyorch

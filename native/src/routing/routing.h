@@ -1,0 +1,72 @@
+// What one engine does between the routers and the experts of its models: the settings and counters of its stages,
+// and what they work on.
+
+#pragma once
+
+#include "prediction/prefetcher.h"
+#include "residency/table.h"
+#include "routing/calibration.h"
+#include "routing/speculation.h"
+#include "routing/substitution.h"
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace pyorch {
+
+struct Routing;
+
+// What tensor->extra of a managed expert tensor points to. Other backends keep their own things there, so it begins
+// with a number that no pointer has.
+struct ManagedTensor {
+    static constexpr uint64_t MAGIC = 0xFFFF70796F726368; // not a canonical address
+
+    uint64_t  magic = MAGIC;
+    Routing * routing;
+    int       layer; // index into the layers with experts
+    int       role;
+};
+
+// Who is shown each batch.
+struct Observer {
+    std::mutex         mutex;
+    pyorch_observer_fn function = nullptr;
+    void *             user     = nullptr;
+};
+
+struct Routing {
+    Routing(Table & table, Prefetcher & prefetcher, Routers & routers);
+
+    Routing(const Routing &) = delete;
+    Routing & operator=(const Routing &) = delete;
+
+    Table &      table;
+    Prefetcher & prefetcher;
+    Routers &    routers;
+
+    Observer      observer;
+    Speculation   speculation;
+    Substitutions substitutions;
+    Calibration   calibration;
+
+    std::vector<std::unique_ptr<ManagedTensor>> tensors;
+
+    // The tensor of that name in the map, or null.
+    ManagedTensor * find(const char * name) const;
+
+    // A graph computes this layer. Layers that none computes are never read ahead.
+    void computes(int layer);
+
+    // Throws where what is switched on applies routers, and a graph has one that cannot be applied.
+    void check_routers() const;
+
+private:
+    std::mutex       mutex;
+    std::vector<int> layers; // that some graph computes, ascending
+};
+
+// Puts a number into ascending ones. False if it is there.
+bool insert(std::vector<int> & ascending, int number);
+
+} // namespace pyorch

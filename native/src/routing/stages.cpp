@@ -1,0 +1,126 @@
+#include "routing/stages.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+std::vector<int> distinct(const int32_t * experts, int n) {
+    std::vector<int> ids(experts, experts + n);
+    std::sort(ids.begin(), ids.end());
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+    return ids;
+}
+
+namespace {
+
+void observe(Context & context, RoutedBatch & batch) {
+    Observer & observer = context.routing.observer;
+    std::lock_guard<std::mutex> lock(observer.mutex);
+    if (!observer.function) {
+        return;
+    }
+    pyorch_routing routing;
+    routing.context       = context.id;
+    routing.il            = batch.il;
+    routing.decode        = batch.decode;
+    routing.n_tokens      = batch.n_tokens;
+    routing.n_expert      = batch.n_expert;
+    routing.n_expert_used = batch.n_used;
+    routing.n_embd        = batch.n_embd;
+    routing.experts       = batch.requested;
+    routing.weights       = batch.requested_weights;
+    routing.probs         = batch.probs;
+    routing.logits        = batch.logits;
+    routing.inputs        = batch.inputs;
+    routing.residuals     = batch.residuals;
+    observer.function(observer.user, &routing);
+}
+
+// Whether a ubatch computes what is forecast. Without a predictor nothing is, and nobody would make it.
+bool speculative(const Routing & routing, const RoutedBatch & batch) {
+    return routing.speculation.active(batch.decode) && routing.prefetcher.active();
+}
+
+void speculate(Context & context, RoutedBatch & batch) {
+    Routing & routing = context.routing;
+    if (speculative(routing, batch)) {
+        const bool first = batch.layer == context.layers.front();
+        routing.speculation.apply(batch, first ? std::vector<Forecast>() : routing.prefetcher.next_forecasts(context.id, batch.layer));
+    }
+}
+
+void substitute(Context & context, RoutedBatch & batch) {
+    Routing & routing = context.routing;
+    if (!routing.substitutions.active(batch.layer, batch.decode) || speculative(routing, batch)) {
+        return;
+    }
+    thread_local std::vector<uint8_t> resident;
+    routing.table.resident(batch.layer, resident);
+    const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
+    routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());
+}
+
+void acquire(Context & context, RoutedBatch & batch) {
+    const std::vector<int> experts = distinct(batch.experts, batch.n_tokens * batch.n_used);
+    const std::vector<int> asked   = distinct(batch.requested, batch.n_tokens * batch.n_used);
+    context.routing.table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens });
+}
+
+// Copies what predictors need, because they work beside what the graph computes next.
+void predict(Context & context, RoutedBatch & batch) {
+    Prefetcher &   prefetcher = context.routing.prefetcher;
+    const unsigned needs      = prefetcher.needs();
+    const bool     speculates = speculative(context.routing, batch);
+    const bool     predicts   = batch.decode && batch.n_tokens <= MAX_PREDICTED_TOKENS && prefetcher.wants();
+    if (!speculates && !predicts && !(prefetcher.active() && !batch.decode && (needs & NEEDS_PREFILL))) {
+        return;
+    }
+    const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
+    const size_t n_state = (size_t) batch.n_tokens * batch.n_embd;
+    const size_t n_probs = (size_t) batch.n_tokens * batch.n_expert;
+
+    RoutedLayer layer;
+    layer.layer    = batch.layer;
+    layer.n_tokens = batch.n_tokens;
+    layer.n_used   = batch.n_used;
+    layer.decode   = batch.decode;
+    layer.experts.assign(batch.requested, batch.requested + n_slots);
+    if (speculates || predicts) {
+        layer.computed.assign(batch.experts, batch.experts + n_slots);
+        layer.weights.assign(batch.weights, batch.weights + n_slots);
+        if ((needs & NEEDS_RESIDUALS) && batch.residuals) {
+            layer.residuals.assign(batch.residuals, batch.residuals + n_state);
+        }
+        if ((needs & NEEDS_INPUTS) || ((needs & NEEDS_RESIDUALS) && !batch.residuals)) {
+            layer.inputs.assign(batch.inputs, batch.inputs + n_state);
+        }
+        if (needs & NEEDS_PROBS) {
+            layer.probs.assign(batch.probs, batch.probs + n_probs);
+            for (size_t row = 0; row < n_probs; row += batch.n_expert) {
+                make_distribution(batch.softmax_selected ? PYORCH_GATING_SOFTMAX_SELECTED : PYORCH_GATING_SOFTMAX,
+                    layer.probs.data() + row, batch.n_expert);
+            }
+        }
+    }
+    prefetcher.routed(context.id, std::move(layer));
+}
+
+using Stage = void (*)(Context & context, RoutedBatch & batch);
+
+constexpr Stage STAGES[] = {
+    observe,
+    speculate,
+    substitute,
+    acquire,
+    predict,
+};
+
+} // namespace
+
+void run_stages(Context & context, RoutedBatch & batch) {
+    for (Stage stage : STAGES) {
+        stage(context, batch);
+    }
+}
+
+} // namespace pyorch

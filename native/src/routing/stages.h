@@ -1,0 +1,22 @@
+// What happens between the router of a layer and its experts: a list of stages over one batch.
+//
+//     observe     shows the batch to the observer
+//     speculate   puts what was forecast for the layer in the place of what its router asked for (lossy)
+//     substitute  lets resident experts stand in for absent ones (lossy)
+//     acquire     holds the experts that are computed, and orders those that are absent
+//     predict     shows the prefetcher what the router asked for
+//
+// Each sees what the router asked for and what the stages before it made of that, see RoutedBatch. They run on compute
+// thread 0, while the other threads wait: none of them waits for a disk, but acquire() may wait for memory that other
+// contexts hold, and speculate for a prediction.
+
+#pragma once
+
+#include "routing/contexts.h"
+#include "routing/routed_batch.h"
+
+namespace pyorch {
+
+void run_stages(Context & context, RoutedBatch & batch);
+
+} // namespace pyorch

@@ -1,0 +1,101 @@
+"""What predictors take for a layer's router is its router, whatever the architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import NAMES, Zoo, asked_for, tokens, types_of, zoo_of
+from ggufs import as_smallthinker
+
+import pyorch
+from pyorch.errors import PyorchError
+from pyorch.llama.context import Context
+from pyorch.runtime.observers import Routing
+from pyorch.traces.replay import read_router
+
+pytestmark = pytest.mark.timeout(300)
+
+GATING = {
+    "deepseek-v3": "sigmoid", "glm4-moe": "sigmoid", "dots1": "sigmoid", "llama4": "sigmoid",
+    "gpt-oss": "softmax-selected", "gpt-oss-mxfp4": "softmax-selected",
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(request, tmp_path_factory) -> Zoo:
+    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
+
+
+def load(path: Path, **settings: object) -> pyorch.Model:
+    return pyorch.load(path, budget="100%", n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1, **settings)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_router_applied_to_its_true_input_selects_and_weighs_as_the_graph_does(zoo: Zoo, name: str) -> None:
+    routings: list[Routing] = []
+    with load(zoo.path(name, types_of(name)[0]), prefetch="none") as model:
+        model.engine.set_observer(routings.append)
+        with Context(model.llama.model, n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1) as context:
+            context.decode(tokens(48))
+            context.decode(tokens(1, seed=1))
+        model.engine.set_observer(None)
+        assert {routing.il for routing in routings} == set(model.layers)
+        for routing in routings:
+            router = model.engine.router(routing.il)
+            assert router.gating == GATING.get(name, "softmax")
+            experts, weights = model.engine.apply_router(routing.il, routing.inputs)
+            assert np.array_equal(np.sort(experts), np.sort(routing.experts)), f"layer {routing.il}"
+            for expected, given in zip(_by_expert(routing.experts, routing.weights), _by_expert(experts, weights)):
+                np.testing.assert_allclose(given, expected, rtol=1e-4, atol=1e-6)
+
+
+def _by_expert(experts: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weights [n_tokens, n_used] in the order of the experts: ties may be ranked in another one."""
+    return np.take_along_axis(weights, np.argsort(experts, axis=-1), axis=-1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_replay_chooses_by_the_file_as_the_graph_does(zoo: Zoo, name: str) -> None:
+    with load(zoo.path(name, types_of(name)[0]), prefetch="none") as model:
+        for il in model.layers:
+            graph, file = model.engine.router(il), read_router(model.map, il)
+            assert (graph.gating, graph.n_used, graph.n_groups, graph.n_groups_used) == (
+                file.gating, file.n_used, file.n_groups, file.n_groups_used)
+            for array in ("gate", "bias", "selection_bias"):
+                assert np.array_equal(graph.arrays().get(array), file.arrays().get(array))
+
+
+def test_groups_and_selection_biases_change_what_is_selected(zoo: Zoo) -> None:
+    """So the tests above would see them dropped."""
+    routings: list[Routing] = []
+    with load(zoo.path("deepseek-v3", "F32"), prefetch="none") as model:
+        model.engine.set_observer(routings.append)
+        with Context(model.llama.model, n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1) as context:
+            context.decode(tokens(48))
+        model.engine.set_observer(None)
+        routers = {il: model.engine.router(il) for il in model.layers}
+    assert all((it.n_groups, it.n_groups_used, it.normalized, it.scale) == (4, 2, True, 2.5) for it in routers.values())
+    for routing in routings:
+        n_used = routing.experts.shape[1]
+        biased = routing.probs + routers[routing.il].selection_bias
+        for scores in (routing.probs, biased):
+            plain = np.argsort(-scores, axis=-1)[:, :n_used]
+            assert not np.array_equal(np.sort(plain), np.sort(routing.experts))
+
+
+def test_a_router_that_cannot_be_applied_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> None:
+    path = tmp_path / "smallthinker.gguf"
+    as_smallthinker(zoo.path("mixtral", "F32"), path)
+    for settings in (dict(prefetch="next-router"), dict(prefetch="quasi-hidden"), dict(prefetch="auto", speculate=True)):
+        with pytest.raises(PyorchError, match="layer 0 gets its choice of experts from another part of the model"):
+            load(path, **settings)
+    with load(path) as model:  # "auto" does without
+        with pytest.raises(PyorchError, match="no predictor can apply its router"):
+            model.engine.set_prefetch("quasi-hidden")
+        with pytest.raises(PyorchError, match="it cannot be speculated"):
+            model.engine.set_speculation("decode")
+        model.engine.set_prefetch("previous-token")
+        with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
+            assert np.isfinite(context.decode(tokens(4))).all()

@@ -1,0 +1,56 @@
+"""A block that predicts the token after the next lies at the end of some models, and no decode executes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from architectures import Zoo, asked_for, tokens, zoo_of
+from ggufs import with_next_token_block
+
+import pyorch
+from pyorch.llama.context import Context
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def zoo(request, tmp_path_factory) -> Zoo:
+    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory) -> Path:
+    """Where the model with such a block is written."""
+    return tmp_path_factory.mktemp("next-token") / "longer.gguf"
+
+
+def decoded(path: Path, prefetch: str) -> tuple[np.ndarray, dict[int, pyorch.Stats]]:
+    """Logits of a prompt and of tokens after it, and statistics by layer."""
+    with pyorch.ModelMap(path) as model_map:
+        budget = 2 * model_map.info.floor_bytes
+    with pyorch.load(path, budget=budget, prefetch=prefetch, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as model:
+        with Context(model.llama.model, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as context:
+            rows = [context.decode(tokens(64)), context.decode(tokens(40, seed=1))]
+            for token in tokens(8, seed=2):
+                rows.append(context.decode([token]))
+                model.engine.wait_idle()
+        return np.concatenate(rows), {il: model.engine.stats(il) for il in model.layers}
+
+
+@pytest.mark.parametrize("prefetch", ["none", "layer-all:1:0", "previous-token:1:0", "quasi-hidden:2:0", "next-router:3:0"])
+@pytest.mark.parametrize("name", ["glm4-moe"])
+def test_nothing_of_it_is_read(zoo: Zoo, longer: Path, name: str, prefetch: str) -> None:
+    plain = zoo.path(name, "F32")
+    if not longer.exists():
+        with_next_token_block(plain, longer)
+    expected, without = decoded(plain, prefetch)
+    logits, layers = decoded(longer, prefetch)
+    assert logits.tobytes() == expected.tobytes()
+    first, last = min(layers), max(layers)
+    assert last == max(without) + 1
+    assert (layers[last].loads, layers[last].bytes_read, layers[last].hits, layers[last].misses) == (0, 0, 0, 0)
+    assert all(layers[il].loads > 0 for il in without)
+    if prefetch == "previous-token:1:0":  # the last layer that runs is followed by the first, of the next token
+        assert layers[first].prefetch_loads > 0
