@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -50,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the logits are bit-identical to the resident run, 1 otherwise."""
     checkpoint = args.checkpoint or _default_checkpoint()
+    check_readable([checkpoint / "config.json"])
     say = _Say(not args.json)
 
     from pyorch.cli.run import show_stats

@@ -12,6 +12,7 @@ from pyorch.cli.options import (
     add_command,
     add_model_options,
     add_substitution_options,
+    check_readable,
     load_arguments,
     print_json,
     substitution_arguments,
@@ -167,6 +168,7 @@ def question_arguments(args: argparse.Namespace) -> dict[str, object]:
         value = getattr(args, name)
         if value is not None and value < (1 if name == "limit" else 0):
             raise PyorchError(f"--{name} {value} is less than {1 if name == 'limit' else 0}")
+    check_readable([*args.data, args.shots_data])
     options = load_arguments(args)
     return {
         "data": tuple(args.data), "n_shots": args.shots, "shots_data": args.shots_data, "limit": args.limit,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from pyorch.errors import PyorchError
@@ -181,6 +182,16 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
         raise PyorchError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PyorchError(f"{file} is not UTF-8 text") from None
+
+
+def check_readable(paths: Iterable[str | Path | None]) -> None:
+    """PyorchError for a file that cannot be read, before a model is loaded, which takes long. None is no file."""
+    for path in filter(None, paths):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def print_json(value: object) -> None:

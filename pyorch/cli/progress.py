@@ -28,7 +28,8 @@ class Progress:
     def __init__(self, live: bool = True, stream: TextIO | None = None, interval: float | None = None) -> None:
         """live: whether a bar may be drawn where there is a terminal; a log that scrolls there forbids it.
         stream: default stderr. interval: seconds between lines where there is no terminal."""
-        self._stream = _duplicate(sys.stderr if stream is None else stream)
+        self._given = sys.stderr if stream is None else stream
+        self._stream = _duplicate(self._given)
         bar = live and self._stream.isatty()
         self._shown = _Bar(self._stream) if bar else _Lines(self._stream, INTERVAL if interval is None else interval)
 
@@ -54,6 +55,8 @@ class Progress:
 
     def __exit__(self, *_: object) -> None:
         self._shown.stop()
+        if self._stream is not self._given:
+            self._stream.close()
 
 
 def _duplicate(stream: TextIO) -> TextIO:
@@ -80,8 +83,8 @@ class PlainLines:
         if _begins_anew(done, total, self._done, self._total):
             self._began, self._last_share = self._clock(), 0.0
         self._step, self._done, self._total = step, done, total
-        much = not self._silent and self._share - self._last_share >= SHARE and self._clock() - self._last >= _LEAST
-        return self._line() if much else self.beat()
+        much = self._share - self._last_share >= SHARE - 1e-9 and self._clock() - self._last >= _LEAST
+        return self._line() if much and not self._silent else self.beat()
 
     def beat(self) -> str | None:
         """The same while nothing new is known, so that a step that takes minutes is seen to live."""

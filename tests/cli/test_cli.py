@@ -14,19 +14,49 @@ from pyorch.cli import COMMANDS, main
 from pyorch.llama.model import load
 
 
-def test_help_imports_nothing_heavy() -> None:
-    script = "try: main(['--help'])\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
-    done = python("-c", f"import sys\nfrom pyorch.cli import main\n{script}")
-    assert "commands:" in done.stdout
-    assert not {"numpy", "llama_cpp", "cffi", "torch", "pyorch.llama.model"} & set(done.stderr.split())
+# What --help is asked of: every command, and the kinds of those that have kinds.
+HELPED = [(command,) for command in COMMANDS]
+HELPED += [("eval", "arc"), ("eval", "perplexity"), ("eval", "prefetch"), ("trace", "stats")]
+
+_IMPORTED = """
+import json, sys
+before = set(sys.modules)
+from pyorch.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit:
+    print(json.dumps(sorted(set(sys.modules) - before)), file=sys.stderr)
+"""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def imported(*words: str) -> set[str]:
+    """The modules that a command imports to show its help."""
+    return set(json.loads(python("-c", _IMPORTED, *words, "--help", check=True).stderr))
+
+
+def test_help_imports_no_command() -> None:
+    assert not {name for name in imported() if name.startswith("pyorch.cli.")}
+
+
+@pytest.mark.parametrize("words", HELPED)
+def test_help_of_a_command_imports_neither_other_packages_nor_the_runtime(words: tuple[str, ...]) -> None:
+    """numpy alone would take longer than all that is needed."""
+    modules = imported(*words)
+    assert {name.partition(".")[0] for name in modules} - sys.stdlib_module_names == {"pyorch"}
+    parts = {".".join(name.split(".")[:2]) for name in modules if name.startswith("pyorch.")}
+    assert parts <= {"pyorch.cli", "pyorch.convert", "pyorch.settings", "pyorch.sizes", "pyorch.errors", "pyorch._libs"}
+
+
+@pytest.mark.parametrize("words", HELPED)
+def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([*words, "--help"])
     assert ended.value.code == 0
-    assert f"usage: pyorch {command}" in " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr().out
+    usage, _, example = shown.partition("example:")
+    assert f"usage: pyorch {' '.join(words)}" in " ".join(usage.split()) and f"pyorch {words[0]}" in example
+    # A script's output is its own; the others have kinds.
+    assert "--json" in usage or words in {("exec",), ("eval",), ("trace",)}
 
 
 def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

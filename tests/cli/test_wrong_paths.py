@@ -1,0 +1,113 @@
+"""A path that leads nowhere: every command says so in one sentence, with exit status 2, and writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pyorch.cli import COMMANDS, main
+
+# What each command is given. MODEL, TRACE, TEXT, HF_DIR: files that exist; NONE: one that does not; NOWHERE: a file in
+# a directory that does not exist; OUT: a file that could be written.
+INPUTS = [
+    "run NONE -p x",
+    "run MODEL -f NONE",
+    "run MODEL -p x --profile NONE",
+    "run MODEL -p x --buddies default --buddies-file NONE",
+    "serve NONE",
+    "serve MODEL --profile NONE",
+    "convert NONE -o OUT",
+    "inspect NONE",
+    "verify NONE",
+    "verify MODEL -f NONE",
+    "bench NONE",
+    "bench MODEL --data NONE",
+    "profile NONE --data TEXT -o OUT",
+    "profile MODEL --data NONE -o OUT",
+    "trace stats NONE",
+    "replay NONE TRACE --read-bandwidth 1GB/s",
+    "replay MODEL NONE --read-bandwidth 1GB/s",
+    "calibrate NONE --data TEXT -o OUT",
+    "calibrate MODEL --data NONE -o OUT",
+    "train-predictor NONE TRACE -o OUT",
+    "train-predictor MODEL NONE -o OUT",
+    "maps NONE TRACE -o OUT",
+    "maps MODEL NONE -o OUT",
+    "buddies NONE --trace TRACE -o OUT",
+    "buddies MODEL --trace NONE -o OUT",
+    "eval arc NONE --data TEXT",
+    "eval arc MODEL --data NONE",
+    "eval perplexity NONE --data TEXT",
+    "eval perplexity MODEL --data NONE",
+    "eval prefetch NONE --data TEXT",
+    "eval prefetch MODEL --data NONE --read-bandwidth 1GB --compute-ms 1",
+    "eval prefetch MODEL --trace NONE --read-bandwidth 1GB --compute-ms 1",
+    "tune NONE --data TEXT --cache-rate 0.5 -o OUT",
+    "tune MODEL --data NONE --cache-rate 0.5 -o OUT",
+    "exec NONE",
+    "demo NONE",
+]
+OUTPUTS = [
+    "run MODEL -p x --prefetch expert-map --maps NOWHERE",
+    "serve MODEL --prefetch expert-map --maps NOWHERE",
+    "convert HF_DIR -o NOWHERE",
+    "profile MODEL --data TEXT -o NOWHERE",
+    "calibrate MODEL --data TEXT -o NOWHERE",
+    "train-predictor MODEL TRACE -o NOWHERE",
+    "maps MODEL TRACE -o NOWHERE",
+    "buddies MODEL --trace TRACE -o NOWHERE",
+    "eval arc MODEL --data TEXT --csv NOWHERE",
+    "eval arc MODEL --data TEXT --cache-rate 0.5 --plot NOWHERE",
+    "eval arc MODEL --data TEXT --resume NOWHERE",
+    "tune MODEL --data TEXT --cache-rate 0.5 -o NOWHERE",
+]
+
+
+@pytest.fixture(scope="module")
+def trace(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("trace")
+    text = directory / "text.txt"
+    text.write_text("import os\n" * 20)
+    path = directory / "full.trace"
+    arguments = ["profile", small_moe, "--data", text, "--router", "full", "--states", "--threads", "1", "-o", path]
+    assert main([str(argument) for argument in arguments]) == 0
+    return path
+
+
+def refusal(line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs a command that must fail."""
+    capsys.readouterr()
+    assert main([str(paths.get(word, word)) for word in line.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("pyorch: error: ") and printed.err.count("\n") == 1, printed.err
+    return printed.err
+
+
+@pytest.fixture
+def paths(small_moe: Path, trace: Path, tmp_path: Path) -> dict[str, Path]:
+    text = tmp_path / "text.txt"
+    text.write_text("import os\n" * 20)
+    return {
+        "MODEL": small_moe, "TRACE": trace, "TEXT": text, "HF_DIR": Path(__file__).parents[1] / "fixtures" / "small-moe",
+        "NONE": tmp_path / "absent.file", "NOWHERE": tmp_path / "absent-directory" / "out", "OUT": tmp_path / "out",
+    }
+
+
+def test_every_command_is_asked() -> None:
+    assert {line.split()[0] for line in INPUTS} == set(COMMANDS)
+
+
+@pytest.mark.parametrize("line", INPUTS)
+def test_a_file_that_does_not_exist(line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert str(paths["NONE"]) in refusal(line, paths, capsys)
+    assert not paths["OUT"].exists() and [*paths["OUT"].parent.iterdir()] == [paths["TEXT"]]
+
+
+@pytest.mark.parametrize("line", OUTPUTS)
+def test_an_output_in_a_directory_that_does_not_exist(
+    line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert str(paths["NOWHERE"].parent) in refusal(line, paths, capsys)
+    assert not paths["NOWHERE"].parent.exists()
