@@ -1,0 +1,49 @@
+"""The parts of native/src include what is below them, and nothing above: the picture in docs/architecture.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "native/src"
+
+# From the bottom; parts of one line do not know each other.
+LAYERS = (
+    ("base",),
+    ("model",),
+    ("banks",),
+    ("loading",),
+    ("residency",),
+    ("prediction",),
+    ("routing", "replay"),
+    ("engine",),
+    ("api",),
+)
+HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
+
+
+def part_of(path: Path) -> str:
+    """The folder of a file; engine.h and engine.cpp are a part by themselves."""
+    return path.parts[0] if len(path.parts) > 1 else path.stem
+
+
+def files() -> list[Path]:
+    return sorted(path.relative_to(SRC) for path in SRC.rglob("*") if path.suffix in (".cpp", ".h"))
+
+
+def test_every_part_has_its_place():
+    assert {part_of(path) for path in files()} == HEIGHT.keys()
+
+
+@pytest.mark.parametrize("part", HEIGHT)
+def test_part_includes_only_what_is_below(part):
+    upward = [
+        f"{path} includes {included}"
+        for path in files() if part_of(path) == part
+        for included in re.findall(r'^#include "([^"]+)"', (SRC / path).read_text(), re.MULTILINE)
+        if (SRC / included).is_file()
+        and part_of(Path(included)) != part and HEIGHT[part_of(Path(included))] >= HEIGHT[part]
+    ]
+    assert upward == []
