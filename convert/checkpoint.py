@@ -67,7 +67,7 @@ def _read_json(path: Path) -> dict:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise FormatError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
@@ -135,7 +135,7 @@ def _safetensors_elements(path: Path) -> dict[str, int]:
                     raise FormatError(f"{path} is damaged: tensor {name} of shape {entry['shape']} and type "
                                       f"{entry['dtype']} has {stop - begin} bytes")
                 elements[name] = count
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
             raise FormatError(f"{path} is damaged: its safetensors header cannot be read") from None
     if file_bytes != 8 + head_bytes + end:
         raise FormatError(f"{path} is damaged or incomplete: its header describes {8 + head_bytes + end} bytes, "

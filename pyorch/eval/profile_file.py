@@ -65,7 +65,7 @@ def read_profile(path: str | os.PathLike[str], model_map: ModelMap) -> Profile:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or value.get("kind") != KIND:
         raise FormatError(f"{path} is not a profile: `pyorch tune` makes one")

@@ -56,7 +56,7 @@ class Record:
     def _read(self) -> None:
         try:
             value = json.loads(self._path.read_text(encoding="utf-8"))
-            version, conditions = value["version"], value["conditions"]
+            version, conditions = value["version"], dict(value["conditions"])
             judgements = {
                 key: Judgement(tuple(Accuracy(**one) for one in it["accuracies"]), Slots(**it["slots"]))
                 for key, it in value["judgements"].items()
@@ -64,7 +64,7 @@ class Record:
             speeds = {key: [Speed(**it) for it in rounds] for key, rounds in value["speeds"].items()}
         except OSError as error:
             raise FormatError(f"{self._path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise FormatError(f"{self._path} is no record of a sweep: name another file with --resume") from None
         if version != VERSION:
             raise FormatError(f"{self._path} has version {version}, this pyorch writes {VERSION}: name another file")

@@ -129,7 +129,7 @@ def _objects(path: str | os.PathLike[str]) -> Iterator[tuple[dict, str]]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}: not JSON: {error}") from None
         if not isinstance(value, dict):
             raise FormatError(f"{where}: not a JSON object")

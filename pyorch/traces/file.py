@@ -279,9 +279,28 @@ def _read_header(file: io.FileIO, path: Path) -> TraceHeader:
         raise FormatError(f"{path}: the header is damaged")
     try:
         fields = json.loads(text)
-        return TraceHeader(**{**fields, "layers": tuple(fields["layers"])})
-    except (ValueError, KeyError, TypeError):
-        raise FormatError(f"{path}: the header is damaged") from None
+        header = TraceHeader(**{**fields, "layers": tuple(fields["layers"])})
+        if _is_possible(header):
+            header.record_dtype(), header.slot_dtype()  # a ValueError where they are too large for numpy
+            return header
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise FormatError(f"{path}: the header is damaged")
+
+
+def _is_possible(header: TraceHeader) -> bool:
+    """Whether the fields have their types and are in their bounds. True is no number."""
+    numbers = (
+        *((il, 0, 1 << 16) for il in header.layers), (len(header.layers), 1, 1 << 16), (header.n_expert, 1, 1 << 16),
+        (header.n_expert_used, 1, header.n_expert), (header.n_embd, 0, 1 << 24), (header.n_inputs, 0, 1 << 40),
+        (header.seed, -(1 << 63), 1 << 64),
+    )
+    return (
+        all(type(value) is int and low <= value <= high for value, low, high in numbers)
+        and list(header.layers) == sorted(set(header.layers))
+        and isinstance(header.fingerprint, str) and isinstance(header.arch, str)
+        and header.router in ("topk", "full") and isinstance(header.states, bool)
+    )
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, end: int) -> np.ndarray:

@@ -151,8 +151,9 @@ def test_what_is_no_checkpoint_is_refused(copy, out):
     refuse(copy, target, "has no weights", error=FormatError)
     edit_config(copy, architectures=None)
     refuse(copy, target, "names no model class", error=FormatError)
-    (copy / "config.json").write_text('{"architectures": [')
-    refuse(copy, target, "config.json is not valid JSON", error=FormatError)
+    for text in ('{"architectures": [', '{"architectures": ' + "[" * 100_000):
+        (copy / "config.json").write_text(text)
+        refuse(copy, target, "config.json is not valid JSON", error=FormatError)
 
 
 def test_missing_shard_is_refused(copy, out):

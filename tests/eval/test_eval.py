@@ -328,9 +328,10 @@ def test_a_record_of_other_conditions_is_refused(
     assert main(arguments) == 0
     assert main([*arguments, "--limit", "9"]) == 2
     assert f"{record} was made with another --limit" in capsys.readouterr().err
-    record.write_text("[]")
-    assert main(arguments) == 2
-    assert "is no record of a sweep" in capsys.readouterr().err
+    for text in ("[]", "[" * 100_000, '{"version": 1, "conditions": 5}'):
+        record.write_text(text)
+        assert main(arguments) == 2
+        assert "is no record of a sweep" in capsys.readouterr().err
 
 
 def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -215,9 +215,10 @@ def test_a_damaged_profile_is_refused(small_moe: Path, tmp_path: Path, change: d
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         with pytest.raises(FormatError, match=sentence):
             read_profile(path, model_map)
-        path.write_text(path.read_text()[:40])
-        with pytest.raises(FormatError, match="is not a profile"):
-            read_profile(path, model_map)
+        for text in (path.read_text()[:40], "[" * 100_000):
+            path.write_text(text)
+            with pytest.raises(FormatError, match="is not a profile"):
+                read_profile(path, model_map)
         path.unlink()
         with pytest.raises(FormatError, match="cannot be read"):
             read_profile(path, model_map)

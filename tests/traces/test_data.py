@@ -53,6 +53,7 @@ def test_only_a_newline_ends_a_line(jsonl) -> None:
 
 @pytest.mark.parametrize("line, complaint", [
     ("{", "not JSON"),
+    ("[" * 100_000, "not JSON"),
     ("[1, 2]", "not a JSON object"),
     ({"id": "x"}, '"question" is missing'),
     (question(question="Why?"), '"question" is not an object'),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import struct
 import sys
 import zlib
 from itertools import combinations
@@ -152,6 +153,32 @@ def test_a_file_with_another_header_is_refused(tmp_path: Path, capsys, damage, c
     assert main(["trace", "stats", str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"pyorch: error: {path}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [
+    {"layers": []}, {"layers": {}}, {"layers": 3}, {"layers": [1.5]}, {"layers": [2, 1]}, {"layers": [1, 1]}, {"layers": [-1]},
+    {"layers": ["1"]}, {"n_expert": "16"}, {"n_expert": None}, {"n_expert": True}, {"n_expert": 2**53}, {"n_expert": 0},
+    {"n_expert_used": 17}, {"n_expert_used": []}, {"n_embd": -1}, {"n_embd": [8, 8]}, {"n_embd": 2**31}, {"n_inputs": 2**62},
+    {"n_inputs": float("nan")}, {"seed": "x"}, {"states": 1}, {"router": "some"}, {"router": ["full"]}, {"arch": 5},
+    {"fingerprint": None}, {"unknown": 1},
+], ids=str)
+def test_a_header_whose_fields_cannot_be_is_refused(tmp_path: Path, change: dict) -> None:
+    write_header(tmp_path / "a.trace", json.dumps(dataclasses.asdict(HEADER) | change))
+    with pytest.raises(FormatError, match="the header is damaged"):
+        Trace(tmp_path / "a.trace")
+
+
+def test_a_header_nested_deep_is_refused(tmp_path: Path) -> None:
+    write_header(tmp_path / "a.trace", "[" * 4000)
+    with pytest.raises(FormatError, match="the header is damaged"):
+        Trace(tmp_path / "a.trace")
+
+
+def write_header(path: Path, text: str) -> None:
+    """Another header, with a checksum that is right, before the records of a trace."""
+    write_trace(path, random_records(HEADER, 10))
+    prefix = struct.pack("<8sIII", b"PYORCHTR", 2, len(text), zlib.crc32(text.encode()))
+    path.write_bytes((prefix + text.encode()).ljust(HEADER_BYTES, b"\0") + path.read_bytes()[HEADER_BYTES:])
 
 
 def test_a_trace_of_version_1_is_one_without_states(tmp_path: Path) -> None:
