@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import gguf
 import numpy as np
@@ -78,7 +79,7 @@ def write(
             for key, value in metadata.items():
                 _add(writer, f"{kind}.{key}", value)
             for name, array in arrays.items():
-                writer.add_tensor(name, np.ascontiguousarray(array))
+                writer.add_tensor(name, np.ascontiguousarray(array).view(_Tensor))
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
@@ -132,6 +133,13 @@ def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str
                 {tensor.name: tensor.data for tensor in reader.tensors})
     except (FormatError, *_DAMAGE):
         raise FormatError(f"{path} is damaged or cut off: make it again") from None
+
+
+class _Tensor(np.ndarray):
+    """Python writes it, and says why it cannot: the error of numpy's own tofile() has no reason."""
+
+    def tofile(self, file: BinaryIO) -> None:
+        file.write(memoryview(self).cast("B"))
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
