@@ -423,6 +423,7 @@ typedef enum pyorch_on_miss {
 } pyorch_on_miss;
 
 // How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
+// What others stand in for is read when nothing else is wanted, where eviction values it higher than what must go.
 typedef struct pyorch_substitution {
     int32_t  mode;          // pyorch_substitute_mode
     int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence

@@ -7,10 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import llama_cpp.llama_cpp as llama
+import numpy as np
 import pytest
+from conftest import assert_same_bits, small_model
 
+from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
 
 PROMPT = range(100, 164)  # touches most experts of a layer: those of two layers are more than the budget
 PROCESS = Path(__file__).with_name("aborted_context_process.py")
@@ -24,3 +30,31 @@ def test_a_context_that_was_aborted_inside_a_layer_stops_no_other(small_moe: Pat
     with Context(resident.llama.model, n_ctx=128, n_threads=1) as context:
         expected = hashlib.sha256(context.decode(list(PROMPT)).tobytes()).hexdigest()
     assert done.stdout.splitlines() == ["in use: 0", expected]
+
+
+def test_a_model_that_is_freed_leaves_no_routers_behind(small_moe: Path) -> None:
+    with ModelMap(small_moe) as model_map, Engine(model_map, "50%") as engine:
+        with engine.capture():
+            model = llama.llama_model_load_from_file(str(small_moe).encode(), llama.llama_model_default_params())
+        with Context(model, n_ctx=64, n_threads=1) as context:
+            context.decode([1])
+            gate = engine.router(3).gate
+        assert np.array_equal(engine.router(3).gate, gate), "they belong to the model, not to the context"
+        llama.llama_model_free(model)
+        with pytest.raises(PyorchError, match="router of layer 3 is not known"):
+            engine.router(3)
+
+
+@pytest.mark.parametrize("predictor", ["quasi-hidden", "expert-map", "previous-token"])
+def test_contexts_come_and_go_while_predictors_work(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], predictor: str
+) -> None:
+    """Nothing waits for a predictor at the end of a token: the end of its context does."""
+    with Context(resident.llama.model, n_ctx=64, n_threads=1) as context:
+        expected = np.concatenate([context.decode([token]) for token in prompt_tokens[:4]])
+    for _ in range(3):
+        with small_model(small_moe, "20%", prefetch=predictor) as model:
+            for _ in range(8):
+                with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
+                    assert_same_bits(np.concatenate([context.decode([token]) for token in prompt_tokens[:4]]), expected)
+            assert not any(model.engine.residency(il).in_use.any() for il in model.layers)

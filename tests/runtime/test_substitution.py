@@ -360,3 +360,25 @@ def test_buddies_that_do_not_exist_are_refused(small_moe: Path):
             model.engine.set_buddies(0, bad, bad.astype(np.float32))
         with pytest.raises(pyorch.PyorchError, match="64 experts"):
             model.engine.set_cache(0, np.ones(3, bool))
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "finemoe"])
+def test_what_others_stand_in_for_comes_to_be_resident(small_moe: Path, policy: str):
+    """Else a cache freezes: what is absent is never computed with, so it would never be read."""
+    with pyorch.load(small_moe, budget="75%", policy=policy, prefetch="none", n_ctx=512, n_threads=1) as model:
+        model.substitute("mode=random")
+        text = (Path(__file__).parents[1] / "fixtures" / "small-moe" / "text-test.txt").read_text()
+        tokens = model.llama.tokenize(text.encode(), add_bos=False)[:300]
+        substituted = []
+        with Context(model.llama.model, n_ctx=512, n_threads=1) as context:
+            for begin in range(0, 300, 100):
+                model.reset_stats()
+                for token in tokens[begin : begin + 100]:
+                    context.decode([token])
+                substituted.append(model.stats().substitution.substituted)
+        model.engine.wait_idle()
+        experts = model.stats().experts
+    assert experts.resident_experts == N_LAYERS * N_EXPERT * 3 // 4
+    assert experts.peak_bytes <= experts.budget_bytes
+    assert substituted[2] < 0.8 * substituted[0]
+    assert experts.evictions > 0, "and what is asked for more often still comes in when the memory is full"

@@ -192,12 +192,46 @@ bool Table::next_guess() {
     return false;
 }
 
+void Table::defer(int layer, const std::vector<int> & experts) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        deferred.erase(std::remove_if(deferred.begin(), deferred.end(), [&](Expert * e) { return e->layer() == layer; }), deferred.end());
+        for (int id : experts) {
+            deferred.push_back(&layers[layer].experts[id]);
+        }
+    }
+    loads.wake();
+}
+
+// Starts the load of an expert that others stood in for. Otherwise what is absent would stay so: nobody demands it.
+bool Table::next_deferred() {
+    while (!deferred.empty()) {
+        Expert & e = *deferred.front();
+        Layer &  l = layer_of(e);
+        deferred.pop_front();
+        if (!e.absent() || e.in_use > 0 || l.n_loaded >= l.max) {
+            continue;
+        }
+        if (!bank->fits(l.size_class, 1)) {
+            const Victim victim = choose_victim(e.layer(), FOR_GUESS, INFINITY);
+            if (!victim.expert || !(victim < Victim { &e, 1, policy->value(e.usage) })) {
+                continue;
+            }
+        }
+        if (make_room(e.layer(), 1, FOR_GUESS, INFINITY) && start_load(e)) {
+            loads.read_ahead(e.load);
+            return true;
+        }
+    }
+    return false;
+}
+
 bool Table::is_idle() const {
-    return loads.idle() && ordered.empty() && prompt.empty() && guesses.empty();
+    return loads.idle() && ordered.empty() && prompt.empty() && guesses.empty() && deferred.empty();
 }
 
 bool Table::order_ahead() {
-    const bool did = next_ahead(ordered) || next_ahead(prompt) || next_guess();
+    const bool did = next_ahead(ordered) || next_ahead(prompt) || next_guess() || next_deferred();
     if (!did && is_idle()) {
         idle.notify_all();
     }

@@ -54,6 +54,10 @@ public:
     // so much that this layer does not fit beside it.
     void acquire(Owner & owner, int layer, const Demand & demand);
 
+    // Experts that a layer was just asked for, and that others stand in for. Each is read when nothing else is wanted,
+    // where it is worth more than what must go for it. In place of what was deferred for the layer before.
+    void defer(int layer, const std::vector<int> & experts);
+
     // Gives back all that owner holds. False if one of them could not be read.
     bool release(Owner & owner);
 
@@ -169,6 +173,7 @@ private:
     std::deque<Expert *>    ordered;       // by name, to be read ahead; memory is not allocated yet
     std::deque<Expert *>    prompt;        // the same, for the prompt that is being read
     Guesses                 guesses;
+    std::deque<Expert *>    deferred;      // see defer()
     std::unordered_map<const void *, Passage> passages; // by context
     int                     n_executed;
     uint64_t                held_bytes = 0; // of experts that are in use or pinned
@@ -214,6 +219,7 @@ private:
 
     bool next_ahead(std::deque<Expert *> & wanted);
     bool next_guess();
+    bool next_deferred();
     bool has_passed(const void * context, int layer, int from);
     int  layers_between(int from, int to) const;
     void settle(const void * context, int layer);

@@ -31,7 +31,8 @@ struct RoutedBatch {
     int32_t * experts; // [n_tokens][n_used]
     float *   weights; // [n_tokens][n_used]
 
-    // Experts that were requested and that others stand in for, ascending: worth reading when nothing else is.
+    // Experts that were requested and that others stand in for, for some token at least, ascending: to be read when
+    // nothing else is wanted.
     std::vector<int> deferred;
 };
 

@@ -63,7 +63,11 @@ void substitute(Context & context, RoutedBatch & batch) {
 void acquire(Context & context, RoutedBatch & batch) {
     const std::vector<int> experts = distinct(batch.experts, batch.n_tokens * batch.n_used);
     const std::vector<int> asked   = distinct(batch.requested, batch.n_tokens * batch.n_used);
-    context.routing.table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens });
+    Table &                table   = context.routing.table;
+    table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens });
+    if (!batch.deferred.empty()) {
+        table.defer(batch.layer, batch.deferred);
+    }
 }
 
 // Copies what predictors need, because they work beside what the graph computes next.

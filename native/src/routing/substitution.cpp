@@ -273,6 +273,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                     continue;
                 }
                 experts[s] = chosen;
+                batch.deferred.push_back(before[s]);
                 ++n_substituted;
                 counts.rank_sum += rank;
                 if (settings.weight == PYORCH_WEIGHT_FITTED && settings.mode == PYORCH_SUBSTITUTE_BUDDIES && !lists.scale.empty()) {
@@ -305,6 +306,8 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             reweigh(settings, batch, t, before.data(), dropped, fitted);
         }
     }
+    std::sort(batch.deferred.begin(), batch.deferred.end());
+    batch.deferred.erase(std::unique(batch.deferred.begin(), batch.deferred.end()), batch.deferred.end());
     counts.avoided = n_absent - count_absent(batch, resident, n_requested);
     return counts;
 }
