@@ -1,0 +1,233 @@
+"""Commands on damaged files: each works, or says in one sentence what is wrong and exits with status 2.
+
+    python scripts/fuzz.py gguf sidecar trace --hours 4
+    python scripts/fuzz.py gguf --seed 17 --count 1 --keep damaged.gguf
+
+Case number SEED of a kind is always the same damage. Each runs in a process of its own, forked from one that has
+everything imported, under limits of memory and processor time. What breaks the rule is printed as a line of JSON, with
+the seed that makes the file again, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
+from ggufs import write_moe_model
+from mutations import gguf_mutator, trace_mutator
+
+KINDS = ("gguf", "sidecar", "trace")
+CPU_SECONDS = 10  # most cases take a tenth of one
+EXTRA_MEMORY = 1 << 30  # above what the imported libraries have mapped
+WALL_SECONDS = 120  # a process that waits for ever
+
+# In bounds: a sentence, perhaps behind notes and statistics that are lines of pyorch too.
+_SENTENCE = re.compile(r"pyorch: error: [^\n]+\n\Z")
+_RUN = ("-p", "ab", "-n", "3", "--temp", "0", "--ctx", "32", "--threads", "1")
+
+Mutator = Callable[[random.Random], "tuple[str, bytes]"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file to damage, and the commands that read the damaged one."""
+
+    mutate: Mutator
+    name: str
+    beside: tuple[Path, ...]
+    commands: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended. status: of exit, or minus the signal."""
+
+    command: tuple[str, ...]
+    status: int
+    out: str
+    err: str
+    cpu_seconds: float
+
+    @property
+    def complaint(self) -> str:
+        """What breaks the rule, "" where nothing does."""
+        if self.status < 0:
+            return f"ended by {signal.Signals(-self.status).name}"
+        if self.status == 0:
+            return "" if "Traceback" not in self.err else "a traceback"
+        if self.status != 2:
+            return f"exit status {self.status}"
+        return "" if _SENTENCE.search(self.err) and "Traceback" not in self.err else "no sentence"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"what is damaged: {', '.join(KINDS)}")
+    parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF in place of the small one made here")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="number of the first case (default: 0)")
+    parser.add_argument("--count", type=int, metavar="N", help="cases of each kind (default: no end)")
+    parser.add_argument("--hours", type=float, metavar="H", help="end after so long (default: never)")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="leave the last damaged file there")
+    parser.add_argument("--verbose", action="store_true", help="print every case")
+    args = parser.parse_args()
+    end = time.monotonic() + 3600 * args.hours if args.hours else float("inf")
+    _import_everything()
+    with tempfile.TemporaryDirectory() as directory:
+        targets = {kind: _targets(kind, Path(directory), args.model) for kind in dict.fromkeys(args.kinds)}
+        n_cases = n_failed = 0
+        for seed in range(args.seed, args.seed + args.count if args.count else sys.maxsize):
+            for kind, of_kind in targets.items():
+                if time.monotonic() >= end:
+                    break
+                n_cases += 1
+                n_failed += _try(kind, seed, of_kind, Path(directory), args)
+            else:
+                continue
+            break
+    print(f"{n_cases} cases, {n_failed} of them break the rule", file=sys.stderr)
+    return 1 if n_failed else 0
+
+
+def _import_everything() -> None:
+    import numpy.random  # noqa: F401
+
+    import pyorch.cli.buddies  # noqa: F401
+    import pyorch.cli.inspect  # noqa: F401
+    import pyorch.cli.maps  # noqa: F401
+    import pyorch.cli.replay  # noqa: F401
+    import pyorch.cli.run  # noqa: F401
+    import pyorch.cli.trace  # noqa: F401
+    import pyorch.llama.model  # noqa: F401
+    import pyorch.sidecars.predictor  # noqa: F401
+    import pyorch.traces.replay  # noqa: F401
+    import pyorch.traces.statistics  # noqa: F401
+
+
+def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
+    base = directory / f"{kind}-base"
+    base.mkdir()
+    if model is None:
+        model = base / "model.gguf"
+        write_moe_model(model)
+    if kind == "gguf":
+        commands = (("inspect", "{}", "--json"), ("run", "{}", *_RUN, "--budget", "60%"), ("run", "{}", *_RUN))
+        return [Target(gguf_mutator(model.read_bytes()), "model.gguf", (), commands)]
+    trace = base / "model.trace"
+    text = base / "text.txt"
+    text.write_text("A quick brown fox jumps over the lazy dog. " * 8)
+    _must(("profile", model, "--data", text, "-o", trace, "--router", "full", "--states", "--inputs", "4", "--ctx", "64",
+           "--decode", "8", "--threads", "1"))
+    if kind == "trace":
+        commands = (("trace", "stats", "{}", "--json"), ("maps", str(model), "{}", "-o", str(base / "out.gguf")),
+                    ("replay", str(model), "{}", "--budget", "60%", "--predictor", "none,next-router", "--json"))
+        return [Target(trace_mutator(trace.read_bytes()), "damaged.trace", (), commands)]
+    _must(("maps", model, trace))
+    _must(("buddies", model, "--trace", trace))
+    _must(("calibrate", model, "--data", text, "--tokens", "64", "--threads", "1"))
+    uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--buddies", "default"), "predictor": ("--prefetch", "quasi-hidden")}
+    return [
+        Target(gguf_mutator(model.with_suffix(f".{name}.gguf").read_bytes()), f"model.{name}.gguf", (model,),
+               (("run", model.name, *_RUN, "--budget", "60%", *options),))
+        for name, options in uses.items()
+    ]
+
+
+def _must(command: tuple[object, ...]) -> None:
+    outcome = _run(tuple(map(str, command)), None)
+    if outcome.status != 0:
+        raise SystemExit(f"{' '.join(outcome.command)} failed: {outcome.err}")
+
+
+def _try(kind: str, seed: int, targets: list[Target], directory: Path, args: argparse.Namespace) -> int:
+    chance = random.Random(f"{kind} {seed}")
+    target = targets[seed % len(targets)]
+    damage, content = target.mutate(chance)
+    place = directory / f"{kind}-case"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    for path in target.beside:
+        os.link(path, place / path.name)
+    damaged = place / target.name
+    damaged.write_bytes(content)
+    if args.keep is not None:
+        args.keep.write_bytes(content)
+    failed = 0
+    for command in target.commands:
+        outcome = _run(tuple(word.replace("{}", str(damaged)) for word in command), place)
+        if args.verbose or outcome.complaint:
+            print(json.dumps({"kind": kind, "seed": seed, "damage": damage, "complaint": outcome.complaint,
+                              "command": outcome.command[0], "status": outcome.status, "err": outcome.err[-2000:],
+                              "cpu_seconds": round(outcome.cpu_seconds, 2)}), flush=True)
+        failed |= bool(outcome.complaint)
+    return failed
+
+
+def _run(command: tuple[str, ...], directory: Path | None) -> Outcome:
+    """In a forked process, which nothing that happens to it can take beyond its limits."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        child = os.fork()
+        if child == 0:
+            _be_the_child(command, directory, out.fileno(), err.fileno())
+        status, used = _wait(child)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read(1 << 20).decode("utf-8", "replace"))
+    return Outcome(command, os.waitstatus_to_exitcode(status), *texts, used.ru_utime + used.ru_stime)
+
+
+def _be_the_child(command: tuple[str, ...], directory: Path | None, out: int, err: int) -> None:
+    status = 70
+    try:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if directory is not None:
+            os.chdir(directory)
+            mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + EXTRA_MEMORY,) * 2)
+            resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+        from pyorch.cli import main as pyorch
+
+        status = pyorch(list(command))
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else 70
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(child: int) -> tuple[int, resource.struct_rusage]:
+    descriptor = os.pidfd_open(child)
+    try:
+        if not select.select([descriptor], [], [], WALL_SECONDS)[0]:
+            os.kill(child, signal.SIGKILL)
+        _, status, used = os.wait4(child, 0)
+        return status, used
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
