@@ -14,7 +14,7 @@ EXTRAS := convert,plot,test
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test bench setup clean
+.PHONY: demo test bench bench-residency setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -24,9 +24,14 @@ demo: setup
 test: setup
 	@$(BIN)/python -m pytest
 
-bench: setup
+bench: setup bench-residency
 	@$(MAKE) --no-print-directory build/bench/bench.gguf
 	@$(BIN)/pyorch bench build/bench/bench.gguf --goals
+
+# What the residency table costs, without a model and without a disk.
+bench-residency: setup
+	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
+	    $(BIN)/cmake --build "$$tree" --target residency_bench >/dev/null && "$$tree"/bin/residency_bench
 
 # The small trained model, widened to 4 GiB: its experts are of a real size and its router is a real one.
 build/bench/small.gguf: tests/fixtures/small-moe/model.safetensors

@@ -31,7 +31,7 @@ static uint32_t word_of(int layer, int role, int expert) {
     return 0x10000000u * (uint32_t) (layer + 1) + 0x10000u * (uint32_t) role + (uint32_t) expert;
 }
 
-// Layers of two sizes: one is read directly, one through the page cache; one has gate and up in one tensor.
+// Experts of four sizes: some are read directly, some through the page cache; one layer has gate and up in one tensor.
 static void write_model(const char * path) {
     ggml_init_params params = { 64u << 20, nullptr, false };
     ggml_context * ctx  = ggml_init(params);
@@ -44,7 +44,7 @@ static void write_model(const char * path) {
         const std::vector<const char *> roles = fused ? std::vector<const char *> { "gate_up", "down" }
                                                       : std::vector<const char *> { "up", "gate", "down" };
         for (size_t r = 0; r < roles.size(); ++r) {
-            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 64, l % 2 ? 17 : 560, N_EXPERT);
+            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 64, l == 4 ? 300 : l % 2 ? 17 : 560, N_EXPERT);
             ggml_format_name(t, "blk.%d.ffn_%s_exps.weight", l + 1, roles[r]); // block 0 is dense
             for (int e = 0; e < N_EXPERT; ++e) {
                 uint32_t * words = (uint32_t *) ((char *) t->data + e * t->nb[2]);
@@ -122,6 +122,7 @@ static void guess(Table & table, const void * context, std::mt19937 & rng, int l
     for (int id : { used[0], used[1], (int) (rng() % N_EXPERT) }) {
         wants.push_back({ id, 0.5, true, false });
     }
+    table.expect(context, layer, layer - 1, std::vector<float>(N_EXPERT, 1.0f / (float) (1 + rng() % N_EXPERT)));
     table.want(context, layer, layer - 1, wants);
 }
 
@@ -163,6 +164,10 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
             if (pass % 41 == 40 && l == 2) {
                 break; // aborted inside a layer: the next acquire gives it back
             }
+            if (pass % 17 == 16 && l == 3) {
+                table.forget(owner); // aborted, and the context is freed; another one takes its place
+                break;
+            }
             n_failed += !table.release(owner);
         }
     }
@@ -178,7 +183,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
         pyorch_stats stats;
         uint8_t mask[N_EXPERT];
         try {
-            switch (rng() % 8) {
+            switch (rng() % 9) {
                 case 0: table.pin(il, ids.data(), 2); break;
                 case 1: table.unpin(il, ids.data(), 2); break;
                 case 2: table.evict(il, ids.data(), 2); break;
@@ -186,6 +191,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
                 case 4: table.set_policy(rng() % 2 ? PYORCH_LFU : PYORCH_LRU); break;
                 case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
                 case 6: table.get_residency(il, mask, N_EXPERT); break;
+                case 7: table.set_executed(rng() % 2 ? std::vector<int> { 0, 1, 2, 3 } : std::vector<int> { 0, 1, 2, 3, 4 }); break;
                 default: table.prefetch(il, ids.data(), 2); break;
             }
         } catch (const Failure & e) {

@@ -105,9 +105,7 @@ void Table::expect(const void * context, int layer, int from, const std::vector<
         return;
     }
     Layer & l = layers[layer];
-    for (size_t id = 0; id < probability.size(); ++id) {
-        l.experts[id].usage.probability = probability[id];
-    }
+    l.probability  = probability;
     l.forecast     = true;
     l.forecast_for = context;
     if (policy->takes_forecasts()) {
@@ -122,9 +120,7 @@ void Table::foresee(int layer, int expert, uint64_t next_use) {
 }
 
 void Table::end_forecast(Layer & l) {
-    for (int id = 0; id < l.n_expert; ++id) {
-        l.experts[id].usage.probability = 1.0f / l.n_expert;
-    }
+    l.probability.assign(l.n_expert, 1.0f / l.n_expert);
     l.forecast = false;
     if (policy->takes_forecasts()) {
         values_changed(l);
@@ -179,7 +175,7 @@ bool Table::next_guess() {
         if (!e.absent() || e.in_use > 0 || l.n_loaded >= l.max) {
             continue;
         }
-        const float probability = e.usage.probability;
+        const float probability = l.probability[e.id()];
         if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) || !start_load(e)) {
             continue;
         }

@@ -11,7 +11,7 @@ public:
         usage.last_use = now;
     }
 
-    double value(const Usage & usage) const override {
+    double value(const Usage & usage, float) const override {
         return (double) usage.last_use;
     }
 };
@@ -28,7 +28,7 @@ public:
         usage.last_use = now;
     }
 
-    double value(const Usage & usage) const override {
+    double value(const Usage & usage, float) const override {
         return usage.heat;
     }
 
@@ -40,10 +40,10 @@ private:
 class FineMoe : public Lfu {
     using Lfu::Lfu;
 
-    double value(const Usage & usage) const override {
+    double value(const Usage & usage, float probability) const override {
         // Experts that no forecast names are still told apart by their frequency.
         constexpr float LEAST = 1e-3f;
-        return usage.heat + std::log2(std::max(usage.probability, LEAST));
+        return usage.heat + std::log2(std::max(probability, LEAST));
     }
 
     bool takes_forecasts() const override { return true; }
@@ -51,7 +51,7 @@ class FineMoe : public Lfu {
 
 // What is needed last goes first: the bound of what a policy can do on demand.
 class Belady : public Lru {
-    double value(const Usage & usage) const override {
+    double value(const Usage & usage, float) const override {
         return -(double) usage.next_use;
     }
 };

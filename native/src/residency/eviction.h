@@ -15,10 +15,9 @@ namespace pyorch {
 
 // What a policy may know about an expert. Time counts the layers that were computed.
 struct Usage {
-    uint64_t last_use    = 0;
-    double   heat        = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
-    float    probability = 0;          // its share in the last forecast of its layer; 1 / n_expert before any
-    uint64_t next_use    = UINT64_MAX; // the truth, where it is known: in a replay
+    uint64_t last_use = 0;
+    double   heat     = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
+    uint64_t next_use = UINT64_MAX; // the truth, where it is known: in a replay
 };
 
 class EvictionPolicy {
@@ -27,8 +26,9 @@ public:
 
     virtual void   used(Usage & usage, uint64_t now) const = 0;
 
-    // The expert with the lowest value goes first. Finite, or -INFINITY.
-    virtual double value(const Usage & usage) const = 0;
+    // The expert with the lowest value goes first. Finite, or -INFINITY. probability: in the forecast of its layer; 1 /
+    // n_expert while there is none.
+    virtual double value(const Usage & usage, float probability) const = 0;
 
     // Whether the value depends on the probability.
     virtual bool   takes_forecasts() const { return false; }

@@ -59,7 +59,7 @@ void Table::value_changed(const Expert & e) {
     const Layer & l    = layers[e.layer()];
     const bool    free = e.resident() && !e.in_use && !e.pinned;
     const double  key  = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.predicted ? Victims::GUESSED :
-        std::max(policy->value(e.usage), std::numeric_limits<double>::lowest());
+        std::max(policy->value(e.usage, l.probability[e.id()]), std::numeric_limits<double>::lowest());
     const bool waits = e.read_ahead;
     const bool fresh = e.usage.last_use > 0 && e.usage.last_use >= l.last_pass;
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
@@ -69,7 +69,9 @@ void Table::value_changed(const Expert & e) {
 
 void Table::values_changed(const Layer & l) {
     for (int id = 0; id < l.n_expert; ++id) {
-        value_changed(l.experts[id]);
+        if (l.is_resident[id]) {
+            value_changed(l.experts[id]);
+        }
     }
 }
 
@@ -85,7 +87,7 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
             continue;
         }
         const Victims::Least least = !l.forecast || more_likely_than == INFINITY ? victims.least(i, purpose) :
-            victims.least_if(i, purpose, [&](int id) { return l.experts[id].usage.probability <= more_likely_than; });
+            victims.least_if(i, purpose, [&](int id) { return l.probability[id] <= more_likely_than; });
         if (least.expert < 0) {
             continue;
         }

@@ -52,12 +52,12 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         layer.position   = (int) i;
         layer.experts    = std::make_unique<Expert[]>(layer.n_expert);
         layer.is_resident.resize(layer.n_expert);
+        layer.probability.assign(layer.n_expert, 1.0f / layer.n_expert);
         pressure.resize(std::max(pressure.size(), (size_t) layer.size_class + 1));
         for (int id = 0; id < layer.n_expert; ++id) {
             Expert & e = layer.experts[id];
-            e.load.layer        = (int) i;
-            e.load.expert       = id;
-            e.usage.probability = 1.0f / layer.n_expert;
+            e.load.layer  = (int) i;
+            e.load.expert = id;
         }
         for (const auto & t : map.layers[i].tensors) {
             zeros_size = std::max(zeros_size, t.stride);

@@ -135,7 +135,8 @@ private:
         uint64_t             slot_bytes;           // of it
         bool                 executed     = true;
         int                  position;             // among those that are executed
-        bool                 forecast     = false; // probabilities are not all the same
+        std::vector<float>   probability;          // by expert, with which its next pass needs them; all the same, but
+        bool                 forecast     = false; // for a forecast
         const void *         forecast_for = nullptr;
         uint64_t             last_pass    = 0;
         std::vector<int>     fresh        = {};    // experts that were used or asked for by name since then

@@ -1,0 +1,414 @@
+// What the residency table promises, one claim after another, with a reader that reads when told to:
+//
+//     table_test FILE.gguf
+//
+// FILE.gguf is written and removed.
+
+#include "synthetic.h"
+
+#include "banks/host_bank.h"
+#include "residency/table.h"
+
+#include <cmath>
+#include <random>
+#include <sys/resource.h>
+
+using namespace pyorch;
+
+#define CHECK(x) do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
+
+static std::string path;
+
+static constexpr int SMALL = 64;    // rows: experts of 6 KiB
+static constexpr int LARGE = 32768; // rows: experts of 3 MiB
+
+// A table of layers with 16 experts, a context and a reader.
+struct House {
+    static constexpr int N_EXPERT = 16;
+
+    template <typename Rows>
+    House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = codec_of) :
+        map(synthetic_map(path, n_layers, N_EXPERT, rows)),
+        table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr), std::move(codecs), config(share, policy)),
+        reader(table.loader()) {}
+
+    House(int n_layers, double share, pyorch_policy policy = PYORCH_LRU) : House(n_layers, share, policy, [](int) { return SMALL; }) {}
+
+    const ModelMap map;
+    Table          table;
+    LocalReader    reader;
+    Owner          owner = { this };
+
+    uint64_t budget(double share) const { return std::max(map.floor_bytes(), (uint64_t) (share * (double) map.slots_bytes())); }
+
+    pyorch_config config(double share, pyorch_policy policy) const {
+        pyorch_config config = {};
+        config.budget_bytes = budget(share);
+        config.policy       = policy;
+        return config;
+    }
+
+    // A pass of a context through a layer, with all its reads.
+    bool pass(Owner & who, int layer, const std::vector<int> & experts, int n_tokens = 1) {
+        return pass(who, layer, experts, experts, n_tokens);
+    }
+
+    bool pass(Owner & who, int layer, const std::vector<int> & experts, const std::vector<int> & asked, int n_tokens) {
+        table.acquire(who, layer, { experts, asked, n_tokens });
+        reader.read_all();
+        return table.release(who);
+    }
+
+    bool pass(int layer, const std::vector<int> & experts, int n_tokens = 1) { return pass(owner, layer, experts, n_tokens); }
+
+    void want(const Owner & who, int layer, int from, const std::vector<int> & experts) {
+        std::vector<Table::Want> wants;
+        for (int e : experts) {
+            wants.push_back({ e, 0.5, true, false });
+        }
+        table.want(who.context, layer, from, wants);
+    }
+
+    bool resident(int layer, int expert) {
+        std::vector<uint8_t> mask;
+        table.resident(layer, mask);
+        return mask[expert] != 0;
+    }
+
+    int n_resident(int layer) {
+        pyorch_stats of_layer;
+        table.get_stats(map.layers[layer].il, of_layer);
+        return (int) of_layer.resident_experts;
+    }
+
+    pyorch_stats stats() {
+        pyorch_stats all;
+        table.get_stats(-1, all);
+        return all;
+    }
+};
+
+static std::vector<int> range(int begin, int end) {
+    std::vector<int> ids;
+    for (int id = begin; id < end; ++id) {
+        ids.push_back(id);
+    }
+    return ids;
+}
+
+static const std::vector<int> ALL = range(0, House::N_EXPERT);
+
+static void the_index_finds_what_a_search_of_all_finds() {
+    std::mt19937 rng(1);
+    const std::vector<int> n_experts = { 5, 64, 3, 17 };
+    Victims victims(n_experts);
+    std::vector<std::vector<double>> keys;
+    for (int n : n_experts) {
+        keys.emplace_back(n, Victims::NEVER);
+    }
+    for (int step = 0; step < 20000; ++step) {
+        const int layer = (int) (rng() % n_experts.size());
+        const int id    = (int) (rng() % n_experts[layer]);
+        const double key = rng() % 4 == 0 ? Victims::NEVER : rng() % 7 == 0 ? Victims::SCANNED : (double) (rng() % 1000);
+        victims.set(layer, id, FOR_GUESS, key);
+        keys[layer][id] = key;
+        const int  asked = (int) (rng() % n_experts.size());
+        const auto least = victims.least(asked, FOR_GUESS);
+        const auto found = std::min_element(keys[asked].begin(), keys[asked].end());
+        CHECK(least.key == *found);
+        CHECK(least.expert < 0 ? *found == Victims::NEVER : keys[asked][least.expert] == *found);
+        CHECK(victims.least(asked, FOR_DEMAND).expert < 0);
+    }
+}
+
+static void values_keep_the_order_of_faded_frequencies_at_any_time() {
+    const auto   policy    = make_policy(PYORCH_LFU, 4);
+    const double half_life = 32.0 * 4;
+    std::mt19937 rng(2);
+    struct Faded {
+        double   frequency = 0;
+        uint64_t at        = 0;
+    };
+    std::vector<Usage> usage(30);
+    std::vector<Faded> faded(30);
+    for (uint64_t now = 1; now < 4000; ++now) {
+        const size_t i = std::min(rng() % 30, rng() % 30); // some more often than others
+        policy->used(usage[i], now);
+        faded[i] = { faded[i].frequency * std::exp2(-(double) (now - faded[i].at) / half_life) + 1, now };
+        const size_t a = rng() % 30, b = rng() % 30;
+        const double fa = faded[a].frequency * std::exp2(-(double) (now - faded[a].at) / half_life);
+        const double fb = faded[b].frequency * std::exp2(-(double) (now - faded[b].at) / half_life);
+        if (std::abs(fa - fb) > 1e-9) {
+            CHECK((fa < fb) == (policy->value(usage[a], 0) < policy->value(usage[b], 0)));
+        }
+    }
+}
+
+static void what_was_used_longest_ago_goes_first() {
+    House house(4, 0.5);
+    for (int token = 0; token < 4; ++token) {
+        for (int layer = 0; layer < 4; ++layer) {
+            house.pass(layer, { 2 * token, 2 * token + 1 });
+        }
+    }
+    CHECK(house.stats().evictions == 0 && house.stats().resident_experts == 32); // all that fits
+    for (int layer = 0; layer < 4; ++layer) {
+        house.pass(layer, { 12, 13 });
+        CHECK(!house.resident(layer, 0) && !house.resident(layer, 1) && house.resident(layer, 2));
+    }
+    CHECK(house.stats().evictions == 8);
+}
+
+// size classes
+
+static void loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out() {
+    House house(4, 0.5, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE : LARGE / 2; });
+    std::mt19937 rng(3);
+    auto token = [&] {
+        for (int layer = 0; layer < 4; ++layer) {
+            const int first = (int) (rng() % 15);
+            house.pass(layer, { first, first + 1 });
+        }
+    };
+    for (int i = 0; i < 200; ++i) {
+        token();
+    }
+    rusage before, after;
+    getrusage(RUSAGE_SELF, &before);
+    house.table.reset_stats();
+    for (int i = 0; i < 200; ++i) {
+        token();
+    }
+    getrusage(RUSAGE_SELF, &after);
+    const pyorch_stats stats = house.stats();
+    const double pages = (double) stats.bytes_read / PAGE;
+    CHECK(stats.loads > 300 && stats.peak_bytes <= stats.budget_bytes);
+    CHECK((double) (after.ru_minflt - before.ru_minflt) < 0.1 * pages);
+}
+
+static void memory_follows_the_size_class_that_lacks_it() {
+    House house(4, 0.5, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE : LARGE / 2; });
+    auto shift = [&](int from) {
+        for (int i = 0; i < 400; ++i) {
+            for (int layer = from; layer < 4; layer += 2) {
+                house.pass(layer, { i % 15, i % 15 + 1 });
+            }
+        }
+    };
+    shift(1);
+    const int large = house.n_resident(1) + house.n_resident(3);
+    CHECK(house.n_resident(0) + house.n_resident(2) == 0);
+    shift(0);
+    CHECK(house.n_resident(0) == 16 && house.n_resident(2) == 16); // the small ones all fit
+    CHECK(house.n_resident(1) + house.n_resident(3) < large);
+    shift(1);
+    CHECK(house.n_resident(1) + house.n_resident(3) == large && house.stats().peak_bytes <= house.stats().budget_bytes);
+}
+
+static void a_whole_layer_of_any_size_fits_into_the_smallest_budget() {
+    House house(3, 0, PYORCH_LRU, [](int layer) { return layer == 1 ? LARGE / 8 : LARGE / 16; });
+    for (int round = 0; round < 3; ++round) {
+        for (int layer = 0; layer < 3; ++layer) {
+            CHECK(house.pass(layer, ALL, 64));
+            CHECK(house.n_resident(layer) == 16);
+        }
+    }
+    CHECK(house.stats().budget_bytes == house.map.floor_bytes() && house.stats().peak_bytes <= house.map.floor_bytes());
+}
+
+static void a_budget_can_shrink_and_grow() {
+    House house(4, 1, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE / 8 : LARGE / 16; });
+    for (int layer = 0; layer < 4; ++layer) {
+        house.pass(layer, ALL, 64);
+    }
+    const uint64_t whole = house.stats().budget_bytes;
+    CHECK(house.stats().used_bytes == whole);
+    house.table.set_budget(house.map.floor_bytes());
+    CHECK(house.stats().used_bytes <= house.map.floor_bytes());
+    house.table.set_budget(whole);
+    for (int layer = 0; layer < 4; ++layer) {
+        house.pass(layer, ALL, 64);
+    }
+    CHECK(house.stats().resident_experts == 64 && house.stats().used_bytes == whole);
+}
+
+// several contexts
+
+static void a_context_elsewhere_makes_no_guess_late() {
+    House house(6, 0.5);
+    Owner other = { &other };
+    house.pass(1, { 0 });
+    house.pass(other, 3, { 0 }); // has passed layer 2 long ago
+    house.want(house.owner, 2, 1, { 7 });
+    house.reader.read_all();
+    CHECK(house.resident(2, 7));
+}
+
+static void a_guess_for_a_layer_that_its_context_has_passed_is_ignored() {
+    House house(6, 0.5);
+    house.pass(1, { 0 });
+    house.pass(2, { 0 });
+    house.want(house.owner, 2, 1, { 7 });
+    house.reader.read_all();
+    CHECK(!house.resident(2, 7));
+}
+
+static void a_guess_waits_for_the_pass_of_its_own_context() {
+    House house(6, 0.5);
+    Owner other = { &other };
+    house.pass(1, { 0 });
+    house.want(house.owner, 2, 1, { 7 });
+    house.reader.read_all();
+    house.pass(other, 2, { 3 });
+    CHECK(house.stats().prefetch_wasted == 0);
+    house.pass(2, { 7 });
+    CHECK(house.stats().prefetch_wasted == 0 && house.stats().prefetch_hits == 1);
+}
+
+static void a_forecast_changes_what_goes_unless_it_comes_too_late() {
+    std::vector<float> first_two(16, 0.001f);
+    first_two[0] = first_two[1] = 1;
+    for (bool late : { false, true }) {
+        House house(2, 0.5, PYORCH_FINEMOE);
+        house.pass(1, {});
+        for (int i = 0; i < 16; i += 2) {
+            house.pass(0, { i, i + 1 });
+        }
+        // Of the next pass, as layer 0 came; or of the one that layer 0 has just had, as layer 1 came before it.
+        house.table.expect(house.owner.context, 0, late ? 1 : 0, first_two);
+        house.pass(1, { 0, 1 });
+        CHECK(house.resident(0, 0) == !late && house.resident(0, 1) == !late && house.n_resident(0) == 14);
+    }
+}
+
+static void what_a_context_held_and_wanted_goes_with_it() {
+    House house(3, 0);
+    Owner other = { &other };
+    house.table.acquire(other, 0, { ALL, ALL, 64 }); // aborted inside the layer, and freed
+    house.reader.read_all();
+    house.want(other, 2, 0, { 1, 2 });
+    house.table.forget(other);
+    house.reader.read_all();
+    CHECK(house.n_resident(2) == 0);
+    CHECK(house.pass(1, ALL, 64)); // waits for ever if the other's experts are still held
+}
+
+// reading ahead
+
+static void a_pin_that_waits_for_memory_survives_a_prompt() {
+    House house(3, 0.7);
+    const int32_t pinned[] = { 4, 9 };
+    house.table.pin(house.map.layers[2].il, pinned, 2);
+    house.table.acquire(house.owner, 0, { ALL, ALL, 64 });
+    house.table.release(house.owner);
+    house.reader.read_all();
+    CHECK(house.resident(2, 4) && house.resident(2, 9));
+    house.pass(0, ALL, 64);
+    house.pass(1, ALL, 64);
+    CHECK(house.resident(2, 4) && house.resident(2, 9));
+}
+
+static void a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes() {
+    for (bool told : { false, true }) {
+        House house(3, 1);
+        if (told) {
+            house.table.set_executed({ 0, 1 });
+        }
+        house.pass(0, ALL, 64);
+        CHECK(house.n_resident(1) == 16);
+        house.pass(1, ALL, 64);
+        CHECK(house.n_resident(2) == (told ? 0 : 16));
+        house.want(house.owner, 2, 1, { 1 });
+        house.reader.read_all();
+        CHECK(house.n_resident(2) == (told ? 0 : 16));
+    }
+}
+
+static void a_late_hit_is_a_hit_and_no_waste() {
+    House house(3, 0.5);
+    house.pass(0, { 0 });
+    house.want(house.owner, 1, 0, { 7, 8 });
+    CHECK(house.reader.read_one()); // of expert 7, one matrix of three
+    house.pass(1, { 7 });
+    house.pass(2, { 0 });
+    house.pass(0, { 0 });
+    house.pass(1, { 7 });
+    const pyorch_stats stats = house.stats();
+    CHECK(stats.prefetch_hits == 1 && stats.prefetch_late == 1 && stats.prefetch_wasted == 0);
+}
+
+static void a_guess_takes_nothing_that_the_last_token_used() {
+    House house(2, 0.5);
+    house.pass(0, range(0, 8));
+    house.pass(1, range(0, 8)); // now the budget is full of the last token
+    house.want(house.owner, 0, 1, { 12 });
+    house.reader.read_all();
+    CHECK(!house.resident(0, 12) && house.stats().evictions == 0);
+    house.pass(0, range(4, 8)); // 0 to 3 were not used again
+    house.want(house.owner, 1, 0, { 12 });
+    house.reader.read_all();
+    CHECK(house.resident(1, 12) && house.stats().evictions == 1 && house.n_resident(0) == 7);
+}
+
+// usage
+
+static void experts_that_the_router_asks_for_count_as_used_whatever_took_their_place() {
+    for (bool substituted : { false, true }) {
+        House house(2, 0.5);
+        house.pass(0, range(0, 16)); // the budget is full
+        house.pass(0, range(2, 16));
+        // 0 is asked for again and again; 1 was used as long ago. If 2 stands in for 0, it is computed with.
+        for (int i = 0; i < 3; ++i) {
+            house.pass(house.owner, 0, { 2 }, { substituted ? 0 : 2 }, 1);
+        }
+        house.pass(1, { 0 });
+        house.pass(1, { 1 });
+        CHECK(!house.resident(0, 1) && house.resident(0, 0) == substituted);
+    }
+}
+
+// the decode stage
+
+class Damaged : public Codec {
+public:
+    const char * decode(const ExpertTensor & tensor, char *, char * read) const override {
+        return tensor.role == "down" ? nullptr : read;
+    }
+};
+
+static void an_expert_that_does_not_decode_fails_its_layer_with_a_sentence() {
+    static const Damaged damaged;
+    House house(2, 1, PYORCH_LRU, [](int) { return SMALL; }, [](Form) -> const Codec & { return damaged; });
+    house.table.acquire(house.owner, 0, { ALL, ALL, 1 });
+    house.reader.read_all();
+    const char * zeros = house.table.address(0, 3, 2, true);
+    CHECK(zeros && zeros[0] == 0 && house.table.address(0, 3, 0, true) != zeros);
+    CHECK(!house.table.release(house.owner));
+    CHECK(house.table.last_error().find("ffn_down_exps") != std::string::npos);
+    CHECK(house.table.last_error().find("damaged") != std::string::npos);
+    CHECK(house.stats().resident_experts == 0 && house.stats().failures == 1);
+}
+
+int main(int argc, char ** argv) {
+    CHECK(argc == 2);
+    path = argv[1];
+    the_index_finds_what_a_search_of_all_finds();
+    values_keep_the_order_of_faded_frequencies_at_any_time();
+    what_was_used_longest_ago_goes_first();
+    loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out();
+    memory_follows_the_size_class_that_lacks_it();
+    a_whole_layer_of_any_size_fits_into_the_smallest_budget();
+    a_budget_can_shrink_and_grow();
+    a_context_elsewhere_makes_no_guess_late();
+    a_guess_for_a_layer_that_its_context_has_passed_is_ignored();
+    a_guess_waits_for_the_pass_of_its_own_context();
+    a_forecast_changes_what_goes_unless_it_comes_too_late();
+    what_a_context_held_and_wanted_goes_with_it();
+    a_pin_that_waits_for_memory_survives_a_prompt();
+    a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes();
+    a_late_hit_is_a_hit_and_no_waste();
+    a_guess_takes_nothing_that_the_last_token_used();
+    experts_that_the_router_asks_for_count_as_used_whatever_took_their_place();
+    an_expert_that_does_not_decode_fails_its_layer_with_a_sentence();
+    return 0;
+}
