@@ -334,7 +334,7 @@ static void a_late_hit_is_a_hit_and_no_waste() {
     house.pass(0, { 0 });
     house.pass(1, { 7 });
     const pyorch_stats stats = house.stats();
-    CHECK(stats.prefetch_hits == 1 && stats.prefetch_late == 1 && stats.prefetch_wasted == 0);
+    CHECK(stats.prefetch_hits == 1 && stats.prefetch_late == 1 && stats.prefetch_wasted == 0 && stats.prefetch_loads == 1);
 }
 
 static void a_guess_takes_nothing_that_the_last_token_used() {
