@@ -210,7 +210,7 @@ bool Table::next_deferred() {
         }
         if (!bank->fits(l.size_class, 1)) {
             const Victim victim = choose_victim(e.layer(), FOR_GUESS, INFINITY);
-            if (!victim.expert || !(victim < Victim { &e, 1, policy->value(e.usage) })) {
+            if (!victim.expert || !(victim < Victim { &e, 1, policy->value(e.usage, l.probability[e.id()]) })) {
                 continue;
             }
         }
