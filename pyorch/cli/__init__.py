@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 from pyorch.errors import PyorchError
 
@@ -54,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pyorch",
         description="Runs Mixture-of-Experts models larger than memory.",
         epilog="`pyorch COMMAND --help` shows the options of a command, with an example.",
@@ -71,8 +72,15 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if args.version:
         args.run = _print_version
     elif args.command is None:
-        parser.error("a command is needed; `pyorch --help` lists them")
+        parser.error("a command is needed")
     return args
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one sentence, as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise PyorchError(f"{message}; {self.prog} --help shows what can be given")
 
 
 def _print_version(_: argparse.Namespace) -> int:

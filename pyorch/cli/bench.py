@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 
+from pyorch.cli.numbers import number
 from pyorch.cli.options import add_command, add_substitution_options, print_json, substitution_arguments
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Facts, Table, show
@@ -50,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="measure each budget with each of these predictors, named as in `pyorch run --prefetch` "
                              "(default: auto)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
-    parser.add_argument("--max-seconds", type=float, default=30, metavar="S",
+    parser.add_argument("--max-seconds", type=number(above=0), default=30, metavar="S",
                         
                         help="stop decoding after S seconds, but not before the first token (default: 30)")
     add_substitution_options(parser)

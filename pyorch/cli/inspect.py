@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.tables import Facts, Table, show
 
@@ -37,7 +38,7 @@ class Inspection:
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose")
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    parser.add_argument("--ctx", type=int, default=4096, metavar="N",
+    parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
                         help="show the size of the KV cache for N tokens (default: 4096)")
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show every layer too")

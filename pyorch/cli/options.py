@@ -175,6 +175,8 @@ def load_arguments(args: argparse.Namespace) -> dict[str, object]:
 def read_prompt(text: str | None, file: Path | None) -> str | None:
     """The prompt of -p or -f. PyorchError if the file cannot be read as text."""
     if file is None:
+        if text is not None and not _is_text(text):
+            raise PyorchError("the prompt is not UTF-8 text")
         return text
     try:
         return file.read_text(encoding="utf-8")
@@ -182,6 +184,15 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
         raise PyorchError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PyorchError(f"{file} is not UTF-8 text") from None
+
+
+def _is_text(argument: str) -> bool:
+    """Python keeps bytes of an argument that are no text as halves of surrogate pairs."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_readable(paths: Iterable[str | Path | None]) -> None:

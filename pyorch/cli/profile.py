@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, add_context_options, add_model_options, load_arguments, print_json
 from pyorch.cli.progress import Progress
 
@@ -23,15 +24,15 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "layout of ARC")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write")
     parser.add_argument("--append", action="store_true", help="continue the trace if it exists")
-    parser.add_argument("--tokens", type=int, metavar="N", help="read at most N tokens of the data (default: all)")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
     parser.add_argument("--router", choices=("topk", "full"), default="topk",
                         help="record the selected experts and their probabilities, or the probabilities of all experts "
                              "(default: topk)")
-    parser.add_argument("--inputs", type=int, default=0, metavar="N",
+    parser.add_argument("--inputs", type=whole(0), default=0, metavar="N",
                         help="record the inputs of the routers for a random sample of N tokens (default: 0)")
     parser.add_argument("--states", action="store_true",
                         help="record the hidden state before every router; pyorch train-predictor needs these")
-    parser.add_argument("--decode", type=int, default=0, metavar="N",
+    parser.add_argument("--decode", type=whole(0), default=0, metavar="N",
                         help="after each text, generate up to N tokens greedily and record these too (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")
     parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import (
     add_command,
     add_context_options,
@@ -49,13 +50,13 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="continue the text of a file")
     source.add_argument("--chat", action="store_true",
                         help="converse, with the chat template of the model; Ctrl-D ends the conversation")
-    parser.add_argument("-n", "--tokens", type=int, default=128, metavar="N",
+    parser.add_argument("-n", "--tokens", type=whole(1), default=128, metavar="N",
                         help="generate at most N tokens (default: 128)")
-    parser.add_argument("--temp", type=float, default=0.8, metavar="T",
+    parser.add_argument("--temp", type=number(0), default=0.8, metavar="T",
                         help="temperature of sampling; 0 always takes the most probable token (default: 0.8)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P",
+    parser.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P",
                         help="sample from the most probable tokens that together have probability P (default: 0.95)")
-    parser.add_argument("--top-k", type=int, default=40, metavar="K",
+    parser.add_argument("--top-k", type=whole(0), default=40, metavar="K",
                         help="sample from the K most probable tokens (default: 40)")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling (default: a random one)")
     parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
@@ -86,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(model: Model, prompt: str, sampling: dict, args: argparse.Namespace) -> None:
+    if not prompt and not model.llama.tokenize(b""):
+        raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
     text = ""
     for piece in model.generate(prompt, seed=args.seed, **sampling):
         text += piece

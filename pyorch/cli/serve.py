@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import (
     add_command,
     add_maps_option,
@@ -31,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         help="memory for experts: 40%% of them, 1.5GiB, 800MB, or auto, what the memory limit leaves (default: auto)",
     )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, help="port to listen on, 0 for any that is free (default: 8080)")
+    parser.add_argument("--port", type=whole(0), help="port to listen on, 0 for any that is free (default: 8080)")
     parser.add_argument("--ctx", "--ctx-size", dest="ctx", type=int, metavar="N",
                         help="tokens of context, shared by all requests in progress (default: 4096)")
     parser.add_argument("--ubatch", type=int, metavar="N",
@@ -40,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_residency_options(parser)
     parser.add_argument("--buffered", action="store_true",
                         help="read experts through the page cache of the system, not around it")
-    parser.add_argument("--stats-every", type=float, metavar="SECONDS",
+    parser.add_argument("--stats-every", type=number(above=0), metavar="SECONDS",
                         help="print statistics every so many seconds too, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pyorch.cli.numbers import whole
 from pyorch.cli.options import (
     add_command,
     add_model_options,
@@ -24,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     add_model_options(parser, budget="50%")
     add_substitution_options(parser)
-    parser.add_argument("--tokens", type=int, default=32, metavar="N",
+    parser.add_argument("--tokens", type=whole(0), default=32, metavar="N",
                         help="decode N tokens after the prompt (default: 32)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: a paragraph of prose)")

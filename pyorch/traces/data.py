@@ -77,9 +77,7 @@ def _documents(path: Path) -> Iterator[Document]:
 def _text(value: dict, where: str) -> str:
     for field in ("text", "prompt"):
         if field in value:
-            if not isinstance(value[field], str):
-                raise FormatError(f'{where}: "{field}" is no string')
-            return value[field]
+            return _field(value, field, str, where)
     if "question" not in value:
         raise FormatError(f'{where}: the object has neither "text" nor "prompt" nor "question"')
     question = _question(value, where)
@@ -118,6 +116,11 @@ def _field(value: dict, name: str, kind: type, where: str):
     if not isinstance(value[name], kind):
         expected = {str: "a string", list: "an array", dict: "an object"}[kind]
         raise FormatError(f'{where}: "{name}" is not {expected}')
+    if kind is str:
+        try:
+            value[name].encode()
+        except UnicodeEncodeError:  # JSON can escape what is no character, such as \ud800
+            raise FormatError(f'{where}: "{name}" is not text: it holds half of a surrogate pair') from None
     return value[name]
 
 

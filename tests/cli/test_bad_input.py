@@ -202,3 +202,24 @@ def test_the_process_works_after_every_refusal(small_moe: Path, tmp_path: Path) 
         assert main(["run", str(broken), "-p", "x"]) == 2
     with load(small_moe, budget="50%", n_ctx=64) as model:
         assert "".join(model.generate("import", max_tokens=4))
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [
+    ((), "a command is needed"),
+    (("run",), "the following arguments are required: MODEL.gguf"),
+    (("run", "MODEL"), "one of the arguments -p/--prompt -f/--file --chat is required"),
+    (("run", "MODEL", "-p", "x", "--fast"), "unrecognized arguments: --fast"),
+    (("run", "MODEL", "-p", "x", "-n", "0"), '"0" is not a whole number of 1 or more'),
+    (("run", "MODEL", "-p", "x", "-n", "many"), '"many" is not a whole number of 1 or more'),
+    (("run", "MODEL", "-p", "x", "--temp", "-1"), '"-1" is not a number of 0 or more'),
+    (("run", "MODEL", "-p", "x", "--top-p", "nan"), '"nan" is not a number of 0 or more and of at most 1'),
+    (("run", "MODEL", "-p", ""), "the prompt is empty"),
+    (("run", "MODEL", "-p", "\udcff"), "the prompt is not UTF-8 text"),
+    (("verify", "MODEL", "--tokens", "-3"), '"-3" is not a whole number of 0 or more'),
+    (("inspect", "MODEL", "--ctx", "-1"), '"-1" is not a whole number of 1 or more'),
+    (("serve", "MODEL", "--stats-every", "0"), '"0" is not a number above 0'),
+    (("convert", "--json"), "HF_DIR and -o FILE are needed"),
+    (("eval",), "the following arguments are required: KIND"),
+])
+def test_arguments_that_cannot_be(refused, small_moe: Path, arguments: tuple[str, ...], reason: str) -> None:
+    assert reason in refused(*(small_moe if word == "MODEL" else word for word in arguments))

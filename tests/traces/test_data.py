@@ -70,6 +70,7 @@ def test_only_a_newline_ends_a_line(jsonl) -> None:
     (question(answer="E"), 'the answer "E" is none of the labels A, B, C, D'),
     (question(answer=2), '"answerKey" is not a string'),
     (question(id=7), '"id" is not a string'),
+    (json.dumps(question(id="\udfff")), '"id" is not text'),
 ])
 def test_a_malformed_line_is_named(jsonl, line: object, complaint: str) -> None:
     path = jsonl(question(), "", line)
@@ -120,7 +121,8 @@ def test_a_line_of_jsonl_is_a_document(jsonl) -> None:
 
 @pytest.mark.parametrize("line, complaint", [
     ({"body": "x"}, 'the object has neither "text" nor "prompt" nor "question"'),
-    ({"text": ["x"]}, '"text" is no string'),
+    ({"text": ["x"]}, '"text" is not a string'),
+    ('{"text": "x\\ud800"}', '"text" is not text: it holds half of a surrogate pair'),
     (question(answer="Z"), 'the answer "Z"'),
 ])
 def test_a_line_that_is_no_document_is_named(jsonl, line: object, complaint: str) -> None:
