@@ -61,7 +61,7 @@ def set_quiet(quiet: bool) -> None:
 def last_error() -> str:
     """The first thing that llama.cpp said went wrong, "" if it said nothing."""
     # The first is the cause; a line begins with the name of a function.
-    first = next((line for line in _last_errors if line), "")
+    first = " ".join(next((line for line in _last_errors if line), "").split())
     return first.split(": ", 1)[-1].removeprefix("error loading model: ")
 
 

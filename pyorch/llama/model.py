@@ -12,7 +12,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.errors import PyorchError
+from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
@@ -29,6 +29,7 @@ from pyorch.sidecars.container import default_path
 N_OUTPUTS_MAX = 64
 
 DEFAULT_CTX = 4096
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
 _loading = threading.Lock()
 
@@ -363,8 +364,10 @@ def load(
     Raises:
         FormatError: the file is missing, damaged, incomplete or no GGUF.
         BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
+        PyorchError: a setting that cannot be.
     """
     path = os.fspath(path)
+    _check_sizes(n_ctx=n_ctx, n_threads=n_threads, n_batch=n_batch, n_ubatch=n_ubatch, n_readers=n_readers)
     budget = Budget.parse(budget)
     logs.set_quiet(not verbose)
     n_threads = n_threads or memory.physical_cores()
@@ -404,7 +407,17 @@ def load(
             model = llama_cpp.Llama(path, **arguments | llama_kwargs)
         except ValueError as error:
             raise PyorchError(f"{path}: {error}") from error
+        except MemoryError as error:  # numpy's, of the logits of a whole batch
+            raise BudgetError(f"{path} does not fit: {error}; use a smaller context, batch or ubatch") from None
     return Model(model, interception.find(model.model))
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    """Raises PyorchError for what llama.cpp would wrap, or end the process over. None and 0 stand for a default."""
+    for name, value in sizes.items():
+        most = MAX_THREADS if name in ("n_threads", "n_readers") else (1 << 31) - 1
+        if value is not None and not 0 <= value <= most:
+            raise PyorchError(f"{name} is {value}, and must be from 0 (for the default) to {most}")
 
 
 def default_ubatch(path: str | os.PathLike[str], budget: Budget) -> int | str:

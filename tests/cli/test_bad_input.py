@@ -120,6 +120,22 @@ def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
     assert "layer_norm_rms_epsilon is -1, and must be 0 or more" in refused("run", tiny_moe, "-p", "x")
 
 
+@pytest.mark.parametrize(("option", "value"), [
+    ("--threads", 100_000), ("--threads", -1), ("--ctx", -5), ("--ctx", 2**40), ("--ubatch", -3), ("--ubatch", 2**31)])
+def test_a_size_that_cannot_be(refused, tiny_moe: Path, option: str, value: int) -> None:
+    assert f"is {value}, and must be from 0" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
+
+
+def test_a_batch_that_no_memory_holds(refused, tiny_moe: Path) -> None:
+    sentence = refused("run", tiny_moe, "-p", "x", "--ubatch", 2**31 - 1, "--budget", "60%")
+    assert str(tiny_moe) in sentence and "does not fit" in sentence
+
+
+def test_text_of_a_damaged_model_does_not_break_the_sentence(refused, tiny_moe: Path) -> None:
+    tiny_moe.write_bytes(tiny_moe.read_bytes().replace(b"gpt-2", b"\ngpt2"))
+    assert "unknown pre-tokenizer" in refused("run", tiny_moe, "-p", "x", "--budget", "60%")
+
+
 @pytest.mark.parametrize("damage", ["text", "length"])
 def test_a_damaged_sidecar_is_blamed_and_not_the_model(refused, tiny_moe: Path, damage: str) -> None:
     sidecar = default_path(tiny_moe, "predictor")
