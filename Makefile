@@ -11,6 +11,9 @@ STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 EXTRAS := convert,plot,test
 
+# Processes that share the tests. Most tests compute on two threads.
+WORKERS ?= 2
+
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
@@ -22,7 +25,7 @@ demo: setup
 
 # Nothing is printed after pytest's summary.
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 bench: setup bench-residency
 	@$(MAKE) --no-print-directory build/bench/bench.gguf

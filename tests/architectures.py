@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
-import subprocess
-import sys
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import pytest
+from filelock import FileLock
+from shared import with_torch
 
-from pyorch.convert import children, quantization
+from pyorch.convert import quantization
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import quantize
 
@@ -34,45 +32,33 @@ def types_of(name: str) -> tuple[str, ...]:
     return ("MXFP4",) if name.endswith("-mxfp4") else tuple(TYPES)
 
 
-def make_checkpoints(directory: Path, names: list[str]) -> None:
-    """Makes directory/NAME for each name: about 15 MB, 4 MoE layers of 8 experts."""
-    subprocess.run([sys.executable, CHECKPOINT_PROCESS, "make", directory, *names], check=True,
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
 def logits_by_transformers(checkpoints: Path, sequences: dict[str, list[int]]) -> dict[str, np.ndarray]:
     """float32[n_tokens, n_vocab] for a sequence of tokens of each checkpoint in the directory."""
     for name, sequence in sequences.items():
         (checkpoints / name / "tokens.json").write_text(json.dumps(sequence))
-    subprocess.run([sys.executable, CHECKPOINT_PROCESS, "logits", checkpoints], check=True,
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with_torch(CHECKPOINT_PROCESS, "logits", checkpoints)
     return {name: np.load(checkpoints / name / "logits.npy") for name in sequences}
 
 
-@lru_cache(maxsize=1)
-def zoo_of(directory: Path, names: tuple[str, ...]) -> Zoo:
-    """One for all test modules of a session. It is more than a gigabyte: nothing is kept for later."""
-    atexit.register(shutil.rmtree, directory / "zoo", ignore_errors=True)
-    return Zoo(directory / "zoo", [name for name in NAMES if name in names])
-
-
-def asked_for(request) -> tuple[str, ...]:
+def asked_for(items: list[pytest.Item]) -> tuple[str, ...]:
     """The architectures that the selected tests are about, and those that tests about others use."""
-    names = {item.callspec.params["name"] for item in request.session.items
+    names = {item.callspec.params["name"] for item in items
              if hasattr(item, "callspec") and "name" in item.callspec.params}
-    return tuple(sorted(names & set(NAMES) | {"olmoe", "mixtral"}))
+    return tuple(name for name in NAMES if name in names | {"olmoe", "mixtral"})
 
 
 class Zoo:
     """The models of some architectures in a directory. Types are made when they are asked for."""
 
-    def __init__(self, directory: Path, names: list[str]):
+    def __init__(self, directory: Path, names: tuple[str, ...]):
         self._directory = directory
         self.names = names
         self.checkpoints = directory / "checkpoints"
-        make_checkpoints(self.checkpoints, sorted({name.removesuffix("-fused") for name in names}))
-        # All in one process: to start torch costs more than to convert.
-        children.run_converter([self._job(name) for name in names])
+
+    def make_checkpoints(self) -> list[dict]:
+        """About 15 MB each, 4 MoE layers of 8 experts. Returns what converts them, for run_converter()."""
+        with_torch(CHECKPOINT_PROCESS, "make", self.checkpoints, *sorted({it.removesuffix("-fused") for it in self.names}))
+        return [self._job(name) for name in self.names]
 
     def _job(self, name: str) -> dict:
         checkpoint = self.checkpoints / name.removesuffix("-fused")
@@ -87,11 +73,7 @@ class Zoo:
         if type_name == types_of(name)[0]:  # as it was converted
             return plain
         path = self._directory / f"{name}-{type_name}.gguf"
-        if not path.exists():
-            quantize(plain, path, quantization.file_type(TYPES[type_name]).value, pure=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                quantize(plain, path, quantization.file_type(TYPES[type_name]).value, pure=True)
         return path
-
-
-def tokens(n: int, seed: int = 0) -> list[int]:
-    """Ids that are no special tokens."""
-    return np.random.default_rng(seed).integers(8, 376, n).tolist()

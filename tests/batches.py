@@ -6,17 +6,21 @@ import hashlib
 from typing import Callable
 
 import numpy as np
-from architectures import tokens
 
-N_UBATCH = 32
+N_UBATCH = 16
 CONTEXT = dict(n_ctx=512, n_batch=128, n_ubatch=N_UBATCH, n_seq_max=2)
 
 # tokens and sequences of one llama_decode to float32[n_tokens, n_vocab]
 Decode = Callable[[list[int], list[int]], np.ndarray]
 
 
+def tokens(n: int, seed: int = 0) -> list[int]:
+    """Ids that are no special tokens."""
+    return np.random.default_rng(seed).integers(8, 376, n).tolist()
+
+
 def one_token(decode: Decode) -> list[np.ndarray]:
-    return [decode([token], [0]) for token in tokens(4)]
+    return [decode([token], [0]) for token in tokens(3)]
 
 
 def seven_tokens(decode: Decode) -> list[np.ndarray]:

@@ -1,56 +1,89 @@
-"""Models that several tests share. Each is made once."""
+"""Models that several tests share. Each is made once in a session, whichever of its processes asks for it first."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 # Threads that spin for one that has no core make tests five times slower on a busy machine. Read once,
 # when the libraries are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import numpy as np
 import pytest
+import shared
+from architectures import Zoo, asked_for
 from ggufs import write_dense_model
+from models import CHECKPOINT, PROMPT, assert_same_bits, small_model  # noqa: F401
 
 from pyorch.cli import progress
-from pyorch.convert import convert
+from pyorch.convert import children, convert
+from pyorch.llama.model import Model
 from pyorch.settings.budget import MAPPED
-from pyorch.llama.model import Model, load
 
 # On a busy machine a command of a test may take so long that it says how far it is.
 progress.INTERVAL = 86400.0
 
-CHECKPOINT = Path(__file__).parent / "fixtures" / "small-moe"
 
-# Ends in the middle of a statement: a model that was trained on whole files does not end its answer here.
-PROMPT = """import os
-import sys
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # which those have that pytest-xdist starts
+        shared.begin()
 
-class Reader:
-    def __init__(self, path, mode="r"):
-        self.path = os.path.abspath(path)
-        self.lines = []
 
-    def read(self):
-        with open(self.path) as file:
-            self.lines = [line.strip() for line in"""
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shared.end()
 
 
 @pytest.fixture(scope="session")
-def small_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trained fixture as a GGUF: 8 layers of 64 experts, 6 used, 12 MiB of experts in BF16."""
-    path = tmp_path_factory.mktemp("small-moe") / "small-moe.gguf"
-    convert(CHECKPOINT, path, pre_tokenizer="gpt-2")
-    return path
+def converted(request: pytest.FixtureRequest) -> Path:
+    """The directory of the models that are made of checkpoints. Others than this session uses are not there.
+
+    All are converted in one process: to start torch costs more than to convert.
+    """
+    used = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+
+    def make(directory: Path) -> None:
+        jobs = []
+        for name, outtype in (("small_moe", "auto"), ("small_moe_f32", "f32")):
+            if name in used:
+                jobs.append({
+                    "checkpoint": str(CHECKPOINT), "output": str(directory / f"{name}.gguf"), "outtype": outtype,
+                    "options": [], "pre_tokenizer": "gpt-2", "has_mtp": False,
+                })
+        if "zoo" in used:
+            jobs += Zoo(directory, asked_for(request.session.items)).make_checkpoints()
+        children.run_converter(jobs)
+
+    return shared.made_once("converted", make)
+
+
+@pytest.fixture(scope="session")
+def small_moe(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained fixture as a GGUF: 8 layers of 64 experts, 6 used, 12 MiB of experts in BF16.
+
+    A copy for this process alone: tests write sidecars beside it.
+    """
+    return Path(shutil.copy(converted / "small_moe.gguf", tmp_path_factory.mktemp("small-moe") / "small-moe.gguf"))
+
+
+@pytest.fixture(scope="session")
+def small_moe_f32(converted: Path) -> Path:
+    """The same in F32, so that the weights are those of transformers' float32 model."""
+    return converted / "small_moe_f32.gguf"
 
 
 @pytest.fixture(scope="session")
 def small_moe_q4(small_moe: Path) -> Path:
     """The same in Q4_0, whose experts lie at offsets that direct reads have to widen."""
-    path = small_moe.with_name("small-moe-q4.gguf")
-    convert(small_moe, path, quantize="Q4_0")
-    return path
+    made = shared.made_once("q4", lambda directory: convert(small_moe, directory / "q4.gguf", quantize="Q4_0"))
+    return Path(shutil.copy(made / "q4.gguf", small_moe.with_name("small-moe-q4.gguf")))
+
+
+@pytest.fixture(scope="session")
+def zoo(converted: Path, request: pytest.FixtureRequest) -> Zoo:
+    """A model of every architecture that this session asks for."""
+    return Zoo(converted, asked_for(request.session.items))
 
 
 @pytest.fixture(scope="session")
@@ -72,15 +105,3 @@ def resident(small_moe: Path):
 def prompt_tokens(resident: Model) -> list[int]:
     """About 60 tokens of Python, the language that the fixture was trained on."""
     return resident.llama.tokenize(PROMPT.encode(), add_bos=False)
-
-
-def small_model(path: Path, budget: str | int, **options: object) -> Model:
-    """A model with a small context of its own and two threads."""
-    return load(path, budget=budget, **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, **options})
-
-
-def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Bytes, not values: a sum in another order would pass a tolerance."""
-    assert actual.dtype == expected.dtype and actual.shape == expected.shape
-    assert np.isfinite(expected).all() and expected.std() > 0, "the reference says nothing"
-    assert np.array_equal(actual.view(np.uint32), expected.view(np.uint32))

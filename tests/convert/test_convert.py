@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import gguf
 import llama_cpp
 import pytest
-from architectures import Zoo, asked_for, zoo_of
-from conftest import CHECKPOINT
+from architectures import Zoo
+from models import CHECKPOINT
 from processes import HANG_SECONDS, pyorch
 
 from pyorch.convert import children, convert, quantization
@@ -25,11 +25,6 @@ from pyorch import files
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
 from pyorch.errors import FormatError, PyorchError
-
-
-@pytest.fixture(scope="module")
-def zoo(request, tmp_path_factory) -> Zoo:
-    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINT, PROMPT, small_model
+from models import CHECKPOINT, PROMPT, small_model
 from processes import pyorch as pyorch_command
-from processes import python
+from shared import with_torch
 
 import pyorch
 from pyorch.eval.calibration import Calibrated, Trial
@@ -264,7 +264,7 @@ def test_estimates_equal_what_torch_computes(made: Made, tmp_path: Path) -> None
         defaults=file.default_vectors.vectors[il], norm=router.norm, eps=router.eps, gate=router.gate,
     )
     np.savez(tmp_path / "in.npz", **file.estimator.arrays(), **given)
-    python(Path(__file__).with_name("estimator_process.py"), tmp_path / "in.npz", tmp_path / "out.npz", check=True)
+    with_torch(Path(__file__).with_name("estimator_process.py"), tmp_path / "in.npz", tmp_path / "out.npz")
     expected = np.load(tmp_path / "out.npz")
     assert expected["corrections"].std() > 0.1, "the reference says nothing"
     largest = np.abs(expected["corrections"]).max()

@@ -5,19 +5,17 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from buddy_lists import complete_buddies
-from conftest import CHECKPOINT
+from models import CHECKPOINT
+from shared import with_torch
 
 from pyorch import load
 from pyorch.cli import main
 from pyorch.llama.context import Context
-from pyorch.convert import convert
 from pyorch.traces.data import Document, Question
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
@@ -50,14 +48,6 @@ def assert_best(chosen: list[int], values: np.ndarray) -> None:
 
 
 @pytest.fixture(scope="module")
-def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trained fixture in F32, so that the weights are those of transformers' float32 model."""
-    path = tmp_path_factory.mktemp("exact") / "exact.gguf"
-    convert(CHECKPOINT, path, outtype="f32", pre_tokenizer="gpt-2")
-    return path
-
-
-@pytest.fixture(scope="module")
 def whole(small_moe: Path):
     """The model with all experts in memory."""
     with load(small_moe, budget="100%", n_ctx=64, n_threads=1) as model:
@@ -80,14 +70,11 @@ def log_likelihoods(scores: list[Score]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("n_shots", [0, 3])
-def test_scores_agree_with_transformers_question_by_question(exact_model: Path, tmp_path: Path, n_shots: int) -> None:
+def test_scores_agree_with_transformers_question_by_question(small_moe_f32: Path, tmp_path: Path, n_shots: int) -> None:
     path = write_questions(tmp_path / "facts.jsonl", 40 + n_shots)
-    answers = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("arc_process.py")), str(CHECKPOINT), str(path), str(n_shots)],
-        capture_output=True, text=True, check=True,
-    )
-    expected = np.array([json.loads(line) for line in answers.stdout.splitlines()])
-    with load(exact_model, budget="100%", n_ctx=64, n_threads=1) as model:
+    answers = with_torch(Path(__file__).with_name("arc_process.py"), CHECKPOINT, path, n_shots)
+    expected = np.array([json.loads(line) for line in answers.splitlines()])
+    with load(small_moe_f32, budget="100%", n_ctx=64, n_threads=1) as model:
         task = arc.read_task(model, path, n_shots)
         scores = arc.score(model, task, n_threads=1)
     assert len(scores) == len(expected) == 40

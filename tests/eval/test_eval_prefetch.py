@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINT
+from models import CHECKPOINT
 
 from pyorch.cli import main
 from pyorch.errors import PyorchError

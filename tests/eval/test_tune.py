@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import CHECKPOINT
+from models import CHECKPOINT
 
 from pyorch.cli import main
 from pyorch.errors import FormatError

@@ -13,20 +13,16 @@ from pathlib import Path
 import batches
 import numpy as np
 import pytest
-from architectures import NAMES, Zoo, asked_for, logits_by_transformers, tokens, types_of, zoo_of
+from architectures import NAMES, Zoo, logits_by_transformers, types_of
+from batches import tokens
+from ggufs import split
 
 import pyorch
 from pyorch import _libs
 from pyorch.llama.context import Context
-from pyorch.convert import convert
 
 BUDGETS = ("floor", "30%", "100%")
 CASES = [(name, type_name) for name in NAMES for type_name in types_of(name)]
-
-
-@pytest.fixture(scope="module")
-def zoo(request, tmp_path_factory) -> Zoo:
-    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +92,7 @@ COMPARABLE = [name for name in NAMES if name not in ("gpt-oss-mxfp4", "phimoe") 
 
 
 @pytest.fixture(scope="module")
-def generations(zoo) -> dict[str, Generation]:
+def generations(zoo: Zoo) -> dict[str, Generation]:
     sequences, logits = {}, {}
     for name in zoo.names:
         if name in COMPARABLE:
@@ -125,10 +121,9 @@ def test_greedy_tokens_are_those_of_transformers(generations, name):
 
 def test_logits_of_a_split_model_are_those_of_the_whole(zoo, tmp_path):
     whole = zoo.path("olmoe", "F32")
-    shards = convert(zoo.checkpoints / "olmoe", tmp_path / "olmoe.gguf", outtype="f32",
-                     pre_tokenizer="gpt-2", split_max_size="7M")
-    assert len(shards.files) > 3
-    with load(shards.path, "floor") as model:
+    shards = split(whole, tmp_path / "olmoe.gguf", max_tensors=10)
+    assert len(shards) > 3
+    with load(shards[0], "floor") as model:
         assert digests(model) == resident(whole)
 
 

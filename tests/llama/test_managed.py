@@ -9,7 +9,7 @@ from pathlib import Path
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 import pytest
-from conftest import small_model
+from models import small_model
 from ggufs import write_moe_model
 from mutations import set_metadata
 from processes import python

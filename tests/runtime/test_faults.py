@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import PROMPT, assert_same_bits, small_model
+from models import PROMPT, assert_same_bits, small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import ExpertReadError

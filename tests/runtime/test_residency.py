@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import small_model
+from models import small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError, PyorchError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CHECKPOINT
+from models import CHECKPOINT
 
 import pyorch
 from pyorch.cli import main

@@ -19,7 +19,7 @@ import gguf
 import openai
 import pytest
 from buddy_lists import random_buddies
-from conftest import PROMPT, small_model
+from models import PROMPT, small_model
 from ggufs import write_moe_model
 from processes import HANG_SECONDS, pyorch
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
-from architectures import Zoo, asked_for, zoo_of
-from conftest import CHECKPOINT
+from architectures import Zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import CHECKPOINT
+from shared import with_torch
 
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import KIND, VERSION, Buddies, LayerBuddies
@@ -212,19 +211,13 @@ def test_rank_correlation_is_that_of_ranks() -> None:
 # Outputs
 
 
-@pytest.fixture(scope="module")
-def zoo(request, tmp_path_factory) -> Zoo:
-    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
-
-
 def assert_computes_as_transformers(model: Path, checkpoint: Path, directory: Path) -> None:
     with ModelMap(model) as model_map:
         n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length")
         inputs = np.random.default_rng(3).normal(0, 2, (5, n_embd)).astype(np.float32)
         np.save(directory / "inputs.npy", inputs)
-        program = Path(__file__).with_name("expert_outputs_process.py")
-        subprocess.run([sys.executable, program, checkpoint, directory / "inputs.npy", directory / "outputs.npy"],
-                       check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with_torch(Path(__file__).with_name("expert_outputs_process.py"), checkpoint, directory / "inputs.npy",
+                   directory / "outputs.npy")
         expected = np.load(directory / "outputs.npy")
         assert expected.shape[:2] == (len(model_map.layers), model_map.layers[0].n_expert)
         for layer, of_layer in zip(model_map.layers, expected):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import CHECKPOINT
+from models import CHECKPOINT
 
 from pyorch.traces.data import Document, read_documents, read_questions
 from pyorch.errors import FormatError

@@ -15,14 +15,13 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 from architectures import CHECKPOINT_PROCESS
-from conftest import CHECKPOINT, small_model
-from processes import python
+from models import CHECKPOINT, small_model
+from shared import with_torch
 
 from pyorch.traces import recorder as profiling
 from pyorch.traces import routing_statistics as routing_stats
 from pyorch.cli import main
 from pyorch.llama.context import Context
-from pyorch.convert import convert
 from pyorch.runtime.observers import Routing
 from pyorch.errors import FormatError, PyorchError
 from pyorch.traces.recorder import Recorder, profile
@@ -233,13 +232,6 @@ def test_every_token_is_sampled_alike(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_moe_f32(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("f32") / "small-moe-f32.gguf"
-    convert(CHECKPOINT, path, outtype="f32", pre_tokenizer="gpt-2")
-    return path
-
-
-@pytest.fixture(scope="module")
 def recorded(small_moe_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     """Prose and questions, the whole distribution and a sample of inputs, in more than one ubatch."""
     return record(small_moe_f32, tmp_path_factory.mktemp("trace") / "small.trace")
@@ -276,7 +268,7 @@ def router_logits(recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> 
     for file in ("config.json", "model.safetensors"):
         (checkpoint / file).symlink_to((CHECKPOINT / file).resolve())
     (checkpoint / "tokens.json").write_text(json.dumps([it["token"].tolist() for it in prose(recorded)]))
-    python(CHECKPOINT_PROCESS, "routers", checkpoint.parent, check=True)
+    with_torch(CHECKPOINT_PROCESS, "routers", checkpoint.parent)
     return np.load(checkpoint / "routers.npy").reshape(-1, 8, 64).astype(np.float64)
 
 

@@ -1,0 +1,91 @@
+"""What the processes of one test session share: files that one of them makes, and a process that has torch."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock
+
+from processes import HANG_SECONDS
+
+_VARIABLE = "PYORCH_TESTS_SHARED"  # names the directory to processes that the first one starts
+
+
+def begin() -> None:
+    """Makes the directory of the session. It may grow to gigabytes: nothing is kept for later."""
+    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="pyorch-tests-")
+
+
+def end() -> None:
+    shutil.rmtree(directory(), ignore_errors=True)
+
+
+def directory() -> Path:
+    return Path(os.environ[_VARIABLE])
+
+
+def made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """A directory that the first process to ask for it makes, and all others read."""
+    made = directory() / name
+    with FileLock(f"{made}.lock"):
+        if not made.exists():
+            part = directory() / f"{name}.part"
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            make(part)
+            part.rename(made)
+    return made
+
+
+def with_torch(program: Path, *arguments: object) -> str:
+    """Runs a program that needs torch in a fork of a process that has imported torch. Returns what it printed."""
+    with _connection() as connection, connection.makefile("rw", encoding="utf-8") as stream:
+        stream.write(json.dumps({"program": str(program), "arguments": [str(it) for it in arguments]}) + "\n")
+        stream.flush()
+        reply = stream.readline()
+    assert reply, f"{program} died"
+    answer = json.loads(reply)
+    assert not answer["failure"], answer["failure"]
+    return answer["output"]
+
+
+def _connection() -> socket.socket:
+    """To the server. It ends with the process that started it; then the next one starts another."""
+    path = directory() / "torch.socket"
+    with FileLock(f"{path}.lock"):
+        connection = _connected(path)
+        if connection is None:
+            path.unlink(missing_ok=True)
+            server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("torch_server.py")), str(path)],
+                                      stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            atexit.register(_stop, server)
+            while (connection := _connected(path)) is None:
+                assert server.poll() is None, "the process with torch did not start"
+                time.sleep(0.05)
+    connection.settimeout(HANG_SECONDS)
+    return connection
+
+
+def _connected(path: Path) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(path))
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def _stop(server: subprocess.Popen) -> None:
+    server.stdin.close()
+    server.wait()
