@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from buddy_lists import random_buddies
-from processes import pyorch
+from processes import pyorch as pyorch_process
 
+from pyorch.cli import main
 from pyorch.eval.profile_file import Profile, write_profile
 from pyorch.runtime.model_map import ModelMap
 
@@ -26,7 +29,23 @@ def model(small_moe: Path, tmp_path_factory) -> Path:
     return path
 
 
-def test_run_says_what_was_substituted(model: Path):
+Command = Callable[..., SimpleNamespace]  # words to returncode: int; stdout, stderr: str
+
+
+@pytest.fixture
+def pyorch(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process."""
+
+    def run(*words: object) -> SimpleNamespace:
+        capsys.readouterr()
+        returncode = main([str(word) for word in words])
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=returncode, stdout=printed.out, stderr=printed.err)
+
+    return run
+
+
+def test_run_says_what_was_substituted(pyorch: Command, model: Path):
     run = ("run", model, "-p", PROMPT, "-n", 24, "--budget", "25%", "--threads", 1, "--seed", 1, "--temp", 0)
     done = pyorch(*run, "--buddies", "rho=2")
     assert done.returncode == 0 and "lossy  " in done.stderr, done.stderr
@@ -36,13 +55,13 @@ def test_run_says_what_was_substituted(model: Path):
     assert "lossy" not in lossless.stderr and json.loads(pyorch(*run, "--json").stdout)["stats"]["substitution"] is None
 
 
-def test_verify_tells_the_cost_of_a_lossy_setting_and_succeeds(model: Path):
+def test_verify_tells_the_cost_of_a_lossy_setting_and_succeeds(pyorch: Command, model: Path):
     done = pyorch("verify", model, "--budget", "25%", "--threads", 1, "--substitute", "random")
     assert done.returncode == 0, done.stderr
     assert "lossy" in done.stdout and "KL divergence" in done.stdout and "bit-identical" not in done.stdout
 
 
-def test_bench_compares_lossy_with_lossless(model: Path):
+def test_bench_compares_lossy_with_lossless(pyorch: Command, model: Path):
     done = pyorch("bench", model, "--budget", "25%", "--buddies", "default", "--tokens", 8, "--prompt-tokens", 16,
                   "--repeat", 1, "--threads", 1)
     assert done.returncode == 0, done.stderr
@@ -57,11 +76,11 @@ def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_
         f"llm({PROMPT!r}, max_tokens=24)\n"
         "print(interception.find(llm.model).engine.substitution_stats().substituted)\n"
     )
-    done = pyorch("exec", "--budget", "25%", "--buddies", "rho=2", script, model)
+    done = pyorch_process("exec", "--budget", "25%", "--buddies", "rho=2", script, model)
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
 
 
-def test_a_profile_brings_its_setting_and_its_budget(model: Path, tmp_path: Path):
+def test_a_profile_brings_its_setting_and_its_budget(pyorch: Command, model: Path, tmp_path: Path):
     profile = Profile("rho=1,tau=p10", "25%", 0.25, "acc_norm", 10, 0.8, 0.8, None, None, None, None)
     with ModelMap(model) as model_map:
         write_profile(tmp_path / "profile.json", profile, model_map)
@@ -85,12 +104,12 @@ def test_a_profile_brings_its_setting_and_its_budget(model: Path, tmp_path: Path
         (("--profile", "nowhere.json"), "nowhere.json cannot be read"),
     ],
 )
-def test_a_mistake_gets_a_sentence(model: Path, flags: tuple[str, ...], sentence: str):
+def test_a_mistake_gets_a_sentence(pyorch: Command, model: Path, flags: tuple[str, ...], sentence: str):
     done = pyorch("run", model, "-p", PROMPT, "-n", 1, "--budget", "50%", *flags)
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_lists_that_are_missing_or_another_models_are_refused(model: Path, small_moe: Path, tmp_path: Path):
+def test_lists_that_are_missing_or_another_models_are_refused(pyorch: Command, model: Path, small_moe: Path, tmp_path: Path):
     alone = tmp_path / "alone.gguf"
     os.link(small_moe, alone)
     done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "default")
