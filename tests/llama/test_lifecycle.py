@@ -10,7 +10,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
-from conftest import assert_same_bits, small_model
+from models import assert_same_bits, small_model
 
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
