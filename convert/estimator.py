@@ -130,7 +130,7 @@ def check(trace: Trace, model_map: ModelMap) -> None:
         raise PyorchError(f"{trace.path} does not have what an estimator learns from: record it with "
                           "pyorch profile --states --router full")
     if len(header.layers) < 2:
-        raise PyorchError(f"{model_map.path} has no layer with experts after another one: there is nothing to guess")
+        raise PyorchError(f"{model_map.path} has no layer with experts after another one: there is nothing to predict")
 
 
 def split(requests: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

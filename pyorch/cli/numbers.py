@@ -20,7 +20,9 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
-def number(least: float = float("-inf"), most: float = float("inf"), above: float = float("-inf")) -> Callable[[str], float]:
+def number(
+    least: float = float("-inf"), most: float = float("inf"), above: float = float("-inf")
+) -> Callable[[str], float]:
     """Numbers from the least to the most, and above a bound."""
     def read(text: str) -> float:
         try:

@@ -242,7 +242,7 @@ def evaluate(it: Material, on_progress: OnProgress) -> Evaluation:
     store = it.store(conditions.capacity, on_progress)
     notes = [*it.missing.values()]
     if it.file.default_vectors is None:
-        notes.append(f"quasi-hidden guesses without default vectors: {it.map.path} has none beside it, "
+        notes.append(f"quasi-hidden predicts without default vectors: {it.map.path} has none beside it, "
                      "`pyorch calibrate` measures them")
     return Evaluation(
         n_past=len(it.past), n_present=len(it.present), conditions=conditions, notes=tuple(notes),

@@ -69,7 +69,7 @@ def _recall(figure_class: type[Figure], it: Evaluation) -> Figure:
     left.set_xlabel("layer")
     left.set_ylabel("recall@k, one layer ahead")
     left.set_ylim(0, 1)
-    right.set_xlabel("rank of the guess")
+    right.set_xlabel("rank of the predicted expert")
     right.set_ylabel("share that was used")
     figure.legend(loc="outside right center", fontsize=8)
     for axis in (left, right):

@@ -153,7 +153,7 @@ def _ranks(it: Evaluation) -> Table:
         by_rank = [[layer[rank] for layer in row.by_rank if layer[rank] == layer[rank]] for rank in range(n)]
         rows.append((row.predictor, *(sum(of) / len(of) if of else float("nan") for of in by_rank)))
     columns = ("predictor", *map(str, range(1, n + 1)))
-    return Table("ranks", "how often the guess of each rank was used, mean of layers", columns, tuple(rows))
+    return Table("ranks", "how often the predicted expert of each rank was used, mean of layers", columns, tuple(rows))
 
 
 def _similarity(it: Evaluation) -> Table:

@@ -245,7 +245,8 @@ class _Watch(threading.Thread):
             f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
         )
         if speculated.tokens:
-            self._say(f"lossy: {speculated.slots} expert slots computed as forecast, {speculated.right} of them as chosen")
+            self._say(f"lossy: {speculated.slots} expert slots computed as predicted, "
+                      f"{speculated.right} of them as their routers chose")
         if lossy.tokens:
             self._say(
                 f"lossy: {lossy.lossy_tokens} of {lossy.tokens} token-layers changed, {lossy.substituted} expert slots "

@@ -154,3 +154,11 @@ def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(Model, "generate", interrupted)
     assert main(["run", str(small_moe), "-p", "x", "--budget", "50%"]) == 130
     assert capsys.readouterr().err == ""
+
+
+def test_llama_cpp_is_silent_unless_its_log_is_asked_for(small_moe: Path) -> None:
+    """Its log and its warnings go to the descriptors, past Python."""
+    command = ("run", small_moe, "-p", "import os", "-n", "4", "--temp", "0", "--budget", "50%", "--threads", "1")
+    quiet, verbose = pyorch(*command), pyorch(*command, "--verbose")
+    assert [line.split()[0] for line in quiet.stderr.splitlines()] == ["prefill", "decode", "experts", "memory"]
+    assert "llama_model_loader" in verbose.stderr and quiet.stdout == verbose.stdout

@@ -198,7 +198,7 @@ def test_command_writes_every_table_and_picture(small_moe: Path, tmp_path: Path,
     for name in PICTURES:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
     assert {path.name for path in out.iterdir()} == {f"{it}.csv" for it in TABLES} | {f"{it}.png" for it in PICTURES}
-    assert "note: estimator is left out" in printed and "note: quasi-hidden guesses without default vectors" in printed
+    assert "note: estimator is left out" in printed and "note: quasi-hidden predicts without default vectors" in printed
     assert "expert-map" in printed and "belady" in printed
     budgets = list(csv.DictReader((out / "budgets.csv").open()))
     hit_rate = {(row["predictor"], row["policy"]): float(row["hit rate"]) for row in budgets}
