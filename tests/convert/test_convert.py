@@ -54,10 +54,11 @@ def out(tmp_path) -> Path:
 
 
 def test_command_converts_and_quantizes(checkpoint, out):
-    done = pyorch("convert", 
-        checkpoint, "-o", out / "model.gguf", "--quantize", "q4_k_m", "--pre-tokenizer", "gpt-2", "--json")
+    done = pyorch(
+        "convert", checkpoint, "-o", out / "model.gguf", "--quantize", "q4_k_m", "--pre-tokenizer", "gpt-2", "--json")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""  # the converter's chatter is for --verbose
+    # The converter's chatter is for --verbose. On a busy machine lines say how far the command is.
+    assert all(line.startswith(("pyorch: converting: ", "pyorch: quantizing: ")) for line in done.stderr.splitlines())
     result = json.loads(done.stdout)
     assert result["architecture"] == "OlmoeForCausalLM" and result["file_type"] == "Q4_K_M"
     assert result["files"] == [result["path"]] == [str(out / "model.gguf")]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from architectures import NAMES, Zoo, asked_for, tokens, types_of, zoo_of
+from architectures import NAMES, Zoo, types_of
+from batches import tokens
 from ggufs import as_smallthinker
 
 import pyorch
@@ -15,17 +16,10 @@ from pyorch.llama.context import Context
 from pyorch.runtime.observers import Routing
 from pyorch.traces.replay import read_router
 
-pytestmark = pytest.mark.timeout(300)
-
 GATING = {
     "deepseek-v3": "sigmoid", "glm4-moe": "sigmoid", "dots1": "sigmoid", "llama4": "sigmoid",
     "gpt-oss": "softmax-selected", "gpt-oss-mxfp4": "softmax-selected",
 }
-
-
-@pytest.fixture(scope="module")
-def zoo(request, tmp_path_factory) -> Zoo:
-    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
 
 
 def load(path: Path, **settings: object) -> pyorch.Model:

@@ -6,18 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from architectures import Zoo, asked_for, tokens, zoo_of
+from architectures import Zoo
+from batches import tokens
 from ggufs import with_next_token_block
 
 import pyorch
 from pyorch.llama.context import Context
-
-pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture(scope="module")
-def zoo(request, tmp_path_factory) -> Zoo:
-    return zoo_of(tmp_path_factory.getbasetemp(), asked_for(request))
 
 
 @pytest.fixture(scope="module")
