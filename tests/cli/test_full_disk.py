@@ -16,21 +16,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system: needs root")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("import os\nimport sys\n" * 40)
-    return path
-
-
-@pytest.fixture(scope="module")
-def trace(small_moe: Path, text: Path) -> Path:
-    path = text.with_name("full.trace")
-    command = ["profile", small_moe, "--data", text, "--router", "full", "--threads", 1, "-o", path]
-    assert main([str(word) for word in command]) == 0
-    return path
-
-
 @pytest.fixture()
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 16 KiB: the header of a file fits, its contents do not."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from terminals import Terminal
 
+from pyorch.cli import main
 from pyorch.cli.progress import PlainLines, Progress
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-9]")
@@ -159,3 +160,28 @@ def test_json_is_clean_where_a_bar_is_shown(small_moe: Path, terminal: Terminal)
     assert done.returncode == 0, shown
     (comparison,) = json.loads(done.stdout)
     assert comparison["identical"] and "resident model" in shown and "budget 50%" in shown
+
+
+@pytest.mark.parametrize(("command", "steps"), [
+    ("convert HF_DIR -o OUT --pre-tokenizer gpt-2 --quantize Q8_0", ["converting", "quantizing"]),
+    ("profile MODEL --data TEXT -o OUT", ["profiling"]),
+    ("calibrate MODEL --data TEXT -o OUT", ["calibrating"]),
+    ("maps MODEL TRACE -o OUT", ["searching"]),
+    ("buddies MODEL --trace TRACE -o OUT", ["counting"]),
+    ("replay MODEL TRACE --read-bandwidth 1GB/s --budget 50%", ["replaying lru, none, 50%"]),
+    ("eval perplexity MODEL --data TEXT --tokens 64", ["tokens"]),
+    ("demo --tokens 8", ["converting", "resident model", "budget 50%"]),
+])
+def test_long_commands_show_how_far_they_are(
+    command: str, steps: list[str], small_moe: Path, text: Path, trace: Path, tmp_path: Path, terminal: Terminal,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixtures = Path(__file__).parents[1] / "fixtures"
+    words = {"MODEL": small_moe, "TEXT": text, "TRACE": trace, "OUT": tmp_path / "out", "HF_DIR": fixtures / "small-moe"}
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    status = main([str(words.get(word, word)) for word in command.split()])
+    monkeypatch.undo()
+    shown = terminal.text()
+    assert status == 0, shown
+    assert [step for step in steps if step not in shown] == []
