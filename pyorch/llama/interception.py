@@ -230,7 +230,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     with fatal.refused():
         context = init(model, params)
     if not context:
-        raise FormatError(f"{managed.path}: {measure.refusal(managed.map)}")
+        raise PyorchError(f"{managed.path}: {measure.refusal(managed.map)}")
     if managed.engine is not None:
         try:
             managed.engine.check_routers()
