@@ -18,8 +18,8 @@ import numpy as np
 
 from pyorch.convert.children import run_estimator
 from pyorch.errors import PyorchError
-from pyorch.runtime.engine import Router
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.routers import Router
 from pyorch.sidecars import container
 from pyorch.sidecars.predictor import DefaultVectors, Estimator
 from pyorch.traces.file import Trace

@@ -10,8 +10,9 @@ from pyorch import _libs
 _libs.claim_llama_cpp()
 
 if TYPE_CHECKING:
-    from pyorch.runtime.engine import Engine, Stats
-    from pyorch.errors import BudgetError, ExpertReadError, FormatError, PyorchError
+    from pyorch.runtime.engine import Engine
+    from pyorch.runtime.statistics import Stats
+    from pyorch.errors import BudgetError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
     from pyorch.llama.interception import manage
     from pyorch.llama.model import LayerPolicy, Model, load
     from pyorch.runtime.model_map import ModelMap
@@ -29,9 +30,10 @@ _HOMES = {
     "LayerPolicy": "llama.model",
     "Model": "llama.model",
     "ModelMap": "runtime.model_map",
+    "OutOfMemoryError": "errors",
     "PyorchError": "errors",
     "Routing": "runtime.observers",
-    "Stats": "runtime.engine",
+    "Stats": "runtime.statistics",
     "Substitution": "settings.substitution",
     "load": "llama.model",
     "manage": "llama.interception",

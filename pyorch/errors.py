@@ -14,6 +14,10 @@ class BudgetError(PyorchError):
     """The memory that was asked for, or that there is, does not do."""
 
 
+class OutOfMemoryError(PyorchError, MemoryError):
+    """The system has no memory for what was asked."""
+
+
 class FormatError(PyorchError):
     """A file is missing, damaged, or not what it should be."""
 

@@ -2,11 +2,24 @@
 //
 // The C API of libpyorch. A model map says where each routed expert of a GGUF lies; an engine keeps
 // a budgeted set of them resident while llama.cpp computes. Layers are named by llama.cpp's block
-// number il, experts by their index in the layer.
+// number il, experts by their index in the layer. pyorch-replay.h plays recorded routings.
 //
 // Every function that returns pyorch_status leaves a sentence in pyorch_last_error() when it does
 // not return PYORCH_OK, and then has changed nothing. All functions may be called from any thread
 // unless said otherwise. cffi parses this file: declarations only below the guard.
+//
+// Structs begin with their size, as the caller was compiled: struct_size = sizeof(the struct). Later versions only
+// append fields, and never use padding for one. So a newer library takes an older struct: what lies behind it has
+// its default, or is not written. An older library takes a newer struct as long as what it does not know is zero.
+// A struct that is given gets its size, and the defaults of all fields, from the function named after it:
+// pyorch_config_default(&config, sizeof(config)). Of a struct that is filled in the caller sets struct_size.
+//
+// The callbacks (pyorch_read_fn, pyorch_observer_fn, pyorch_prediction_fn) run while the engine waits for them. Inside
+// one, the thread may ask (pyorch_get_*, pyorch_engine_error, pyorch_decode_error, pyorch_apply_router,
+// pyorch_substitute, and everything of the library, the model map and the history) and order (pyorch_prefetch,
+// pyorch_pin, pyorch_unpin, pyorch_evict).
+// Every other function of an engine, also of another one, returns PYORCH_CALLBACK there: it might wait for the callback
+// itself. A decode with managed experts fails there. A callback must not wait for a thread that does any of this.
 
 #ifndef PYORCH_H
 #define PYORCH_H
@@ -18,16 +31,68 @@
 extern "C" {
 #endif
 
+//
+// library
+//
+
 typedef enum pyorch_status {
-    PYORCH_OK      = 0,
-    PYORCH_INVALID = 1, // an argument is out of range
-    PYORCH_FORMAT  = 2, // a file is not what it should be
-    PYORCH_IO      = 3, // the operating system refused
-    PYORCH_BUDGET  = 4, // the budget is too small for what was asked
+    PYORCH_OK       = 0,
+    PYORCH_INVALID  = 1, // an argument is out of range
+    PYORCH_FORMAT   = 2, // a file is not what it should be
+    PYORCH_IO       = 3, // the operating system refused
+    PYORCH_BUDGET   = 4, // the budget is too small for what was asked
+    PYORCH_MEMORY   = 5, // the system has no memory for what was asked
+    PYORCH_CALLBACK = 6, // not inside a callback
 } pyorch_status;
 
 // The sentence for the last failure on this thread. Valid until the thread's next call.
 const char * pyorch_last_error(void);
+
+// The calls and structs that a program was compiled with: a library of another number does not fit.
+enum { PYORCH_ABI = 1 };
+
+int32_t      pyorch_abi(void);            // the PYORCH_ABI that the library was compiled with
+const char * pyorch_version(void);        // "1.2.3"
+int32_t      pyorch_version_number(void); // 10203
+
+// What can be chosen among by name. The values of a choice are those of the enum.
+typedef enum pyorch_choices {
+    PYORCH_CHOICES_POLICY            = 0, // pyorch_policy
+    PYORCH_CHOICES_PREDICTOR         = 1, // pyorch_predictor
+    PYORCH_CHOICES_SPECULATE         = 2, // pyorch_speculate
+    PYORCH_CHOICES_SUBSTITUTE_MODE   = 3, // pyorch_substitute_mode
+    PYORCH_CHOICES_SUBSTITUTE_WEIGHT = 4, // pyorch_substitute_weight
+    PYORCH_CHOICES_SUBSTITUTE_ORDER  = 5, // pyorch_substitute_order
+    PYORCH_CHOICES_ON_MISS           = 6, // pyorch_on_miss
+    PYORCH_CHOICES_GATING            = 7, // pyorch_gating
+} pyorch_choices;
+
+// What a choice works with.
+enum {
+    PYORCH_NEEDS_ROUTERS         = 1,   // the weights of the routers: the graph's, or pyorch_set_router
+    PYORCH_NEEDS_STATES          = 2,   // what the routers see: their inputs, or the residuals before
+    PYORCH_NEEDS_DISTRIBUTIONS   = 4,   // the probabilities of all experts
+    PYORCH_NEEDS_EMBEDDINGS      = 8,   // of the tokens
+    PYORCH_NEEDS_DEFAULT_VECTORS = 16,  // pyorch_set_default_vectors
+    PYORCH_NEEDS_ESTIMATOR       = 32,  // pyorch_set_estimator
+    PYORCH_NEEDS_HISTORY         = 64,  // pyorch_set_history
+    PYORCH_NEEDS_FORECASTS       = 128, // a predictor
+    PYORCH_NEEDS_BUDDIES         = 256, // pyorch_set_buddies
+    PYORCH_NEEDS_FUTURE          = 512, // what comes: only a replay knows
+};
+
+typedef struct pyorch_choice {
+    uint64_t     struct_size;
+    int32_t      value;       // of the enum
+    uint32_t     needs;       // flags PYORCH_NEEDS_*: without one of them it does nothing
+    uint32_t     uses;        // flags of what makes it better
+    int32_t      executable;  // nonzero: a predictor whose forecasts can be computed with, see pyorch_set_speculation
+    const char * name;        // such as "lru"; what users type
+    const char * description; // one line
+} pyorch_choice;
+
+// index: 0 and up. PYORCH_INVALID behind the last.
+pyorch_status pyorch_get_choice(int32_t choices, int32_t index, pyorch_choice * choice);
 
 //
 // llama.cpp's fatal errors
@@ -46,11 +111,12 @@ void pyorch_refuse_fatal_errors(int32_t on);
 // model map
 //
 
-typedef struct pyorch_map pyorch_map;
+typedef struct pyorch_model_map pyorch_model_map;
 
 enum { PYORCH_MAX_ROLES = 3 }; // matrices of one expert: up, gate, down or gate_up, down
 
-typedef struct pyorch_map_info {
+typedef struct pyorch_model_map_info {
+    uint64_t struct_size;
     char     arch[64];       // general.architecture
     char     name[128];      // general.name, may be empty
     int32_t  n_files;        // 1, or the number of shards
@@ -62,9 +128,10 @@ typedef struct pyorch_map_info {
     uint64_t dense_bytes;    // all other tensors
     uint64_t slots_bytes;    // what the experts occupy when all are resident (alignment included)
     uint64_t floor_bytes;    // smallest budget: all experts of the largest layer
-} pyorch_map_info;
+} pyorch_model_map_info;
 
 typedef struct pyorch_layer_info {
+    uint64_t struct_size;
     int32_t  il;
     int32_t  n_expert;
     int32_t  n_roles;
@@ -75,33 +142,33 @@ typedef struct pyorch_layer_info {
 } pyorch_layer_info;
 
 // Reads the metadata of a GGUF, shards included. A model without routed experts has n_moe_layers 0.
-pyorch_status pyorch_map_open(const char * path, pyorch_map ** map);
-void          pyorch_map_free(pyorch_map * map);
+pyorch_status pyorch_model_map_open(const char * path, pyorch_model_map ** map);
+void          pyorch_model_map_free(pyorch_model_map * map); // engines keep their own copy
 
-pyorch_status pyorch_map_get_info(const pyorch_map * map, pyorch_map_info * info);
+pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_model_map_info * info);
 
 // index: 0 .. n_moe_layers-1, in the order of il
-pyorch_status pyorch_map_get_layer(const pyorch_map * map, int32_t index, pyorch_layer_info * info);
+pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info);
 
 // Where a matrix of an expert lies: path (owned by the map), offset and size in bytes.
-pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t expert, int32_t role,
-                                   const char ** path, uint64_t * offset, uint64_t * size);
+pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
+                                         const char ** path, uint64_t * offset, uint64_t * size);
 
 // An integer of the metadata. Of an array: the element at index. PYORCH_INVALID where there is none.
-pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32_t index, int64_t * value);
+pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char * key, int32_t index, int64_t * value);
 
 // Where any tensor lies: path (owned by the map), offset and size in bytes.
-pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
-                                    const char ** path, uint64_t * offset, uint64_t * size);
+pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name, const char ** path,
+                                          uint64_t * offset, uint64_t * size);
 
 // The ggml type of any tensor, owned by the map.
-pyorch_status pyorch_map_get_tensor_type(const pyorch_map * map, const char * name, const char ** type);
+pyorch_status pyorch_model_map_get_tensor_type(const pyorch_model_map * map, const char * name, const char ** type);
 
 // A floating-point number of the metadata. PYORCH_INVALID where there is none.
-pyorch_status pyorch_map_get_float(const pyorch_map * map, const char * key, double * value);
+pyorch_status pyorch_model_map_get_float(const pyorch_model_map * map, const char * key, double * value);
 
 // A string of the metadata, owned by the map.
-pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value);
+pyorch_status pyorch_model_map_get_str(const pyorch_model_map * map, const char * key, const char ** value);
 
 //
 // engine
@@ -121,21 +188,24 @@ typedef enum pyorch_policy {
 typedef int64_t (*pyorch_read_fn)(void * user, int32_t file, uint64_t offset, void * buf, uint64_t size);
 
 typedef struct pyorch_config {
-    uint64_t       budget_bytes; // for all expert memory; above slots_bytes means all
-    int32_t        policy;       // pyorch_policy
-    int32_t        n_readers;    // reader threads, 0: default
-    int32_t        direct_io;    // nonzero: O_DIRECT where the file system has it and experts are large enough
-    uint64_t       read_bytes;   // one read request at most, 0: default
+    uint64_t       struct_size;
+    uint64_t       budget_bytes; // for all expert memory; above slots_bytes means all, the default
+    int32_t        policy;       // pyorch_policy; default PYORCH_FINEMOE
+    int32_t        n_readers;    // reader threads, 0: as many as suit the processor
+    int32_t        direct_io;    // nonzero, the default: O_DIRECT where files have it and experts are large enough
+    uint64_t       read_bytes;   // one read request at most, 0: 4 MiB
     pyorch_read_fn read;         // NULL: the files of the map
     void *         read_user;
     int32_t        simulated;    // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
 } pyorch_config;
 
+pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);
+
 // Starts the reader threads. The map is copied. PYORCH_BUDGET below floor_bytes.
-pyorch_status pyorch_engine_new(const pyorch_map * map, const pyorch_config * config, pyorch_engine ** engine);
+pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine);
 
 // REQUIRES: the models loaded under this engine, and their contexts, are freed.
-void          pyorch_engine_free(pyorch_engine * engine);
+pyorch_status pyorch_engine_free(pyorch_engine * engine);
 
 // Models that the calling thread loads from now on, from the files of the engine's map, leave their
 // experts to the engine. NULL ends that. A load of other files is untouched.
@@ -143,13 +213,22 @@ pyorch_status pyorch_engine_capture(pyorch_engine * engine);
 
 // As capture, but the experts stay mapped from the file and nothing manages them: the same kernels
 // as under an engine, without one. For comparisons.
-pyorch_status pyorch_capture_mapped(const pyorch_map * map);
+pyorch_status pyorch_capture_mapped(const pyorch_model_map * map);
 
-// The message of the last decode that the engine failed, "" if none. Copies at most size bytes.
+// Why the engine failed the last of all decodes that it failed, "" if none: for who watches contexts of other threads.
+// Copies at most size bytes.
 pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size);
+
+// Why an engine failed the llama_decode that the calling thread made since it last called this function, "" if none
+// did: called before a decode and after it, the second sentence is that decode's. Copies at most size bytes.
+pyorch_status pyorch_decode_error(char * buf, size_t size);
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
+
+//
+// residency
+//
 
 // Experts of a layer that eviction leaves (min), and that it may hold (max); a running layer may
 // exceed max for as long as it runs. Default 0 and n_expert.
@@ -168,137 +247,6 @@ pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t *
 // Queue reads behind all demand, in the given order; resident experts are skipped. Returns at once.
 pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
-// What guesses the experts of later layers while a layer of a decoding ubatch computes.
-typedef enum pyorch_predictor {
-    PYORCH_PREDICT_NONE              = 0,
-    PYORCH_PREDICT_PREVIOUS_TOKEN    = 1, // what the layer used for the previous token
-    PYORCH_PREDICT_LAYER_ALL         = 2, // every expert of the layer
-    PYORCH_PREDICT_NEXT_ROUTER       = 3, // its router, applied to the router input of the layer at hand
-    PYORCH_PREDICT_QUASI_HIDDEN      = 4, // its router, applied to a guess of its input: see pyorch_set_default_vectors
-    PYORCH_PREDICT_ACTIVATION_MATRIX = 5, // what the most alike request used in the layer: see pyorch_set_maps
-    PYORCH_PREDICT_ESTIMATOR         = 6, // a trained network, one layer ahead: see pyorch_set_estimator
-    PYORCH_PREDICT_HYBRID            = 7, // that network for some layers, quasi-hidden for the others: see pyorch_set_hybrid
-    PYORCH_PREDICT_EXPERT_MAP        = 8, // what the most alike iteration used in the layer: see pyorch_set_maps
-    PYORCH_PREDICT_ORACLE            = 9, // the truth: in a replay, which knows
-} pyorch_predictor;
-
-// Sets what guesses every layer, see pyorch_set_layer_prefetch.
-// automatic: nonzero: only while it makes decoding faster, which is tried.
-// PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot be applied.
-pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
-                                  int32_t automatic);
-
-// Sets what guesses one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
-// often than this, as counted while running, are not read; 0 reads all.
-pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision);
-
-// Lossy: layers compute with the experts and weights that were forecast for them one layer earlier, in place of their
-// routers' choice, and read nothing else (Speculating Experts, section 4). The first layer keeps to its router, and
-// so does one that nothing forecasts one layer ahead.
-typedef enum pyorch_speculate {
-    PYORCH_SPECULATE_NONE   = 0,
-    PYORCH_SPECULATE_DECODE = 1, // ubatches of one token of each sequence
-    PYORCH_SPECULATE_ALL    = 2, // prompts too: shows what it costs in accuracy
-} pyorch_speculate;
-
-pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode);
-
-// Since pyorch_reset_stats. A slot is one of the n_expert_used of a token.
-typedef struct pyorch_speculation_counts {
-    uint64_t tokens; // of the ubatches concerned, counted in each layer
-    uint64_t slots;  // that got a forecast expert
-    uint64_t right;  // of them, those whose router chose the same
-} pyorch_speculation_counts;
-
-pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts);
-
-// PYORCH_INVALID, with the layer and the reason, where a predictor that applies routers was chosen, or layers are
-// speculated, and a graph has a router that cannot be applied. For when a context was made: before, no graph is known.
-pyorch_status pyorch_check_routers(pyorch_engine * engine);
-
-// How probabilities are made of a router's logits. The numbers are those of GGUF's expert_gating_func.
-typedef enum pyorch_gating {
-    PYORCH_GATING_SOFTMAX          = 1,
-    PYORCH_GATING_SIGMOID          = 2,
-    PYORCH_GATING_SOFTMAX_SELECTED = 3, // of the logits of the selected; they are selected by logits
-    PYORCH_GATING_SQRT_SOFTPLUS    = 4,
-} pyorch_gating;
-
-// How a layer chooses its experts: logits = gate * input + bias, probabilities = gating(logits). Selected are the n_used
-// with the highest probability + selection_bias, from the n_groups_used groups of experts in which the sum of the two
-// highest is highest; n_groups 1: no groups. Their probabilities, divided by their sum if normalized, times scale, are
-// the weights. Arrays may be NULL but for gate.
-typedef struct pyorch_router {
-    int32_t       n_expert;
-    int32_t       n_embd;
-    int32_t       n_used;
-    int32_t       gating;         // pyorch_gating
-    int32_t       n_groups;
-    int32_t       n_groups_used;
-    int32_t       normalized;
-    float         scale;
-    const float * gate;           // [n_expert][n_embd]
-    const float * bias;           // [n_expert] of the logits
-    const float * selection_bias; // [n_expert] for the choice only
-    const float * norm;           // [n_embd] of the RMS normalization that makes the input
-    float         eps;            // of the same
-} pyorch_router;
-
-// Copied. For a simulated engine, which has no graph.
-pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router);
-
-// The router as it is used. Arrays belong to the model that is loaded under the engine, or to a simulated engine.
-// PYORCH_INVALID where there is none: no context was made yet, or it cannot be applied.
-pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router);
-
-// What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
-// [n_tokens][n_used], the best first. Status as of pyorch_get_router.
-pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens,
-                                  int32_t * experts, float * weights);
-
-// Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
-pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd);
-
-// A network that corrects the logits which the router of the next layer gives for a quasi-hidden state (Speculating
-// Experts, appendix A). n_layers: the first so many layers with experts have their states as its input.
-typedef struct pyorch_estimator {
-    int32_t       n_embd, n_latent, n_hidden, n_layers, n_expert;
-    const float * in_weight;   // [n_latent][n_embd]
-    const float * in_bias;     // [n_latent]
-    const float * position;    // [n_layers][n_latent], by the layer whose state is the input
-    const float * up_weight;   // [n_hidden][n_latent]
-    const float * up_bias;     // [n_hidden]
-    const float * down_weight; // [n_latent][n_hidden]
-    const float * down_bias;   // [n_latent]
-    const float * norm_weight; // [n_latent] LayerNorm, epsilon 1e-5
-    const float * norm_bias;   // [n_latent]
-    const float * head_weight; // [n_layers][n_expert][n_latent]
-    const float * head_bias;   // [n_layers][n_expert]
-} pyorch_estimator;
-
-// Copied. PYORCH_INVALID where it does not fit the layers of the model.
-pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
-
-// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.
-pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
-
-// What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
-pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert);
-
-// While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.
-pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
-
-// vectors [n_expert][n_embd]: mean output of each expert since calibration began, 0 where it was never used;
-// counts [n_expert]: how often it was.
-pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd);
-
-// What was predicted for one token when layer il_from was routed (-1: when the ubatch began): experts of layer il, the
-// likeliest first. Called on the prefetching thread.
-typedef void (*pyorch_prediction_fn)(void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n);
-
-// One per engine; NULL removes it. On return no call of the old one is running.
-pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user);
-
 // Bring in and never evict, until unpinned. PYORCH_BUDGET when the rest would fall below the floor.
 pyorch_status pyorch_pin  (pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
@@ -310,6 +258,7 @@ pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * e
 pyorch_status pyorch_wait_idle(pyorch_engine * engine);
 
 typedef struct pyorch_stats {
+    uint64_t struct_size;
     uint64_t hits;            // (layer, expert) uses that found the expert resident
     uint64_t misses;          // uses that had to wait for a read, or for the rest of one
     uint64_t loads;           // experts read
@@ -337,8 +286,156 @@ pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats 
 // Zero the counters (not the gauges).
 pyorch_status pyorch_reset_stats(pyorch_engine * engine);
 
+//
+// prediction: reads ahead, lossless
+//
+
+// What guesses the experts of later layers while a layer of a decoding ubatch computes.
+typedef enum pyorch_predictor {
+    PYORCH_PREDICT_NONE              = 0,
+    PYORCH_PREDICT_PREVIOUS_TOKEN    = 1, // what the layer used for the previous token
+    PYORCH_PREDICT_LAYER_ALL         = 2, // every expert of the layer
+    PYORCH_PREDICT_NEXT_ROUTER       = 3, // its router, applied to the router input of the layer at hand
+    PYORCH_PREDICT_QUASI_HIDDEN      = 4, // its router, applied to a guess of its input: see pyorch_set_default_vectors
+    PYORCH_PREDICT_ACTIVATION_MATRIX = 5, // what the most alike request used in the layer: see pyorch_set_history
+    PYORCH_PREDICT_ESTIMATOR         = 6, // a trained network, one layer ahead: see pyorch_set_estimator
+    PYORCH_PREDICT_HYBRID            = 7, // one of these two for each layer: see pyorch_set_hybrid
+    PYORCH_PREDICT_EXPERT_MAP        = 8, // what the most alike iteration used in the layer: see pyorch_set_history
+    PYORCH_PREDICT_ORACLE            = 9, // the truth: in a replay, which knows
+} pyorch_predictor;
+
+// Sets what guesses every layer, see pyorch_set_layer_prefetch.
+// automatic: nonzero: only while it makes decoding faster, which is tried.
+// PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot be applied.
+pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
+                                  int32_t automatic);
+
+// Sets what guesses one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
+// often than this, as counted while running, are not read; 0 reads all.
+pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance,
+                                        double min_precision);
+
+// PYORCH_INVALID, with the layer and the reason, where a predictor that applies routers was chosen, or layers are
+// speculated, and a graph has a router that cannot be applied. For when a context was made: before, no graph is known.
+pyorch_status pyorch_check_routers(pyorch_engine * engine);
+
+// How probabilities are made of a router's logits. The numbers are those of GGUF's expert_gating_func.
+typedef enum pyorch_gating {
+    PYORCH_GATING_SOFTMAX          = 1,
+    PYORCH_GATING_SIGMOID          = 2,
+    PYORCH_GATING_SOFTMAX_SELECTED = 3, // of the logits of the selected; they are selected by logits
+    PYORCH_GATING_SQRT_SOFTPLUS    = 4,
+} pyorch_gating;
+
+// How a layer chooses its experts: logits = gate * input + bias, probabilities = gating(logits). Selected are the
+// n_used with the highest probability + selection_bias, from the n_groups_used groups of experts in which the sum of
+// the two highest is highest; n_groups 1: no groups. Their probabilities, divided by their sum if normalized, times
+// scale, are the weights. Arrays may be NULL but for gate.
+typedef struct pyorch_router {
+    uint64_t      struct_size;
+    int32_t       n_expert;
+    int32_t       n_embd;
+    int32_t       n_used;
+    int32_t       gating;         // pyorch_gating; default PYORCH_GATING_SOFTMAX
+    int32_t       n_groups;       // default 1
+    int32_t       n_groups_used;  // default 1
+    int32_t       normalized;
+    float         scale;          // default 1
+    const float * gate;           // [n_expert][n_embd]
+    const float * bias;           // [n_expert] of the logits
+    const float * selection_bias; // [n_expert] for the choice only
+    const float * norm;           // [n_embd] of the RMS normalization that makes the input
+    float         eps;            // of the same
+} pyorch_router;
+
+pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size);
+
+// Copied. For a simulated engine, which has no graph.
+pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router);
+
+// The router as it is used. Arrays belong to the model that is loaded under the engine, or to a simulated engine.
+// PYORCH_INVALID where there is none: no context was made yet, or it cannot be applied.
+pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router);
+
+// What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
+// [n_tokens][n_used], the best first. Status as of pyorch_get_router.
+pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens,
+                                  int32_t * experts, float * weights);
+
+// Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
+pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert,
+                                         int32_t n_embd);
+
+// A network that corrects the logits which the router of the next layer gives for a quasi-hidden state (Speculating
+// Experts, appendix A). n_layers: the first so many layers with experts have their states as its input.
+typedef struct pyorch_estimator {
+    uint64_t      struct_size;
+    int32_t       n_embd, n_latent, n_hidden, n_layers, n_expert;
+    const float * in_weight;   // [n_latent][n_embd]
+    const float * in_bias;     // [n_latent]
+    const float * position;    // [n_layers][n_latent], by the layer whose state is the input
+    const float * up_weight;   // [n_hidden][n_latent]
+    const float * up_bias;     // [n_hidden]
+    const float * down_weight; // [n_latent][n_hidden]
+    const float * down_bias;   // [n_latent]
+    const float * norm_weight; // [n_latent] LayerNorm, epsilon 1e-5
+    const float * norm_bias;   // [n_latent]
+    const float * head_weight; // [n_layers][n_expert][n_latent]
+    const float * head_bias;   // [n_layers][n_expert]
+} pyorch_estimator;
+
+pyorch_status pyorch_estimator_default(pyorch_estimator * estimator, uint64_t struct_size);
+
+// Copied. PYORCH_INVALID where it does not fit the layers of the model.
+pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
+
+// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.
+pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
+
+// What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
+pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits,
+                              int32_t n_expert);
+
+// While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.
+pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
+
+// vectors [n_expert][n_embd]: mean output of each expert since calibration began, 0 where it was never used;
+// counts [n_expert]: how often it was.
+pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts,
+                                      int32_t n_expert, int32_t n_embd);
+
+//
+// speculation: lossy, off until set
+//
+
+// Layers compute with the experts and weights that were forecast for them one layer earlier, in place of their
+// routers' choice, and read nothing else (Speculating Experts, section 4). The first layer keeps to its router, and
+// so does one that nothing forecasts one layer ahead.
+typedef enum pyorch_speculate {
+    PYORCH_SPECULATE_NONE   = 0,
+    PYORCH_SPECULATE_DECODE = 1, // ubatches of one token of each sequence
+    PYORCH_SPECULATE_ALL    = 2, // prompts too: shows what it costs in accuracy
+} pyorch_speculate;
+
+pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode);
+
+// Since pyorch_reset_stats. A slot is one of the n_expert_used of a token.
+typedef struct pyorch_speculation_counts {
+    uint64_t struct_size;
+    uint64_t tokens; // of the ubatches concerned, counted in each layer
+    uint64_t slots;  // that got a forecast expert
+    uint64_t right;  // of them, those whose router chose the same
+} pyorch_speculation_counts;
+
+pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts);
+
+//
+// observers
+//
+
 // What a layer's router decided for one ubatch. Arrays are valid during the call, row-major by token.
 typedef struct pyorch_routing {
+    uint64_t        struct_size;
     const void *    context;       // tells contexts apart
     int32_t         il;
     int32_t         decode;        // nonzero: one token of each sequence
@@ -354,47 +451,58 @@ typedef struct pyorch_routing {
     const float *   residuals;     // [n_tokens][n_embd] of which the inputs are the RMS normalization, or NULL
 } pyorch_routing;
 
-// Called on a compute thread, between router and experts: it must return quickly and not decode.
+pyorch_status pyorch_routing_default(pyorch_routing * routing, uint64_t struct_size);
+
+// Called on a compute thread, between router and experts: it must return quickly.
 typedef void (*pyorch_observer_fn)(void * user, const pyorch_routing * routing);
 
 // One observer per engine; NULL removes it. On return no call of the old one is running.
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user);
 
+// What was predicted for one token when layer il_from was routed (-1: when the ubatch began): experts of layer il, the
+// likeliest first. Called on the prefetching thread.
+typedef void (*pyorch_prediction_fn)(void * user, const void * context, int32_t il_from, int32_t il,
+                                     const int32_t * experts, int32_t n);
+
+// One per engine; NULL removes it. On return no call of the old one is running.
+pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user);
+
 //
 // history: expert maps of past iterations (FineMoE), and activation matrices of past requests (MoE-Infinity)
 //
 
-typedef struct pyorch_maps pyorch_maps;
+typedef struct pyorch_history pyorch_history;
 
 // n_expert: of the widest layer; n_embd 0: without embeddings; capacity: in iterations; distance: of prefetching, for
 // the redundancy score by which an iteration replaces another in a full store; n_requests: capacity in requests.
-pyorch_status pyorch_maps_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
-                              int32_t n_requests, pyorch_maps ** maps);
-void          pyorch_maps_free(pyorch_maps * maps); // engines that have it keep it
+pyorch_status pyorch_history_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
+                                 int32_t n_requests, pyorch_history ** history);
+void          pyorch_history_free(pyorch_history * history); // engines that have it keep it
 
 // Predictors of the engine search it, and add what the engine decodes. NULL: they have none, and guess nothing.
-pyorch_status pyorch_set_maps(pyorch_engine * engine, pyorch_maps * maps);
+pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * history);
 
 // An iteration: embedding [n_embd], or NULL, and the distributions of its routers, map [n_layers][n_expert].
-pyorch_status pyorch_maps_add(pyorch_maps * maps, const float * embedding, const float * map);
+pyorch_status pyorch_history_add_map(pyorch_history * history, const float * embedding, const float * map);
 
 // A request: how often it used each expert, [n_layers][n_expert]. A full store replaces the most alike one.
-pyorch_status pyorch_maps_add_request(pyorch_maps * maps, const float * counts);
+pyorch_status pyorch_history_add_request(pyorch_history * history, const float * counts);
 
-pyorch_status pyorch_maps_size(const pyorch_maps * maps, int32_t * n_maps, int32_t * n_requests);
+pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_maps, int32_t * n_requests);
 
 // Copies embeddings [n_maps][n_embd], maps [n_maps][n_layers][n_expert] and requests [n_requests][n_layers][n_expert];
 // any may be NULL. n_maps, n_requests: for how many there is room, then how many there are; a running engine adds more.
-pyorch_status pyorch_maps_export(const pyorch_maps * maps, float * embeddings, float * probs, int32_t * n_maps,
-                                 float * requests, int32_t * n_requests);
+pyorch_status pyorch_history_export(const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps,
+                                    float * requests, int32_t * n_requests);
 
 // The most alike iteration, and its cosine: by embedding where n_known is 0, else by the first n_known layers of map.
 // index -1: there is none.
-pyorch_status pyorch_maps_search(const pyorch_maps * maps, const float * embedding, const float * map, int32_t n_known,
-                                 int32_t * index, float * score);
+pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map,
+                                        int32_t n_known, int32_t * index, float * score);
 
 // The most alike request, and its cosine, by the layers of counts that are not all 0. index -1: there is none.
-pyorch_status pyorch_maps_search_request(const pyorch_maps * maps, const float * counts, int32_t * index, float * score);
+pyorch_status pyorch_history_search_request(const pyorch_history * history, const float * counts, int32_t * index,
+                                            float * score);
 
 //
 // substitution: lossy, off until set
@@ -425,6 +533,7 @@ typedef enum pyorch_on_miss {
 // How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
 // What others stand in for is read when nothing else is wanted, where eviction values it higher than what must go.
 typedef struct pyorch_substitution {
+    uint64_t struct_size;
     int32_t  mode;          // pyorch_substitute_mode
     int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence
     int32_t  search_rank;   // only the first so many of a buddy list, 0: all
@@ -443,18 +552,22 @@ typedef struct pyorch_substitution {
     uint64_t seed;          // of random substitution
 } pyorch_substitution;
 
+// Nothing is substituted, every gate is off, and what no buddy covers is fetched.
+pyorch_status pyorch_substitution_default(pyorch_substitution * substitution, uint64_t struct_size);
+
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
 
 // ids, q, scale: [n_expert][k_max], best first; ids -1 after the last; scale may be NULL, or nan where it is not
 // known. hops: [n_expert] to where an expert is, may be NULL. PYORCH_INVALID for ids that do not exist.
-pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids,
-                                 const float * q, const float * scale, const uint8_t * hops);
+pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
+                                 const int32_t * ids, const float * q, const float * scale, const uint8_t * hops);
 
 // Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
 pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
 
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {
+    uint64_t struct_size;
     uint64_t tokens;
     uint64_t lossy_tokens;         // of them, those that got another expert or lost one
     uint64_t substituted;          // slots
@@ -478,58 +591,6 @@ pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il,
 pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
                                 int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
                                 pyorch_substitution_counts * counts);
-
-//
-// replay: what the table, a policy and a predictor would do with a recorded routing, in simulated time
-//
-
-// Arrays are row-major by recorded token; L layers, the first n_layers of the engine's map: no token passes others.
-typedef struct pyorch_recording {
-    int64_t n_tokens;
-    int32_t n_layers;
-    int32_t n_expert;
-    int32_t n_used;
-    int32_t n_embd;
-    const uint16_t * experts;    // [n_tokens][L][n_used], the likeliest first
-    const float *    weights;    // [n_tokens][L][n_used]
-    const float *    probs;      // [n_tokens][L][n_expert] with the sum 1, or NULL
-    const float *    states;     // [n_tokens][L][n_embd] of which the routers' inputs are the normalization, or NULL
-    const float *    embeddings; // [n_tokens][n_embd] of the embedding layer, or NULL
-    const uint32_t * request;    // [n_tokens]
-
-    // What is played, in this order: ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1].
-    int64_t          n_ubatches;
-    const int64_t *  begin;      // [n_ubatches + 1]
-    const int64_t *  order;
-    const uint8_t *  decode;     // [n_ubatches] nonzero: one token of each sequence
-} pyorch_recording;
-
-typedef struct pyorch_replay_config {
-    double  read_bytes_per_second;
-    double  read_seconds;    // that a request costs beside its bytes
-    double  compute_seconds; // of a decoded token when all is resident, spread evenly over the layers
-    double  route_share;     // of a layer's, what is computed before its router
-    double  prefill_seconds; // of a token of a prompt
-    double  predict_seconds; // from a layer's router to the forecast that follows from it
-    int64_t n_warm;          // ubatches that are played before anything is counted
-} pyorch_replay_config;
-
-// Of what was counted. Hits, loads and bytes are in pyorch_get_stats.
-typedef struct pyorch_replay_result {
-    int64_t  n_tokens;
-    int64_t  n_decoded;
-    double   seconds;
-    double   decode_seconds;
-    double   stall_seconds; // of these, the time without a matrix to compute with
-    double   read_seconds;  // in which the disk was busy
-    double   predict_wall_seconds; // that forecasts really took, on this machine
-} pyorch_replay_result;
-
-// Plays a recording on a simulated engine, which keeps what it then has resident.
-// right, total: [L][max_distance][n_ranks] or NULL: how often the expert that a forecast named at a rank, so many layers
-// (less one) ahead, was used, and how often one was named. Of decoded tokens.
-pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording, const pyorch_replay_config * config,
-                            pyorch_replay_result * result, int32_t max_distance, int32_t n_ranks, uint64_t * right, uint64_t * total);
 
 #ifdef __cplusplus
 }

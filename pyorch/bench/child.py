@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
 
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, from_json, to_json
+from pyorch.library.bindings import decode_error
 from pyorch.llama import memory
 
 if TYPE_CHECKING:
@@ -83,10 +84,10 @@ class _Run:
     def decode(self, tokens: Sequence[int]) -> int:
         """Appends tokens to the sequence. Logits of the last one."""
         ids = (llama.llama_token * len(tokens))(*tokens)  # the batch points to it
+        decode_error()  # of an earlier decode
         status = llama.llama_decode(self._context, llama.llama_batch_get_one(ids, len(tokens)))
         if status != 0:
-            reason = self.engine.error() if self.engine is not None else ""
-            raise RuntimeError(f"llama_decode returned {status} {reason}")
+            raise RuntimeError(f"llama_decode returned {status} {decode_error()}")
         return len(tokens)
 
     def decode_one_by_one(self, tokens: Sequence[int], max_seconds: float) -> int:

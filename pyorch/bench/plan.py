@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pyorch.bench import goals
 from pyorch.bench.job import ENGINE, Config
 from pyorch.errors import PyorchError
+from pyorch.library.choices import policies
 from pyorch.llama import memory
 from pyorch.llama.apply import check_prefetch
-from pyorch.runtime.engine import POLICIES
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import Prefetch
@@ -49,8 +49,7 @@ def check(plan: Plan, info: MapInfo) -> None:
     for prefetch in plan.prefetches:
         check_prefetch(Prefetch.parse(prefetch), info.n_moe_layers)
     for policy in plan.policies:
-        if policy not in POLICIES:
-            raise PyorchError(f'policy "{policy}" is not known: use {", ".join(POLICIES)}')
+        policies().choose(policy)
     for peer in plan.peers:
         if peer not in PEERS:
             raise PyorchError(f'--compare "{peer}" is not known: use {" or ".join(PEERS)}')

@@ -14,6 +14,8 @@ from pyorch.errors import PyorchError
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    from pyorch.library.choices import default_policy, policies
+
     parser = add_command(
         subparsers, "bench", summary,
         "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --compare mmap",
@@ -42,10 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="measure R rounds, and print their medians (default: 3)")
     parser.add_argument("--data", metavar="FILE",
                         help="text that is computed (default: a module of Python's standard library)")
-    parser.add_argument("--policy", default="finemoe", metavar="NAME,...",
-                        
-                        help="measure each budget with each of these eviction policies: lru, lfu, finemoe (default: "
-                             "finemoe)")
+    parser.add_argument("--policy", default=default_policy(), metavar="NAME,...",
+                        help="measure each budget with each of these eviction policies: "
+                             f"{', '.join(policies().present)} (default: %(default)s)")
     parser.add_argument("--prefetch", default="auto", metavar="WHAT,...",
                         
                         help="measure each budget with each of these predictors, named as in `pyorch run --prefetch` "

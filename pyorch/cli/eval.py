@@ -35,6 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def _add_arc(kinds: argparse._SubParsersAction) -> None:
+    from pyorch.library.choices import listed, predictors
+
     parser = add_command(
         kinds, "arc", "measure the accuracy on multiple-choice questions, and compare lossy settings",
         "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl ARC-Challenge-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
@@ -55,8 +57,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                             "be "
                             "repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
-                       help="add a row that computes with predicted experts; PREDICTOR is next-router, quasi-hidden, "
-                            "estimator or hybrid; may be repeated")
+                       help="add a row that computes with predicted experts; PREDICTOR is "
+                            f"{listed(predictors().executable)}; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
                        help="add rows to compare with: original (lossless), random (a random resident expert replaces "
                             "an "
@@ -193,7 +195,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 def _methods(args: argparse.Namespace) -> tuple:
     from pyorch.eval.method import BASELINES, lossy_method, speculation
-    from pyorch.settings.prefetch import SPECULATIVE, Prefetch
+    from pyorch.settings.prefetch import Prefetch
     from pyorch.settings.substitution import Substitution
 
     methods = []

@@ -50,14 +50,15 @@ def add_model_options(parser: argparse.ArgumentParser, budget: str = "auto") -> 
 
 def add_residency_options(parser: argparse.ArgumentParser) -> None:
     """What stays and what comes ahead of time."""
-    parser.add_argument("--policy", choices=("lru", "lfu", "finemoe"), default="finemoe",
-                        help="which expert is evicted first: the least recently used, the least frequently used, or by "
-                             "frequency and forecast (default: finemoe)")
+    from pyorch.library.choices import default_policy, listed, policies, predictors
+
+    described = "; ".join(f"{name}: {policies()[name].description}" for name in policies().present)
+    parser.add_argument("--policy", choices=policies().present, default=default_policy(),
+                        help=f"which expert is evicted first; {described} (default: %(default)s)")
     parser.add_argument(
         "--prefetch", default="auto", metavar="WHAT",
-        help="read experts ahead while decoding: none, previous-token, layer-all, activation-matrix, next-router, "
-             "quasi-hidden, estimator, hybrid or expert-map, each also as NAME:DISTANCE:PRECISION, or auto, while it "
-             "makes decoding faster (default: auto)",
+        help=f"read experts ahead while decoding: {listed(predictors().present)}, each also as NAME:DISTANCE:PRECISION; "
+             "or auto, only while it makes decoding faster (default: auto)",
     )
 
 
@@ -65,7 +66,7 @@ def add_maps_option(parser: argparse.ArgumentParser) -> None:
     """Of commands that decode for long."""
     parser.add_argument(
         "--maps", type=Path, metavar="FILE",
-        help="for the predictors expert-map and activation-matrix: begin with what is in FILE, if it exists, and write "
+        help=f"for the predictors {_with_history()}: begin with what is in FILE, if it exists, and write "
              "there at the end what was learned as well (default: begin with MODEL.maps.gguf, write nothing)",
     )
 
@@ -79,9 +80,15 @@ def maps_file(args: argparse.Namespace) -> Path | None:
 
     if not Prefetch.parse(args.prefetch).searches_maps:
         raise PyorchError(
-            f'--maps is for the predictors expert-map and activation-matrix, and --prefetch is "{args.prefetch}"')
+            f'--maps is for the predictors {_with_history()}, and --prefetch is "{args.prefetch}"')
     check_target(args.maps.absolute())
     return args.maps
+
+
+def _with_history() -> str:
+    from pyorch.library.choices import Needs, listed, predictors
+
+    return listed(predictors().needing(Needs.HISTORY), "and")
 
 
 def add_context_options(parser: argparse.ArgumentParser) -> None:
@@ -93,24 +100,25 @@ def add_context_options(parser: argparse.ArgumentParser) -> None:
 
 def add_substitution_options(parser: argparse.ArgumentParser) -> None:
     """What is computed in place of absent experts, for substitution_arguments()."""
+    from pyorch.library.choices import listed, predictors, substitution
+
     group = parser.add_argument_group("lossy", "Off unless asked for: the model's answers change.")
     group.add_argument(
         "--buddies", metavar="SETTINGS",
         help="let resident buddies stand in for absent experts: alpha=0.95,k=16,rho=3,tau=p15,... or default",
     )
-    group.add_argument("--substitute", choices=("buddies", "random", "none"), help="what stands in (default: buddies)")
-    group.add_argument("--on-miss", choices=("fetch", "drop"),
+    group.add_argument("--substitute", choices=tuple(substitution("mode")), help="what stands in (default: buddies)")
+    group.add_argument("--on-miss", choices=tuple(substitution("miss")),
                        help="what no buddy covers is read, or left out (default: fetch)")
-    group.add_argument("--buddy-weight", choices=("keep", "own", "fitted"),
+    group.add_argument("--buddy-weight", choices=tuple(substitution("weight")),
                        help="a buddy gets the weight of what it replaces, its own, or one fitted to its output "
                             "(default: keep)")
     group.add_argument("--buddies-file", metavar="FILE",
                        help="buddy lists (default: MODEL.buddies.gguf beside the model)")
     group.add_argument(
         "--speculate", action="store_true",
-        help="compute with the experts that --prefetch forecasts and read no others: next-router, quasi-hidden, "
-             "estimator "
-             "or hybrid (auto: hybrid if there is an estimator)",
+        help=f"compute with the experts that --prefetch forecasts and read no others: {listed(predictors().executable)} "
+             "(auto: hybrid if there is an estimator)",
     )
 
 

@@ -61,6 +61,8 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    from pyorch.library.choices import listed, policies, predictors
+
     parser = add_command(
         subparsers, "replay", summary,
         "pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --predictor none,next-router:2:0.5 --budget 25%,40%",
@@ -75,11 +77,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="a trace that pyorch profile recorded; predictors that apply routers need one with "
                              "--states")
     parser.add_argument("--policy", default="lru", metavar="LIST",
-                        help="which expert is evicted first: lru, lfu, finemoe, or belady, which knows the future "
-                             "(default: lru)")
+                        help=f"which expert is evicted first: {listed(policies().present)}; or "
+                             f"{listed(policies().foreseeing)}, which knows the future (default: %(default)s)")
     parser.add_argument("--predictor", default="none", metavar="LIST",
                         help="what predicts the experts to read ahead: names as for --prefetch of pyorch run, also as "
-                             "NAME:DISTANCE:PRECISION; or oracle, which knows the future (default: none)")
+                             f"NAME:DISTANCE:PRECISION; or {listed(predictors().foreseeing)}, which knows the future "
+                             "(default: %(default)s)")
     parser.add_argument("--budget", default="25%,40%,60%", metavar="LIST",
                         help="memory for the experts (default: %(default)s)")
     parser.add_argument("--read-bandwidth", metavar="RATE",

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             show_stats(model.stats())
         else:
             _generate(model, prompt, sampling, args)
-        if args.maps is not None and model.engine is not None and model.engine.maps:
+        if args.maps is not None and model.engine is not None and model.engine.history:
             model.save_maps(args.maps)
     return 0
 

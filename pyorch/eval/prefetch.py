@@ -16,6 +16,7 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.eval.similarity import Similarity, cosines, similarities, trajectory_cosines
+from pyorch.library.choices import Needs, policies, predictors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
@@ -24,7 +25,6 @@ from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
 from pyorch.traces.replay import Recording, ReplaySettings, Replayed, replay
 
-PREDICTORS = ("next-router", "quasi-hidden", "estimator", "hybrid", "expert-map", "activation-matrix", "previous-token")
 DISTANCES = (1, 2, 3, 4)
 SWEPT_PREDICTORS = ("next-router", "quasi-hidden", "expert-map")
 CAPACITIES = (50, 100, 200, 500, 1000, 2000, 4000)
@@ -34,7 +34,8 @@ SAMPLE = 400  # iterations of each side for similarities: all pairs of them
 
 _HELD_OUT = (2, 5, 8)  # of ten requests
 _TUNED = 1500  # tokens at most of the first quarter that settings are found with
-_NOT_TUNED = (NONE, "layer-all", "previous-token", "oracle")  # they read all that they guess, or nothing
+_UNRANKED = (NONE, "layer-all")  # they name no expert before another
+_NOT_TUNED = (*_UNRANKED, "previous-token", "oracle")  # they read all that they guess, or nothing
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 
@@ -53,7 +54,8 @@ class Pair:
 
     @property
     def is_bound(self) -> bool:
-        return self.predictor == "oracle" or self.policy == "belady"
+        needs = predictors()[self.predictor].needs | policies()[self.policy].needs
+        return bool(Needs.FUTURE & needs)
 
 
 ON_DEMAND = Pair(NONE, "lru", "on demand")
@@ -267,9 +269,9 @@ def split(trace: Trace) -> tuple[TracePart, TracePart]:
 def recalls(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Recall]:
     """One layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
     found = []
-    predictors = [name for name in PREDICTORS if name not in it.missing]
-    for done, predictor in enumerate(predictors):
-        on_progress("recall", done, len(predictors))
+    ranked = [name for name in predictors().present if name not in (*_UNRANKED, *it.missing)]
+    for done, predictor in enumerate(ranked):
+        on_progress("recall", done, len(ranked))
         found.append(_recall(it, _guessed(it, store, predictor, 1), predictor, 1))
     return found
 

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pyorch.eval.method import Slots
-from pyorch.settings.substitution import WEIGHTS, Percentile, Substitution
+from pyorch.library import choices
+from pyorch.settings.substitution import Percentile, Substitution
 
 DIALS = ("rho", "tau", "alpha", "beta")
 
@@ -96,7 +97,7 @@ class Search:
         return sorted(self._trials.values(), key=lambda it: (not it.reached, _reads(it), it.loss))
 
     def _search(self, start: Substitution) -> None:
-        start = self._least_loss(replace(start, weight=weight) for weight in WEIGHTS)
+        start = self._least_loss(replace(start, weight=weight) for weight in choices.substitution("weight"))
         # With all dials open every absent expert is replaced, and the order says little: the lowest weight first, then.
         start = self._least_loss(replace(start, order=order) for order in ("weight", "rank"))
         if self._trials[start].reached:

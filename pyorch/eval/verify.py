@@ -16,7 +16,7 @@ from pyorch.eval.logits import kl_divergences, top1_agreements
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
-from pyorch.runtime.engine import Stats, SubstitutionStats
+from pyorch.runtime.statistics import Stats, SubstitutionStats
 from pyorch.settings.budget import MAPPED
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of

@@ -6,23 +6,21 @@ import math
 import os
 
 from pyorch.errors import PyorchError
-from pyorch.runtime.engine import FORESIGHT, PREDICTORS, Engine
+from pyorch.library import choices
+from pyorch.library.choices import Needs, predictors
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.prefetch import AUTO, DISTANCE, SPECULATIVE, Prefetch
-from pyorch.settings.substitution import MISSES, MODES, OFF, ORDERS, WEIGHTS, Percentile, Substitution
+from pyorch.settings.prefetch import AUTO, DISTANCE, Prefetch
+from pyorch.settings.substitution import OFF, Percentile, Substitution
 from pyorch.sidecars.buddies import Buddies, LayerBuddies
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
 
-_OF_FILE = ("quasi-hidden", "estimator", "hybrid")  # predictors that are made with the predictor file
-
 
 def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
     """PyorchError for what a model with so many layers with routed experts cannot do."""
-    if prefetch.predictor in FORESIGHT["predictor"]:
-        raise PyorchError(f'prefetch "{prefetch.predictor}" needs to know the future: only pyorch replay does')
-    if prefetch.predictor != AUTO and prefetch.predictor not in PREDICTORS:
-        raise PyorchError(f'prefetch "{prefetch.predictor}" is not known: use {", ".join((AUTO, *PREDICTORS))}')
+    if prefetch.predictor != AUTO:
+        predictors().choose(prefetch.predictor, also=(AUTO,))
     if prefetch.distance is not None and not 1 <= prefetch.distance <= n_layers:
         raise PyorchError(f"prefetch distance {prefetch.distance} is not from 1 to {n_layers}, the layers with experts")
     if not 0 <= prefetch.min_precision <= 1:
@@ -41,18 +39,19 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, model_map: ModelMap, il: 
         raise PyorchError('prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one')
     predictor = _best_predictor(model_map) if prefetch.predictor == AUTO else prefetch.predictor
     distance = prefetch.distance
-    if predictor in _OF_FILE:
+    choice = predictors()[predictor]
+    if (Needs.ESTIMATOR | Needs.DEFAULT_VECTORS) & (choice.needs | choice.uses):
         file = _read_file(model_map)
-        if predictor != "quasi-hidden" and file.estimator is None:
+        if Needs.ESTIMATOR & choice.needs and file.estimator is None:
             raise PyorchError(f"the predictor {predictor} needs an estimator, and {model_map.path} has none beside it: "
                               "make one with pyorch train-predictor")
         file.apply(engine)
         distance = distance or file.distance
     distance = min(distance or DISTANCE, n_layers)
-    if prefetch.searches_maps and engine.maps is None:
+    if prefetch.searches_maps and engine.history is None:
         sidecar = model_map.sidecars().get("maps")
         maps = ExpertMaps.read(sidecar, model_map) if sidecar is not None else ExpertMaps.for_model(model_map, distance=distance)
-        engine.set_maps(maps)
+        engine.set_history(maps)
     if il is None:
         engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO)
     else:
@@ -67,9 +66,7 @@ def speculative(prefetch: Prefetch, model_map: ModelMap) -> Prefetch:
     """
     if prefetch.predictor == AUTO:
         return Prefetch(_best_predictor(model_map), prefetch.distance, prefetch.min_precision)
-    if prefetch.predictor not in SPECULATIVE:
-        raise PyorchError(f'what "{prefetch.predictor}" predicts has no weights to compute with: '
-                          f"speculate with {', '.join(SPECULATIVE)}")
+    prefetch.check_executable()
     return prefetch
 
 
@@ -82,26 +79,28 @@ def apply_substitution(engine: Engine, il: int, substitution: Substitution | Non
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
         engine.set_buddies(il, lists.ids, lists.q, lists.scale)
-    never = math.inf
+    gates = {
+        "tau": None if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
+        "gamma": None if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
+        "beta": settings.beta,
+    }
     engine.set_substitution(
         il,
         {
-            "mode": MODES.index(settings.mode),
+            "mode": choices.substitution("mode")[settings.mode].value,
             "prefill": settings.prefill,
             "search_rank": settings.rank or 0,
             "max_per_token": settings.rho or 0,
-            "weight": WEIGHTS.index(settings.weight),
-            "order": ORDERS.index(settings.order),
-            "on_miss": MISSES.index(settings.miss),
-            "tau": -never if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
+            "weight": choices.substitution("weight")[settings.weight].value,
+            "order": choices.substitution("order")[settings.order].value,
+            "on_miss": choices.substitution("miss")[settings.miss].value,
             "temperature": settings.temperature,
-            "gamma": never if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
-            "beta": never if settings.beta is None else settings.beta,
             "read_ms": settings.read_ms or 0,
             "eta": settings.eta,
             "kappa": settings.kappa,
             "reuse": settings.reuse,
             "seed": settings.seed,
+            **{name: value for name, value in gates.items() if value is not None},
         },
     )
 

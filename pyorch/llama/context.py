@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import ExpertReadError, PyorchError
-from pyorch.llama import interception
+from pyorch.library.bindings import decode_error
 from pyorch.llama.memory import physical_cores
 
 
@@ -103,12 +103,12 @@ class Context:
                 self._batch.seq_id[i][j] = sequence
                 n_past[sequence] += 1
             self._batch.logits[i] = i in wanted
+        decode_error()  # of an earlier decode
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             self._forget()
-            record = interception.find(self._model)
-            reason = record.engine.error() if record is not None and record.engine is not None else ""
-            if status == -3 and reason:
+            reason = decode_error()
+            if reason:
                 raise ExpertReadError(reason)
             raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
         self._n_past = n_past

@@ -19,12 +19,13 @@ import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
+from pyorch.library.bindings import check, decode_error, ffi, lib
 from pyorch.llama import logs, measure, memory
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.runtime import fatal
-from pyorch.runtime.bindings import check, ffi, lib
-from pyorch.runtime.engine import Engine, Source
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.sources import Source
 from pyorch.settings.budget import AUTO, MAPPED, Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
@@ -189,7 +190,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
-                managed.engine.set_maps(ExpertMaps.read(settings.maps, managed.map))
+                managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
             apply_prefetch(managed.prefetch, managed.engine, managed.map)
             managed.engine.set_speculation("decode" if settings.speculate else "none")
             for layer in managed.map.layers:
@@ -349,14 +350,13 @@ def _raise_decode_errors(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def wrapper(self: internals.LlamaContext, batch: internals.LlamaBatch) -> None:
-        managed = _models.get(self.model.model)
-        engine = managed.engine if managed is not None else None
-        failures = engine.stats().failures if engine is not None else 0
+        decode_error()  # of an earlier decode
         try:
             method(self, batch)
         except RuntimeError:
-            if engine is not None and engine.stats().failures > failures:
-                raise ExpertReadError(engine.error()) from None
+            reason = decode_error()
+            if reason:
+                raise ExpertReadError(reason) from None
             raise
 
     return wrapper

@@ -16,8 +16,9 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
-from pyorch.runtime.engine import Source, SpeculationStats, Stats, SubstitutionStats
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.sources import Source
+from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import AUTO, MAPPED, Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
@@ -284,9 +285,9 @@ class Model:
 
         Raises PyorchError where no predictor collects any, or the file cannot be written.
         """
-        if self.engine is None or self.engine.maps is None:
+        if self.engine is None or self.engine.history is None:
             raise PyorchError("no expert maps were collected: load the model with the prefetch expert-map or activation-matrix")
-        self.engine.maps.write(path or default_path(self.map.path, "maps"), self.map)
+        self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
 
     def stats(self) -> ModelStats:
         perf = llama.llama_perf_context(self.llama.ctx)

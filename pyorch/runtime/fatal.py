@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from pyorch.runtime.bindings import lib
+from pyorch.library.bindings import lib
 
 
 def show() -> None:

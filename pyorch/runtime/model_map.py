@@ -6,15 +6,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.runtime.bindings import check, ffi, lib, string
 from pyorch.errors import FormatError
+from pyorch.library.bindings import check, ffi, lib, new, string
 
 SIDECARS = ("buddies", "maps", "predictor", "experts")
 
 
 @dataclass(frozen=True)
 class MapInfo:
-    """Sizes in bytes. The names are those of pyorch_map_info."""
+    """Sizes in bytes. The names are those of pyorch_model_map_info."""
 
     arch: str
     name: str
@@ -66,16 +66,16 @@ class ModelMap:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        out = ffi.new("pyorch_map **")
-        check(lib.pyorch_map_open(os.fsencode(self.path), out))
-        self._map = ffi.gc(out[0], lib.pyorch_map_free)
+        out = ffi.new("pyorch_model_map **")
+        check(lib.pyorch_model_map_open(os.fsencode(self.path), out))
+        self._map = ffi.gc(out[0], lib.pyorch_model_map_free)
         self.info = self._read_info()
         self.layers = tuple(self._read_layer(i) for i in range(self.info.n_moe_layers))
         self._by_il = {layer.il: layer for layer in self.layers}
 
     @property
     def handle(self):
-        """The pyorch_map *, owned by this object."""
+        """The pyorch_model_map *, owned by this object."""
         if self._map is None:
             raise FormatError(f"the map of {self.path} was closed")
         return self._map
@@ -98,39 +98,39 @@ class ModelMap:
     def expert_range(self, il: int, expert: int, role: int) -> ByteRange:
         """Where matrix `role` (an index into LayerInfo.roles) of an expert lies."""
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        check(lib.pyorch_map_get_range(self.handle, il, expert, role, path, offset, size))
+        check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
         return ByteRange(string(path[0]), offset[0], size[0])
 
     def tensor_range(self, name: str) -> ByteRange:
         """Where any tensor lies. PyorchError if there is none of that name."""
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        check(lib.pyorch_map_get_tensor(self.handle, name.encode(), path, offset, size))
+        check(lib.pyorch_model_map_get_tensor(self.handle, name.encode(), path, offset, size))
         return ByteRange(string(path[0]), offset[0], size[0])
 
     def tensor_type(self, name: str) -> str:
         """The ggml type of any tensor, such as q4_K. PyorchError if there is none of that name."""
         kind = ffi.new("char const **")
-        check(lib.pyorch_map_get_tensor_type(self.handle, name.encode(), kind))
+        check(lib.pyorch_model_map_get_tensor_type(self.handle, name.encode(), kind))
         return string(kind[0])
 
     def metadata_int(self, key: str, index: int = 0, default: int | None = None) -> int | None:
         """An integer of the metadata, of an array the element at index; the default where there is none."""
         value = ffi.new("int64_t *")
-        if lib.pyorch_map_get_int(self.handle, key.encode(), index, value) != lib.PYORCH_OK:
+        if lib.pyorch_model_map_get_int(self.handle, key.encode(), index, value) != lib.PYORCH_OK:
             return default
         return value[0]
 
     def metadata_float(self, key: str, default: float | None = None) -> float | None:
         """A floating-point number of the metadata, the default where there is none."""
         value = ffi.new("double *")
-        if lib.pyorch_map_get_float(self.handle, key.encode(), value) != lib.PYORCH_OK:
+        if lib.pyorch_model_map_get_float(self.handle, key.encode(), value) != lib.PYORCH_OK:
             return default
         return value[0]
 
     def metadata_str(self, key: str, default: str | None = None) -> str | None:
         """A string of the metadata, the default where there is none."""
         value = ffi.new("char const **")
-        if lib.pyorch_map_get_str(self.handle, key.encode(), value) != lib.PYORCH_OK:
+        if lib.pyorch_model_map_get_str(self.handle, key.encode(), value) != lib.PYORCH_OK:
             return default
         return string(value[0])
 
@@ -177,14 +177,14 @@ class ModelMap:
         return self.metadata_int(f"{self.info.arch}.{key}", il)
 
     def _read_info(self) -> MapInfo:
-        raw = ffi.new("pyorch_map_info *")
-        check(lib.pyorch_map_get_info(self.handle, raw))
+        raw = new("pyorch_model_map_info")
+        check(lib.pyorch_model_map_get_info(self.handle, raw))
         strings = {"arch": string(raw.arch), "name": string(raw.name)}
         numbers = {key: getattr(raw, key) for key in MapInfo.__dataclass_fields__ if key not in strings}
         return MapInfo(**strings, **numbers)
 
     def _read_layer(self, index: int) -> LayerInfo:
-        raw = ffi.new("pyorch_layer_info *")
-        check(lib.pyorch_map_get_layer(self.handle, index, raw))
+        raw = new("pyorch_layer_info")
+        check(lib.pyorch_model_map_get_layer(self.handle, index, raw))
         roles = tuple(Role(string(raw.role[i]), string(raw.type[i])) for i in range(raw.n_roles))
         return LayerInfo(raw.il, raw.n_expert, roles, raw.expert_bytes, raw.slot_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.runtime.bindings import ffi
+from pyorch.library.bindings import ffi
 
 
 @dataclass(frozen=True)

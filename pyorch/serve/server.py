@@ -18,8 +18,9 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.llama import interception, logs, model
 from pyorch.llama.interception import ManagedModel, Settings
-from pyorch.runtime.engine import Engine, Source
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.sources import Source
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
 from pyorch.settings.budget import Budget
@@ -111,8 +112,8 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
         finally:
             if record.engine is not None:
                 try:
-                    if settings.maps is not None and record.engine.maps:
-                        record.engine.maps.write(settings.maps, record.map)
+                    if settings.maps is not None and record.engine.history:
+                        record.engine.history.write(settings.maps, record.map)
                 finally:
                     record.engine.close()
 

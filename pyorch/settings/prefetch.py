@@ -5,23 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyorch.errors import PyorchError
+from pyorch.library.choices import Needs, listed, predictors
 
 AUTO, NONE = "auto", "none"
 
 DISTANCE = 2  # where nothing says better
-
-_OF_MAPS = ("expert-map", "activation-matrix")  # predictors that search past iterations and requests
-
-# Those that forecast the router's distribution of the next layer.
-SPECULATIVE = ("next-router", "quasi-hidden", "estimator", "hybrid")
 
 
 @dataclass(frozen=True)
 class Prefetch:
     """What guesses the experts of the layers ahead, and which guesses are read.
 
-    predictor: its name, or "auto", only while it makes decoding faster: hybrid where the model
-    has an estimator beside it, else quasi-hidden.
+    predictor: one of pyorch.library.choices.predictors(), or "auto", only while it makes decoding faster: hybrid where
+    the model has an estimator beside it, else quasi-hidden.
     distance: layers ahead at most; None: as many as `pyorch calibrate` found to pay, or 2. min_precision: a guess is
     read if its like came true at least this often, counted while running. Distance 2 and precision 0.6 were best, or
     next to it, at budgets of 25 and 60 % of the benchmark model on a disk of 1 GB/s:
@@ -55,4 +51,11 @@ class Prefetch:
     @property
     def searches_maps(self) -> bool:
         """Whether it searches past iterations or requests, and adds to them."""
-        return self.predictor in _OF_MAPS
+        return self.predictor in predictors().needing(Needs.HISTORY)
+
+    def check_executable(self) -> None:
+        """PyorchError for a predictor whose forecasts layers cannot compute with."""
+        executable = predictors().executable
+        if self.predictor not in (AUTO, *executable):
+            raise PyorchError(f'what "{self.predictor}" predicts has no weights to compute with: '
+                              f"speculate with {listed(executable)}")

@@ -13,11 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyorch.errors import PyorchError
-
-MODES = ("none", "buddies", "random")
-WEIGHTS = ("keep", "own", "fitted")
-ORDERS = ("rank", "weight")
-MISSES = ("fetch", "drop")
+from pyorch.library import choices
 
 
 @dataclass(frozen=True)
@@ -97,7 +93,8 @@ class Substitution:
 
 
 def _check(settings: Substitution) -> None:
-    for name, allowed in (("mode", MODES), ("weight", WEIGHTS), ("order", ORDERS), ("miss", MISSES)):
+    for name in ("mode", "weight", "order", "miss"):
+        allowed = choices.substitution(name)
         if getattr(settings, name) not in allowed:
             raise PyorchError(f'substitution setting {name}="{getattr(settings, name)}" is not known: use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.runtime.bindings import check, ffi, lib
+from pyorch.library.bindings import check, ffi, lib
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 
@@ -58,9 +58,9 @@ class ExpertMaps:
 
     def __init__(self, n_layers: int, n_expert: int, n_embd: int, capacity: int = CAPACITY, distance: int = DISTANCE,
                  n_requests: int = N_REQUESTS) -> None:
-        out = ffi.new("pyorch_maps **")
-        check(lib.pyorch_maps_new(n_layers, n_expert, n_embd, capacity, distance, n_requests, out))
-        self.handle = ffi.gc(out[0], lib.pyorch_maps_free)
+        out = ffi.new("pyorch_history **")
+        check(lib.pyorch_history_new(n_layers, n_expert, n_embd, capacity, distance, n_requests, out))
+        self.handle = ffi.gc(out[0], lib.pyorch_history_free)
         self.n_layers, self.n_expert, self.n_embd = n_layers, n_expert, n_embd
         self.capacity, self.distance, self.request_capacity = capacity, distance, n_requests
 
@@ -91,12 +91,12 @@ class ExpertMaps:
         """
         map = self._array("map", map, (self.n_layers, self.n_expert))
         embedding = None if embedding is None else self._array("embedding", embedding, (self.n_embd,))
-        check(lib.pyorch_maps_add(self.handle, _pointer(embedding), _pointer(map)))
+        check(lib.pyorch_history_add_map(self.handle, _pointer(embedding), _pointer(map)))
 
     def add_request(self, counts: np.ndarray) -> None:
         """Adds a request: [n_layers, n_expert]. PyorchError for other shapes, counts below 0, and none above."""
         counts = self._array("counts", counts, (self.n_layers, self.n_expert))
-        check(lib.pyorch_maps_add_request(self.handle, _pointer(counts)))
+        check(lib.pyorch_history_add_request(self.handle, _pointer(counts)))
 
     def search_embedding(self, embedding: np.ndarray) -> Found:
         """The iteration with the most alike embedding (eq. 4)."""
@@ -116,7 +116,7 @@ class ExpertMaps:
         """
         counts = self._array("counts", counts, (self.n_layers, self.n_expert))
         index, score = ffi.new("int32_t *"), ffi.new("float *")
-        check(lib.pyorch_maps_search_request(self.handle, _pointer(counts), index, score))
+        check(lib.pyorch_history_search_request(self.handle, _pointer(counts), index, score))
         return Found(index[0], score[0])
 
     def export(self) -> Contents:
@@ -126,7 +126,7 @@ class ExpertMaps:
         requests = np.empty((n_requests, self.n_layers, self.n_expert), np.float32)
         room = ffi.new("int32_t[2]", [n_maps, n_requests])
         check(
-            lib.pyorch_maps_export(
+            lib.pyorch_history_export(
                 self.handle, _pointer(embeddings), _pointer(maps), room, _pointer(requests), room + 1,
             )
         )
@@ -173,13 +173,13 @@ class ExpertMaps:
 
     def _sizes(self) -> tuple[int, int]:
         n_maps, n_requests = ffi.new("int32_t *"), ffi.new("int32_t *")
-        check(lib.pyorch_maps_size(self.handle, n_maps, n_requests))
+        check(lib.pyorch_history_size(self.handle, n_maps, n_requests))
         return n_maps[0], n_requests[0]
 
     def _search(self, embedding: np.ndarray | None, map: np.ndarray | None, n_known: int) -> Found:
         embedding = None if embedding is None else self._array("embedding", embedding, (self.n_embd,))
         index, score = ffi.new("int32_t *"), ffi.new("float *")
-        check(lib.pyorch_maps_search(self.handle, _pointer(embedding), _pointer(map), n_known, index, score))
+        check(lib.pyorch_history_search_map(self.handle, _pointer(embedding), _pointer(map), n_known, index, score))
         return Found(index[0], score[0])
 
     def _array(self, name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -19,9 +19,9 @@ from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import DEFAULT_CTX, Model, load
-from pyorch.runtime.engine import Stats
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Routing
+from pyorch.runtime.statistics import Stats
 from pyorch.sidecars import container
 from pyorch.traces.data import read_documents
 from pyorch.traces.file import DECODE, PREFILL, TraceHeader, TraceWriter

@@ -17,9 +17,12 @@ import numpy as np
 
 from pyorch.errors import BudgetError, FormatError, PyorchError
 from pyorch.llama.apply import check_prefetch
-from pyorch.runtime.bindings import check, ffi, lib
-from pyorch.runtime.engine import GATINGS, Engine, Router, Stats
+from pyorch.library.bindings import check, default, ffi, lib, new
+from pyorch.library.choices import Needs, gatings, predictors
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.routers import Router
+from pyorch.runtime.statistics import Stats
 from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
 from pyorch.sidecars import container
 from pyorch.sidecars.history import ExpertMaps, token_embeddings
@@ -31,19 +34,13 @@ _GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
 
 UBATCH = 512  # tokens of a prompt that are computed at once
 
-# What predictors need of a recording, and of the files beside a model.
-_BY_STATES = ("next-router", "quasi-hidden", "estimator", "hybrid")
-_BY_ESTIMATOR = ("estimator", "hybrid")
-_BY_MAPS = ("activation-matrix", "expert-map")
-_BY_PROBS = ("expert-map",)
-
 
 @dataclass(frozen=True)
 class ReplaySettings:
     """What a recording is played with.
 
-    policy: one of pyorch.runtime.engine.POLICIES, or "belady", which evicts what is needed last. prefetch: a predictor, or
-    "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
+    policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: a
+    predictor, such as "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
 
     read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
     bytes. compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of
@@ -251,13 +248,14 @@ def replay(
     schedule = recording.schedule(settings.batch, settings.as_decode)
     counts = np.zeros((2, len(recording.layers), distance, n_ranks), np.uint64)
     with Engine(model_map, settings.budget, settings.policy, simulated=True) as engine:
-        if prefetch.predictor in _BY_STATES:
+        needs = predictors()[prefetch.predictor].needs
+        if Needs.ROUTERS & needs:
             for layer in model_map.layers:
                 engine.set_router(layer.il, read_router(model_map, layer.il))
             if predictor_file is not None:
                 predictor_file.apply(engine)
-        if prefetch.predictor in _BY_MAPS:
-            engine.set_maps(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
+        if Needs.HISTORY & needs:
+            engine.set_history(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
         engine.set_prefetch(prefetch.predictor, distance, prefetch.min_precision)
         result = _play(engine, recording, schedule, settings, prefetch, model_map, counts)
         stats, by_layer = engine.stats(), [engine.stats(layer.il) for layer in model_map.layers]
@@ -289,7 +287,8 @@ def _checked(
         raise PyorchError("prefetch \"auto\" measures what pays while it runs: a replay needs the name of a predictor")
     distance = prefetch.distance or (predictor_file.distance if predictor_file else None) or DISTANCE
     prefetch = Prefetch(name, distance, prefetch.min_precision)
-    if name == "oracle":
+    needs = predictors().choose(name, knows_future=True).needs
+    if Needs.FUTURE & needs:
         prefetch = Prefetch(name, distance, 0.0)
         check_prefetch(Prefetch(NONE, distance), len(model_map.layers))
     else:
@@ -297,13 +296,13 @@ def _checked(
     if tuple(layer.il for layer in model_map.layers[: len(recording.layers)]) != tuple(recording.layers):
         raise PyorchError(f"the recording has other layers than the {len(model_map.layers)} of {model_map.path} with "
                           "routed experts")
-    if name in _BY_STATES and not recording.has_states:
+    if Needs.STATES & needs and not recording.has_states:
         raise PyorchError(f"the predictor {name} computes with the states before the routers, which the trace does not "
                           "have: record it with --states")
-    if name in _BY_PROBS and recording.probs is None:
+    if Needs.DISTRIBUTIONS & needs and recording.probs is None:
         raise PyorchError(f"the predictor {name} compares distributions of the routers, which the trace does not have: "
                           "record it with --router full")
-    if name in _BY_ESTIMATOR and (predictor_file is None or predictor_file.estimator is None):
+    if Needs.ESTIMATOR & needs and (predictor_file is None or predictor_file.estimator is None):
         raise PyorchError(f"the predictor {name} needs an estimator, and {model_map.path} has none beside it: "
                           "make one with pyorch train-predictor")
     if settings.batch < 1 or settings.n_warm_tokens < 0:
@@ -323,31 +322,33 @@ def _play(
 ):
     """The pyorch_replay_result; counts: uint64[2, L, D, R] is filled."""
     n_tokens, _, n_used = recording.experts.shape
-    probs = recording.probs if prefetch.predictor in _BY_PROBS else None
-    states = recording.states if prefetch.predictor in _BY_STATES else None
-    embeddings = recording.embeddings if prefetch.predictor == "expert-map" else None
+    predictor = predictors()[prefetch.predictor]
+    wanted = predictor.needs | predictor.uses
+    probs = recording.probs if Needs.DISTRIBUTIONS & wanted else None
+    states = recording.states if Needs.STATES & wanted else None
+    embeddings = recording.embeddings if Needs.EMBEDDINGS & wanted else None
     arrays = [
         ("experts", "uint16_t[]", recording.experts), ("weights", "float[]", recording.weights),
         ("probs", "float[]", probs), ("states", "float[]", states), ("embeddings", "float[]", embeddings),
         ("request", "uint32_t[]", recording.request), ("begin", "int64_t[]", schedule.begin),
         ("order", "int64_t[]", schedule.order), ("decode", "uint8_t[]", schedule.decode),
     ]
-    raw = ffi.new("pyorch_recording *", {
-        "n_tokens": n_tokens, "n_layers": len(recording.layers), "n_expert": recording.n_expert,
-        "n_used": n_used, "n_ubatches": len(schedule.decode),
-        "n_embd": next((array.shape[-1] for array in (states, embeddings) if array is not None), 0),
-    })
+    raw = default(
+        "pyorch_recording", n_tokens=n_tokens, n_layers=len(recording.layers), n_expert=recording.n_expert,
+        n_used=n_used, n_ubatches=len(schedule.decode),
+        n_embd=next((array.shape[-1] for array in (states, embeddings) if array is not None), 0),
+    )
     kept = [array if array is None else np.ascontiguousarray(array) for _, _, array in arrays]
     for (name, kind, _), array in zip(arrays, kept):
         setattr(raw, name, ffi.NULL if array is None else ffi.from_buffer(kind, array))
     prefill_ms = settings.compute_ms if settings.prefill_ms is None else settings.prefill_ms
     share = default_route_share(model_map) if settings.route_share is None else settings.route_share
-    config = ffi.new("pyorch_replay_config *", {
-        "read_bytes_per_second": settings.read_bandwidth, "read_seconds": settings.read_latency_s,
-        "compute_seconds": settings.compute_ms / 1000, "route_share": share, "prefill_seconds": prefill_ms / 1000,
-        "predict_seconds": settings.predict_ms / 1000, "n_warm": _warm_ubatches(schedule, settings.n_warm_tokens),
-    })
-    result = ffi.new("pyorch_replay_result *")
+    config = default(
+        "pyorch_replay_config", read_bytes_per_second=settings.read_bandwidth, read_seconds=settings.read_latency_s,
+        compute_seconds=settings.compute_ms / 1000, route_share=share, prefill_seconds=prefill_ms / 1000,
+        predict_seconds=settings.predict_ms / 1000, n_warm=_warm_ubatches(schedule, settings.n_warm_tokens),
+    )
+    result = new("pyorch_replay_result")
     hits, totals = (ffi.from_buffer("uint64_t[]", it) for it in counts)
     check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals))
     return result
@@ -392,7 +393,7 @@ def read_router(model_map: ModelMap, il: int) -> Router:
         norm=norm if eps is not None else None,  # not an RMS normalization
         eps=eps or 0.0,
         selection_bias=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
-        gating=_GATING.get(arch) or GATINGS.get(model_map.metadata_int(f"{arch}.expert_gating_func", default=0), "softmax"),
+        gating=_GATING.get(arch) or gatings().named(model_map.metadata_int(f"{arch}.expert_gating_func", default=0)) or "softmax",
         n_used=model_map.info.n_expert_used,
         n_groups=n_groups,
         n_groups_used=model_map.metadata_int(f"{arch}.expert_group_used_count", default=1) if n_groups > 1 else 1,

@@ -13,7 +13,7 @@ import pyorch
 from pyorch.cli import main
 from pyorch.llama.context import Context
 from pyorch.convert.expert_outputs import LayerExperts
-from pyorch.runtime.engine import PREDICTORS
+from pyorch.library.choices import predictors
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.predictor import Estimator, PredictorFile
@@ -48,11 +48,11 @@ def any_estimator(model) -> Estimator:
 
 
 @pytest.mark.parametrize("distance", [1, 3])
-@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("predictor", predictors().present)
 def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_logits: bytes, predictor: str, distance: int):
     with pyorch.load(small_moe, budget="25%", prefetch="none", n_ctx=256, n_threads=1) as model:
         if predictor in ("activation-matrix", "expert-map"):
-            model.engine.set_maps(ExpertMaps.for_model(model.map))
+            model.engine.set_history(ExpertMaps.for_model(model.map))
         if predictor in ("estimator", "hybrid"):
             model.engine.set_estimator(any_estimator(model).arrays())
             model.engine.set_hybrid([il % 2 for il in range(N_LAYERS)])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import pyorch
 from pyorch.sidecars.buddies import LayerBuddies
 from pyorch.llama.context import Context
-from pyorch.runtime.engine import SubstitutionStats
+from pyorch.runtime.statistics import SubstitutionStats
 from pyorch.runtime.observers import Routing
 from pyorch.llama.apply import apply_substitution
 from pyorch.settings.substitution import Percentile, Substitution

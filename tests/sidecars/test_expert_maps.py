@@ -548,11 +548,11 @@ def test_contents_that_cannot_be_are_refused(maps: ExpertMaps, model_map: ModelM
 
 def test_an_engine_takes_maps_of_its_model_only(maps: ExpertMaps, model_map: ModelMap) -> None:
     with Engine(model_map, "50%") as engine:
-        engine.set_maps(maps)
+        engine.set_history(maps)
         with pytest.raises(PyorchError, match="layer 0 has 64 experts, the expert maps 63"):
-            engine.set_maps(ExpertMaps(8, 63, 128))
+            engine.set_history(ExpertMaps(8, 63, 128))
         with pytest.raises(PyorchError, match="8 layers with routed experts, the expert maps 9"):
-            engine.set_maps(ExpertMaps(9, 64, 128))
+            engine.set_history(ExpertMaps(9, 64, 128))
 
 
 # The command

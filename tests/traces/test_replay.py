@@ -15,7 +15,8 @@ import pyorch
 from pyorch.cli import main
 from pyorch.cli.replay import parse_rate
 from pyorch.llama.context import Context
-from pyorch.runtime.engine import Engine, Stats
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.statistics import Stats
 from pyorch.errors import BudgetError, FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import Prefetch

@@ -3,7 +3,10 @@
 
 #pragma once
 
+#include "base/callback.h"
 #include "base/status.h"
+
+#include <new>
 
 namespace pyorch {
 
@@ -20,12 +23,27 @@ pyorch_status guarded(Body body) {
         set_last_error(e.what());
         return e.status;
     } catch (const std::bad_alloc &) {
-        set_last_error("out of memory");
-        return PYORCH_IO;
+        set_last_error("the system has no memory left for this");
+        return PYORCH_MEMORY;
+    } catch (const std::length_error &) { // a container that no memory would hold
+        set_last_error("the system has no memory left for this");
+        return PYORCH_MEMORY;
     } catch (const std::exception & e) {
         set_last_error(e.what());
         return PYORCH_IO;
     }
+}
+
+// The same for what is not allowed inside a callback. function: its name.
+template <typename Body>
+pyorch_status guarded_outside_callbacks(const char * function, Body body) {
+    return guarded([&] {
+        if (in_callback()) {
+            throw Failure(PYORCH_CALLBACK, format("%s cannot be called inside a callback, for which it might wait: "
+                "call it from another thread, or afterwards", function));
+        }
+        body();
+    });
 }
 
 } // namespace pyorch

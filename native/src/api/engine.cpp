@@ -1,5 +1,7 @@
 #include "api/api.h"
+#include "api/choices.h"
 #include "api/handles.h"
+#include "api/structs.h"
 #include "routing/seam.h"
 
 #include <algorithm>
@@ -8,10 +10,19 @@
 namespace pyorch {
 namespace {
 
-void check_policy(int32_t policy, bool simulated) {
-    if (policy < PYORCH_LRU || policy > (simulated ? PYORCH_BELADY : PYORCH_FINEMOE)) {
-        throw Failure(PYORCH_INVALID, policy == PYORCH_BELADY ? "Belady's policy needs to know the future: only a replay does" :
-            format("unknown eviction policy %d", policy));
+pyorch_config default_config() {
+    pyorch_config config = {};
+    config.budget_bytes = UINT64_MAX;
+    config.policy       = PYORCH_FINEMOE;
+    config.direct_io    = 1;
+    return config;
+}
+
+void copy_sentence(const std::string & sentence, char * buf, size_t size) {
+    if (size > 0) {
+        const size_t n = std::min(sentence.size(), size - 1);
+        memcpy(buf, sentence.data(), n);
+        buf[n] = '\0';
     }
 }
 
@@ -22,22 +33,27 @@ using namespace pyorch;
 
 extern "C" {
 
-pyorch_status pyorch_engine_new(const pyorch_map * map, const pyorch_config * config, pyorch_engine ** engine) {
-    return guarded([&] {
-        check_policy(config->policy, config->simulated != 0);
+pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size) {
+    return guarded([&] { write_default(config, struct_size, "pyorch_config", default_config()); });
+}
+
+pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine) {
+    return guarded_outside_callbacks(__func__, [&] {
+        const pyorch_config given = read_struct(config, "pyorch_config", default_config());
+        checked_choice(PYORCH_CHOICES_POLICY, given.policy, given.simulated != 0);
         if (map->map.layers.empty()) {
             throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
         }
-        *engine = new pyorch_engine(map->map, *config);
+        *engine = new pyorch_engine(map->map, given);
     });
 }
 
-void pyorch_engine_free(pyorch_engine * engine) {
-    delete engine;
+pyorch_status pyorch_engine_free(pyorch_engine * engine) {
+    return guarded_outside_callbacks(__func__, [&] { delete engine; });
 }
 
 pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         if (engine && engine->simulated) {
             throw Failure(PYORCH_INVALID, "a simulated engine reads nothing: no model can be loaded under it");
         }
@@ -45,28 +61,30 @@ pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
     });
 }
 
-pyorch_status pyorch_capture_mapped(const pyorch_map * map) {
-    return guarded([&] { capture(map ? &map->map : nullptr, nullptr); });
+pyorch_status pyorch_capture_mapped(const pyorch_model_map * map) {
+    return guarded_outside_callbacks(__func__, [&] { capture(map ? &map->map : nullptr, nullptr); });
 }
 
 pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size) {
     return guarded([&] {
-        const std::string text = engine->table.last_error();
-        if (size > 0) {
-            const size_t n = std::min(text.size(), size - 1);
-            memcpy(buf, text.data(), n);
-            buf[n] = '\0';
-        }
+        copy_sentence(engine->table.last_error(), buf, size);
+    });
+}
+
+pyorch_status pyorch_decode_error(char * buf, size_t size) {
+    return guarded([&] {
+        copy_sentence(decode_error, buf, size);
+        decode_error.clear();
     });
 }
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
-    return guarded([&] { engine->table.set_budget(budget_bytes); });
+    return guarded_outside_callbacks(__func__, [&] { engine->table.set_budget(budget_bytes); });
 }
 
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
-    return guarded([&] {
-        check_policy(policy, engine->simulated);
+    return guarded_outside_callbacks(__func__, [&] {
+        checked_choice(PYORCH_CHOICES_POLICY, policy, engine->simulated);
         engine->table.set_policy((pyorch_policy) policy);
     });
 }

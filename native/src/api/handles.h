@@ -8,12 +8,12 @@
 #include "model/model_map.h"
 #include "prediction/expert_maps.h"
 
-struct pyorch_map {
+struct pyorch_model_map {
     pyorch::ModelMap map;
 };
 
-struct pyorch_maps {
-    std::shared_ptr<pyorch::ExpertMaps> history;
+struct pyorch_history {
+    std::shared_ptr<pyorch::ExpertMaps> store;
 };
 
 namespace pyorch {

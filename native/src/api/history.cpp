@@ -7,8 +7,8 @@ using namespace pyorch;
 
 extern "C" {
 
-pyorch_status pyorch_maps_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
-                              int32_t n_requests, pyorch_maps ** maps) {
+pyorch_status pyorch_history_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
+                              int32_t n_requests, pyorch_history ** history) {
     return guarded([&] {
         if (n_layers < 1 || n_expert < 1 || n_embd < 0) {
             throw Failure(PYORCH_INVALID, format("there are no expert maps of %d layers of %d experts with embeddings of %d numbers", n_layers, n_expert, n_embd));
@@ -18,64 +18,64 @@ pyorch_status pyorch_maps_new(int32_t n_layers, int32_t n_expert, int32_t n_embd
                 throw Failure(PYORCH_INVALID, format("the %s of expert maps is at least 1, not %d", what, value));
             }
         }
-        *maps = new pyorch_maps { std::make_shared<ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests) };
+        *history = new pyorch_history { std::make_shared<ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests) };
     });
 }
 
-void pyorch_maps_free(pyorch_maps * maps) {
-    delete maps;
+void pyorch_history_free(pyorch_history * history) {
+    delete history;
 }
 
-pyorch_status pyorch_set_maps(pyorch_engine * engine, pyorch_maps * maps) {
-    return guarded([&] {
+pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * history) {
+    return guarded_outside_callbacks(__func__, [&] {
         const auto & layers = engine->table.map.layers;
         for (const auto & layer : layers) {
-            if (maps && maps->history->iterations.n_expert < layer.n_expert) {
-                throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the expert maps %d", layer.il, layer.n_expert, maps->history->iterations.n_expert));
+            if (history && history->store->iterations.n_expert < layer.n_expert) {
+                throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the expert maps %d", layer.il, layer.n_expert, history->store->iterations.n_expert));
             }
         }
-        if (maps && maps->history->iterations.n_layers > (int) layers.size()) {
-            throw Failure(PYORCH_INVALID, format("the model has %zu layers with routed experts, the expert maps %d", layers.size(), maps->history->iterations.n_layers));
+        if (history && history->store->iterations.n_layers > (int) layers.size()) {
+            throw Failure(PYORCH_INVALID, format("the model has %zu layers with routed experts, the expert maps %d", layers.size(), history->store->iterations.n_layers));
         }
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_maps(maps ? maps->history : nullptr); });
+        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_maps(history ? history->store : nullptr); });
     });
 }
 
-pyorch_status pyorch_maps_add(pyorch_maps * maps, const float * embedding, const float * map) {
+pyorch_status pyorch_history_add_map(pyorch_history * history, const float * embedding, const float * map) {
     return guarded([&] {
-        if (!maps->history->iterations.add(embedding, map)) {
+        if (!history->store->iterations.add(embedding, map)) {
             throw Failure(PYORCH_INVALID, "an expert map, or its embedding, has a value that is not a finite number");
         }
     });
 }
 
-pyorch_status pyorch_maps_add_request(pyorch_maps * maps, const float * counts) {
+pyorch_status pyorch_history_add_request(pyorch_history * history, const float * counts) {
     return guarded([&] {
-        if (!maps->history->requests.add(counts)) {
+        if (!history->store->requests.add(counts)) {
             throw Failure(PYORCH_INVALID, "the counts of a request are finite numbers of 0 or more, and not all 0");
         }
     });
 }
 
-pyorch_status pyorch_maps_size(const pyorch_maps * maps, int32_t * n_maps, int32_t * n_requests) {
+pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_maps, int32_t * n_requests) {
     return guarded([&] {
-        *n_maps     = maps->history->iterations.size();
-        *n_requests = maps->history->requests.size();
+        *n_maps     = history->store->iterations.size();
+        *n_requests = history->store->requests.size();
     });
 }
 
-pyorch_status pyorch_maps_export(const pyorch_maps * maps, float * embeddings, float * probs, int32_t * n_maps,
+pyorch_status pyorch_history_export(const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps,
                                  float * requests, int32_t * n_requests) {
     return guarded([&] {
-        *n_maps = maps->history->iterations.copy_to(embeddings, probs, *n_maps);
-        *n_requests = maps->history->requests.copy_to(requests, *n_requests);
+        *n_maps = history->store->iterations.copy_to(embeddings, probs, *n_maps);
+        *n_requests = history->store->requests.copy_to(requests, *n_requests);
     });
 }
 
-pyorch_status pyorch_maps_search(const pyorch_maps * maps, const float * embedding, const float * map, int32_t n_known,
+pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map, int32_t n_known,
                                  int32_t * index, float * score) {
     return guarded([&] {
-        auto & store = maps->history->iterations;
+        auto & store = history->store->iterations;
         if (n_known < 0 || n_known > store.n_layers) {
             throw Failure(PYORCH_INVALID, format("an expert map has %d layers, so %d of them cannot be known", store.n_layers, n_known));
         }
@@ -89,9 +89,9 @@ pyorch_status pyorch_maps_search(const pyorch_maps * maps, const float * embeddi
     });
 }
 
-pyorch_status pyorch_maps_search_request(const pyorch_maps * maps, const float * counts, int32_t * index, float * score) {
+pyorch_status pyorch_history_search_request(const pyorch_history * history, const float * counts, int32_t * index, float * score) {
     return guarded([&] {
-        const Match match = maps->history->requests.nearest(counts);
+        const Match match = history->store->requests.nearest(counts);
         *index = match.index;
         *score = match.score;
     });

@@ -1,5 +1,6 @@
 #include "api/api.h"
 #include "api/handles.h"
+#include "api/structs.h"
 
 #include "llama-hparams.h"
 
@@ -12,7 +13,7 @@ static_assert(MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS
 
 namespace {
 
-const MoeLayer & layer_at(const pyorch_map * map, int32_t il) {
+const MoeLayer & layer_at(const pyorch_model_map * map, int32_t il) {
     const MoeLayer * layer = map->map.find(il);
     if (!layer) {
         throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
@@ -20,7 +21,7 @@ const MoeLayer & layer_at(const pyorch_map * map, int32_t il) {
     return *layer;
 }
 
-const TensorRange & tensor_at(const pyorch_map * map, const char * name) {
+const TensorRange & tensor_at(const pyorch_model_map * map, const char * name) {
     const auto t = map->map.tensors.find(name);
     if (t == map->map.tensors.end()) {
         throw Failure(PYORCH_INVALID, format("%s has no tensor %s", map->map.files[0].path.c_str(), name));
@@ -42,52 +43,54 @@ using namespace pyorch;
 
 extern "C" {
 
-pyorch_status pyorch_map_open(const char * path, pyorch_map ** map) {
-    return guarded([&] { *map = new pyorch_map { ModelMap(path) }; });
+pyorch_status pyorch_model_map_open(const char * path, pyorch_model_map ** map) {
+    return guarded([&] { *map = new pyorch_model_map { ModelMap(path) }; });
 }
 
-void pyorch_map_free(pyorch_map * map) {
+void pyorch_model_map_free(pyorch_model_map * map) {
     delete map;
 }
 
-pyorch_status pyorch_map_get_info(const pyorch_map * map, pyorch_map_info * info) {
+pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_model_map_info * info) {
     return guarded([&] {
         const auto & m = map->map;
-        *info = {};
-        copy_text(info->arch, m.arch);
-        copy_text(info->name, m.name);
-        info->n_files       = (int32_t) m.files.size();
-        info->n_layers      = m.n_layers;
-        info->n_moe_layers  = (int32_t) m.layers.size();
-        info->n_expert_used = m.n_expert_used;
-        info->file_bytes    = m.file_bytes();
-        info->expert_bytes  = m.expert_bytes();
-        info->dense_bytes   = m.tensor_bytes - info->expert_bytes;
-        info->slots_bytes   = m.slots_bytes();
-        info->floor_bytes   = m.floor_bytes();
+        pyorch_model_map_info out = {};
+        copy_text(out.arch, m.arch);
+        copy_text(out.name, m.name);
+        out.n_files       = (int32_t) m.files.size();
+        out.n_layers      = m.n_layers;
+        out.n_moe_layers  = (int32_t) m.layers.size();
+        out.n_expert_used = m.n_expert_used;
+        out.file_bytes    = m.file_bytes();
+        out.expert_bytes  = m.expert_bytes();
+        out.dense_bytes   = m.tensor_bytes - out.expert_bytes;
+        out.slots_bytes   = m.slots_bytes();
+        out.floor_bytes   = m.floor_bytes();
+        write_struct(info, "pyorch_model_map_info", out);
     });
 }
 
-pyorch_status pyorch_map_get_layer(const pyorch_map * map, int32_t index, pyorch_layer_info * info) {
+pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info) {
     return guarded([&] {
         if (index < 0 || (size_t) index >= map->map.layers.size()) {
             throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", map->map.layers.size(), index + 1));
         }
         const auto & layer = map->map.layers[index];
-        *info = {};
-        info->il           = layer.il;
-        info->n_expert     = layer.n_expert;
-        info->n_roles      = (int32_t) layer.tensors.size();
-        info->expert_bytes = layer.expert_bytes();
-        info->slot_bytes   = layer.slot_bytes();
+        pyorch_layer_info out = {};
+        out.il           = layer.il;
+        out.n_expert     = layer.n_expert;
+        out.n_roles      = (int32_t) layer.tensors.size();
+        out.expert_bytes = layer.expert_bytes();
+        out.slot_bytes   = layer.slot_bytes();
         for (size_t r = 0; r < layer.tensors.size(); ++r) {
-            copy_text(info->role[r], layer.tensors[r].role);
-            copy_text(info->type[r], layer.tensors[r].type);
+            copy_text(out.role[r], layer.tensors[r].role);
+            copy_text(out.type[r], layer.tensors[r].type);
         }
+        write_struct(info, "pyorch_layer_info", out);
     });
 }
 
-pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t expert, int32_t role,
+pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
                                    const char ** path, uint64_t * offset, uint64_t * size) {
     return guarded([&] {
         const auto & layer = layer_at(map, il);
@@ -101,7 +104,7 @@ pyorch_status pyorch_map_get_range(const pyorch_map * map, int32_t il, int32_t e
     });
 }
 
-pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32_t index, int64_t * value) {
+pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char * key, int32_t index, int64_t * value) {
     return guarded([&] {
         if (!map->map.get_int(key, index, *value)) {
             throw Failure(PYORCH_INVALID, format("no integer %s in the metadata", key));
@@ -109,7 +112,7 @@ pyorch_status pyorch_map_get_int(const pyorch_map * map, const char * key, int32
     });
 }
 
-pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
+pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name,
                                     const char ** path, uint64_t * offset, uint64_t * size) {
     return guarded([&] {
         const TensorRange & t = tensor_at(map, name);
@@ -119,11 +122,11 @@ pyorch_status pyorch_map_get_tensor(const pyorch_map * map, const char * name,
     });
 }
 
-pyorch_status pyorch_map_get_tensor_type(const pyorch_map * map, const char * name, const char ** type) {
+pyorch_status pyorch_model_map_get_tensor_type(const pyorch_model_map * map, const char * name, const char ** type) {
     return guarded([&] { *type = tensor_at(map, name).type.c_str(); });
 }
 
-pyorch_status pyorch_map_get_float(const pyorch_map * map, const char * key, double * value) {
+pyorch_status pyorch_model_map_get_float(const pyorch_model_map * map, const char * key, double * value) {
     return guarded([&] {
         if (!map->map.get_float(key, *value)) {
             throw Failure(PYORCH_INVALID, format("no floating-point number %s in the metadata", key));
@@ -131,7 +134,7 @@ pyorch_status pyorch_map_get_float(const pyorch_map * map, const char * key, dou
     });
 }
 
-pyorch_status pyorch_map_get_str(const pyorch_map * map, const char * key, const char ** value) {
+pyorch_status pyorch_model_map_get_str(const pyorch_model_map * map, const char * key, const char ** value) {
     return guarded([&] {
         if (!map->map.get_str(key, *value)) {
             throw Failure(PYORCH_INVALID, format("no string %s in the metadata", key));

@@ -1,5 +1,7 @@
 #include "api/api.h"
+#include "api/choices.h"
 #include "api/handles.h"
+#include "api/structs.h"
 #include "prediction/estimator.h"
 
 #include <algorithm>
@@ -8,16 +10,22 @@ namespace pyorch {
 namespace {
 
 LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision) {
-    if (predictor < PYORCH_PREDICT_NONE || predictor > (engine->simulated ? PYORCH_PREDICT_ORACLE : PYORCH_PREDICT_EXPERT_MAP)) {
-        throw Failure(PYORCH_INVALID, predictor == PYORCH_PREDICT_ORACLE ? "the oracle needs to know the future: only a replay does" :
-            format("unknown predictor %d", predictor));
-    }
+    checked_choice(PYORCH_CHOICES_PREDICTOR, predictor, engine->simulated);
     const int n_layers = (int) engine->table.map.layers.size();
     if (distance < 1 || distance > n_layers || !(min_precision >= 0 && min_precision <= 1)) {
         throw Failure(PYORCH_INVALID, format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
             n_layers, distance, min_precision));
     }
     return { (pyorch_predictor) predictor, distance, min_precision };
+}
+
+pyorch_router default_router() {
+    pyorch_router router = {};
+    router.gating        = PYORCH_GATING_SOFTMAX;
+    router.n_groups      = 1;
+    router.n_groups_used = 1;
+    router.scale         = 1;
+    return router;
 }
 
 // Where graphs were built, it is known whether their routers can be applied.
@@ -45,7 +53,7 @@ using namespace pyorch;
 extern "C" {
 
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         if (!automatic) {
             check_routers(engine, prefetch.kind);
@@ -60,7 +68,7 @@ pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int
 }
 
 pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         const int  layer    = engine->table.layer_index(il);
         check_routers(engine, prefetch.kind);
@@ -69,20 +77,22 @@ pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int3
 }
 
 pyorch_status pyorch_check_routers(pyorch_engine * engine) {
-    return guarded([&] { engine->routing.check_routers(); });
+    return guarded_outside_callbacks(__func__, [&] { engine->routing.check_routers(); });
+}
+
+pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size) {
+    return guarded([&] { write_default(router, struct_size, "pyorch_router", default_router()); });
 }
 
 pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
-        const pyorch_router & r = *router;
+        const pyorch_router r = read_struct(router, "pyorch_router", default_router());
         check_experts(engine, layer, r.n_expert);
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "routers are set for simulated engines: others have those of the model");
         }
-        if (!known((pyorch_gating) r.gating)) {
-            throw Failure(PYORCH_INVALID, format("layer %d has the gating function %d, which is not known", il, r.gating));
-        }
+        checked_choice(PYORCH_CHOICES_GATING, r.gating);
         if (r.n_used < 1 || r.n_used > r.n_expert || r.n_groups < 1 || r.n_expert % r.n_groups || r.n_groups_used < 1 ||
             r.n_groups_used > r.n_groups || r.n_used > r.n_expert / r.n_groups * r.n_groups_used) {
             throw Failure(PYORCH_INVALID, format("a router cannot select %d of %d experts from %d of %d groups",
@@ -98,10 +108,10 @@ pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router) {
     return guarded([&] {
         const Router r = router_at(engine, il);
-        *router = {
-            r.n_expert, r.n_embd, r.n_used, r.gating, r.n_groups, r.n_groups_used, r.normalized, r.scale,
-            r.gate, r.bias, r.selection_bias, r.norm, r.eps,
-        };
+        write_struct(router, "pyorch_router", pyorch_router {
+            sizeof(pyorch_router), r.n_expert, r.n_embd, r.n_used, r.gating, r.n_groups, r.n_groups_used, r.normalized,
+            r.scale, r.gate, r.bias, r.selection_bias, r.norm, r.eps,
+        });
     });
 }
 
@@ -120,7 +130,7 @@ pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const floa
 }
 
 pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
         std::vector<float> copy(vectors, vectors + (size_t) n_expert * n_embd);
@@ -128,10 +138,14 @@ pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, con
     });
 }
 
+pyorch_status pyorch_estimator_default(pyorch_estimator * estimator, uint64_t struct_size) {
+    return guarded([&] { write_default(estimator, struct_size, "pyorch_estimator", pyorch_estimator {}); });
+}
+
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const auto & layers = engine->table.map.layers;
-        const pyorch_estimator & e = *estimator;
+        const pyorch_estimator e = read_struct(estimator, "pyorch_estimator", pyorch_estimator {});
         if (e.n_embd < 1 || e.n_latent < 1 || e.n_hidden < 1 || e.n_layers < 1 || (size_t) e.n_layers >= layers.size()) {
             throw Failure(PYORCH_INVALID, format("an estimator for %d of %zu layers, with widths of %d, %d and %d, does not fit",
                 e.n_layers, layers.size(), e.n_embd, e.n_latent, e.n_hidden));
@@ -145,7 +159,7 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
 }
 
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         if (n < 0 || (size_t) n != engine->table.map.layers.size()) {
             throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", engine->table.map.layers.size(), n));
         }
@@ -154,7 +168,7 @@ pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, 
 }
 
 pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         std::shared_ptr<const Estimator> it;
         engine->prefetcher.change([&](PrefetchPlanner & planner) { it = planner.estimator(); });
@@ -167,7 +181,7 @@ pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * 
 }
 
 pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on) {
-    return guarded([&] { engine->routing.calibration.set(on != 0); });
+    return guarded_outside_callbacks(__func__, [&] { engine->routing.calibration.set(on != 0); });
 }
 
 pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd) {

@@ -1,12 +1,13 @@
 #include "api/api.h"
 #include "api/handles.h"
+#include "api/structs.h"
 
 using namespace pyorch;
 
 extern "C" {
 
 pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
-    return guarded([&] { engine->table.set_layer_limits(il, min, max); });
+    return guarded_outside_callbacks(__func__, [&] { engine->table.set_layer_limits(il, min, max); });
 }
 
 pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t * mask, int32_t n) {
@@ -30,18 +31,22 @@ pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * e
 }
 
 pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         engine->prefetcher.wait_idle();
         engine->table.wait_idle();
     });
 }
 
 pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
-    return guarded([&] { engine->table.get_stats(il, *stats); });
+    return guarded([&] {
+        pyorch_stats out = {};
+        engine->table.get_stats(il, out);
+        write_struct(stats, "pyorch_stats", out);
+    });
 }
 
 pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         engine->table.reset_stats();
         engine->routing.substitutions.reset_counts();
         engine->routing.speculation.reset_counts();

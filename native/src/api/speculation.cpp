@@ -1,15 +1,15 @@
 #include "api/api.h"
+#include "api/choices.h"
 #include "api/handles.h"
+#include "api/structs.h"
 
 using namespace pyorch;
 
 extern "C" {
 
 pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
-    return guarded([&] {
-        if (mode < PYORCH_SPECULATE_NONE || mode > PYORCH_SPECULATE_ALL) {
-            throw Failure(PYORCH_INVALID, format("unknown mode of speculation %d", mode));
-        }
+    return guarded_outside_callbacks(__func__, [&] {
+        checked_choice(PYORCH_CHOICES_SPECULATE, mode);
         const pyorch_speculate before = engine->routing.speculation.mode();
         engine->routing.speculation.set((pyorch_speculate) mode);
         try {
@@ -23,7 +23,7 @@ pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
 }
 
 pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts) {
-    return guarded([&] { *counts = engine->routing.speculation.counts(); });
+    return guarded([&] { write_struct(counts, "pyorch_speculation_counts", engine->routing.speculation.counts()); });
 }
 
 } // extern "C"

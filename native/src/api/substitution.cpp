@@ -1,5 +1,7 @@
 #include "api/api.h"
+#include "api/choices.h"
 #include "api/handles.h"
+#include "api/structs.h"
 
 #include <algorithm>
 
@@ -7,15 +9,17 @@ using namespace pyorch;
 
 extern "C" {
 
+pyorch_status pyorch_substitution_default(pyorch_substitution * substitution, uint64_t struct_size) {
+    return guarded([&] { write_default(substitution, struct_size, "pyorch_substitution", default_substitution()); });
+}
+
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution) {
-    return guarded([&] {
-        const pyorch_substitution & s = *substitution;
-        if (s.mode < PYORCH_SUBSTITUTE_NONE || s.mode > PYORCH_SUBSTITUTE_RANDOM ||
-            s.weight < PYORCH_WEIGHT_KEEP || s.weight > PYORCH_WEIGHT_FITTED ||
-            s.order < PYORCH_ORDER_RANK || s.order > PYORCH_ORDER_WEIGHT ||
-            s.on_miss < PYORCH_MISS_FETCH || s.on_miss > PYORCH_MISS_DROP) {
-            throw Failure(PYORCH_INVALID, "a substitution's mode, weight, order or on_miss is not known");
-        }
+    return guarded_outside_callbacks(__func__, [&] {
+        const pyorch_substitution s = read_struct(substitution, "pyorch_substitution", default_substitution());
+        checked_choice(PYORCH_CHOICES_SUBSTITUTE_MODE, s.mode);
+        checked_choice(PYORCH_CHOICES_SUBSTITUTE_WEIGHT, s.weight);
+        checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
+        checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
         if (s.search_rank < 0 || s.max_per_token < 0 || !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0)) {
             throw Failure(PYORCH_INVALID, "a substitution needs a temperature above 0, and no negative rank, limit, reuse or read_ms");
         }
@@ -25,7 +29,7 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
 
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids,
                                  const float * q, const float * scale, const uint8_t * hops) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         const int n     = engine->table.map.layers[layer].n_expert;
         if (n_expert != n || k_max < 1) {
@@ -52,7 +56,7 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
 }
 
 pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n) {
-    return guarded([&] {
+    return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         if (mask && n != engine->table.map.layers[layer].n_expert) {
             throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, engine->table.map.layers[layer].n_expert, n));
@@ -63,13 +67,14 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
 
 pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts) {
     return guarded([&] {
-        *counts = {};
+        pyorch_substitution_counts sum = {};
         const int only = il < 0 ? -1 : engine->table.layer_index(il);
         for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
             if (only < 0 || layer == only) {
-                add(*counts, engine->routing.substitutions.counts(layer));
+                add(sum, engine->routing.substitutions.counts(layer));
             }
         }
+        write_struct(counts, "pyorch_substitution_counts", sum);
     });
 }
 
@@ -77,34 +82,36 @@ pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * r
                                 int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
                                 pyorch_substitution_counts * counts) {
     return guarded([&] {
-        const int layer = engine->table.layer_index(routing->il);
+        const pyorch_routing given = read_struct(routing, "pyorch_routing", pyorch_routing {});
+        check_struct(counts, "pyorch_substitution_counts");
+        const int layer = engine->table.layer_index(given.il);
         const int n     = engine->table.map.layers[layer].n_expert;
-        const size_t n_slots = (size_t) routing->n_tokens * routing->n_expert_used;
-        if (routing->n_expert != n || routing->n_tokens < 1 || routing->n_expert_used < 1) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the routing %d", routing->il, n, routing->n_expert));
+        const size_t n_slots = (size_t) given.n_tokens * given.n_expert_used;
+        if (given.n_expert != n || given.n_tokens < 1 || given.n_expert_used < 1) {
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the routing %d", given.il, n, given.n_expert));
         }
         for (size_t i = 0; i < n_slots; ++i) {
-            if (routing->experts[i] < 0 || routing->experts[i] >= n) {
-                throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", routing->il, n - 1, routing->experts[i]));
+            if (given.experts[i] < 0 || given.experts[i] >= n) {
+                throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", given.il, n - 1, given.experts[i]));
             }
         }
-        std::copy(routing->experts, routing->experts + n_slots, experts);
-        std::copy(routing->weights, routing->weights + n_slots, weights);
+        std::copy(given.experts, given.experts + n_slots, experts);
+        std::copy(given.weights, given.weights + n_slots, weights);
         RoutedBatch batch = {};
         batch.layer             = layer;
-        batch.il                = routing->il;
-        batch.n_tokens          = routing->n_tokens;
+        batch.il                = given.il;
+        batch.n_tokens          = given.n_tokens;
         batch.n_expert          = n;
-        batch.n_used            = routing->n_expert_used;
-        batch.requested         = routing->experts;
-        batch.requested_weights = routing->weights;
-        batch.probs             = routing->probs;
-        batch.logits            = routing->logits;
+        batch.n_used            = given.n_expert_used;
+        batch.requested         = given.experts;
+        batch.requested_weights = given.weights;
+        batch.probs             = given.probs;
+        batch.logits            = given.logits;
         batch.normalized        = normalized != 0;
         batch.softmax_selected  = softmax_selected != 0;
         batch.experts           = experts;
         batch.weights           = weights;
-        *counts = engine->routing.substitutions.preview(batch, resident);
+        write_struct(counts, "pyorch_substitution_counts", engine->routing.substitutions.preview(batch, resident));
     });
 }
 

@@ -22,4 +22,7 @@ std::string format(const char * fmt, ...) __attribute__((format(printf, 1, 2)));
 // "214 MiB": rounded up, so that the number works when typed in again
 std::string mebibytes(uint64_t bytes);
 
+// Why an engine failed a decode of this thread, until somebody asks; "": it did not.
+inline thread_local std::string decode_error;
+
 } // namespace pyorch

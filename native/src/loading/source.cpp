@@ -1,5 +1,7 @@
 #include "loading/source.h"
 
+#include "base/callback.h"
+
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -103,6 +105,7 @@ public:
     CallSource(pyorch_read_fn fn, void * user) : fn(fn), user(user) {}
 
     int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
+        CallbackScope scope;
         return fn(user, file, offset, buf, size);
     }
 

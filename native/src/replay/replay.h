@@ -5,6 +5,8 @@
 
 #pragma once
 
+#include "pyorch-replay.h"
+
 #include "prediction/prefetch_planner.h"
 #include "residency/table.h"
 

@@ -242,6 +242,7 @@ void Table::published(Load & load, int role, const char * address) {
 
 void Table::failed(Load & load, const std::string & sentence) {
     error = sentence;
+    expert_of(load).error = sentence;
     expert_of(load).ready.fetch_or(Expert::FAILED, std::memory_order_release);
 }
 

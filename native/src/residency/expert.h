@@ -6,6 +6,7 @@
 #include "residency/eviction.h"
 
 #include <atomic>
+#include <string>
 #include <vector>
 
 namespace pyorch {
@@ -29,6 +30,7 @@ struct Expert {
     const void * predicted_for = nullptr;   // by this context
     int          in_use     = 0;            // by running layers
     Usage        usage;
+    std::string  error;                     // why it is FAILED
 
     int  layer() const { return load.layer; }
     int  id() const { return load.expert; }
@@ -42,6 +44,7 @@ struct Expert {
 struct Owner {
     const void *          context = nullptr; // names it in the table's other calls
     std::vector<Expert *> held = {};
+    std::string           error = {};        // why the last release() returned false
 };
 
 } // namespace pyorch

@@ -194,6 +194,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
             started.push_back(&e->load);
         } else {
             error = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);
+            e->error = error;
             e->ready.store(Expert::FAILED, std::memory_order_release);
         }
     }
@@ -212,7 +213,8 @@ void Table::release_held(Owner & owner, bool & failed) {
     for (Expert * e : owner.held) {
         unhold(*e);
         if (e->failed()) {
-            failed = true;
+            failed      = true;
+            owner.error = e->error;
             if (e->in_use == 0 && e->load.ended()) {
                 drop(*e);
             }

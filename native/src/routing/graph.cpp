@@ -1,5 +1,7 @@
 #include "routing/graph.h"
 
+#include "base/callback.h"
+#include "base/status.h"
 #include "routing/router_facts.h"
 #include "routing/stages.h"
 
@@ -37,6 +39,11 @@ void route_op(ggml_tensor * ids, int ith, int, void * user) {
     const MoeLayer & layer   = g.context->routing.table.map.layers[g.layer];
     const int64_t    n_slots = ggml_nelements(ids);
     copy_ids(ids);
+    if (in_callback()) { // it would wait for itself
+        failed       = true;
+        decode_error = "a callback of an engine cannot decode: decode in another thread, or afterwards";
+        return;
+    }
     g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + n_slots);
     g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
 
@@ -91,7 +98,10 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
     }
-    failed = !routing.table.release(g.context->owner);
+    if (!routing.table.release(g.context->owner)) {
+        failed       = true;
+        decode_error = g.context->owner.error;
+    }
 }
 
 ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) {

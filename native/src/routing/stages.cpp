@@ -1,5 +1,7 @@
 #include "routing/stages.h"
 
+#include "base/callback.h"
+
 #include <algorithm>
 
 namespace pyorch {
@@ -20,6 +22,7 @@ void observe(Context & context, RoutedBatch & batch) {
         return;
     }
     pyorch_routing routing;
+    routing.struct_size   = sizeof(routing);
     routing.context       = context.id;
     routing.il            = batch.il;
     routing.decode        = batch.decode;
@@ -33,6 +36,7 @@ void observe(Context & context, RoutedBatch & batch) {
     routing.logits        = batch.logits;
     routing.inputs        = batch.inputs;
     routing.residuals     = batch.residuals;
+    CallbackScope scope;
     observer.function(observer.user, &routing);
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <cstring>
 #include <numeric>
 
@@ -212,6 +213,18 @@ int count_absent(const RoutedBatch & batch, const uint8_t * resident, int & n_re
 }
 
 } // namespace
+
+pyorch_substitution default_substitution() {
+    constexpr double never = std::numeric_limits<double>::infinity();
+    pyorch_substitution settings = {};
+    settings.struct_size = sizeof(settings);
+    settings.tau         = -never;
+    settings.temperature = 1;
+    settings.gamma       = never;
+    settings.beta        = never;
+    settings.reuse       = 1;
+    return settings;
+}
 
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
                                       const uint8_t * resident) {

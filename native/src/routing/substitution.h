@@ -26,6 +26,9 @@ struct BuddyLists {
     std::vector<uint8_t> hops;  // [n_expert] to where the expert is. May be empty
 };
 
+// Nothing is substituted, every gate is off.
+pyorch_substitution default_substitution();
+
 // resident: [n_expert]. Returns what was done; settings.beta is taken as given.
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
                                       const uint8_t * resident);
@@ -75,7 +78,7 @@ private:
 
     struct Layer {
         std::atomic<int>           active{NEVER};
-        pyorch_substitution        settings = {};
+        pyorch_substitution        settings = default_substitution();
         BuddyLists                 lists;
         std::vector<uint8_t>       cache;
         BetaController             controller;

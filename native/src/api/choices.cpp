@@ -1,0 +1,115 @@
+#include "api/choices.h"
+
+#include "base/status.h"
+#include "prediction/predictor_list.h"
+
+#include <algorithm>
+#include <array>
+
+namespace pyorch {
+namespace {
+
+constexpr unsigned NOTHING = 0;
+
+pyorch_choice choice(int32_t value, const char * name, const char * description, unsigned needs = NOTHING,
+                     unsigned uses = NOTHING, bool executable = false) {
+    return { sizeof(pyorch_choice), value, needs, uses, executable, name, description };
+}
+
+std::vector<pyorch_choice> policies() {
+    return {
+        choice(PYORCH_LRU, "lru", "the least recently used expert goes first"),
+        choice(PYORCH_LFU, "lfu", "the least frequently used goes first, and old uses fade"),
+        choice(PYORCH_FINEMOE, "finemoe", "the least frequently used goes first, but before it those that no forecast names",
+            NOTHING, PYORCH_NEEDS_FORECASTS),
+        choice(PYORCH_BELADY, "belady", "what is needed last goes first", PYORCH_NEEDS_FUTURE),
+    };
+}
+
+std::vector<pyorch_choice> predictors() {
+    std::vector<pyorch_choice> list;
+    for (const PredictorEntry & p : predictor_list()) {
+        list.push_back(choice(p.kind, p.name, p.description, p.needs, p.uses, p.executable));
+    }
+    return list;
+}
+
+std::vector<pyorch_choice> speculation() {
+    return {
+        choice(PYORCH_SPECULATE_NONE, "none", "layers compute with what their routers choose"),
+        choice(PYORCH_SPECULATE_DECODE, "decode", "with what was forecast, in ubatches of one token of each sequence",
+            PYORCH_NEEDS_FORECASTS),
+        choice(PYORCH_SPECULATE_ALL, "all", "with what was forecast, in prompts too", PYORCH_NEEDS_FORECASTS),
+    };
+}
+
+std::vector<pyorch_choice> substitute_modes() {
+    return {
+        choice(PYORCH_SUBSTITUTE_NONE, "none", "nothing stands in for an absent expert"),
+        choice(PYORCH_SUBSTITUTE_BUDDIES, "buddies", "a resident buddy stands in", PYORCH_NEEDS_BUDDIES),
+        choice(PYORCH_SUBSTITUTE_RANDOM, "random", "any resident expert stands in: the baseline"),
+    };
+}
+
+std::vector<pyorch_choice> substitute_weights() {
+    return {
+        choice(PYORCH_WEIGHT_KEEP, "keep", "the substitute gets the weight of what it replaces"),
+        choice(PYORCH_WEIGHT_OWN, "own", "its own weight"),
+        choice(PYORCH_WEIGHT_FITTED, "fitted", "the weight of what it replaces, fitted to its output", PYORCH_NEEDS_BUDDIES),
+    };
+}
+
+std::vector<pyorch_choice> substitute_orders() {
+    return {
+        choice(PYORCH_ORDER_RANK, "rank", "absent experts are treated as the router ranks them"),
+        choice(PYORCH_ORDER_WEIGHT, "weight", "the lowest weight first"),
+    };
+}
+
+std::vector<pyorch_choice> misses() {
+    return {
+        choice(PYORCH_MISS_FETCH, "fetch", "what no substitute covers is read"),
+        choice(PYORCH_MISS_DROP, "drop", "what no substitute covers is left out"),
+    };
+}
+
+std::vector<pyorch_choice> gatings() {
+    return {
+        choice(PYORCH_GATING_SOFTMAX, "softmax", "a softmax of all logits"),
+        choice(PYORCH_GATING_SIGMOID, "sigmoid", "the sigmoid of each logit"),
+        choice(PYORCH_GATING_SOFTMAX_SELECTED, "softmax-selected", "a softmax of the logits of the selected"),
+        choice(PYORCH_GATING_SQRT_SOFTPLUS, "sqrt-softplus", "the square root of each logit's softplus"),
+    };
+}
+
+} // namespace
+
+const std::vector<pyorch_choice> & choices(int32_t which) {
+    static const std::array<std::vector<pyorch_choice>, 8> lists = {
+        policies(), predictors(), speculation(), substitute_modes(), substitute_weights(), substitute_orders(), misses(),
+        gatings(),
+    };
+    if (which < 0 || (size_t) which >= lists.size()) {
+        throw Failure(PYORCH_INVALID, format("there is no list of choices %d", which));
+    }
+    return lists[which];
+}
+
+const pyorch_choice & checked_choice(int32_t which, int32_t value, bool knows_future) {
+    static const char * const names[] = {
+        "eviction policy", "predictor", "mode of speculation", "mode of substitution", "weight of a substitute",
+        "order of substitution", "treatment of a miss", "gating function",
+    };
+    const auto & list  = choices(which);
+    const auto   found = std::find_if(list.begin(), list.end(), [&](const pyorch_choice & c) { return c.value == value; });
+    if (found == list.end()) {
+        throw Failure(PYORCH_INVALID, format("unknown %s %d", names[which], value));
+    }
+    if ((found->needs & PYORCH_NEEDS_FUTURE) && !knows_future) {
+        throw Failure(PYORCH_INVALID, format("the %s %s needs to know the future: only a replay does", names[which],
+            found->name));
+    }
+    return *found;
+}
+
+} // namespace pyorch

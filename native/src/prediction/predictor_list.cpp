@@ -1,0 +1,39 @@
+#include "prediction/predictor_list.h"
+
+#include "prediction/predictors/predictors.h"
+
+namespace pyorch {
+
+static constexpr unsigned BY_ROUTERS = PYORCH_NEEDS_ROUTERS | PYORCH_NEEDS_STATES;
+
+const std::vector<PredictorEntry> & predictor_list() {
+    static const std::vector<PredictorEntry> list = {
+        { PYORCH_PREDICT_NONE, "none", 0, 0, false, NEEDS_NOTHING,
+          "reads nothing ahead", nullptr },
+        { PYORCH_PREDICT_PREVIOUS_TOKEN, "previous-token", 0, 0, false, NEEDS_NOTHING,
+          "what the layer used for the previous token", make_previous_token },
+        { PYORCH_PREDICT_LAYER_ALL, "layer-all", 0, 0, false, NEEDS_NOTHING,
+          "every expert of the layer", make_layer_all },
+        { PYORCH_PREDICT_NEXT_ROUTER, "next-router", BY_ROUTERS, 0, true, NEEDS_INPUTS | NEEDS_ROUTERS,
+          "the layer's router, applied to the router input of an earlier layer", make_next_router },
+        { PYORCH_PREDICT_QUASI_HIDDEN, "quasi-hidden", BY_ROUTERS, PYORCH_NEEDS_DEFAULT_VECTORS, true,
+          NEEDS_RESIDUALS | NEEDS_ROUTERS,
+          "the layer's router, applied to what an earlier layer's experts make of its input on average", make_quasi_hidden },
+        { PYORCH_PREDICT_ACTIVATION_MATRIX, "activation-matrix", PYORCH_NEEDS_HISTORY, 0, false, NEEDS_PREFILL,
+          "what the most alike past request used in the layer", make_activation_matrix },
+        { PYORCH_PREDICT_ESTIMATOR, "estimator", BY_ROUTERS | PYORCH_NEEDS_ESTIMATOR, PYORCH_NEEDS_DEFAULT_VECTORS, true,
+          NEEDS_RESIDUALS | NEEDS_ROUTERS,
+          "quasi-hidden, corrected by a trained network where the layer is the next one", make_estimator },
+        { PYORCH_PREDICT_HYBRID, "hybrid", BY_ROUTERS | PYORCH_NEEDS_ESTIMATOR, PYORCH_NEEDS_DEFAULT_VECTORS, true,
+          NEEDS_RESIDUALS | NEEDS_ROUTERS,
+          "estimator for the layers where that is better, quasi-hidden for the others", make_hybrid },
+        { PYORCH_PREDICT_EXPERT_MAP, "expert-map", PYORCH_NEEDS_HISTORY | PYORCH_NEEDS_DISTRIBUTIONS,
+          PYORCH_NEEDS_EMBEDDINGS, false, NEEDS_PROBS | NEEDS_EMBEDDINGS,
+          "what the most alike past iteration used in the layer", make_expert_map },
+        { PYORCH_PREDICT_ORACLE, "oracle", PYORCH_NEEDS_FUTURE, 0, false, NEEDS_NOTHING,
+          "the experts that the layer will use", nullptr },
+    };
+    return list;
+}
+
+} // namespace pyorch

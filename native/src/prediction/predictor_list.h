@@ -1,0 +1,25 @@
+// The predictors there are: how users call them, what they need, and what makes one.
+
+#pragma once
+
+#include "prediction/prediction.h"
+
+namespace pyorch {
+
+struct PredictorEntry {
+    pyorch_predictor kind;
+    const char *     name;
+    unsigned         needs;      // PYORCH_NEEDS_*: without one of them nothing is forecast
+    unsigned         uses;       // PYORCH_NEEDS_*: of what makes forecasts better
+    bool             executable; // forecasts are distributions of the next layer's router
+    unsigned         sees;       // PredictorNeeds: what it is shown of a layer
+    const char *     description;
+
+    // Null for those that predict nothing, or that only a replay can make.
+    std::unique_ptr<Predictor> (*make)(const PredictionModel & model, const std::vector<int> & distance);
+};
+
+// In the order of their kinds.
+const std::vector<PredictorEntry> & predictor_list();
+
+} // namespace pyorch

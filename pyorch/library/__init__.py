@@ -1,0 +1,1 @@
+"""libpyorch: its C API by cffi, and what it lists."""

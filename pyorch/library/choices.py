@@ -1,0 +1,145 @@
+"""What can be chosen by name, as the library lists it: policies, predictors, and how lossy settings work.
+
+Nothing here needs numpy or a model, so that help texts are made of it too.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from pyorch.errors import PyorchError
+from pyorch.library.bindings import default, lib, new, string
+
+
+def _flags(prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): getattr(lib, name) for name in dir(lib) if name.startswith(prefix)}
+
+
+# ROUTERS, STATES, ...: the library's PYORCH_NEEDS_*, of which pyorch.h says what they mean.
+Needs = enum.IntFlag("Needs", _flags("PYORCH_NEEDS_"))  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several, by name.
+
+    value: in the C API. needs: without one of them it does nothing. uses: what makes it better. executable, of a
+    predictor: layers can compute with what it forecasts.
+    """
+
+    name: str
+    value: int
+    description: str
+    needs: Needs
+    uses: Needs
+    executable: bool
+
+
+class Choices(Mapping[str, Choice]):
+    """All choices of one kind, by name, in the library's order. What needs to know the future is for a replay."""
+
+    def __init__(self, what: str, choices: Iterable[Choice]) -> None:
+        self.what = what
+        self._by_name = MappingProxyType({choice.name: choice for choice in choices})
+
+    def __getitem__(self, name: str) -> Choice:
+        return self._by_name[name]
+
+    def __iter__(self):
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """The names of those that do without the future."""
+        return tuple(name for name, choice in self.items() if Needs.FUTURE not in choice.needs)
+
+    @property
+    def foreseeing(self) -> tuple[str, ...]:
+        """The names of the others."""
+        return self.needing(Needs.FUTURE)
+
+    @property
+    def executable(self) -> tuple[str, ...]:
+        return tuple(name for name, choice in self.items() if choice.executable)
+
+    def needing(self, needs: Needs) -> tuple[str, ...]:
+        """The names of those that need one of these."""
+        return tuple(name for name, choice in self.items() if choice.needs & needs)
+
+    def named(self, value: int) -> str | None:
+        """The name of the choice with this value, None where there is none."""
+        return next((name for name, choice in self.items() if choice.value == value), None)
+
+    def choose(self, name: str, knows_future: bool = False, also: tuple[str, ...] = ()) -> Choice:
+        """PyorchError for a name that is not known, or that needs to know the future where nobody does.
+
+        also: other names that the sentence offers.
+        """
+        choice = self.get(name)
+        if choice is None:
+            raise PyorchError(f'{self.what} "{name}" is not known: use {listed((*also, *self.present))}')
+        if Needs.FUTURE in choice.needs and not knows_future:
+            raise PyorchError(f'{self.what} "{name}" needs to know the future: only pyorch replay does')
+        return choice
+
+
+@functools.cache
+def policies() -> Choices:
+    """Which expert is evicted first."""
+    return _read("policy", lib.PYORCH_CHOICES_POLICY)
+
+
+@functools.cache
+def predictors() -> Choices:
+    """What forecasts the experts of later layers."""
+    return _read("predictor", lib.PYORCH_CHOICES_PREDICTOR)
+
+
+@functools.cache
+def speculation() -> Choices:
+    """Where layers compute with forecasts."""
+    return _read("speculation", lib.PYORCH_CHOICES_SPECULATE)
+
+
+@functools.cache
+def substitution(setting: str) -> Choices:
+    """Of a setting of substitution: its "mode", "weight", "order" or "miss"."""
+    lists = {
+        "mode": lib.PYORCH_CHOICES_SUBSTITUTE_MODE, "weight": lib.PYORCH_CHOICES_SUBSTITUTE_WEIGHT,
+        "order": lib.PYORCH_CHOICES_SUBSTITUTE_ORDER, "miss": lib.PYORCH_CHOICES_ON_MISS,
+    }
+    return _read(f"substitution {setting}", lists[setting])
+
+
+@functools.cache
+def gatings() -> Choices:
+    """How a router makes probabilities of its logits; the values are those of GGUF's expert_gating_func."""
+    return _read("gating function", lib.PYORCH_CHOICES_GATING)
+
+
+@functools.cache
+def default_policy() -> str:
+    """The policy of an engine that was told nothing else."""
+    return policies().named(default("pyorch_config").policy)
+
+
+def listed(names: Iterable[str], word: str = "or") -> str:
+    """Names as a sentence has them: "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def _read(what: str, which: int) -> Choices:
+    found: list[Choice] = []
+    raw = new("pyorch_choice")
+    while lib.pyorch_get_choice(which, len(found), raw) == lib.PYORCH_OK:
+        found.append(Choice(string(raw.name), raw.value, string(raw.description), Needs(raw.needs), Needs(raw.uses),
+                            bool(raw.executable)))
+    return Choices(what, found)

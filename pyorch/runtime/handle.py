@@ -1,0 +1,23 @@
+"""What every part of an engine stands on."""
+
+from __future__ import annotations
+
+from pyorch.errors import PyorchError
+
+
+class EngineHandle:
+    """A pyorch_engine * and what the model's layers are like.
+
+    n_expert: experts of each layer, by llama.cpp's block number il. simulated: nothing is read, see pyorch.traces.replay.
+    """
+
+    n_expert: dict[int, int]
+    simulated: bool
+    _engine: object | None
+
+    @property
+    def handle(self):
+        """The pyorch_engine *, owned by this object."""
+        if self._engine is None:
+            raise PyorchError("the engine was closed: its model is no longer loaded")
+        return self._engine

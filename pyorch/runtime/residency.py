@@ -1,0 +1,58 @@
+"""The part of an engine that says which experts are resident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from pyorch.library.bindings import array, check, ffi, lib, new
+from pyorch.runtime.handle import EngineHandle
+from pyorch.runtime.statistics import Residency, Stats, read
+
+
+class ResidencyCalls(EngineHandle):
+    """What is resident, what is ordered, what was counted."""
+
+    def set_layer_limits(self, il: int, min_experts: int, max_experts: int) -> None:
+        """How many experts of a layer eviction leaves, and how many the layer may hold."""
+        check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
+
+    def residency(self, il: int) -> Residency:
+        flags = np.empty(self.n_expert[il], np.uint8)
+        check(lib.pyorch_get_residency(self.handle, il, array("uint8_t[]", flags), flags.size))
+        states = (lib.PYORCH_RESIDENT, lib.PYORCH_LOADING, lib.PYORCH_PINNED, lib.PYORCH_IN_USE)
+        return Residency(*((flags & state) != 0 for state in states))
+
+    def prefetch(self, il: int, experts: Iterable[int]) -> None:
+        """Queues reads behind all demand, in this order. Returns at once."""
+        self._order(lib.pyorch_prefetch, il, experts)
+
+    def pin(self, il: int, experts: Iterable[int]) -> None:
+        """Brings in experts and never evicts them. BudgetError if the rest would fall below the floor."""
+        self._order(lib.pyorch_pin, il, experts)
+
+    def unpin(self, il: int, experts: Iterable[int]) -> None:
+        self._order(lib.pyorch_unpin, il, experts)
+
+    def evict(self, il: int, experts: Iterable[int]) -> None:
+        """Frees resident experts that are neither pinned nor in use."""
+        self._order(lib.pyorch_evict, il, experts)
+
+    def wait_idle(self) -> None:
+        """Waits until no read is queued or running."""
+        check(lib.pyorch_wait_idle(self.handle))
+
+    def stats(self, il: int = -1) -> Stats:
+        """Of one layer, or of all of them (-1)."""
+        raw = new("pyorch_stats")
+        check(lib.pyorch_get_stats(self.handle, il, raw))
+        return read(Stats, raw)
+
+    def reset_stats(self) -> None:
+        """Zeroes the counters, not the gauges."""
+        check(lib.pyorch_reset_stats(self.handle))
+
+    def _order(self, function, il: int, experts: Iterable[int]) -> None:
+        ids = np.fromiter(experts, np.int32)
+        check(function(self.handle, il, ffi.from_buffer("int32_t[]", ids), ids.size))

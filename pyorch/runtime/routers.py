@@ -1,0 +1,77 @@
+"""The routers of layers: how they choose their experts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.library.bindings import array, default, ffi
+from pyorch.library.choices import gatings
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a layer chooses its experts; arrays float32, None where there is no such thing.
+
+    gate: [n_expert, n_embd]; bias: [n_expert] of the logits; selection_bias: [n_expert], added to the probabilities for
+    the choice only; norm: [n_embd] of the RMS normalization, with eps, that makes the input. gating: one of
+    pyorch.library.choices.gatings(), how probabilities are made of logits; "softmax-selected": the weights are a
+    softmax of the selected logits. n_used: experts of a token. n_groups, n_groups_used: it chooses from the groups whose
+    two best experts have the highest sum. normalized: weights are divided by their sum; scale: and multiplied by this.
+    """
+
+    gate: np.ndarray
+    bias: np.ndarray | None
+    selection_bias: np.ndarray | None
+    norm: np.ndarray | None
+    eps: float
+    gating: str
+    n_used: int
+    n_groups: int = 1
+    n_groups_used: int = 1
+    normalized: bool = False
+    scale: float = 1.0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those that there are, by name."""
+        arrays = {name: getattr(self, name) for name in ("gate", "bias", "selection_bias", "norm")}
+        return {name: values for name, values in arrays.items() if values is not None}
+
+    def choice(self) -> dict[str, object]:
+        """How it chooses, without the arrays, by name."""
+        names = ("eps", "gating", "n_used", "n_groups", "n_groups_used", "normalized", "scale")
+        return {name: getattr(self, name) for name in names}
+
+
+def to_struct(router: Router) -> tuple[object, dict[str, np.ndarray]]:
+    """A pyorch_router *, and the float32 arrays that it points to, which must outlive it. PyorchError for other shapes,
+    and for a gating function that is not known."""
+    arrays = {name: np.ascontiguousarray(values, np.float32) for name, values in router.arrays().items()}
+    n_expert, n_embd = arrays["gate"].shape
+    for name, width in (("bias", n_expert), ("selection_bias", n_expert), ("norm", n_embd)):
+        if name in arrays and arrays[name].shape != (width,):
+            raise PyorchError(f"the {name} of a router with {n_expert} experts and {n_embd} inputs has the shape "
+                              f"{arrays[name].shape}, not ({width},)")
+    pointers = {name: array("float[]", values) for name, values in arrays.items()}
+    choice = router.choice() | {"gating": gatings().choose(router.gating).value}
+    return default("pyorch_router", n_expert=n_expert, n_embd=n_embd, **choice, **pointers), arrays
+
+
+def from_struct(raw) -> Router:
+    """A copy of what a pyorch_router points to."""
+
+    def copied(pointer, *shape: int) -> np.ndarray | None:
+        if not pointer:
+            return None
+        return np.frombuffer(ffi.buffer(pointer, 4 * math.prod(shape)), np.float32).reshape(shape).copy()
+
+    n_expert, n_embd = raw.n_expert, raw.n_embd
+    return Router(
+        gate=copied(raw.gate, n_expert, n_embd), bias=copied(raw.bias, n_expert),
+        selection_bias=copied(raw.selection_bias, n_expert), norm=copied(raw.norm, n_embd), eps=raw.eps,
+        gating=gatings().named(raw.gating), n_used=raw.n_used, n_groups=raw.n_groups, n_groups_used=raw.n_groups_used,
+        normalized=bool(raw.normalized), scale=raw.scale,
+    )

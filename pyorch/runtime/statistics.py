@@ -1,0 +1,103 @@
+"""What an engine counts, and what it has at the moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the start or the last reset, and gauges. The names are those of pyorch_stats.
+
+    Of a single layer only uses, loads, evictions and residency are counted.
+    """
+
+    hits: int
+    misses: int
+    loads: int
+    prefetch_loads: int
+    prefetch_hits: int
+    prefetch_late: int
+    prefetch_wasted: int
+    evictions: int
+    bytes_read: int
+    read_ns: int
+    stall_ns: int
+    failures: int
+    layer_passes: int
+    tokens: int
+    resident_experts: int
+    resident_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    budget_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the uses of experts that found the expert resident; nan without any."""
+        uses = self.hits + self.misses
+        return self.hits / uses if uses else float("nan")
+
+    @property
+    def unused_loads(self) -> int:
+        """Experts that were read ahead and not used. What was read before counting began makes it too small."""
+        return max(0, self.prefetch_loads - self.prefetch_hits)
+
+    @property
+    def useful_share(self) -> float:
+        """Of the experts read, those that were not read ahead in vain; nan without any."""
+        return 1 - self.unused_loads / self.loads if self.loads else float("nan")
+
+
+@dataclass(frozen=True)
+class SubstitutionStats:
+    """What substitution did in the ubatches that it may touch. The names are those of pyorch_substitution_counts.
+
+    A slot is one of the experts of a token in a layer; tokens are counted once for each layer.
+    """
+
+    tokens: int
+    lossy_tokens: int
+    substituted: int
+    dropped: int
+    refused_tae: int
+    refused_margin: int
+    refused_distribution: int
+    refused_rho: int
+    refused_buddies: int
+    rank_sum: int
+    absent: int
+    avoided: int
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What layers executed in place of their routers' choice. The names are those of pyorch_speculation_counts.
+
+    tokens: of the ubatches concerned, counted once for each layer. slots: experts of tokens that were forecast;
+    right: of them, those that the router chose too.
+    """
+
+    tokens: int
+    slots: int
+    right: int
+
+
+@dataclass(frozen=True)
+class Residency:
+    """Flags of the experts of a layer, each bool[n_expert]."""
+
+    resident: np.ndarray
+    loading: np.ndarray
+    pinned: np.ndarray
+    in_use: np.ndarray
+
+
+def read(cls: type[T], raw) -> T:
+    """A dataclass whose fields are those of a C struct."""
+    return cls(**{name: getattr(raw, name) for name in cls.__dataclass_fields__})  # type: ignore[attr-defined]

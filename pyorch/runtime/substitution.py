@@ -1,0 +1,83 @@
+"""The part of an engine that lets resident experts stand in for absent ones; lossy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.library.bindings import array, check, default, lib, new
+from pyorch.runtime.handle import EngineHandle
+from pyorch.runtime.observers import Routing
+from pyorch.runtime.statistics import SubstitutionStats, read
+
+
+class SubstitutionCalls(EngineHandle):
+    """What absent experts are replaced by, and what was counted of that."""
+
+    def set_substitution(self, il: int, settings: Mapping[str, int | float]) -> None:
+        """How a layer treats absent experts: fields of pyorch_substitution, the others by default."""
+        check(lib.pyorch_set_substitution(self.handle, il, default("pyorch_substitution", **settings)))
+
+    def set_buddies(
+        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, hops: np.ndarray | None = None
+    ) -> None:
+        """The buddies of each expert of a layer, best first.
+
+        Args:
+            ids: int32[n_expert, k_max], -1 after the last. q, scale: float32 of the same shape; scale is the
+                factor of the buddy's output, nan where it is not known.
+            hops: uint8[n_expert], to where an expert is.
+        """
+        ids = np.ascontiguousarray(ids, np.int32)
+        q = np.ascontiguousarray(q, np.float32)
+        scale = None if scale is None else np.ascontiguousarray(scale, np.float32)
+        hops = None if hops is None else np.ascontiguousarray(hops, np.uint8)
+        if q.shape != ids.shape or (scale is not None and scale.shape != ids.shape):
+            raise PyorchError(f"buddy lists of shape {ids.shape} do not fit priorities of shape {q.shape}")
+        if hops is not None and hops.shape != ids.shape[:1]:
+            raise PyorchError(f"hops of shape {hops.shape} do not fit buddy lists of shape {ids.shape}")
+        check(
+            lib.pyorch_set_buddies(
+                self.handle, il, *ids.shape, array("int32_t[]", ids), array("float[]", q),
+                array("float[]", scale), array("uint8_t[]", hops),
+            )
+        )
+
+    def set_cache(self, il: int, mask: np.ndarray | None) -> None:
+        """Substitution takes exactly the experts of mask, bool[n_expert], for resident; None: those that are."""
+        raw = None if mask is None else np.ascontiguousarray(mask, np.uint8)
+        check(lib.pyorch_set_cache(self.handle, il, array("uint8_t[]", raw), 0 if raw is None else raw.size))
+
+    def substitute(
+        self, routing: Routing, resident: np.ndarray, normalized: bool = False, softmax_selected: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, SubstitutionStats]:
+        """What substitution would make of a routing while just these experts are resident, bool[n_expert].
+
+        Changes and counts nothing. normalized, softmax_selected: how the model makes weights of probabilities.
+        Returns experts, weights and what was done.
+        """
+        (n_tokens, n_expert_used), n_expert = routing.experts.shape, routing.probs.shape[1]
+        arrays = {name: np.ascontiguousarray(getattr(routing, name), np.float32) for name in ("weights", "probs", "logits")}
+        given = np.ascontiguousarray(routing.experts, np.int32)
+        raw = default(
+            "pyorch_routing", il=routing.il, n_tokens=n_tokens, n_expert_used=n_expert_used, n_expert=n_expert,
+            experts=array("int32_t[]", given), **{name: array("float[]", values) for name, values in arrays.items()},
+        )
+        mask = np.ascontiguousarray(resident, np.uint8)
+        experts, weights = np.empty_like(given), np.empty_like(arrays["weights"])
+        counts = new("pyorch_substitution_counts")
+        check(
+            lib.pyorch_substitute(
+                self.handle, raw, array("uint8_t[]", mask), normalized, softmax_selected,
+                array("int32_t[]", experts), array("float[]", weights), counts,
+            )
+        )
+        return experts, weights, read(SubstitutionStats, counts)
+
+    def substitution_stats(self, il: int = -1) -> SubstitutionStats:
+        """Of one layer, or of all of them (-1). Zeroed by reset_stats()."""
+        raw = new("pyorch_substitution_counts")
+        check(lib.pyorch_get_substitution_counts(self.handle, il, raw))
+        return read(SubstitutionStats, raw)

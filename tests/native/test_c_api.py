@@ -1,0 +1,34 @@
+"""The C API, as a program in C99 sees it: native/tests/c_api.c."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from native_build import ROOT, headers
+
+from pyorch import _libs
+from pyorch.library import choices
+
+
+def test_a_c99_program_needs_nothing_but_the_headers(small_moe: Path, tmp_path: Path):
+    headers()
+    program, libraries = tmp_path / "c_api", _libs.lib_dir()
+    subprocess.run(
+        ["gcc", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-o", program, f"-I{libraries}",
+         ROOT / "native/tests/c_api.c", f"-L{libraries}", "-lpyorch", "-Wl,--allow-shlib-undefined",
+         f"-Wl,-rpath,{libraries}"],
+        check=True,
+    )
+    done = subprocess.run([program, small_moe], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+    # What the program lists is what Python offers.
+    lists = (choices.policies(), choices.predictors(), choices.speculation(),
+             *(choices.substitution(setting) for setting in ("mode", "weight", "order", "miss")),
+             choices.gatings())
+    expected = [
+        f"{number} {choice.name} {int(choice.needs)} {int(choice.uses)} {int(choice.executable)}"
+        for number, of_one_kind in enumerate(lists) for choice in of_one_kind.values()
+    ]
+    assert done.stdout.splitlines() == expected

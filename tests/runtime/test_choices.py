@@ -1,0 +1,48 @@
+"""Policies, predictors and settings by name: the library's list is the only one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pyorch.errors import PyorchError
+from pyorch.library.choices import Needs, default_policy, gatings, listed, policies, predictors, speculation, substitution
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [policies(), predictors(), speculation(), *map(substitution, ("mode", "weight", "order", "miss")), gatings()],
+    ids=lambda choices: choices.what,
+)
+def test_every_choice_has_a_name_of_its_own_and_a_line_that_describes_it(choices):
+    assert len(choices) >= 2 and len({choice.description for choice in choices.values()}) == len(choices)
+    for name, choice in choices.items():
+        assert choice.name == name and name == name.lower() and choice.description and "\n" not in choice.description
+    values = [choice.value for choice in choices.values()]
+    assert values == list(range(values[0], values[0] + len(choices)))
+
+
+def test_predictors_say_what_they_need():
+    known = predictors()
+    assert known.needing(Needs.HISTORY) == ("activation-matrix", "expert-map")
+    assert known.needing(Needs.ESTIMATOR) == ("estimator", "hybrid")
+    assert known.foreseeing == ("oracle",) and "oracle" not in known.present
+    assert policies().foreseeing == ("belady",)
+    assert known.executable == ("next-router", "quasi-hidden", "estimator", "hybrid")
+    assert all(Needs.ROUTERS in known[name].needs and Needs.STATES in known[name].needs for name in known.executable)
+    assert Needs.DEFAULT_VECTORS in known["quasi-hidden"].uses and Needs.DISTRIBUTIONS in known["expert-map"].needs
+
+
+def test_the_default_policy_is_one_of_them():
+    assert default_policy() in policies().present
+
+
+def test_a_name_that_is_not_known_is_refused_with_those_that_are():
+    with pytest.raises(PyorchError, match='^policy "mru" is not known: use lru, lfu or finemoe$'):
+        policies().choose("mru")
+    with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only pyorch replay does$'):
+        predictors().choose("oracle")
+    assert predictors().choose("oracle", knows_future=True).name == "oracle"
+
+
+def test_names_are_listed_as_in_a_sentence():
+    assert listed(["a"]) == "a" and listed(["a", "b"], "and") == "a and b" and listed(iter("abc")) == "a, b or c"
