@@ -5,22 +5,15 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from native_build import ROOT, headers
+from native_build import built_tests
+from processes import HANG_SECONDS
 
-from pyorch import _libs
 from pyorch.library import choices
 
 
-def test_a_c99_program_needs_nothing_but_the_headers(small_moe: Path, tmp_path: Path):
-    headers()
-    program, libraries = tmp_path / "c_api", _libs.lib_dir()
-    subprocess.run(
-        ["gcc", "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-o", program, f"-I{libraries}",
-         ROOT / "native/tests/c_api.c", f"-L{libraries}", "-lpyorch", "-Wl,--allow-shlib-undefined",
-         f"-Wl,-rpath,{libraries}"],
-        check=True,
-    )
-    done = subprocess.run([program, small_moe], capture_output=True, text=True, timeout=300)
+def test_a_c99_program_needs_nothing_but_the_headers(small_moe: Path) -> None:
+    program = built_tests() / "bin" / "c_api"
+    done = subprocess.run([program, small_moe], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
 
     # What the program lists is what Python offers.

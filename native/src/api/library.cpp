@@ -1,7 +1,6 @@
 #include "api/api.h"
 #include "api/choices.h"
 #include "api/structs.h"
-#include "model/fatal.h"
 
 using namespace pyorch;
 
@@ -37,14 +36,6 @@ pyorch_status pyorch_get_choice(int32_t which, int32_t index, pyorch_choice * ch
         }
         write_struct(choice, "pyorch_choice", list[index]);
     });
-}
-
-void pyorch_show_fatal_errors(void) {
-    show_fatal_errors();
-}
-
-void pyorch_refuse_fatal_errors(int32_t on) {
-    guard_fatal_errors(on != 0);
 }
 
 } // extern "C"

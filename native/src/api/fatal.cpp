@@ -1,0 +1,17 @@
+#include "model/fatal.h"
+
+#include "pyorch.h"
+
+using namespace pyorch;
+
+extern "C" {
+
+void pyorch_show_fatal_errors(void) {
+    show_fatal_errors();
+}
+
+void pyorch_refuse_fatal_errors(int32_t on) {
+    guard_fatal_errors(on != 0);
+}
+
+} // extern "C"
