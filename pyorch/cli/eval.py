@@ -209,9 +209,7 @@ def _methods(args: argparse.Namespace) -> tuple:
             raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
         methods.append(lossy_method(substitution))
     for predictor in args.speculate:
-        if Prefetch.parse(predictor).predictor not in SPECULATIVE:
-            raise PyorchError(
-                f'--speculate "{predictor}" is no predictor to compute with: use {", ".join(SPECULATIVE)}')
+        Prefetch.parse(predictor).check_executable()
         methods.append(speculation(predictor))
     if not methods:
         raise PyorchError("there is no row to measure: give --baseline, --buddies or --speculate")
