@@ -103,7 +103,10 @@ def train(
     arrays |= {name: np.array(value) for name, value in routers[layers[-1]].choice().items() if name != "eps"}
     with tempfile.TemporaryDirectory(prefix="pyorch-") as directory:
         given, output = Path(directory) / "job.npz", Path(directory) / "weights.npz"
-        np.savez(given, **arrays)
+        try:
+            np.savez(given, **arrays)
+        except OSError as error:  # numpy's of a short write has no reason
+            raise PyorchError(f"{directory} cannot be written: {error.strerror or 'the disk is full or at its limit'}") from None
         job = {
             "trace": str(trace.path.absolute()), "arrays": str(given), "output": str(output),
             "n_latent": settings.n_latent, "n_hidden": settings.n_hidden, "epochs": settings.epochs,

@@ -49,9 +49,23 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
+    except OSError as error:  # what no command expects, such as a standard output on a full disk
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_output()
+        print(f"pyorch: error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"pyorch: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
+        return 2
+
+
+def _discard_output() -> None:
+    """Python flushes stdout once more at exit, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -51,8 +51,11 @@ def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, fontsize=8)
     target = path.absolute()
     with staging(target) as directory:
-        figure.savefig(directory / target.name, dpi=150)
-        publish([directory / target.name], target.parent)
+        try:
+            figure.savefig(directory / target.name, dpi=150)
+            publish([directory / target.name], target.parent)
+        except OSError as error:
+            raise PyorchError(f"{target} cannot be written: {error.strerror}") from None
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:

@@ -141,6 +141,12 @@ def test_verify_finds_a_single_wrong_bit(
     assert it["top1_agreement"] == 1 and 0 < it["max_abs_difference"] < 1e-5
 
 
+def test_output_to_a_full_disk_is_an_error_in_a_sentence(small_moe: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = pyorch("inspect", small_moe, stdout=full, stderr=subprocess.PIPE, capture_output=False)
+    assert (done.returncode, done.stderr) == (2, "pyorch: error: the output: No space left on device\n")
+
+
 def test_a_closed_pipe_is_quiet(small_moe: Path) -> None:
     command = f"{sys.executable} -m pyorch run {small_moe} -p import -n 200 --temp 1 --budget 50% | head -c 1"
     done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=HANG_SECONDS)
