@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
+import llama_cpp.llama_cpp as llama
 import pytest
 from models import PROMPT, assert_same_bits, small_model
 
 from pyorch.llama.context import Context
-from pyorch.errors import ExpertReadError
+from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.llama.model import Model
 
 
@@ -102,6 +104,42 @@ def test_an_error_in_one_context_spares_another(small_moe: Path, resident: Model
             model.engine.wait_idle()
             source.fault = ""
             assert_same_bits(other.decode(prompt_tokens), expected)
+
+
+def test_a_decode_reports_its_own_error_though_another_one_fails_before_it_is_asked(
+    small_moe: Path, prompt_tokens: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, others = FaultySource(small_moe), []
+    with small_model(small_moe, "20%", source=source) as model:
+        with Context(model.llama.model) as one, Context(model.llama.model) as other:
+            remove = llama.llama_memory_seq_rm
+
+            def fail_other(*arguments: object) -> bool:
+                """A context that failed clears up with llama_memory_seq_rm: then the other one fails."""
+                monkeypatch.setattr(llama, "llama_memory_seq_rm", remove)
+                model.engine.wait_idle()
+                source.fault = "nothing"
+                thread = threading.Thread(target=lambda: others.append(failure(other)))
+                thread.start()
+                thread.join()
+                return remove(*arguments)
+
+            def failure(context: Context) -> str:
+                with pytest.raises(ExpertReadError) as failed:
+                    context.decode(prompt_tokens)
+                return str(failed.value)
+
+            monkeypatch.setattr(llama, "llama_memory_seq_rm", fail_other)
+            source.fault = "EIO"
+            assert failure(one).endswith(FAULTS["EIO"])
+            assert len(others) == 1 and others[0].endswith(FAULTS["nothing"])
+
+            # A decode that fails for another reason says so.
+            model.engine.wait_idle()
+            source.fault = ""
+            with pytest.raises(PyorchError) as failed:
+                other.decode([10**6])
+            assert not isinstance(failed.value, ExpertReadError) and "llama_decode returned" in str(failed.value)
 
 
 @pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])

@@ -1,0 +1,121 @@
+"""Inside a callback of an engine: what might wait for the callback is refused in a sentence, the rest works.
+
+The read callback is tested by native/tests/c_api.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import small_model
+
+from pyorch.errors import PyorchError
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.runtime.engine import Engine
+from pyorch.sidecars.history import ExpertMaps
+
+IL = 3
+
+REFUSED: dict[str, Callable[[Model], object]] = {
+    "pyorch_engine_free": lambda model: model.engine.close(),
+    "pyorch_set_budget": lambda model: model.engine.set_budget(model.map.info.slots_bytes),
+    "pyorch_set_policy": lambda model: model.engine.set_policy("lru"),
+    "pyorch_set_layer_limits": lambda model: model.engine.set_layer_limits(IL, 0, 64),
+    "pyorch_wait_idle": lambda model: model.engine.wait_idle(),
+    "pyorch_reset_stats": lambda model: model.engine.reset_stats(),
+    "pyorch_set_prefetch": lambda model: model.engine.set_prefetch("none"),
+    "pyorch_set_layer_prefetch": lambda model: model.engine.set_layer_prefetch(IL, "none"),
+    "pyorch_check_routers": lambda model: model.engine.check_routers(),
+    "pyorch_set_default_vectors": lambda model: model.engine.set_default_vectors(IL, np.zeros((64, 128))),
+    "pyorch_set_hybrid": lambda model: model.engine.set_hybrid([False] * 8),
+    "pyorch_estimate": lambda model: model.engine.estimate(IL, np.zeros(128)),
+    "pyorch_set_history": lambda model: model.engine.set_history(ExpertMaps.for_model(model.map)),
+    "pyorch_set_speculation": lambda model: model.engine.set_speculation("none"),
+    "pyorch_set_observer": lambda model: model.engine.set_observer(None),
+    "pyorch_set_prediction_observer": lambda model: model.engine.set_prediction_observer(None),
+    "pyorch_set_substitution": lambda model: model.engine.set_substitution(IL, {}),
+    "pyorch_set_cache": lambda model: model.engine.set_cache(IL, None),
+    "pyorch_engine_new": lambda model: Engine(model.map, "50%").close(),
+}
+ALLOWED: dict[str, Callable[[Model], object]] = {
+    "residency": lambda model: model.engine.residency(IL),
+    "stats": lambda model: model.engine.stats(),
+    "layer stats": lambda model: model.engine.stats(IL),
+    "substitution stats": lambda model: model.engine.substitution_stats(),
+    "speculation stats": lambda model: model.engine.speculation_stats(),
+    "error": lambda model: model.engine.error(),
+    "router": lambda model: model.engine.router(IL),
+    "prefetch": lambda model: model.engine.prefetch(IL, [1]),
+    "pin": lambda model: model.engine.pin(IL, [2]),
+    "unpin": lambda model: model.engine.unpin(IL, [2]),
+    "evict": lambda model: model.engine.evict(IL, [3]),
+    "map": lambda model: model.map.expert_range(IL, 0, 0),
+}
+
+
+@pytest.fixture(scope="module")
+def model(small_moe: Path) -> Iterator[Model]:
+    with small_model(small_moe, "50%") as model:
+        yield model
+
+
+def sentences(model: Model, calls: Mapping[str, Callable[[Model], object]]) -> dict[str, str]:
+    """What each call answered: "" for those that worked."""
+    found = {}
+    for name, call in calls.items():
+        try:
+            call(model)
+            found[name] = ""
+        except PyorchError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["set_observer", "set_prediction_observer"])
+def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
+    model: Model, prompt_tokens: list[int], kind: str
+) -> None:
+    seen: list[dict[str, str]] = []
+    model.engine.set_prefetch("previous-token")
+    with Context(model.llama.model) as context:
+        context.decode(prompt_tokens[:8])
+        getattr(model.engine, kind)(lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
+        for token in prompt_tokens[8:12]:
+            context.decode([token])
+        model.engine.wait_idle()
+        getattr(model.engine, kind)(None)
+    assert len(seen) == 1
+    for name in REFUSED:
+        assert seen[0][name].startswith(f"{name} cannot be called inside a callback"), (name, seen[0][name])
+    for name in ALLOWED:
+        assert seen[0][name] == "", name
+
+    # Outside of callbacks all of it works, but for the end of an engine that has a model, and an estimator where none is.
+    outside = {name: call for name, call in (REFUSED | ALLOWED).items()
+               if name not in ("pyorch_engine_free", "pyorch_estimate")}
+    assert not any(sentences(model, outside).values())
+
+
+def test_a_decode_inside_an_observer_fails_and_the_outer_one_does_not(model: Model, prompt_tokens: list[int]) -> None:
+    seen: list[str] = []
+    with Context(model.llama.model) as outer, Context(model.llama.model) as inner:
+        def decode(_routing: object) -> None:
+            if not seen:
+                try:
+                    inner.decode(prompt_tokens[:2])
+                    seen.append("")
+                except PyorchError as error:
+                    seen.append(str(error))
+
+        expected = outer.decode(prompt_tokens[:4])
+        outer.clear()
+        model.engine.set_observer(decode)
+        actual = outer.decode(prompt_tokens[:4])
+        model.engine.set_observer(None)
+        assert seen == ["a callback of an engine cannot decode: decode in another thread, or afterwards"]
+        assert actual.tobytes() == expected.tobytes()
+        assert inner.decode(prompt_tokens[:2]).shape[0] == 2

@@ -1,0 +1,55 @@
+"""The library and the package fit each other, and what the library refuses has an exception of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from processes import python
+
+from pyorch import _libs
+from pyorch.library.bindings import ABI, check_abi, lib, string
+
+_SHORT_OF_MEMORY = """
+import resource
+from pyorch.errors import OutOfMemoryError, PyorchError
+from pyorch.sidecars.history import ExpertMaps
+
+def address_space():
+    pages = int(open("/proc/self/statm").read().split()[0])
+    return pages * resource.getpagesize()
+
+limit = address_space() + (64 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    ExpertMaps(n_layers=1 << 23, n_expert=64, n_embd=0)
+except OutOfMemoryError as error:
+    assert isinstance(error, PyorchError) and isinstance(error, MemoryError)
+    print(error)
+"""
+
+
+def test_the_package_is_written_for_the_headers_beside_the_library() -> None:
+    assert lib.PYORCH_ABI == lib.pyorch_abi() == ABI
+    assert string(lib.pyorch_version()) == version("pyorch")
+    major, minor, patch = map(int, version("pyorch").split("."))
+    assert lib.pyorch_version_number() == 10000 * major + 100 * minor + patch
+
+
+def test_a_library_of_another_abi_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    source, other = tmp_path / "other.c", tmp_path / "libother.so"
+    source.write_text('int pyorch_abi(void) { return 999; } const char * pyorch_version(void) { return "9.9.9"; }')
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", other, source], check=True)
+    with pytest.raises(ImportError, match=rf"libother.so has ABI 999 \(version 9.9.9\), and this pyorch needs ABI {ABI}"):
+        check_abi(other)
+    without = _libs.lib_dir() / "libggml-base.so"
+    with pytest.raises(ImportError, match=rf"libggml-base.so has ABI 0 .* needs ABI {ABI}"):
+        check_abi(without)
+
+
+def test_lack_of_memory_is_no_format_error() -> None:
+    done = python("-c", _SHORT_OF_MEMORY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "the system has no memory left for this\n"
