@@ -129,15 +129,13 @@ def show_stats(stats: ModelStats) -> None:
         ("prefill", f"{stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s"),
         ("decode", f"{stats.decode_tokens} tokens, {stats.decode_rate:.1f} tok/s"),
     ]
-    memory = f"peak of the process {format_bytes(stats.peak_memory_bytes)}"
     experts, speculation, substitution = stats.experts, stats.speculation, stats.substitution
     if experts is not None:
         read = format_bytes(round(stats.bytes_read_per_token))
         rows.append(("experts", f"hit rate {experts.hit_rate:.1%}, {read} read per token, waited "
                                 f"{experts.stall_ns / 1e9:.2f} s"))
-        memory = (f"experts: budget {format_bytes(experts.budget_bytes)}, peak {format_bytes(experts.peak_bytes)}; "
-                  f"{memory}")
-    rows.append(("memory", memory))
+        rows.append(("budget", f"{format_bytes(experts.budget_bytes)}, at most {format_bytes(experts.peak_bytes)} used"))
+    rows.append(("memory", f"at most {format_bytes(stats.peak_memory_bytes)} used by the process"))
     if speculation is not None:
         rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, {speculation.right} of them as "
                               "their routers chose"))

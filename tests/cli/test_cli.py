@@ -73,7 +73,7 @@ def test_run_streams_text_to_stdout_and_statistics_to_stderr(
     arguments = ["run", str(small_moe), "-p", "import os", "-n", "8", "--budget", "25%", "--temp", "0", "--ctx", "128"]
     assert main(arguments) == 0
     printed = capsys.readouterr()
-    for word in ("prefill", "decode", "tok/s", "hit rate", "read per token", "budget 3072 KiB", "peak"):
+    for word in ("prefill", "decode", "tok/s", "hit rate", "read per token", "budget   3072 KiB", "memory"):
         assert word in printed.err
     assert main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -168,5 +168,5 @@ def test_llama_cpp_is_silent_unless_its_log_is_asked_for(small_moe: Path) -> Non
     """Its log and its warnings go to the descriptors, past Python."""
     command = ("run", small_moe, "-p", "import os", "-n", "4", "--temp", "0", "--budget", "50%", "--threads", "1")
     quiet, verbose = pyorch(*command), pyorch(*command, "--verbose")
-    assert [line.split()[0] for line in quiet.stderr.splitlines()] == ["prefill", "decode", "experts", "memory"]
+    assert [line.split()[0] for line in quiet.stderr.splitlines()] == ["prefill", "decode", "experts", "budget", "memory"]
     assert "llama_model_loader" in verbose.stderr and quiet.stdout == verbose.stdout
