@@ -36,7 +36,4 @@ struct RoutedBatch {
     std::vector<int> deferred;
 };
 
-// The experts of n slots, ascending, each once.
-std::vector<int> distinct(const int32_t * experts, int n);
-
 } // namespace pyorch

@@ -2,16 +2,7 @@
 
 #include "base/callback.h"
 
-#include <algorithm>
-
 namespace pyorch {
-
-std::vector<int> distinct(const int32_t * experts, int n) {
-    std::vector<int> ids(experts, experts + n);
-    std::sort(ids.begin(), ids.end());
-    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
-    return ids;
-}
 
 namespace {
 
@@ -64,9 +55,25 @@ void substitute(Context & context, RoutedBatch & batch) {
     routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());
 }
 
+// The experts of all slots, ascending, each once.
+std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
+    thread_local std::vector<uint8_t> named;
+    named.assign(batch.n_expert, 0);
+    for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
+        named[slots[s]] = 1;
+    }
+    std::vector<int> experts;
+    for (int e = 0; e < batch.n_expert; ++e) {
+        if (named[e]) {
+            experts.push_back(e);
+        }
+    }
+    return experts;
+}
+
 void acquire(Context & context, RoutedBatch & batch) {
-    const std::vector<int> experts = distinct(batch.experts, batch.n_tokens * batch.n_used);
-    const std::vector<int> asked   = distinct(batch.requested, batch.n_tokens * batch.n_used);
+    const std::vector<int> experts = distinct(batch, batch.experts);
+    const std::vector<int> asked   = distinct(batch, batch.requested);
     Table &                table   = context.routing.table;
     table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens });
     if (!batch.deferred.empty()) {
