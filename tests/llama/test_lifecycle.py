@@ -11,6 +11,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 from models import assert_same_bits, small_model
+from processes import HANG_SECONDS
 
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
@@ -25,7 +26,7 @@ PROCESS = Path(__file__).with_name("aborted_context_process.py")
 @pytest.mark.parametrize("end", ["freed", "kept"])
 def test_a_context_that_was_aborted_inside_a_layer_stops_no_other(small_moe: Path, resident: Model, end: str) -> None:
     command = [sys.executable, PROCESS, small_moe, end, *map(str, PROMPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)  # a second, or for ever
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)  # a second, or for ever
     assert done.returncode == 0, done.stderr
     with Context(resident.llama.model, n_ctx=128, n_threads=1) as context:
         expected = hashlib.sha256(context.decode(list(PROMPT)).tobytes()).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from ggufs import as_smallthinker
 import pyorch
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.observers import Routing
+from pyorch.runtime.routers import Router
 from pyorch.traces.replay import read_router
 
 GATING = {
@@ -77,6 +80,23 @@ def test_groups_and_selection_biases_change_what_is_selected(zoo: Zoo) -> None:
         for scores in (routing.probs, biased):
             plain = np.argsort(-scores, axis=-1)[:, :n_used]
             assert not np.array_equal(np.sort(plain), np.sort(routing.experts))
+
+
+def test_routers_that_cannot_be_are_refused(small_moe: Path) -> None:
+    plain = Router(np.zeros((64, 8), np.float32), None, None, None, 0.0, "softmax", 6)
+    with pyorch.ModelMap(small_moe) as model_map, Engine(model_map, "100%", simulated=True) as engine:
+        engine.set_router(0, plain)
+        experts, weights = engine.apply_router(0, np.zeros((2, 8), np.float32))
+        assert experts.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 and np.allclose(weights, 1 / 64)
+        for change, complaint in (
+            (dict(gating="cubic"), 'gating function "cubic" is not known: use softmax, sigmoid'),
+            (dict(n_groups=5), "cannot select 6 of 64 experts from 1 of 5 groups"),
+            (dict(n_groups=16), "cannot select 6 of 64 experts from 1 of 16 groups"),
+            (dict(n_used=65), "cannot select 65 of 64 experts"),
+            (dict(selection_bias=np.zeros(63, np.float32)), "the selection_bias of a router with 64 experts"),
+        ):
+            with pytest.raises(PyorchError, match=complaint):
+                engine.set_router(0, dataclasses.replace(plain, **change))
 
 
 def test_a_router_that_cannot_be_applied_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> None:
