@@ -122,14 +122,14 @@ def add_substitution_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_profile_option(parser: argparse.ArgumentParser) -> None:
+def add_tuned_option(parser: argparse.ArgumentParser) -> None:
     """After add_substitution_options(), for commands with a model and a budget."""
-    parser.add_argument("--profile", metavar="FILE",
+    parser.add_argument("--tuned", metavar="FILE",
                         help="take the lossy setting that `pyorch tune` found, and its budget unless --budget is given")
 
 
 def substitution_arguments(args: argparse.Namespace) -> dict[str, object]:
-    """Arguments of pyorch.load and managed.Settings: substitution, buddies, speculate. A profile also sets "
+    """Arguments of pyorch.load and managed.Settings: substitution, buddies, speculate. A tuned setting also sets "
     "args.budget."""
     return _substitution(args) | {"speculate": args.speculate}
 
@@ -139,13 +139,13 @@ def _substitution(args: argparse.Namespace) -> dict[str, object]:
 
     changes = {"mode": args.substitute, "miss": args.on_miss, "weight": args.buddy_weight}
     changes = {name: value for name, value in changes.items() if value is not None}
-    if getattr(args, "profile", None) is not None:
+    if getattr(args, "tuned", None) is not None:
         if changes or args.buddies is not None:
-            raise PyorchError("--profile has a lossy setting, and so have the other flags: give one of them")
-        profile = _read_profile(args)
+            raise PyorchError("--tuned has a lossy setting, and so have the other flags: give one of them")
+        tuned = _read_tuned(args)
         if args.budget == "auto":
-            args.budget = profile.budget
-        return {"substitution": profile.substitution, "buddies": args.buddies_file}
+            args.budget = tuned.budget
+        return {"substitution": tuned.substitution, "buddies": args.buddies_file}
     if args.buddies is None and not changes:
         if args.buddies_file:
             raise PyorchError("--buddies-file names lists that nothing uses: ask for substitution with --buddies")
@@ -157,12 +157,12 @@ def _substitution(args: argparse.Namespace) -> dict[str, object]:
     return {"substitution": it if it.lossy else None, "buddies": args.buddies_file}
 
 
-def _read_profile(args: argparse.Namespace):
-    from pyorch.eval.profile_file import read_profile
+def _read_tuned(args: argparse.Namespace):
+    from pyorch.eval.tuned_setting import read_tuned
     from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(args.model) as model_map:
-        return read_profile(args.profile, model_map)
+        return read_tuned(args.tuned, model_map)
 
 
 def load_arguments(args: argparse.Namespace) -> dict[str, object]:

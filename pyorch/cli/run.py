@@ -14,7 +14,7 @@ from pyorch.cli.options import (
     add_context_options,
     add_maps_option,
     add_model_options,
-    add_profile_option,
+    add_tuned_option,
     add_substitution_options,
     load_arguments,
     maps_file,
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_context_options(parser)
     add_maps_option(parser)
     add_substitution_options(parser)
-    add_profile_option(parser)
+    add_tuned_option(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-p", "--prompt", metavar="TEXT", help="continue this text")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="continue the text of a file")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.llama.model import load
 
-    options = load_arguments(args)  # a profile also says which budget
+    options = load_arguments(args)  # a tuned setting also says which budget
     with load(args.model, budget=args.budget, maps=maps_file(args), **options) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)

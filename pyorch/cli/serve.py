@@ -8,7 +8,7 @@ from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import (
     add_command,
     add_maps_option,
-    add_profile_option,
+    add_tuned_option,
     add_residency_options,
     add_substitution_options,
     maps_file,
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
     add_maps_option(parser)
     add_substitution_options(parser)
-    add_profile_option(parser)
+    add_tuned_option(parser)
     parser.set_defaults(run=run)
     _take_server_flags(parser)
     return parser
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                         ("-ub", args.ubatch), ("-t", args.threads)):
         if value is not None:
             flags += (name, str(value))
-    lossy = substitution_arguments(args)  # a profile also says which budget
+    lossy = substitution_arguments(args)  # a tuned setting also says which budget
 
     from pyorch.serve.server import serve
 

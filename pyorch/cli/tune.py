@@ -19,11 +19,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "tune", summary,
         "pyorch tune olmoe.gguf --data train-questions.jsonl --cache-rate 0.5 --min-accuracy 0.95\n"
-        '  pyorch run olmoe.gguf --profile olmoe.profile.json -p "Once upon a time"',
+        '  pyorch run olmoe.gguf --tuned olmoe.tuned.json -p "Once upon a time"',
     )
     parser.description += (
         " The command tries many settings of buddies on the questions, measures the speed of the best, and writes the "
-        "winner as a profile for `pyorch run --profile`. The best of many settings is also the luckiest one: "
+        "winner for `pyorch run --tuned`. The best of many settings is also the luckiest one: "
         "report its accuracy on other questions than those given here."
     )
     add_model_options(parser)
@@ -50,8 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "read "
                              "(default: 256)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="the profile to write (default: MODEL.profile.json beside the model)")
-    parser.add_argument("--json", action="store_true", help="print the trials and the profile as one JSON object")
+                        help="the file to write (default: MODEL.tuned.json beside the model)")
+    parser.add_argument("--json", action="store_true", help="print the trials and the setting as one JSON object")
     parser.set_defaults(run=run)
     return parser
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
 
     from pyorch.eval.method import share
-    from pyorch.eval.profile_file import default_path, write_profile
+    from pyorch.eval.tuned_setting import default_path, write_tuned
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
     from pyorch.files import check_target
@@ -83,16 +83,16 @@ def run(args: argparse.Namespace) -> int:
     )
     with Progress(live=not args.verbose) as progress:
         tuning = tune(request, progress.update)
-    if tuning.profile is None:
+    if tuning.tuned is None:
         raise PyorchError(_unreached(tuning, request.goal))
     with ModelMap(args.model) as model_map:
-        write_profile(output, tuning.profile, model_map)
+        write_tuned(output, tuning.tuned, model_map)
     if args.json:
-        print_json({"output": output, "profile": tuning.profile, "trials": _trials(tuning)})
+        print_json({"output": output, "tuned": tuning.tuned, "trials": _trials(tuning)})
         return 0
-    profile = tuning.profile
-    show([_table(tuning), *_more(tuning), "", f"{output}: {_sentence(profile)}"])
-    if profile.tokens_per_second is not None and profile.tokens_per_second < profile.original_tokens_per_second:
+    tuned = tuning.tuned
+    show([_table(tuning), *_more(tuning), "", f"{output}: {_sentence(tuned)}"])
+    if tuned.tokens_per_second is not None and tuned.tokens_per_second < tuned.original_tokens_per_second:
         print("pyorch: note: no setting was faster than lossless decoding here", file=sys.stderr)
     return 0
 
@@ -127,15 +127,15 @@ def _unreached(tuning, goal) -> str:
             f"{closest.substitution}, keeps {' and '.join(got)}: ask for less, or give it more memory")
 
 
-def _sentence(profile) -> str:
-    parts = [f"{profile.settings} at {profile.budget}"]
-    if profile.accuracy is not None:
-        kept = profile.accuracy / profile.original_accuracy
-        parts.append(f"{kept:.1%} of the accuracy of {profile.n_questions} questions")
-    if profile.kl_divergence is not None:
-        parts.append(f"KL divergence {profile.kl_divergence:.4g} nats")
-    if profile.tokens_per_second is not None:
-        parts.append(f"{profile.tokens_per_second:.2f} tok/s, lossless {profile.original_tokens_per_second:.2f}")
+def _sentence(tuned) -> str:
+    parts = [f"{tuned.settings} at {tuned.budget}"]
+    if tuned.accuracy is not None:
+        kept = tuned.accuracy / tuned.original_accuracy
+        parts.append(f"{kept:.1%} of the accuracy of {tuned.n_questions} questions")
+    if tuned.kl_divergence is not None:
+        parts.append(f"KL divergence {tuned.kl_divergence:.4g} nats")
+    if tuned.tokens_per_second is not None:
+        parts.append(f"{tuned.tokens_per_second:.2f} tok/s, lossless {tuned.original_tokens_per_second:.2f}")
     return ", ".join(parts)
 
 

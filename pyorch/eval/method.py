@@ -1,7 +1,7 @@
 """How absent experts are treated in an evaluation, and which experts count as absent.
 
 A cache rate c keeps the share c of each layer's experts resident. A *static* cache is simulated: the model is in
-memory whole, and substitution takes the experts that the profile selected most often for resident, and no others.
+memory whole, and substitution takes the experts that the trace selected most often for resident, and no others.
 So what happens to a token depends on the token alone, questions are computed in large batches, and results are
 reproducible. It is a hard judge: a real cache follows the text, and misses less. A *dynamic* cache is a real one:
 the budget is the share c of the experts, and tokens are fed one at a time.
@@ -150,7 +150,7 @@ def dynamic_model(
 ) -> Iterator[Model]:
     """The model under a real budget, freshly loaded: a share such as "50%", or a size.
 
-    With buddy lists, the cache begins with the experts that the profile selected most often: what stands in for
+    With buddy lists, the cache begins with the experts that the trace selected most often: what stands in for
     absent experts would otherwise keep an empty cache from filling.
     """
     with load(path, budget=budget, **{"n_ctx": _N_CTX, **options}) as model:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pyorch.errors import PyorchError
 from pyorch.eval import arc, perplexity
 from pyorch.eval.method import ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model
-from pyorch.eval.profile_file import Profile
+from pyorch.eval.tuned_setting import TunedSetting
 from pyorch.eval.search import Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, total
 from pyorch.llama.model import load
@@ -62,7 +62,7 @@ class Tuning:
     trials: tuple[Trial, ...]
     speeds: dict[Substitution | None, Speed]
     best: Trial | None
-    profile: Profile | None
+    tuned: TunedSetting | None
 
 
 def tune(request: Request, on_progress: OnProgress) -> Tuning:
@@ -86,8 +86,8 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     best = None
     if reached:
         best = max(reached[: len(speeds) - 1], key=lambda it: speeds[it.substitution].rate) if speeds else reached[0]
-    profile = _profile(request, rate, n_questions, search.original, best, speeds) if best is not None else None
-    return Tuning(search.original, tuple(trials), speeds, best, profile)
+    tuned = _tuned(request, rate, n_questions, search.original, best, speeds) if best is not None else None
+    return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
 
 @contextmanager
@@ -136,12 +136,12 @@ def _speeds(request: Request, trials: Sequence[Trial], on_progress: OnProgress) 
     return {substitution: total(them) for substitution, them in rounds.items()}
 
 
-def _profile(
+def _tuned(
     request: Request, rate: float, n_questions: int, original: Outcome, best: Trial,
     speeds: dict[Substitution | None, Speed],
-) -> Profile:
+) -> TunedSetting:
     speed = speeds.get(best.substitution)
-    return Profile(
+    return TunedSetting(
         settings=str(best.substitution),
         budget=request.budget,
         cache_rate=rate,

@@ -18,7 +18,7 @@ from pyorch.library import choices
 
 @dataclass(frozen=True)
 class Percentile:
-    """A threshold that is a percentile, 0 to 100, of a layer's distribution in the profile."""
+    """A threshold that is a percentile, 0 to 100, of a layer's distribution in the trace."""
 
     percent: float
 

@@ -34,7 +34,7 @@ class LayerBuddies:
     q: np.ndarray  # float32[n_expert, k_max], the score, normalized over all peers (eq. 4); 0 after the end
     scale: np.ndarray  # float32[n_expert, k_max], the factor that fits a buddy's output to the replaced expert's;
     #                    nan after the end, and where outputs were not compared
-    activations: np.ndarray  # int64[n_expert], tokens of the profile that selected the expert
+    activations: np.ndarray  # int64[n_expert], tokens of the trace that selected the expert
     tae_percentiles: np.ndarray  # float32[101] of the Token Activating Entropy (eq. 1)
     margin_percentiles: np.ndarray  # float32[101] of the margin between the two largest probabilities
 
@@ -74,7 +74,7 @@ class Buddies:
     layers: dict[int, LayerBuddies]
     alpha: dict[int, float]  # cumulative frequency threshold of each layer (eq. 5)
     similarity: str  # what q measures: one of SIMILARITIES
-    n_tokens: int  # of the profile
+    n_tokens: int  # of the trace
 
     def cut(self, alpha: float | None = None, k: int | None = None) -> Buddies:
         """The lists of eqs. 5 and 6: the fewest buddies of each expert whose q sums up to alpha, at most k.
@@ -94,7 +94,7 @@ class Buddies:
         return dataclasses.replace(self, layers=layers, alpha=alphas)
 
     def most_active(self, rate: float) -> dict[int, np.ndarray]:
-        """bool[n_expert] of each layer: the round(rate * n_expert) experts that the profile selected most often.
+        """bool[n_expert] of each layer: the round(rate * n_expert) experts that the trace selected most often.
 
         Of experts that are equal in this, those with the lower number.
         """

@@ -1,4 +1,4 @@
-"""Commands with lossy settings: asked for by flags or a profile, named as lossy, refused in a sentence."""
+"""Commands with lossy settings: asked for by flags or a tuned setting, named as lossy, refused in a sentence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from buddy_lists import random_buddies
 from processes import pyorch as pyorch_process
 
 from pyorch.cli import main
-from pyorch.eval.profile_file import Profile, write_profile
+from pyorch.eval.tuned_setting import TunedSetting, write_tuned
 from pyorch.runtime.model_map import ModelMap
 
 PROMPT = "import os\n\ndef main():"
@@ -80,11 +80,11 @@ def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
 
 
-def test_a_profile_brings_its_setting_and_its_budget(pyorch: Command, model: Path, tmp_path: Path):
-    profile = Profile("rho=1,tau=p10", "25%", 0.25, "acc_norm", 10, 0.8, 0.8, None, None, None, None)
+def test_a_tuned_setting_brings_its_setting_and_its_budget(pyorch: Command, model: Path, tmp_path: Path):
+    tuned = TunedSetting("rho=1,tau=p10", "25%", 0.25, "acc_norm", 10, 0.8, 0.8, None, None, None, None)
     with ModelMap(model) as model_map:
-        write_profile(tmp_path / "profile.json", profile, model_map)
-    run = ("run", model, "-p", PROMPT, "-n", 24, "--threads", 1, "--json", "--profile", tmp_path / "profile.json")
+        write_tuned(tmp_path / "tuned.json", tuned, model_map)
+    run = ("run", model, "-p", PROMPT, "-n", 24, "--threads", 1, "--json", "--tuned", tmp_path / "tuned.json")
     stats = json.loads(pyorch(*run).stdout)["stats"]
     assert stats["substitution"]["substituted"] > 0
     with ModelMap(model) as model_map:
@@ -101,7 +101,7 @@ def test_a_profile_brings_its_setting_and_its_budget(pyorch: Command, model: Pat
         (("--buddies-file", "x.gguf"), "ask for substitution with --buddies"),
         (("--buddy-weight", "own"), "ask for them with --buddies or --substitute"),
         (("--buddies", "default", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
-        (("--profile", "nowhere.json"), "nowhere.json cannot be read"),
+        (("--tuned", "nowhere.json"), "nowhere.json cannot be read"),
     ],
 )
 def test_a_mistake_gets_a_sentence(pyorch: Command, model: Path, flags: tuple[str, ...], sentence: str):

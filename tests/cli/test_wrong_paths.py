@@ -13,10 +13,10 @@ from pyorch.cli import COMMANDS, main
 INPUTS = [
     "run NONE -p x",
     "run MODEL -f NONE",
-    "run MODEL -p x --profile NONE",
+    "run MODEL -p x --tuned NONE",
     "run MODEL -p x --buddies default --buddies-file NONE",
     "serve NONE",
-    "serve MODEL --profile NONE",
+    "serve MODEL --tuned NONE",
     "convert NONE -o OUT",
     "inspect NONE",
     "verify NONE",

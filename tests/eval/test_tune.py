@@ -1,4 +1,4 @@
-"""The search for a setting, and the profile that it is kept in."""
+"""The search for a setting, and the file that it is kept in."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models import CHECKPOINT
 from pyorch.cli import main
 from pyorch.errors import FormatError
 from pyorch.eval.method import Slots
-from pyorch.eval.profile_file import Profile, default_path, read_profile, write_profile
+from pyorch.eval.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
 from pyorch.eval.search import Goal, Outcome, Search, Trial, positions
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
@@ -119,38 +119,38 @@ def write_text(path: Path, n_characters: int) -> Path:
     return path
 
 
-def test_tune_writes_a_profile_that_keeps_what_was_asked(
+def test_tune_writes_a_setting_that_keeps_what_was_asked(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "small.profile.json"
+    path = tmp_path / "small.tuned.json"
     assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", 0.9, "-o", path, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     with ModelMap(small_moe) as model_map:
-        profile = read_profile(path, model_map)
-    assert profile.budget == "75%" and profile.cache_rate == pytest.approx(0.75) and profile.n_questions == 12
-    assert profile.accuracy >= 0.9 * profile.original_accuracy > 0
-    assert str(profile.substitution) == profile.settings == printed["profile"]["settings"]
-    assert profile.tokens_per_second > 0 and profile.original_tokens_per_second > 0
+        tuned = read_tuned(path, model_map)
+    assert tuned.budget == "75%" and tuned.cache_rate == pytest.approx(0.75) and tuned.n_questions == 12
+    assert tuned.accuracy >= 0.9 * tuned.original_accuracy > 0
+    assert str(tuned.substitution) == tuned.settings == printed["tuned"]["settings"]
+    assert tuned.tokens_per_second > 0 and tuned.original_tokens_per_second > 0
     assert printed["trials"][0]["reached"] and printed["trials"][0]["tokens_per_second"] is not None
 
 
 def test_tune_for_a_divergence_needs_no_questions(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, text = tmp_path / "small.profile.json", write_text(tmp_path / "text.txt", 800)
+    path, text = tmp_path / "small.tuned.json", write_text(tmp_path / "text.txt", 800)
     assert main([str(it) for it in (
         "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 5, "--speed-tokens", 0,
         "--threads", 1, "--cache-rate", 0.75, "--max-kl", 5, "-o", path)]) == 0
     with ModelMap(small_moe) as model_map:
-        profile = read_profile(path, model_map)
-    assert 0 < profile.kl_divergence < 5 and profile.accuracy is None and profile.tokens_per_second is None
+        tuned = read_tuned(path, model_map)
+    assert 0 < tuned.kl_divergence < 5 and tuned.accuracy is None and tuned.tokens_per_second is None
     assert "KL divergence" in capsys.readouterr().out
 
 
 def test_tune_says_what_comes_closest(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "small.profile.json"
+    path = tmp_path / "small.tuned.json"
     text = write_text(tmp_path / "text.txt", 800)
     assert main([str(it) for it in (
         "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 8, "--threads", 1,
@@ -178,47 +178,47 @@ def test_mistakes_are_sentences(
 
 
 #
-# profiles
+# tuned settings
 #
 
-PROFILE = Profile("rho=3,tau=p15", "50%", 0.5, "acc_norm", 100, 0.8, 0.82, None, 12.0, 10.0, 1e6)
+TUNED = TunedSetting("rho=3,tau=p15", "50%", 0.5, "acc_norm", 100, 0.8, 0.82, None, 12.0, 10.0, 1e6)
 
 
-def test_a_profile_is_read_as_it_was_written(small_moe: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.profile.json"
+def test_a_tuned_setting_is_read_as_it_was_written(small_moe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.tuned.json"
     with ModelMap(small_moe) as model_map:
-        write_profile(path, PROFILE, model_map)
-        assert read_profile(path, model_map) == PROFILE
-    assert PROFILE.substitution == Substitution.parse("rho=3,tau=p15")
-    assert default_path("a/model.gguf") == Path("a/model.profile.json")
+        write_tuned(path, TUNED, model_map)
+        assert read_tuned(path, model_map) == TUNED
+    assert TUNED.substitution == Substitution.parse("rho=3,tau=p15")
+    assert default_path("a/model.gguf") == Path("a/model.tuned.json")
 
 
-def test_a_profile_of_another_model_is_refused(small_moe: Path, small_moe_q4: Path, tmp_path: Path) -> None:
-    path = tmp_path / "model.profile.json"
+def test_a_tuned_setting_of_another_model_is_refused(small_moe: Path, small_moe_q4: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.tuned.json"
     with ModelMap(small_moe_q4) as model_map:
-        write_profile(path, PROFILE, model_map)
+        write_tuned(path, TUNED, model_map)
     with ModelMap(small_moe) as model_map, pytest.raises(FormatError, match="was made for another model, small-moe-q4.gguf"):
-        read_profile(path, model_map)
+        read_tuned(path, model_map)
 
 
 @pytest.mark.parametrize("change, sentence", [
-    ({"kind": "something"}, "is not a profile"),
+    ({"kind": "something"}, "is not a tuned setting"),
     ({"version": 99}, "has version 99"),
     ({"settings": "rho=many"}, 'rho="many" is not a whole number'),
     ({"budget": 5}, "budget is not a string"),
     ({"budget": None}, "budget is not a string"),
 ])
-def test_a_damaged_profile_is_refused(small_moe: Path, tmp_path: Path, change: dict, sentence: str) -> None:
-    path = tmp_path / "model.profile.json"
+def test_a_damaged_tuned_setting_is_refused(small_moe: Path, tmp_path: Path, change: dict, sentence: str) -> None:
+    path = tmp_path / "model.tuned.json"
     with ModelMap(small_moe) as model_map:
-        write_profile(path, PROFILE, model_map)
+        write_tuned(path, TUNED, model_map)
         path.write_text(json.dumps(json.loads(path.read_text()) | change))
         with pytest.raises(FormatError, match=sentence):
-            read_profile(path, model_map)
+            read_tuned(path, model_map)
         for text in (path.read_text()[:40], "[" * 100_000):
             path.write_text(text)
-            with pytest.raises(FormatError, match="is not a profile"):
-                read_profile(path, model_map)
+            with pytest.raises(FormatError, match="is not a tuned setting"):
+                read_tuned(path, model_map)
         path.unlink()
         with pytest.raises(FormatError, match="cannot be read"):
-            read_profile(path, model_map)
+            read_tuned(path, model_map)

@@ -1,4 +1,4 @@
-"""Profiles: the setting that `pyorch tune` found for a model, which `run` and `serve` take with --profile."""
+"""Tuned settings: what `pyorch tune` found for a model, which `run` and `serve` take with --tuned."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars import container
 
-KIND = "pyorch profile"
+KIND = "pyorch tuned setting"
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Profile:
+class TunedSetting:
     """A setting, what it was tuned for, and what was measured then.
 
     settings: for Substitution.parse(). budget: a share of the experts such as "50%", or a size; cache_rate: the
@@ -45,21 +45,21 @@ class Profile:
 
 
 def default_path(model: str | os.PathLike[str]) -> Path:
-    """model.profile.json beside the model."""
-    return Path(model).with_suffix(".profile.json")
+    """model.tuned.json beside the model."""
+    return Path(model).with_suffix(".tuned.json")
 
 
-def write_profile(path: str | os.PathLike[str], profile: Profile, model_map: ModelMap) -> None:
-    """Writes the profile, whole or not at all. PyorchError where it cannot."""
+def write_tuned(path: str | os.PathLike[str], setting: TunedSetting, model_map: ModelMap) -> None:
+    """Writes the setting, whole or not at all. PyorchError where it cannot."""
     value = {
         "kind": KIND, "version": VERSION, "model": Path(model_map.path).name,
-        "fingerprint": container.fingerprint(model_map), **asdict(profile),
+        "fingerprint": container.fingerprint(model_map), **asdict(setting),
     }
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def read_profile(path: str | os.PathLike[str], model_map: ModelMap) -> Profile:
-    """Raises FormatError: no such file, not a profile, of another version or model, or with settings that are none."""
+def read_tuned(path: str | os.PathLike[str], model_map: ModelMap) -> TunedSetting:
+    """Raises FormatError: no such file, not a tuned setting, of another version or model, or with settings that are none."""
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -68,22 +68,22 @@ def read_profile(path: str | os.PathLike[str], model_map: ModelMap) -> Profile:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise FormatError(f"{path} is not a profile: `pyorch tune` makes one")
+        raise FormatError(f"{path} is not a tuned setting: `pyorch tune` makes one")
     if value.get("version") != VERSION:
-        raise FormatError(f"{path} has version {value.get('version')} of the profile format, this pyorch reads version "
+        raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
                           f"{VERSION}: tune again")
     if value.get("fingerprint") != container.fingerprint(model_map):
         raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
                           "tune this one")
     try:
-        profile = Profile(**{name: value[name] for name in Profile.__dataclass_fields__})
+        setting = TunedSetting(**{name: value[name] for name in TunedSetting.__dataclass_fields__})
     except KeyError as error:
         raise FormatError(f"{path} is damaged: it has no {error}: tune again") from None
     for name in ("settings", "budget"):
-        if not isinstance(getattr(profile, name), str):
+        if not isinstance(getattr(setting, name), str):
             raise FormatError(f"{path}: {name} is not a string: tune again")
     try:
-        Substitution.parse(profile.settings)
+        Substitution.parse(setting.settings)
     except PyorchError as error:
         raise FormatError(f"{path}: {error}") from None
-    return profile
+    return setting
