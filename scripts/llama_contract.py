@@ -26,6 +26,8 @@ PASSAGES = (
     ("src/", rb"output buffer size = ", "pyorch/llama/measure.py"),
     ("src/", rb"\"%s: size = %[\d.]+f MiB", "pyorch/llama/measure.py"),
     ("src/", rb"error loading model: ", "pyorch/llama/logs.py"),
+    ("src/", rb"\[%\d*d/%\d*d\]", "convert/quantize_process.py"),
+    ("src/", rb"failed to quantize: ", "convert/quantize_process.py"),
     ("tools/server/", rb"\bint llama_server\(int argc, char \*\* argv\)", "pyorch/serve/llama_server.py"),
 )
 

@@ -27,6 +27,7 @@ OLD, NEW = "0.3.1", "0.3.2"
 LINES = [f"line {number}\n" for number in range(1, 41)]
 # What pyorch reads of llama.cpp as text.
 LOG = '"compute buffer size = " "output buffer size = " "%s: size = %7.2f MiB" "error loading model: "\n'
+LOG += '"[%4d/%4d]" "failed to quantize: "\n'
 SERVER = "int llama_server(int argc, char ** argv);\n"
 PYTHON = {
     "__init__": "from .llama_cpp import *\nfrom .llama import *\n",
