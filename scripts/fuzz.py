@@ -131,8 +131,8 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     trace = base / "model.trace"
     text = base / "text.txt"
     text.write_text("A quick brown fox jumps over the lazy dog. " * 8)
-    _must(("profile", model, "--data", text, "-o", trace, "--router", "full", "--states", "--inputs", "4", "--ctx", "64",
-           "--decode", "8", "--threads", "1"))
+    _must(("profile", model, "--data", text, "-o", trace, "--router", "full", "--states", "--inputs", "4",
+           "--ctx", "64", "--decode", "8", "--threads", "1"))
     if kind == "trace":
         commands = (("trace", "stats", "{}", "--json"), ("maps", str(model), "{}", "-o", str(base / "out.gguf")),
                     ("replay", str(model), "{}", "--budget", "60%", "--predictor", "none,next-router", "--json"))
@@ -140,7 +140,8 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     _must(("maps", model, trace))
     _must(("buddies", model, "--trace", trace))
     _must(("calibrate", model, "--data", text, "--tokens", "64", "--threads", "1"))
-    uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--buddies", "default"), "predictor": ("--prefetch", "quasi-hidden")}
+    uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--buddies", "default"),
+            "predictor": ("--prefetch", "quasi-hidden")}
     return [
         Target(gguf_mutator(model.with_suffix(f".{name}.gguf").read_bytes()), f"model.{name}.gguf", (model,),
                (("run", model.name, *_RUN, "--budget", "60%", *options),))

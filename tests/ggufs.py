@@ -57,11 +57,11 @@ def write_moe_model(
             add(f"blk.{il}.attn_{name}.weight", n_embd, n_embd)
         if il:
             add(f"blk.{il}.ffn_gate_inp.weight", n_expert, n_embd)
-        for kind, n_ff, first in (("", 2 * n_embd, ()), ("_shexp", n_embd // 2, ()), ("_exps", n_embd // 2, (n_expert,))):
-            if (kind == "") == (il == 0):
-                add(f"blk.{il}.ffn_gate{kind}.weight", *first, n_ff, n_embd)
-                add(f"blk.{il}.ffn_up{kind}.weight", *first, n_ff, n_embd)
-                add(f"blk.{il}.ffn_down{kind}.weight", *first, n_embd, n_ff)
+        dense, sparse = [("", 2 * n_embd, ())], [("_shexp", n_embd // 2, ()), ("_exps", n_embd // 2, (n_expert,))]
+        for kind, n_ff, first in sparse if il else dense:
+            add(f"blk.{il}.ffn_gate{kind}.weight", *first, n_ff, n_embd)
+            add(f"blk.{il}.ffn_up{kind}.weight", *first, n_ff, n_embd)
+            add(f"blk.{il}.ffn_down{kind}.weight", *first, n_embd, n_ff)
     _finish(writer)
 
 

@@ -18,7 +18,8 @@ _STRING, _ARRAY = 8, 9
 _ELEMENTS = 4  # of an array, that are worth a change
 
 _INTEGERS = (0, 1, 2, 3, 5, 7, 31, 64, 127, 128, 255, 256, 511, 512, 513, 1000, 65535, 65536, 100_000, 10**6,
-             2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -1, -2, -(2**31), -(2**63))
+             2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
+             -1, -2, -(2**31), -(2**63))
 _FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-38, 1e38, 1e300, float("inf"), float("-inf"), float("nan"))
 _TEXTS = (b"", b"\xff\xfe\x80", b"%s%n", b"\0", b"a" * 100, b"../../x", b"\n", "ü".encode())
 
@@ -26,17 +27,19 @@ _TEXTS = (b"", b"\xff\xfe\x80", b"%s%n", b"\0", b"a" * 100, b"../../x", b"\n", "
 # Of other types than a reader may expect: (type, value as it is written)
 _VALUES = (
     *((value_type, struct.pack(_FORMATS[value_type], value)) for value_type, value in
-      ((0, 1), (0, 255), (4, 0), (4, 2), (5, -1), (6, 2.0), (6, float("nan")), (7, 1), (10, 2**63), (11, -(2**63)), (12, float("inf")))),
-    (_STRING, struct.pack("<Q", 0)), (_STRING, struct.pack("<Q", 3) + b"1e9"), (_STRING, struct.pack("<Q", 2) + b"\xff\xfe"),
-    (_ARRAY, struct.pack("<IQ", 4, 0)), (_ARRAY, struct.pack("<IQII", 4, 2, 1, 0)), (_ARRAY, struct.pack("<IQQ", _STRING, 1, 0)),
-    (_ARRAY, struct.pack("<IQff", 6, 2, 0.5, float("nan"))), (_ARRAY, struct.pack("<IQ", 5, 600) + struct.pack("<i", -1) * 600),
+      ((0, 1), (0, 255), (4, 0), (4, 2), (5, -1), (6, 2.0), (6, float("nan")), (7, 1), (10, 2**63), (11, -(2**63)),
+       (12, float("inf")))),
+    *((_STRING, struct.pack("<Q", len(text)) + text) for text in (b"", b"1e9", b"\xff\xfe")),
+    (_ARRAY, struct.pack("<IQ", 4, 0)), (_ARRAY, struct.pack("<IQII", 4, 2, 1, 0)),
+    (_ARRAY, struct.pack("<IQQ", _STRING, 1, 0)), (_ARRAY, struct.pack("<IQff", 6, 2, 0.5, float("nan"))),
+    (_ARRAY, struct.pack("<IQ", 5, 600) + struct.pack("<i", -1) * 600),
     (_ARRAY, struct.pack("<IQBB", 7, 2, 1, 0)),
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Something in a file that can be changed without moving the rest. format: of struct, "" for the bytes of a string."""
+    """What can be changed in a file without moving the rest. format: of struct, "" for the bytes of a string."""
 
     what: str
     kind: str
@@ -160,8 +163,8 @@ def trace_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]
             said = f"no {key}"
         else:
             changed[key] = chance.choice((
-                None, True, "", "topk", "x" * 70, [], [1, 2], [0, 0], [-1], ["a"], [[1]], {}, {"a": 1}, 1.5, 1e300, float("nan"),
-                *_INTEGERS))
+                None, True, "", "topk", "x" * 70, [], [1, 2], [0, 0], [-1], ["a"], [[1]], {}, {"a": 1}, 1.5, 1e300,
+                float("nan"), *_INTEGERS))
             said = f"{key} is {changed[key]!r}"
         text = json.dumps(changed).encode()
         if chance.randrange(12) == 0:

@@ -9,7 +9,7 @@ from pyorch.library.bindings import lib
 
 
 def show() -> None:
-    """From now on their sentence reaches the stderr of now, also while llama_cpp has redirected stderr to load a model."""
+    """From now on their sentence reaches the stderr of this moment, whatever llama_cpp redirects."""
     lib.pyorch_show_fatal_errors()
 
 

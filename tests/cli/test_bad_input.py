@@ -111,7 +111,8 @@ def test_what_llama_cpp_asserts_of_a_model_is_a_sentence(refused, tiny_moe: Path
 def test_a_router_whose_gating_function_is_not_said(refused, tiny_moe: Path, budget: str) -> None:
     write_moe_model(tiny_moe, gating=False)
     sentence = refused("run", tiny_moe, "-p", "x", "--budget", budget)
-    assert sentence == f"{tiny_moe}: the gating function of its routers is not known: it has no dots1.expert_gating_func"
+    unknown = "the gating function of its routers is not known: it has no dots1.expert_gating_func"
+    assert sentence == f"{tiny_moe}: {unknown}"
 
 
 def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:

@@ -155,8 +155,10 @@ def test_the_limit_of_this_machine_is_plausible() -> None:
 
 def test_the_peak_is_this_programs_and_not_its_parents() -> None:
     ballast = bytearray(b"x") * (512 * MiB)
-    child = "import resource; from pyorch.llama.memory import peak_bytes; print(peak_bytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    own, inherited = map(int, subprocess.run([sys.executable, "-c", child], capture_output=True, check=True).stdout.split())
+    script = ("from resource import RUSAGE_SELF, getrusage; from pyorch.llama.memory import peak_bytes; "
+              "print(peak_bytes(), getrusage(RUSAGE_SELF).ru_maxrss)")
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    own, inherited = map(int, child.stdout.split())
     del ballast
     assert inherited * KiB > 512 * MiB, "the parent's size does not show: the test says nothing"
     assert 4 * MiB < own < 512 * MiB

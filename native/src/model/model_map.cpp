@@ -139,10 +139,11 @@ ModelMap::ModelMap(const std::string & path) {
     checked_int(path, "expert_count", 0, MAX_EXPERTS);
     checked_int(path, "context_length", 1, INT32_MAX);
     checked_int(path, "embedding_length", 1, INT32_MAX);
-    for (const char * name : { "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.group_norm_epsilon" }) {
-        double epsilon = 0;
-        if (get_float(arch + "." + name, epsilon) && !(epsilon >= 0)) {
-            throw Failure(PYORCH_FORMAT, format("%s: %s.%s is %g, and must be 0 or more", path.c_str(), arch.c_str(), name, epsilon));
+    for (const char * name : { "layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon" }) {
+        const std::string key     = arch + ".attention." + name;
+        double            epsilon = 0;
+        if (get_float(key, epsilon) && !(epsilon >= 0)) {
+            throw Failure(PYORCH_FORMAT, format("%s: %s is %g, and must be 0 or more", path.c_str(), key.c_str(), epsilon));
         }
     }
 
