@@ -76,6 +76,7 @@ $(STAMPS)/llama-cpp-python: native/cmake/llama-cpp-python.txt $(STAMPS)/build-to
 	    $(PIP) install -c constraints.txt --no-build-isolation "$$sdist"
 	@touch $@
 
+# llama_cpp has no libraries of its own here: it finds ours also where it is imported before pyorch.
 # Python code is imported from the checkout; only a change to what is compiled, or to what is
 # installed, comes through here again. The stamp bears the time of the start: a file edited during
 # the build is newer.
@@ -83,4 +84,5 @@ $(STAMPS)/pyorch: pyproject.toml constraints.txt $(NATIVE_FILES) $(STAMPS)/llama
 	@echo "building and installing pyorch (several minutes the first time)"
 	@touch $@.begun
 	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@ln -sfn ../pyorch/lib "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/llama_cpp/lib"
 	@mv $@.begun $@

@@ -42,6 +42,10 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> object:
     if name == "__version__":
         from importlib.metadata import version

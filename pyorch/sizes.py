@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
@@ -32,10 +32,14 @@ def as_option(n: int) -> str:
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes, or a share of a whole that is not known yet: one of the two is None. share: 0.4 is 40 %."""
+    """Bytes, or a share of a whole that is not known yet: one of the two is None. share: 0.4 is 40 %.
+
+    text: as it was given.
+    """
 
     n_bytes: int | None = None
     share: float | None = None
+    text: str = field(default="", compare=False)
 
     @classmethod
     def parse(cls, text: int | str) -> Amount:
@@ -50,12 +54,12 @@ class Amount:
             raise ValueError(f"{text!r} is not a number with a unit")
         number, unit = match.groups()
         if unit == "%":
-            return cls(share=float(number) / 100)
+            return cls(share=float(number) / 100, text=text.strip())
         factor = _UNITS.get(unit.upper())
         # A bare 0.4 may be meant as a share or as bytes: neither is assumed.
         if factor is None or (unit == "" and "." in number):
             raise ValueError(f"{text!r} is neither a size nor a share")
-        return cls(round(float(number) * factor))
+        return cls(round(float(number) * factor), text=text.strip())
 
     def of(self, whole: int) -> int:
         """Bytes, where the whole has so many."""
@@ -63,4 +67,6 @@ class Amount:
 
     def __str__(self) -> str:
         """What parse() reads."""
+        if self.text:
+            return self.text
         return str(self.n_bytes) if self.n_bytes is not None else f"{self.share * 100:.12g}%"

@@ -153,18 +153,9 @@ def _loaded(job: Job) -> Iterator[_Run]:
 def _managing(job: Job) -> Iterator[None]:
     from pyorch.llama import logs
     from pyorch.llama import interception
-    from pyorch.settings.budget import Budget
-    from pyorch.settings.prefetch import Prefetch
-    from pyorch.settings.substitution import Substitution
 
     logs.set_quiet(True)
-    config = job.config
-    lossy = Substitution.parse(config.substitution) if config.substitution else None
-    settings = interception.Settings(
-        budget=Budget.parse(config.budget), policy=config.policy, prefetch=Prefetch.parse(config.prefetch), substitution=lossy,
-        buddies=config.buddies or None, speculate=config.speculate,
-    )
-    with interception.managing(settings):
+    with interception.managing(job.config.settings):
         yield
 
 

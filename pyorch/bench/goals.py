@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyorch.bench.job import ENGINE, STOCK, Config
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import ratio, summarize
+from pyorch.settings.settings import Settings
 
-RESIDENT = Config("all resident", ENGINE, "100%", preload=True)
+_ALL = Settings(budget="100%")
+RESIDENT = Config("all resident", ENGINE, _ALL, preload=True)
 # The same kernels on both sides: llama.cpp repacks experts, which leaves none to be managed.
-RESIDENT_PLAIN = Config("all resident, plain kernels", ENGINE, "100%", preload=True, repack=False)
+RESIDENT_PLAIN = Config("all resident, plain kernels", ENGINE, _ALL, preload=True, repack=False)
 STOCK_PLAIN = Config("llama.cpp, plain kernels", STOCK, repack=False)
 
 _BUDGETS = ("25%", "40%", "60%")
@@ -31,35 +33,35 @@ class Goal:
         return self.reached >= self.goal
 
 
-def budget_config(budget: str, policy: str, prefetch: str, limit_bytes: int = 0, limit: str = "") -> Config:
-    label = f"budget {budget}" + (f", memory {limit}" if limit else "")
-    return Config(label, ENGINE, budget, limit_bytes, policy, prefetch)
+def budget_config(settings: Settings, limit_bytes: int = 0, limit: str = "") -> Config:
+    label = f"budget {settings.budget}" + (f", memory {limit}" if limit else "")
+    return Config(label, ENGINE, settings, limit_bytes)
 
 
 def mmap_config(limit_bytes: int, limit: str) -> Config:
     return Config("llama.cpp mmap" + (f", memory {limit}" if limit else ""), STOCK, limit_bytes=limit_bytes, repack=False)
 
 
-def goal_configs(file_bytes: int, policy: str, prefetch: str) -> list[Config]:
+def goal_configs(file_bytes: int, settings: Settings) -> list[Config]:
     """All that goals() compares."""
-    configs = [RESIDENT, *(budget_config(budget, policy, prefetch) for budget in (*_BUDGETS, "100%"))]
-    for ours, theirs in _limited_pairs(file_bytes, policy, prefetch):
+    configs = [RESIDENT, *(budget_config(replace(settings, budget=budget)) for budget in (*_BUDGETS, "100%"))]
+    for ours, theirs in _limited_pairs(file_bytes, settings):
         configs += (ours, theirs)
     return [*configs, RESIDENT_PLAIN, STOCK_PLAIN]
 
 
-def _limited_pairs(file_bytes: int, policy: str, prefetch: str) -> Iterator[tuple[Config, Config]]:
+def _limited_pairs(file_bytes: int, settings: Settings) -> Iterator[tuple[Config, Config]]:
     for percent in _LIMITS:
         limit_bytes, limit = file_bytes * percent // 100, f"{percent}%"
-        yield budget_config("auto", policy, prefetch, limit_bytes, limit), mmap_config(limit_bytes, limit)
+        yield budget_config(replace(settings, budget="auto"), limit_bytes, limit), mmap_config(limit_bytes, limit)
 
 
-def goals(results: Results, file_bytes: int, policy: str, prefetch: str) -> Iterator[Goal]:
+def goals(results: Results, file_bytes: int, settings: Settings) -> Iterator[Goal]:
     for budget in _BUDGETS:
-        it = summarize(results, budget_config(budget, policy, prefetch), RESIDENT)
+        it = summarize(results, budget_config(replace(settings, budget=budget)), RESIDENT)
         yield Goal(f"decode, fraction of the roofline, budget {budget}", 0.80, it.decode_roofline)
         yield Goal(f"prefill, fraction of the roofline, budget {budget}", 0.80, it.prefill_roofline)
-    for ours, theirs in _limited_pairs(file_bytes, policy, prefetch):
+    for ours, theirs in _limited_pairs(file_bytes, settings):
         where = f"memory limited to {ours.limit_bytes * 100 / file_bytes:.0f}% of the file"
         yield Goal(f"decode rate / llama.cpp mmap's, {where}", 20.0, ratio(results, ours, theirs, lambda it: it.decode.rate))
         yield Goal(f"llama.cpp mmap's time to the first token / ours, {where}", 1.0,

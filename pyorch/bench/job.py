@@ -6,6 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from pyorch.settings.option import texts
+from pyorch.settings.settings import Settings
+
 # How the experts are kept.
 ENGINE = "engine"  # by pyorch, under a budget
 STOCK = "stock"  # by llama.cpp, mapped: pyorch is not loaded, its hooks are compiled in but not attached
@@ -13,23 +16,18 @@ STOCK = "stock"  # by llama.cpp, mapped: pyorch is not loaded, its hooks are com
 
 @dataclass(frozen=True)
 class Config:
-    """One line of the table. limit_bytes 0: no memory limit."""
+    """One line of the table. settings: of an engine. limit_bytes 0: no memory limit."""
 
     label: str
     mode: str
-    budget: str = ""
+    settings: Settings = Settings()
     limit_bytes: int = 0
-    policy: str = "finemoe"
-    prefetch: str = "auto"
     preload: bool = False  # bring in all experts before anything is measured
     repack: bool = True  # dense weights in the layout of the faster kernels; experts never are
-    substitution: str = ""  # settings of a lossy run, as Substitution.parse() reads them
-    buddies: str = ""  # file of its lists; default: beside the model
-    speculate: bool = False  # compute with what is forecast; lossy
 
     @property
     def lossy(self) -> bool:
-        return bool(self.substitution) or self.speculate
+        return self.settings.lossy
 
 
 @dataclass(frozen=True)
@@ -95,10 +93,14 @@ class Measurement:
 
 
 def from_json(cls: type, value: dict[str, Any]) -> Any:
-    """A dataclass of this module from what dataclasses.asdict made of it."""
-    nested = {"config": Config, "prefill": Phase, "decode": Phase}
+    """A dataclass of this module from what to_json() made of it."""
+    nested = {"config": Config, "prefill": Phase, "decode": Phase, "settings": Settings}
     return cls(**{key: from_json(nested[key], item) if key in nested else item for key, item in value.items()})
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    return dataclasses.asdict(value)
+    """Numbers, text and dictionaries of them; of settings what differs from the defaults."""
+    if isinstance(value, Settings):
+        return texts(value)
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {name: to_json(item) if dataclasses.is_dataclass(item) else item for name, item in fields.items()}

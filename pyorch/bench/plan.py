@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pyorch.bench import goals
@@ -13,10 +13,12 @@ from pyorch.library.choices import policies
 from pyorch.llama import memory
 from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.model_map import MapInfo
-from pyorch.settings.budget import Budget
+from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.prefetch import Prefetch
-from pyorch.settings.substitution import Substitution
+from pyorch.settings.settings import Settings
+from pyorch.sizes import Amount
 
+SHARES = tuple(map(Budget.parse, ("25%", "40%", "60%", "100%")))  # budgets, where all experts fit in memory
 PEERS = ("mmap", "stock")  # llama.cpp under the same memory limit; all resident, with the same kernels
 
 
@@ -24,36 +26,49 @@ PEERS = ("mmap", "stock")  # llama.cpp under the same memory limit; all resident
 class Plan:
     """What the user asks for.
 
-    budgets: () for those that suit. memory_limit: such as "1600MiB", or "40%" of the file; "" for none.
-    peers: of PEERS. goals: the configurations of the project's speed goals, in place of budgets and peers.
-    substitution, buddies, speculate: each configuration that reads experts is measured with them too.
+    settings: of all configurations; if they are lossy, each that reads experts is measured without that too. budgets: ()
+    for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or a share of the
+    file. peers: of PEERS. goals: the configurations of the project's speed goals, in place of budgets and peers.
     """
 
-    budgets: tuple[str, ...] = ()
-    memory_limit: str = ""
+    settings: Settings = Settings()
+    budgets: tuple[Budget, ...] = ()
+    memory_limit: Amount | None = None
     peers: tuple[str, ...] = ()
     goals: bool = False
-    policies: tuple[str, ...] = ("finemoe",)
-    prefetches: tuple[str, ...] = ("auto",)
-    substitution: Substitution | None = None
-    buddies: str | None = None
-    speculate: bool = False
+    policies: tuple[str, ...] = ()
+    prefetches: tuple[Prefetch, ...] = ()
 
     @property
-    def lossy(self) -> bool:
-        return self.substitution is not None or self.speculate
+    def lossless(self) -> Settings:
+        return replace(self.settings, substitution=None, buddies=None, speculate=False, tuned=None)
+
+    def combined(self) -> Iterator[Settings]:
+        """Lossless settings with each policy and each predictor."""
+        for policy, prefetch in itertools.product(
+                self.policies or (self.settings.policy,), self.prefetches or (self.settings.prefetch,)):
+            yield replace(self.lossless, policy=policy, prefetch=prefetch)
+
+
+def read_limit(text: str | None) -> Amount | None:
+    """A memory limit, such as "1600MiB", or "40%" of the file. PyorchError for what is neither."""
+    try:
+        return Amount.parse(text) if text else None
+    except ValueError:
+        raise PyorchError(f'memory limit "{text}" is not understood: use a size such as 1600MiB, or a share of the file '
+                          "such as 40%") from None
 
 
 def check(plan: Plan, info: MapInfo) -> None:
     """Raises PyorchError for a plan that cannot be measured with this model."""
-    for prefetch in plan.prefetches:
-        check_prefetch(Prefetch.parse(prefetch), info.n_moe_layers)
-    for policy in plan.policies:
-        policies().choose(policy)
+    for settings in plan.combined():
+        check_prefetch(settings.prefetch, info.n_moe_layers)
+        if settings.policy is not None:
+            policies().choose(settings.policy)
     for peer in plan.peers:
         if peer not in PEERS:
             raise PyorchError(f'--compare "{peer}" is not known: use {" or ".join(PEERS)}')
-    if plan.goals and plan.lossy:
+    if plan.goals and plan.settings.lossy:
         raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
     if plan.goals and (len(plan.prefetches) > 1 or len(plan.policies) > 1):
         raise PyorchError("--goals are measured with one --prefetch and one --policy")
@@ -69,11 +84,11 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
     """What is measured: the reference, which is all resident, first; and of these, pairs of a lossy
     configuration and the lossless one that differs in nothing else."""
     if plan.goals:
-        return goals.goal_configs(info.file_bytes, plan.policies[0], plan.prefetches[0]), []
+        return goals.goal_configs(info.file_bytes, next(plan.combined())), []
     configs = [goals.RESIDENT, *_budgets(plan, info)]
     limit_bytes = _limit_bytes(plan, info)
     if "mmap" in plan.peers:
-        configs.append(goals.mmap_config(limit_bytes, plan.memory_limit))
+        configs.append(goals.mmap_config(limit_bytes, _limit_text(plan)))
     if "stock" in plan.peers:
         configs += (goals.RESIDENT_PLAIN, goals.STOCK_PLAIN)
     pairs = _lossy_pairs(plan, configs)
@@ -82,32 +97,38 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
 
 def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
     limit_bytes = _limit_bytes(plan, info)
-    budgets = plan.budgets or (("25%", "40%", "60%", "100%") if not plan.memory_limit and fits(info) else ("auto",))
+    suitable = SHARES if plan.memory_limit is None and fits(info) else (AUTO,)
     configs = []
-    for budget in budgets:
-        if Budget.parse(budget).amount is not None:
-            Budget.parse(budget).resolve(info)
-        for policy, prefetch in itertools.product(plan.policies, plan.prefetches):
-            config = goals.budget_config(budget, policy, prefetch, limit_bytes, plan.memory_limit)
+    for budget in plan.budgets or suitable:
+        if budget.amount is not None:
+            budget.resolve(info)
+        for settings in plan.combined():
+            config = goals.budget_config(replace(settings, budget=budget), limit_bytes, _limit_text(plan))
             label = [config.label]
             if len(plan.policies) > 1:
-                label.append(policy)
+                label.append(settings.policy)
             if len(plan.prefetches) > 1:
-                label.append(f"prefetch {prefetch}")
+                label.append(f"prefetch {settings.prefetch}")
             configs.append(replace(config, label=", ".join(label)))
     return configs
 
 
 def _limit_bytes(plan: Plan, info: MapInfo) -> int:
-    return Budget.parse(plan.memory_limit).amount.of(info.file_bytes) if plan.memory_limit else 0
+    return plan.memory_limit.of(info.file_bytes) if plan.memory_limit is not None else 0
+
+
+def _limit_text(plan: Plan) -> str:
+    return str(plan.memory_limit) if plan.memory_limit is not None else ""
 
 
 def _lossy_pairs(plan: Plan, configs: Sequence[Config]) -> list[tuple[Config, Config]]:
-    if plan.speculate:
-        label, change = "speculating", {"speculate": True}
-    elif plan.substitution is not None:
-        label, change = str(plan.substitution), {"substitution": str(plan.substitution), "buddies": plan.buddies or ""}
-    else:
+    settings = plan.settings
+    if not settings.lossy:
         return []
+    label = "speculating" if settings.speculate else str(settings.substitution)
+    change = {"substitution": settings.substitution, "buddies": settings.buddies, "speculate": settings.speculate}
     lossless = [config for config in configs if config.mode == ENGINE and not config.preload]
-    return [(replace(config, label=f"{config.label}, lossy {label}", **change), config) for config in lossless]
+    return [
+        (replace(config, label=f"{config.label}, lossy {label}", settings=replace(config.settings, **change)), config)
+        for config in lossless
+    ]

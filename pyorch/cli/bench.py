@@ -7,15 +7,15 @@ import os
 import sys
 
 from pyorch.cli.numbers import number
-from pyorch.cli.options import add_command, add_substitution_options, print_json, substitution_arguments
+from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
+from pyorch.settings.option import EXPERTS, LOSSY
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    from pyorch.library.choices import default_policy, policies
-
     parser = add_command(
         subparsers, "bench", summary,
         "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --compare mmap",
@@ -26,8 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "that computing, or reading what was missing, takes at least."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    parser.add_argument("--budget", metavar="SIZE,...",
-                        help="measure these budgets (default: 25%%,40%%,60%%,100%%; under a memory limit: auto)")
+    add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget", "policy", "prefetch"))
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
     parser.add_argument("--compare", default="", metavar="WHAT,...",
@@ -44,18 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="measure R rounds, and print their medians (default: 3)")
     parser.add_argument("--data", metavar="FILE",
                         help="text that is computed (default: a module of Python's standard library)")
-    parser.add_argument("--policy", default=default_policy(), metavar="NAME,...",
-                        help="measure each budget with each of these eviction policies: "
-                             f"{', '.join(policies().present)} (default: %(default)s)")
-    parser.add_argument("--prefetch", default="auto", metavar="WHAT,...",
-                        
-                        help="measure each budget with each of these predictors, named as in `pyorch run --prefetch` "
-                             "(default: auto)")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     parser.add_argument("--max-seconds", type=number(above=0), default=30, metavar="S",
                         
                         help="stop decoding after S seconds, but not before the first token (default: 30)")
-    add_substitution_options(parser)
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -67,16 +57,18 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench.summary import summarize
     from pyorch.llama.memory import physical_cores
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.settings.settings import Settings
 
     for name in ("tokens", "prompt_tokens", "repeat"):
         if getattr(args, name) < 1:
             raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
     if args.data and not os.access(args.data, os.R_OK):
         raise PyorchError(f"{args.data} cannot be read: --data names a text file")
-    n_threads = args.threads or physical_cores()
+    settings = given_settings(args, "budget", "policy", "prefetch")
+    n_threads = settings.pop("n_threads", None) or physical_cores()
     asked = plan.Plan(
-        budgets=_words(args.budget), memory_limit=args.memory_limit or "", peers=_words(args.compare), goals=args.goals,
-        policies=_words(args.policy), prefetches=_words(args.prefetch), **substitution_arguments(args),
+        Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.compare), args.goals,
+        listed(args, "policy"), listed(args, "prefetch"),
     )
 
     def job_for(config: Config) -> Job:
@@ -98,8 +90,7 @@ def run(args: argparse.Namespace) -> int:
         if not any(run.measurement for run in results.runs):
             raise PyorchError(results.runs[0].failure)
         summaries = [summarize(results, config, goals.RESIDENT) for config in configs]
-        reached = (
-            list(goals.goals(results, model_map.info.file_bytes, args.policy, args.prefetch)) if args.goals else [])
+        reached = list(goals.goals(results, model_map.info.file_bytes, next(asked.combined()))) if args.goals else []
         if args.json:
             print_json({
                 "machine": table.machine(), "model": model_map.path, "info": model_map.info,

@@ -7,8 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_model_options, load_arguments, print_json
+from pyorch.cli.options import add_command, add_model_options, print_json
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import given_settings
 from pyorch.errors import FormatError, PyorchError
 
 
@@ -55,10 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
     output = args.output or container.default_path(args.model, KIND)
     check_target(output.absolute())
-    options = load_arguments(args)
     with Progress(live=not args.verbose) as progress:
         calibrated = calibrate(
-            args.model, args.data, args.tokens, budget=args.budget, on_progress=progress.update, **options)
+            args.model, args.data, args.tokens, on_progress=progress.update, verbose=args.verbose,
+            **given_settings(args))
     vectors = calibrated.default_vectors
     with ModelMap(args.model) as model_map:
         lost = _has_estimator(output, model_map)

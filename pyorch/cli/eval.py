@@ -6,20 +6,16 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pyorch.cli import eval_prefetch
-from pyorch.cli.options import (
-    add_command,
-    add_model_options,
-    add_substitution_options,
-    check_readable,
-    load_arguments,
-    print_json,
-    substitution_arguments,
-)
+from pyorch.cli.options import add_command, add_model_options, check_readable, print_json
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import OPTIONS, given_settings
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
+from pyorch.settings.budget import AUTO
+from pyorch.settings.option import LOSSY
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -107,8 +103,7 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
         kinds, "perplexity", "perplexity of texts, and KL divergence from the lossless model",
         "pyorch eval perplexity olmoe.gguf --data book.txt --cache-rate 0.5 --buddies alpha=0.95,rho=3",
     )
-    add_model_options(parser)
-    add_substitution_options(parser)
+    add_model_options(parser, LOSSY)
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line")
     parser.add_argument("--window", type=int, default=512, metavar="N",
@@ -139,7 +134,6 @@ def run_arc(args: argparse.Namespace) -> int:
         rates=parse_rates(args.cache_rate) if args.cache_rate else (),
         methods=_methods(args),
         cache=args.cache,
-        budget=args.budget,
         buddies_file=args.buddies_file,
         speed_tokens=args.speed_tokens,
         n_rounds=args.speed_rounds,
@@ -171,10 +165,11 @@ def question_arguments(args: argparse.Namespace) -> dict[str, object]:
         if value is not None and value < (1 if name == "limit" else 0):
             raise PyorchError(f"--{name} {value} is less than {1 if name == 'limit' else 0}")
     check_readable([*args.data, args.shots_data])
-    options = load_arguments(args)
+    settings = given_settings(args)
     return {
         "data": tuple(args.data), "n_shots": args.shots, "shots_data": args.shots_data, "limit": args.limit,
-        "n_threads": options.pop("n_threads"), "load_options": options,
+        "n_threads": settings.pop("n_threads", None), "budget": settings.pop("budget", AUTO),
+        "load_options": settings | {"verbose": args.verbose},
     }
 
 
@@ -223,7 +218,7 @@ def _check_arc(args: argparse.Namespace) -> None:
             raise PyorchError("lossy rows need a cache to miss in: give --cache-rate, such as 0.5")
         if args.plot is not None:
             raise PyorchError("a plot of accuracy against throughput needs --cache-rate")
-    elif args.budget != "auto":
+    elif args.budget not in (None, "auto"):
         raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
     if args.plot is not None and not args.speed_tokens:
         raise PyorchError("a plot of accuracy against throughput needs --speed-tokens")
@@ -245,21 +240,22 @@ def run_perplexity(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise PyorchError(f"--{name} {value} is less than 1")
-    lossy = substitution_arguments(args)
-    if lossy["speculate"]:
-        if lossy["substitution"] is not None or args.cache_rate is not None:
+    settings = given_settings(args)
+    substitution = settings.get("substitution")
+    if settings.get("speculate"):
+        if substitution is not None or args.cache_rate is not None:
             raise PyorchError("--speculate misses no expert: it goes without --cache-rate and --buddies")
-    elif (args.cache_rate is not None) != (lossy["substitution"] is not None):
+    elif (args.cache_rate is not None) != (substitution is not None):
         raise PyorchError(
             "a lossy setting needs a cache to miss in, and the other way round: give both --cache-rate and --buddies")
     if args.cache_rate is not None:
         parse_rates(str(args.cache_rate))
-        if args.budget != "auto":
+        if args.budget not in (None, "auto"):
             raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
 
 
     with Progress(live=not args.verbose) as progress:
-        result, stats, speculated = _perplexity(args, lossy["substitution"], progress)
+        result, stats, speculated = _perplexity(args, settings, substitution, progress)
     if args.json:
         fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",
                   "reference_log_likelihood", "kl_divergence", "top1_agreement")
@@ -279,24 +275,27 @@ def run_perplexity(args: argparse.Namespace) -> int:
     return 0
 
 
-def _perplexity(args: argparse.Namespace, substitution, progress):
+def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution, progress):
     """The result, and the statistics of substitution and speculation, or None."""
     import contextlib
 
     from pyorch.traces.data import read_documents
     from pyorch.eval import method, perplexity
     from pyorch.settings.budget import MAPPED
+    from pyorch.settings.prefetch import Prefetch
     from pyorch.llama.model import load
 
     documents = list(read_documents(args.data))
-    options = load_arguments(args) | {"substitution": None, "buddies": None, "speculate": False}
+    budget = settings.get("budget", AUTO)
+    options = {name: value for name, value in settings.items() if OPTIONS[name].group != LOSSY and name != "budget"}
+    options["verbose"] = args.verbose
     with contextlib.ExitStack() as stack:
         if substitution is None:
-            model = stack.enter_context(load(args.model, budget=args.budget, **{**options, "n_ctx": 64}))
+            model = stack.enter_context(load(args.model, budget=budget, **{**options, "n_ctx": 64}))
         else:
             lossy = method.lossy_method(substitution)
             needed = substitution.needs_buddies or args.cache == method.STATIC
-            buddies = method.read_buddies(args.model, args.buddies_file, needed)
+            buddies = method.read_buddies(args.model, settings.get("buddies"), needed)
             if args.cache == method.STATIC:
                 whole = stack.enter_context(method.static_model(args.model, **options))
                 model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
@@ -305,12 +304,12 @@ def _perplexity(args: argparse.Namespace, substitution, progress):
                     method.dynamic_model(args.model, lossy, method.share(args.cache_rate), buddies, **options))
         reference = None
         if args.speculate:
-            model.speculate(args.prefetch, prompts=True)
+            model.speculate(settings.get("prefetch", Prefetch()), prompts=True)
         if args.compare or substitution is not None or args.speculate:
             reference = stack.enter_context(load(args.compare or args.model, budget=MAPPED, **{**options, "n_ctx": 64}))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
         result = perplexity.measure(
-            model, texts, reference, method.n_ubatch(substitution, args.cache), args.threads,
+            model, texts, reference, method.n_ubatch(substitution, args.cache), settings.get("n_threads"),
             partial(progress.update, "tokens"),
         )
         return result, model.stats().substitution, model.stats().speculation

@@ -6,9 +6,15 @@ import argparse
 import runpy
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_residency_options, add_substitution_options, substitution_arguments
+from pyorch.cli.options import add_command
+from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import PyorchError
+from pyorch.settings.option import EXPERTS, LONG, LOSSY
+
+if TYPE_CHECKING:
+    from pyorch.llama.interception import ManagedModel
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -16,13 +22,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "exec", summary,
         "pyorch exec --budget 40% chat.py --model olmoe.gguf",
     )
-    parser.add_argument(
-        "--budget", default="auto", metavar="SIZE",
-        help="memory for the experts of each model that the script loads: 40%%, 1.5GiB, 800MB, or auto (default: auto)",
-    )
-    add_residency_options(parser)
+    parser.description += " The options hold for each model that the script loads; --ubatch and --threads are the script's unless given."
+    add_settings(parser, EXPERTS, "n_ubatch", "n_threads", LONG, LOSSY)
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
-    add_substitution_options(parser)
     parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="the script; it is not changed")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
@@ -35,25 +37,37 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.llama.interception import manage
 
-    lossy = substitution_arguments(args)
+    settings = given_settings(args)
+    unsaved: list[PyorchError] = []
+
+    def finish(managed: ManagedModel) -> None:
+        if args.verbose:
+            _report(managed)
+        try:
+            managed.save_maps()
+        except PyorchError as error:  # said at the end: llama_cpp frees models where no exception is seen
+            unsaved.append(error)
+
+    status = 0
     before = sys.argv, list(sys.path)
     sys.argv = [str(args.script), *args.arguments]
     sys.path.insert(0, str(args.script.parent.resolve()))  # as Python does for a script
     try:
-        report = _report if args.verbose else None
-        with manage(budget=args.budget, policy=args.policy, prefetch=args.prefetch, on_free=report, **lossy):
+        with manage(on_free=finish, **settings):
             runpy.run_path(str(args.script), run_name="__main__")
     except SystemExit as exit:
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
             return 1
-        return exit.code or 0
+        status = exit.code or 0
     finally:
         sys.argv, sys.path[:] = before
-    return 0
+    if unsaved:
+        raise unsaved[0]
+    return status
 
 
-def _report(managed) -> None:
+def _report(managed: ManagedModel) -> None:
     if managed.engine is None:
         return
     from pyorch.sizes import format_bytes

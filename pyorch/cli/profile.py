@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_context_options, add_model_options, load_arguments, print_json
+from pyorch.cli.options import add_command, add_model_options, print_json
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import given_settings
+from pyorch.settings.option import CONTEXT
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -17,8 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "pyorch profile olmoe.gguf --data prose.txt questions.jsonl --inputs 2000 -o olmoe.trace",
     )
     parser.description += " pyorch trace, buddies, maps, replay and train-predictor read such a trace."
-    add_model_options(parser)
-    add_context_options(parser)
+    add_model_options(parser, CONTEXT)
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         with Progress(live=not args.verbose) as progress:
             recorded = profile(
-                args.model, args.data, args.output, budget=args.budget, n_tokens=args.tokens, router=args.router,
+                args.model, args.data, args.output, n_tokens=args.tokens, router=args.router,
                 n_inputs=args.inputs, states=args.states, n_decode=args.decode, seed=args.seed, append=args.append,
-                on_progress=progress.update, **load_arguments(args),
+                on_progress=progress.update, verbose=args.verbose, **given_settings(args),
             )
     except BaseException:
         if part.exists() and not begun:

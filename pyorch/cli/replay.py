@@ -10,10 +10,13 @@ from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import add_settings, listed, names
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
 _PROBE_SECONDS = 2.0
+
+_LISTS = ("budget", "policy", "prefetch")
 
 _COLUMNS = (
     "policy", "predictor", "budget", "hits", "ms/token", "stall ms", "MiB read", "useful MiB", "late MiB", "wasted MiB",
@@ -61,11 +64,11 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    from pyorch.library.choices import listed, policies, predictors
+    from pyorch.library.choices import policies, predictors
 
     parser = add_command(
         subparsers, "replay", summary,
-        "pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --predictor none,next-router:2:0.5 --budget 25%,40%",
+        "pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --prefetch none,next-router:2:0.5 --budget 25%,40%",
     )
     parser.description += (
         " No layer is computed and nothing is read: the cache, the predictors and the disk run in simulated time, so "
@@ -76,15 +79,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile recorded; predictors that apply routers need one with "
                              "--states")
-    parser.add_argument("--policy", default="lru", metavar="LIST",
-                        help=f"which expert is evicted first: {listed(policies().present)}; or "
-                             f"{listed(policies().foreseeing)}, which knows the future (default: %(default)s)")
-    parser.add_argument("--predictor", default="none", metavar="LIST",
-                        help="what predicts the experts to read ahead: names as for --prefetch of pyorch run, also as "
-                             f"NAME:DISTANCE:PRECISION; or {listed(predictors().foreseeing)}, which knows the future "
-                             "(default: %(default)s)")
-    parser.add_argument("--budget", default="25%,40%,60%", metavar="LIST",
-                        help="memory for the experts (default: %(default)s)")
+    parser.description += (
+        f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know the "
+        "future. Nothing is read ahead unless --prefetch says so."
+    )
+    add_settings(parser, *_LISTS, lists=_LISTS)
     parser.add_argument("--read-bandwidth", metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
@@ -110,11 +109,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.disk import expert_ranges, measure_bandwidth
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.settings.prefetch import Prefetch
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
-    from pyorch.traces.replay import Recording, ReplaySettings, default_route_share, replay
+    from pyorch.traces.replay import DEFAULTS, Recording, ReplaySettings, default_route_share, replay
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
     with ModelMap(args.model) as model_map, Progress() as progress:
@@ -124,17 +122,16 @@ def run(args: argparse.Namespace) -> int:
         predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
         bandwidth = given or measure_bandwidth(expert_ranges(model_map), _PROBE_SECONDS).bytes_per_second
         share = default_route_share(model_map) if args.route_share is None else args.route_share
-        combinations = list(itertools.product(*(
-            text.split(",") for text in (args.budget, args.policy, args.predictor))))
+        combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
         rows = []
-        for n, (budget, policy, predictor) in enumerate(combinations):
-            progress.update(f"replaying {policy}, {predictor}, {budget}", n, len(combinations))
+        for n, (budget, policy, prefetch) in enumerate(combinations):
+            progress.update(f"replaying {policy or names()['policy']}, {prefetch}, {budget}", n, len(combinations))
             settings = ReplaySettings(
-                policy, Prefetch.parse(predictor), budget, bandwidth, args.read_latency_ms / 1000, args.compute_ms,
+                policy, prefetch, budget, bandwidth, args.read_latency_ms / 1000, args.compute_ms,
                 share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
                 as_decode=not args.prompts,
             )
-            rows.append(_row(predictor, replay(model_map, recording, settings, maps, predictor_file)))
+            rows.append(_row(replay(model_map, recording, settings, maps, predictor_file)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.compute_ms,
                     share, args.batch, rows)
     if args.json:
@@ -157,7 +154,7 @@ def parse_rate(text: str) -> float:
     return float(rate)
 
 
-def _row(predictor: str, replayed) -> Row:
+def _row(replayed) -> Row:
     import numpy as np
 
     recall = []
@@ -167,7 +164,7 @@ def _row(predictor: str, replayed) -> Row:
     same = {name: getattr(replayed, name)
             for name in Row.__dataclass_fields__ if hasattr(replayed, name) and name != "recall"}
     settings = replayed.settings
-    return Row(policy=settings.policy, predictor=predictor, budget=str(settings.budget), recall=recall, **same)
+    return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch), budget=str(settings.budget), recall=recall, **same)
 
 
 def _parts(report: Report) -> list[str | Table]:

@@ -9,20 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import (
-    add_command,
-    add_context_options,
-    add_maps_option,
-    add_model_options,
-    add_tuned_option,
-    add_substitution_options,
-    load_arguments,
-    maps_file,
-    print_json,
-    read_prompt,
-)
+from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
+from pyorch.cli.settings import given_settings
 from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
+from pyorch.settings.option import CONTEXT, LONG, LOSSY
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model, ModelStats
@@ -40,11 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "run", summary, 'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%')
     parser.description += " The text goes to stdout, statistics go to stderr."
-    add_model_options(parser)
-    add_context_options(parser)
-    add_maps_option(parser)
-    add_substitution_options(parser)
-    add_tuned_option(parser)
+    add_model_options(parser, CONTEXT, LONG, LOSSY)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-p", "--prompt", metavar="TEXT", help="continue this text")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="continue the text of a file")
@@ -71,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.llama.model import load
 
-    options = load_arguments(args)  # a tuned setting also says which budget
-    with load(args.model, budget=args.budget, maps=maps_file(args), **options) as model:
+    with load(args.model, verbose=args.verbose, **given_settings(args)) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)
         sampling = {"max_tokens": args.tokens, "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}

@@ -5,15 +5,9 @@ from __future__ import annotations
 import argparse
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import (
-    add_command,
-    add_maps_option,
-    add_tuned_option,
-    add_residency_options,
-    add_substitution_options,
-    maps_file,
-    substitution_arguments,
-)
+from pyorch.cli.options import add_command
+from pyorch.cli.settings import add_settings, given_settings
+from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -27,27 +21,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "llama-server."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    parser.add_argument(
-        "--budget", default="auto", metavar="SIZE",
-        help="memory for experts: 40%% of them, 1.5GiB, 800MB, or auto, what the memory limit leaves (default: auto)",
-    )
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=whole(0), help="port to listen on, 0 for any that is free (default: 8080)")
-    parser.add_argument("--ctx", "--ctx-size", dest="ctx", type=int, metavar="N",
-                        help="tokens of context, shared by all requests in progress (default: 4096)")
-    parser.add_argument("--ubatch", type=int, metavar="N",
-                        help="tokens computed at once (default: 2048 where experts are read, else 512)")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
-    add_residency_options(parser)
-    parser.add_argument("--buffered", action="store_true",
-                        help="read experts through the page cache of the system, not around it")
+    add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY)
+    parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
     parser.add_argument("--stats-every", type=number(above=0), metavar="SECONDS",
                         help="print statistics every so many seconds too, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
-    add_maps_option(parser)
-    add_substitution_options(parser)
-    add_tuned_option(parser)
     parser.set_defaults(run=run)
     _take_server_flags(parser)
     return parser
@@ -69,24 +50,11 @@ def _take_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     flags = list(args.server_flags)
-    for name, value in (("--host", args.host), ("--port", args.port), ("-c", args.ctx),
-                        ("-ub", args.ubatch), ("-t", args.threads)):
+    for name, value in (("--host", args.host), ("--port", args.port)):
         if value is not None:
             flags += (name, str(value))
-    lossy = substitution_arguments(args)  # a tuned setting also says which budget
+    settings = given_settings(args)
 
     from pyorch.serve.server import serve
 
-    return serve(
-        args.model,
-        args.budget,
-        flags,
-        policy=args.policy,
-        prefetch=args.prefetch,
-        direct_io=not args.buffered,
-        verbose=args.verbose,
-        stats_every=args.stats_every,
-        as_json=args.json,
-        maps=maps_file(args),
-        **lossy,
-    )
+    return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json, **settings)

@@ -61,25 +61,28 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
 
     from pyorch.eval.method import share
-    from pyorch.eval.tuned_setting import default_path, write_tuned
+    from pyorch.sidecars.tuned_setting import default_path, write_tuned
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
     from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.settings.budget import Budget
 
     output = args.output or default_path(args.model)
     check_target(output.absolute())
     min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
+    asked = question_arguments(args)
+    if args.cache_rate:
+        asked["budget"] = Budget.parse(share(*parse_rates(args.cache_rate)))
     request = Request(
         model=args.model,
-        budget=share(*parse_rates(args.cache_rate)) if args.cache_rate else args.budget,
         goal=Goal(min_accuracy, args.max_kl),
         metric=args.metric,
         buddies_file=args.buddies_file,
         max_trials=args.trials,
         n_candidates=args.candidates,
         speed_tokens=args.speed_tokens,
-        **question_arguments(args),
+        **asked,
     )
     with Progress(live=not args.verbose) as progress:
         tuning = tune(request, progress.update)
@@ -99,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     if args.cache_rate is not None:
-        if args.budget != "auto":
+        if args.budget not in (None, "auto"):
             raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
         if len(parse_rates(args.cache_rate)) != 1:
             raise PyorchError(f"--cache-rate {args.cache_rate}: tune for one cache rate at a time")
-    elif args.budget == "auto":
+    elif args.budget in (None, "auto"):
         raise PyorchError("say what to tune for: --cache-rate 0.5, or --budget with the memory that there will be")
     if args.min_accuracy is not None and not 0 < args.min_accuracy <= 1:
         raise PyorchError(f"--min-accuracy {args.min_accuracy:g} is not a share above 0 and at most 1, such as 0.95")

@@ -6,15 +6,10 @@ import argparse
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import (
-    add_command,
-    add_model_options,
-    add_substitution_options,
-    load_arguments,
-    print_json,
-    read_prompt,
-)
+from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import given_settings, listed
+from pyorch.settings.option import LOSSY
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -23,8 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " The command compares every logit with that of the same model fully in memory. "
         "The exit status is 0 if all bits are the same, and 1 if not."
     )
-    add_model_options(parser, budget="50%")
-    add_substitution_options(parser)
+    add_model_options(parser, LOSSY, lists=("budget",))
     parser.add_argument("--tokens", type=whole(0), default=32, metavar="N",
                         help="decode N tokens after the prompt (default: 32)")
     source = parser.add_mutually_exclusive_group()
@@ -39,13 +33,14 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if every logit is bit-identical under every budget, or a lossy setting was asked for; 1 otherwise."""
     prompt = read_prompt(args.prompt, args.file)
 
-    from pyorch.eval.verify import PROMPT, verify
+    from pyorch.eval.verify import BUDGETS, PROMPT, verify
 
     comparisons = []
-    options = load_arguments(args)
+    budgets, settings = listed(args, "budget") or BUDGETS, given_settings(args, "budget")
     with Progress(live=not args.verbose) as progress:
         for comparison in verify(
-            args.model, args.budget.split(","), prompt or PROMPT, args.tokens, on_progress=progress.update, **options
+            args.model, budgets, prompt or PROMPT, args.tokens, on_progress=progress.update, verbose=args.verbose,
+            **settings,
         ):
             comparisons.append(comparison)
             if not args.json:
@@ -53,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
                     print(sentence(comparison), flush=True)
     if args.json:
         print_json(comparisons)
-    lossy = options["substitution"] is not None
+    lossy = settings.get("substitution") is not None or settings.get("speculate", False)
     return 0 if lossy or all(comparison.identical for comparison in comparisons) else 1
 
 

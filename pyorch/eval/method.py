@@ -22,6 +22,7 @@ from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sizes import format_bytes
 
@@ -172,7 +173,7 @@ def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed:
     with ModelMap(path) as model_map:
         if buddies_file is None and not needed and "buddies" not in model_map.sidecars():
             return None
-        return find_buddies(Substitution(), buddies_file, model_map)
+        return find_buddies(Substitution(), buddies_file, Sidecars(model_map))
 
 
 def share(rate: float) -> str:

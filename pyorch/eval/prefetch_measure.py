@@ -15,7 +15,6 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.llama.apply import apply_prefetch
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.settings.prefetch import AUTO, NONE, Prefetch
@@ -100,7 +99,7 @@ def measure_contexts(
         steps = [it for i in range(n_rounds) for it in (prefetches if i % 2 == 0 else prefetches[::-1])]
         with Context(model.llama.model, n_ctx, 512, 512, n_threads=n_threads) as context:
             for done, setting in enumerate(steps):
-                apply_prefetch(Prefetch.parse(setting), model.engine, model.map)
+                model.set_prefetch(setting)
                 for _ in itertools.islice(_feed(context, text), _SETTLE if setting == AUTO else _WARM_UP):
                     on_progress("contexts", done * len(contexts), len(steps) * len(contexts))
                 for i, n in enumerate(contexts):
@@ -110,7 +109,7 @@ def measure_contexts(
                         context.decode(text[start : min(n, start + 512)], outputs=[])
                     tokens = text[n : n + n_tokens + _WARM_UP]
                     timed.setdefault((n, setting), []).append(_decode(model, context, tokens))
-        apply_prefetch(Prefetch(NONE), model.engine, model.map)
+        model.set_prefetch(NONE)
     return [_iteration(n, it, timed[n, it], timed[n, prefetches[0]]) for n in contexts for it in prefetches]
 
 
@@ -134,12 +133,12 @@ def measure_overheads(
                 for block in range(2 * n_blocks):
                     on_progress("overhead", done * 2 * n_blocks + block, len(predictors) * 2 * n_blocks)
                     with_it = block % 2 == (block // 2) % 2  # 0 1 1 0: what drifts concerns both
-                    apply_prefetch(Prefetch(predictor if with_it else NONE, distance=1), model.engine, model.map)
+                    model.set_prefetch(Prefetch(predictor if with_it else NONE, distance=1))
                     times = [next(feed) for _ in range(_BLOCK)]
                     seconds[with_it].append(float(np.median(times[4:])))
                 without, with_it = (1e3 * float(np.median(it)) for it in seconds)
                 overheads.append(Overhead(predictor, with_it, without))
-        apply_prefetch(Prefetch(NONE), model.engine, model.map)
+        model.set_prefetch(NONE)
     return overheads
 
 

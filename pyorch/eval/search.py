@@ -16,7 +16,7 @@ What a setting reads for a token is one expert for each slot whose expert is abs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pyorch.eval.method import Slots
@@ -73,7 +73,7 @@ Judge = Callable[["Substitution | None"], Outcome]
 
 class Search:
     """Tries settings, max_trials at most. judge: what a setting does, None being the original, which replaces
-    nothing; n_expert_used: experts of a token in a layer."""
+    nothing; n_expert_used: experts of a token in a layer; weights: of buddies, that may be tried, None: all."""
 
     def __init__(
         self,
@@ -82,11 +82,13 @@ class Search:
         n_expert_used: int,
         max_trials: int,
         on_trial: Callable[[int, int], None] = lambda done, total: None,
+        weights: Sequence[str] | None = None,
     ) -> None:
         self._judge = judge
         self._goal = goal
         self._max_trials = max_trials
         self._on_trial = on_trial
+        self._weights = weights if weights is not None else tuple(choices.substitution("weight"))
         self._trials: dict[Substitution, Trial] = {}
         self._positions = positions(n_expert_used)
         self.original = judge(None)
@@ -97,7 +99,7 @@ class Search:
         return sorted(self._trials.values(), key=lambda it: (not it.reached, _reads(it), it.loss))
 
     def _search(self, start: Substitution) -> None:
-        start = self._least_loss(replace(start, weight=weight) for weight in choices.substitution("weight"))
+        start = self._least_loss(replace(start, weight=weight) for weight in self._weights)
         # With all dials open every absent expert is replaced, and the order says little: the lowest weight first, then.
         start = self._least_loss(replace(start, order=order) for order in ("weight", "rank"))
         if self._trials[start].reached:

@@ -21,6 +21,7 @@ from pyorch.eval.record import Judgement, Record
 from pyorch.eval.speed import Speed, measure_speed, total
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import AUTO, Budget
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import Buddies
 
@@ -42,7 +43,7 @@ class Plan:
     rates: tuple[float, ...] = ()
     methods: tuple[Method, ...] = (ORIGINAL,)
     cache: str = STATIC
-    budget: str = "auto"
+    budget: Budget = AUTO
     n_shots: int = 0
     shots_data: str | None = None
     limit: int | None = None

@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pyorch.errors import PyorchError
 from pyorch.eval import arc, perplexity
 from pyorch.eval.method import ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model
-from pyorch.eval.tuned_setting import TunedSetting
+from pyorch.sidecars.tuned_setting import TunedSetting
 from pyorch.eval.search import Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, total
+from pyorch.library import choices
 from pyorch.llama.model import load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import MAPPED, Budget
 from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.buddies import Buddies
 from pyorch.traces.data import read_documents
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
@@ -38,7 +40,7 @@ class Request:
 
     model: str
     data: tuple[str, ...]
-    budget: str
+    budget: Budget
     goal: Goal
     metric: str = "acc_norm"
     n_shots: int = 0
@@ -70,19 +72,22 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         if not model_map.layers:
             raise PyorchError(f"{request.model} is a dense model: it has no experts that could be absent")
         info = model_map.info
-        budget = Budget.parse(request.budget)
+        budget = request.budget
         n_bytes = budget.resolve(info) if budget.amount is not None else info.slots_bytes
     if n_bytes >= info.slots_bytes:
         raise PyorchError(f'budget "{request.budget}" keeps all experts, or depends on the moment: there is nothing to tune')
     rate = n_bytes / info.slots_bytes
-    with _judge(request, rate) as (judge, n_questions):
+    buddies = read_buddies(request.model, request.buddies_file, needed=True)
+    scaled = any(layer.has_scales for layer in buddies.layers.values())
+    with _judge(request, rate, buddies) as (judge, n_questions):
         search = Search(
             judge, request.goal, info.n_expert_used, request.max_trials,
             lambda done, most: on_progress("search", done, most),
+            [weight for weight in choices.substitution("weight") if weight != "fitted" or scaled],
         )
         trials = search.run()
     reached = [it for it in trials if it.reached]
-    speeds = _speeds(request, reached[: request.n_candidates], on_progress) if reached and request.speed_tokens else {}
+    speeds = _speeds(request, reached[: request.n_candidates], buddies, on_progress) if reached and request.speed_tokens else {}
     best = None
     if reached:
         best = max(reached[: len(speeds) - 1], key=lambda it: speeds[it.substitution].rate) if speeds else reached[0]
@@ -91,10 +96,11 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
 
 
 @contextmanager
-def _judge(request: Request, rate: float) -> Iterator[tuple[Callable[[Substitution | None], Outcome], int]]:
+def _judge(
+    request: Request, rate: float, buddies: Buddies
+) -> Iterator[tuple[Callable[[Substitution | None], Outcome], int]]:
     """What judges a setting, and the number of questions. The model is loaded once for all trials."""
     options = {**(request.load_options or {}), "n_threads": request.n_threads}
-    buddies = read_buddies(request.model, request.buddies_file, needed=True)
     with ExitStack() as stack:
         model = stack.enter_context(static_model(request.model, **options))
         tasks, texts, reference = [], [], None
@@ -121,9 +127,10 @@ def _judge(request: Request, rate: float) -> Iterator[tuple[Callable[[Substituti
         yield judge, sum(len(task.questions) for task in tasks)
 
 
-def _speeds(request: Request, trials: Sequence[Trial], on_progress: OnProgress) -> dict[Substitution | None, Speed]:
+def _speeds(
+    request: Request, trials: Sequence[Trial], buddies: Buddies, on_progress: OnProgress
+) -> dict[Substitution | None, Speed]:
     """In rounds there and back: what drifts in one direction favours none."""
-    buddies = read_buddies(request.model, request.buddies_file, needed=True)
     methods: list[Method] = [ORIGINAL, *(lossy_method(it.substitution) for it in trials)]
     order = [it for i in range(request.n_rounds) for it in (methods if i % 2 == 0 else reversed(methods))]
     rounds: dict[Substitution | None, list[Speed]] = {it.substitution: [] for it in methods}
@@ -143,7 +150,7 @@ def _tuned(
     speed = speeds.get(best.substitution)
     return TunedSetting(
         settings=str(best.substitution),
-        budget=request.budget,
+        budget=str(request.budget),
         cache_rate=rate,
         metric=request.metric,
         n_questions=n_questions,

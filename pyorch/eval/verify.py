@@ -17,9 +17,11 @@ from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.statistics import Stats, SubstitutionStats
-from pyorch.settings.budget import MAPPED
+from pyorch.settings.budget import MAPPED, Budget
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
+
+BUDGETS = (Budget.parse("50%"),)
 
 # Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
 PROMPT = (
@@ -71,7 +73,7 @@ class Reference:
 
 def verify(
     path: str | os.PathLike[str],
-    budgets: Sequence[str | int],
+    budgets: Sequence[Budget | str | int] = BUDGETS,
     prompt: str = PROMPT,
     n_tokens: int = 32,
     n_threads: int | None = None,
@@ -88,7 +90,7 @@ def verify(
     n_threads = n_threads or memory.physical_cores()
     report = on_progress or (lambda *_: None)
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **load_options}
-    with load(path, budget=MAPPED, **options | {"substitution": None}) as model:
+    with load(path, budget=MAPPED, **options | {"substitution": None, "speculate": False}) as model:
         reference = _reference(model, prompt, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import os
 
+import numpy as np
+
 from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.library.choices import Needs, predictors
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import AUTO, DISTANCE, Prefetch
 from pyorch.settings.substitution import OFF, Percentile, Substitution
+from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies, LayerBuddies
-from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.predictor import PredictorFile
 
 
 def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
@@ -27,7 +27,7 @@ def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
         raise PyorchError(f"prefetch precision {prefetch.min_precision:g} is not from 0 to 1")
 
 
-def apply_prefetch(prefetch: Prefetch, engine: Engine, model_map: ModelMap, il: int | None = None) -> None:
+def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: int | None = None) -> None:
     """Sets it for all layers, or for one.
 
     Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs, and for "auto" where one layer
@@ -37,48 +37,62 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, model_map: ModelMap, il: 
     check_prefetch(prefetch, n_layers)
     if prefetch.predictor == AUTO and il is not None:
         raise PyorchError('prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one')
-    predictor = _best_predictor(model_map) if prefetch.predictor == AUTO else prefetch.predictor
+    predictor = _best_predictor(sidecars) if prefetch.predictor == AUTO else prefetch.predictor
     distance = prefetch.distance
     choice = predictors()[predictor]
     if (Needs.ESTIMATOR | Needs.DEFAULT_VECTORS) & (choice.needs | choice.uses):
-        file = _read_file(model_map)
+        file = sidecars.predictor
         if Needs.ESTIMATOR & choice.needs and file.estimator is None:
-            raise PyorchError(f"the predictor {predictor} needs an estimator, and {model_map.path} has none beside it: "
+            raise PyorchError(f"the predictor {predictor} needs an estimator, and {sidecars.map.path} has none beside it: "
                               "make one with pyorch train-predictor")
         file.apply(engine)
         distance = distance or file.distance
     distance = min(distance or DISTANCE, n_layers)
     if prefetch.searches_maps and engine.history is None:
-        sidecar = model_map.sidecars().get("maps")
-        maps = ExpertMaps.read(sidecar, model_map) if sidecar is not None else ExpertMaps.for_model(model_map, distance=distance)
-        engine.set_history(maps)
+        engine.set_history(sidecars.new_maps(distance))
     if il is None:
         engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO)
     else:
         engine.set_layer_prefetch(il, predictor, distance, prefetch.min_precision)
 
 
-def speculative(prefetch: Prefetch, model_map: ModelMap) -> Prefetch:
+def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
     """What is executed in place of the routers' choice (Speculating Experts, section 4): itself, and for "auto"
     hybrid where the model has an estimator, else quasi-hidden.
 
     Raises PyorchError for a predictor whose forecasts cannot be executed.
     """
     if prefetch.predictor == AUTO:
-        return Prefetch(_best_predictor(model_map), prefetch.distance, prefetch.min_precision)
+        return Prefetch(_best_predictor(sidecars), prefetch.distance, prefetch.min_precision)
     prefetch.check_executable()
     return prefetch
 
 
-def apply_substitution(engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None) -> None:
-    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them."""
-    settings = substitution or OFF
+def check_substitution(settings: Substitution, il: int, buddies: Buddies | None, hops: np.ndarray | None) -> None:
+    """PyorchError for settings that need what there is not: lists, scales of outputs in them, hops."""
     if settings.needs_buddies and buddies is None:
         raise PyorchError(f"substitution in layer {il} needs buddy lists: make them with `pyorch buddies`")
+    if settings.kappa and hops is None:
+        raise PyorchError("substitution setting kappa weighs the hops to where experts are, and nobody said how many "
+                          "there are: leave kappa out")
+    if settings.weight == "fitted" and settings.mode == "buddies" and not buddies.layers[il].has_scales:
+        raise PyorchError(f"substitution setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
+                          "have none: make them with `pyorch buddies --compare`")
+
+
+def apply_substitution(
+    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
+) -> None:
+    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them.
+
+    hops: uint8[n_expert], to where each expert of the layer is; what kappa weighs. Raises as check_substitution() does.
+    """
+    settings = substitution or OFF
+    check_substitution(settings, il, buddies, hops)
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
-        engine.set_buddies(il, lists.ids, lists.q, lists.scale)
+        engine.set_buddies(il, lists.ids, lists.q, lists.scale, hops)
     gates = {
         "tau": None if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": None if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
@@ -106,7 +120,7 @@ def apply_substitution(engine: Engine, il: int, substitution: Substitution | Non
 
 
 def find_buddies(
-    substitution: Substitution | None, buddies: Buddies | str | os.PathLike[str] | None, model_map: ModelMap
+    substitution: Substitution | None, buddies: Buddies | str | os.PathLike[str] | None, sidecars: Sidecars
 ) -> Buddies | None:
     """The lists that a substitution needs: those given, or the sidecar's beside the model.
 
@@ -115,15 +129,15 @@ def find_buddies(
     if isinstance(buddies, Buddies):
         return buddies
     if buddies is None:
-        if substitution is None or not substitution.needs_buddies or not model_map.layers:
+        if substitution is None or not substitution.needs_buddies or not sidecars.map.layers:
             return None
-        buddies = model_map.sidecars().get("buddies")
-        if buddies is None:
+        if sidecars.buddies is None:
             raise PyorchError(
-                f"there are no buddy lists beside {model_map.path}: make them with `pyorch buddies`, or name them "
+                f"there are no buddy lists beside {sidecars.map.path}: make them with `pyorch buddies`, or name them "
                 "with --buddies-file"
             )
-    return Buddies.read(buddies, model_map)
+        return sidecars.buddies
+    return Buddies.read(buddies, sidecars.map)
 
 
 def _threshold(value: float | Percentile, layer: LayerBuddies | None, distribution: str) -> float:
@@ -135,11 +149,5 @@ def _threshold(value: float | Percentile, layer: LayerBuddies | None, distributi
     return float(percentiles[low] + (value.percent - low) * (percentiles[high] - percentiles[low]))
 
 
-def _best_predictor(model_map: ModelMap) -> str:
-    return "hybrid" if _read_file(model_map).estimator is not None else "quasi-hidden"
-
-
-def _read_file(model_map: ModelMap) -> PredictorFile:
-    """The predictor file beside the model, an empty one where there is none."""
-    sidecar = model_map.sidecars().get("predictor")
-    return PredictorFile.read(sidecar, model_map) if sidecar is not None else PredictorFile()
+def _best_predictor(sidecars: Sidecars) -> str:
+    return "hybrid" if sidecars.predictor.estimator is not None else "quasi-hidden"

@@ -21,47 +21,20 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import check, decode_error, ffi, lib
 from pyorch.llama import logs, measure, memory
+from pyorch.llama.closed import closing
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.runtime import fatal
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.sources import Source
 from pyorch.settings.budget import AUTO, MAPPED, Budget
 from pyorch.settings.prefetch import Prefetch
-from pyorch.settings.substitution import Substitution
+from pyorch.settings.settings import Settings
+from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.tuned_setting import read_tuned
 
 NARROW_UBATCH, WIDE_UBATCH = 512, 2048
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How models are loaded. Fields that are None leave what the caller of llama_cpp chose.
-
-    n_ubatch, n_outputs_max and flash_attn_type are for contexts that are made while the settings are in
-    force. maps: a file of expert maps in place of the sidecar beside the model; it
-    need not exist. speculate: layers execute what prefetch forecasts for them; lossy.
-    substitution: what stands in for absent experts, None: nothing. n_ubatch "auto", under the automatic budget, takes
-    the widest that leaves most of the memory to experts: in prefill every expert is read once for each ubatch, so
-    twice as wide is half the reading.
-    """
-
-    budget: Budget = AUTO
-    policy: str = "finemoe"
-    prefetch: Prefetch = Prefetch()
-    n_readers: int = 0
-    direct_io: bool = True
-    source: Source | None = None
-    use_extra_bufts: bool | None = None
-    n_ubatch: int | str | None = None
-    n_outputs_max: int | None = None
-    flash_attn_type: int | None = None
-    maps: str | os.PathLike[str] | None = None
-    speculate: bool = False
-    substitution: Substitution | None = None
-    buddies: Buddies | str | os.PathLike[str] | None = None  # default: the sidecar beside the model
-    on_free: Callable[[ManagedModel], None] | None = None  # called when the model is freed, its engine not yet
 
 
 @dataclass
@@ -74,13 +47,23 @@ class ManagedModel:
     params: llama.llama_model_params
     engine: Engine | None = None
     buddies: Buddies | None = None
+    speculating: bool = False  # layers execute what is forecast for them
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
+
+    @functools.cached_property
+    def sidecars(self) -> Sidecars:
+        return Sidecars(self.map)
 
     @property
     def prefetch(self) -> Prefetch:
         """What the model was loaded with."""
         settings = self.settings
-        return speculative(settings.prefetch, self.map) if settings.speculate else settings.prefetch
+        return speculative(settings.prefetch, self.sidecars) if settings.speculate else settings.prefetch
+
+    def save_maps(self) -> None:
+        """Writes what was learned where settings.maps says. PyorchError if it cannot be written."""
+        if self.settings.maps is not None and self.engine is not None and self.engine.history:
+            self.engine.history.write(self.settings.maps, self.map)
 
     @property
     def automatic(self) -> bool:
@@ -92,7 +75,7 @@ _models: dict[int, ManagedModel] = {}  # by llama_model *
 # a model at any moment.
 _lock = threading.RLock()
 _process_settings: list[Settings] = []
-_thread_settings = threading.local()
+_thread = threading.local()
 
 
 class manage:
@@ -101,16 +84,19 @@ class manage:
         pyorch.manage(budget="40%")
         llm = llama_cpp.Llama("olmoe.gguf")
 
-    Also a context manager. Takes the fields of Settings.
+    Also a context manager. Takes the options of pyorch.load(), but for n_ctx, which is the caller's of llama_cpp.
+
+    Raises PyorchError for an option that cannot mean anything.
     """
 
-    def __init__(
-        self, budget: Budget | int | str = AUTO, prefetch: Prefetch | str = Prefetch(), **settings: object
-    ) -> None:
-        self.settings = Settings(budget=Budget.parse(budget), prefetch=Prefetch.parse(prefetch), **settings)
+    def __init__(self, budget: Budget | int | str = AUTO, **options: object) -> None:
+        self.settings = Settings(budget=budget, **options)
+        if self.settings.n_ctx:
+            raise PyorchError("n_ctx is an argument of llama_cpp.Llama, which makes its own buffers by it: give it there")
         _process_settings.append(self.settings)
 
     def close(self) -> None:
+        """Models that are loaded from now on are not managed; those that are loaded stay so."""
         if self.settings in _process_settings:
             _process_settings.remove(self.settings)
 
@@ -122,14 +108,14 @@ class manage:
 
 
 @contextlib.contextmanager
-def managing(settings: Settings) -> Iterator[None]:
-    """As manage, for what the calling thread loads inside."""
-    before = getattr(_thread_settings, "value", None)
-    _thread_settings.value = settings
+def managing(settings: Settings, model_map: ModelMap | None = None) -> Iterator[None]:
+    """As manage, for what the calling thread loads inside. model_map: of the model at its path, if it is open already."""
+    before = getattr(_thread, "managing", None)
+    _thread.managing = settings, model_map
     try:
         yield
     finally:
-        _thread_settings.value = before
+        _thread.managing = before
 
 
 def find(model: int) -> ManagedModel | None:
@@ -138,8 +124,13 @@ def find(model: int) -> ManagedModel | None:
 
 
 def _settings() -> Settings | None:
-    settings = getattr(_thread_settings, "value", None)
+    settings, _ = getattr(_thread, "managing", None) or (None, None)
     return settings or (_process_settings[-1] if _process_settings else None)
+
+
+def _map(path: str) -> ModelMap:
+    _, model_map = getattr(_thread, "managing", None) or (None, None)
+    return model_map if model_map is not None and model_map.path == path else ModelMap(path)
 
 
 def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | None]) -> int | None:
@@ -149,7 +140,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
         return call()
     if settings.use_extra_bufts is not None:
         params.use_extra_bufts = settings.use_extra_bufts
-    managed = ManagedModel(path, ModelMap(path), settings, params)
+    managed = ManagedModel(path, _map(path), settings, params)
     logs.forget_errors()
     with capture(managed), fatal.refused():
         model = call()
@@ -165,7 +156,11 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
 @contextlib.contextmanager
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts mapped."""
-    settings, info = managed.settings, managed.map.info
+    info = managed.map.info
+    if managed.settings.tuned is not None:
+        tuned = read_tuned(managed.settings.tuned, managed.map)
+        managed.settings = managed.settings.with_tuned(tuned.substitution, tuned.budget)
+    settings = managed.settings
     budget = settings.budget
     if budget == AUTO:
         # Each context will take its share; then the budget is set to the rest.
@@ -182,17 +177,16 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         finally:
             check(lib.pyorch_engine_capture(ffi.NULL))
     else:
-        if settings.speculate and settings.substitution is not None:
-            raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
-        managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.map)
+        managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.sidecars)
         managed.engine = Engine(
             managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
                 managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
-            apply_prefetch(managed.prefetch, managed.engine, managed.map)
+            apply_prefetch(managed.prefetch, managed.engine, managed.sidecars)
             managed.engine.set_speculation("decode" if settings.speculate else "none")
+            managed.speculating = settings.speculate
             for layer in managed.map.layers:
                 apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies)
         except PyorchError:
@@ -223,9 +217,12 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.flash_attn_type = settings.flash_attn_type
     if settings.n_outputs_max is not None:
         params.n_outputs_max = settings.n_outputs_max
-    if isinstance(settings.n_ubatch, int):
-        params.n_ubatch = min(settings.n_ubatch, params.n_batch)
-    widen = settings.n_ubatch == "auto"
+    if settings.n_threads:
+        params.n_threads = params.n_threads_batch = settings.n_threads
+    n_ubatch = settings.n_ubatch or (default_ubatch(managed) if settings.widen else None)
+    if n_ubatch is not None:
+        params.n_ubatch = min(n_ubatch, params.n_batch)
+    widen = settings.widen and n_ubatch is None
     reserved = plan_context(managed, params, widen) if managed.automatic else 0
     logs.forget_errors()
     with fatal.refused():
@@ -242,6 +239,15 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         with _lock:
             managed.contexts[context] = reserved
     return context
+
+
+def default_ubatch(managed: ManagedModel) -> int | None:
+    """Tokens to compute at once: in prefill every expert is read once for each ubatch, so twice as wide is half the
+    reading. None under the automatic budget, where it depends on what memory a context leaves."""
+    if managed.automatic:
+        return None
+    whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
+    return NARROW_UBATCH if whole else WIDE_UBATCH
 
 
 def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
@@ -370,6 +376,7 @@ def _install() -> None:
     _replace("llama_init_from_model", _init_context)
     _replace("llama_free", _free_context)
     internals.LlamaModel.tokenize = _tokenize
+    llama_cpp.Llama.close = closing(llama_cpp.Llama.close, lambda model: model in _models)
     internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)
     internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,25 +15,33 @@ import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import interception, logs, memory
-from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
-from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH, ManagedModel, Settings
+from pyorch.llama.apply import apply_prefetch, apply_substitution, check_substitution, find_buddies, speculative
+from pyorch.llama.closed import ClosedLlama
+from pyorch.llama.interception import WIDE_UBATCH, ManagedModel
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
-from pyorch.settings.budget import AUTO, MAPPED, Budget
+from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.option import options as declared_options
 from pyorch.settings.prefetch import Prefetch
-from pyorch.settings.substitution import Substitution
+from pyorch.settings.settings import MAX_TOKENS, Settings
+from pyorch.settings.substitution import OFF, Substitution
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.container import default_path
+from pyorch.sizes import format_bytes
 
 # A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
 N_OUTPUTS_MAX = 64
 
 DEFAULT_CTX = 4096
-MAX_THREADS = 512  # GGML_MAX_N_THREADS
 
 _loading = threading.Lock()
+
+SETTINGS = declared_options(Settings)  # that load() takes by name
+
+
+_NOTHING_ABSENT = "with speculative execution nothing is absent that could be substituted: choose one of them"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,8 @@ class Layer:
 
     @policy.setter
     def policy(self, policy: LayerPolicy) -> None:
+        if policy.substitution is not None and self._record.speculating:
+            raise PyorchError(_NOTHING_ABSENT)
         limit = self.n_expert if policy.max_experts is None else policy.max_experts
         added = sorted(policy.pinned - self._policy.pinned)
         self._engine.pin(self.il, added)
@@ -82,7 +93,7 @@ class Layer:
                 apply_substitution(self._engine, self.il, policy.substitution, self._buddies)
             if policy.prefetch != self._policy.prefetch:
                 prefetch = self._record.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
-                apply_prefetch(prefetch, self._engine, self._record.map, self.il)
+                apply_prefetch(prefetch, self._engine, self._record.sidecars, self.il)
         except PyorchError:
             self._engine.unpin(self.il, added)
             raise
@@ -97,13 +108,21 @@ class Layer:
         """Frees resident experts that are neither pinned nor in use."""
         self._engine.evict(self.il, experts)
 
-    def substitute(self, substitution: Substitution | None, buddies: Buddies | None) -> None:
-        """Sets policy.substitution, and the lists that it chooses from."""
-        apply_substitution(self._engine, self.il, substitution, buddies)
+    def substitute(
+        self, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
+    ) -> None:
+        """Sets policy.substitution, and the lists that it chooses from. PyorchError while layers speculate.
+
+        hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
+        """
+        if substitution is not None and self._record.speculating:
+            raise PyorchError(_NOTHING_ABSENT)
+        apply_substitution(self._engine, self.il, substitution, buddies, hops)
         self._buddies = buddies
         self._policy = dataclasses.replace(self._policy, substitution=substitution)
 
     def stats(self) -> Stats:
+        """Of this layer, since loading or the last Model.reset_stats()."""
         return self._engine.stats(self.il)
 
 
@@ -172,12 +191,21 @@ class Model:
         self.map: ModelMap = record.map
         self.engine = record.engine
         self._record = record
-        self._speculative = record.settings.speculate and record.engine is not None
         self.layers = {
             layer.il: Layer(record, layer.il, layer.n_expert)
             for layer in (record.map.layers if record.engine is not None else ())
         }
         self.residency: Mapping[int, np.ndarray] = _ResidencyView(self.layers)
+
+    def __repr__(self) -> str:
+        info, layers = self.map.info, self.map.layers
+        if isinstance(self.llama, ClosedLlama):
+            return f"<closed pyorch.Model {self.map.path}>"
+        if not layers:
+            return f"<pyorch.Model {self.map.path}: {info.arch}, dense>"
+        kept = "mapped" if self.engine is None else f"budget {format_bytes(self.engine.stats().budget_bytes)}"
+        return (f"<pyorch.Model {self.map.path}: {info.arch}, {len(layers)} layers with up to "
+                f"{max(layer.n_expert for layer in layers)} experts, {kept} of {format_bytes(info.slots_bytes)}>")
 
     @property
     def note(self) -> str:
@@ -233,21 +261,26 @@ class Model:
             raise PyorchError(str(error)) from error
 
     def substitute(
-        self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None
+        self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None,
+        hops: Mapping[int, np.ndarray] | None = None,
     ) -> None:
         """Lets resident experts stand in for absent ones in all layers (lossy); None: no longer.
 
         Args:
             substitution: or its settings as text, such as "alpha=0.95,rho=3,tau=p15".
             buddies: the lists, or their file. Default: those in use, else the sidecar beside the model.
+            hops: by il, uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
 
-        Raises PyorchError where there are no lists, FormatError where they are damaged or another model's.
+        Raises PyorchError where layers speculate, or the settings need what there is not; FormatError for lists that
+        are damaged or another model's.
         """
-        it = Substitution.parse(substitution) if isinstance(substitution, str) else substitution
+        settings = Substitution.parse(substitution) if substitution is not None else None
         in_use = next((layer._buddies for layer in self.layers.values()), None)
-        lists = find_buddies(it, buddies if buddies is not None else in_use, self.map)
-        for layer in self.layers.values():
-            layer.substitute(it, lists)
+        lists = find_buddies(settings, buddies if buddies is not None else in_use, self._record.sidecars)
+        for il in self.layers:  # all before any is changed
+            check_substitution(settings or OFF, il, lists, (hops or {}).get(il))
+        for il, layer in self.layers.items():
+            layer.substitute(settings, lists, (hops or {}).get(il))
 
     def set_cache(self, masks: Mapping[int, np.ndarray] | None) -> None:
         """Substitution takes exactly these experts for resident, whatever is; None: those that are.
@@ -274,11 +307,17 @@ class Model:
         if self.engine is None:
             return
         if prefetch is not None and any(layer.policy.substitution is not None for layer in self.layers.values()):
-            raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
-        forecast = self._record.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), self.map)
-        apply_prefetch(forecast, self.engine, self.map)
+            raise PyorchError(_NOTHING_ABSENT)
+        record = self._record
+        forecast = record.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), record.sidecars)
+        apply_prefetch(forecast, self.engine, record.sidecars)
         self.engine.set_speculation("none" if prefetch is None else "all" if prompts else "decode")
-        self._speculative = prefetch is not None
+        record.speculating = prefetch is not None
+
+    def set_prefetch(self, prefetch: Prefetch | str) -> None:
+        """Reads ahead as this says, in all layers. PyorchError for a predictor that lacks what it needs."""
+        if self.engine is not None:
+            apply_prefetch(Prefetch.parse(prefetch), self.engine, self._record.sidecars)
 
     def save_maps(self, path: str | os.PathLike[str] | None = None) -> None:
         """Writes the expert maps with what was learned while decoding, by default beside the model.
@@ -290,6 +329,7 @@ class Model:
         self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
 
     def stats(self) -> ModelStats:
+        """What was measured since loading, or since reset_stats()."""
         perf = llama.llama_perf_context(self.llama.ctx)
         lossy = any(layer.policy.substitution is not None for layer in self.layers.values())
         return ModelStats(
@@ -301,17 +341,21 @@ class Model:
             memory.peak_bytes(),
             self.engine.stats() if self.engine is not None else None,
             self.engine.substitution_stats() if lossy else None,
-            self.engine.speculation_stats() if self._speculative else None,
+            self.engine.speculation_stats() if self._record.speculating else None,
             {il: layer.stats() for il, layer in self.layers.items()},
         )
 
     def reset_stats(self) -> None:
+        """Counts anew, here and in the engine."""
         llama.llama_perf_context_reset(self.llama.ctx)
         if self.engine is not None:
             self.engine.reset_stats()
 
     def close(self) -> None:
-        """Frees the context, the model and then its engine. May be called again."""
+        """Frees the context, the model and then its engine. May be called again.
+
+        After it, generate(), its unfinished generators and `llama` raise PyorchError.
+        """
         self.llama.close()
 
     def __enter__(self) -> Model:
@@ -324,88 +368,60 @@ class Model:
 def load(
     path: str | os.PathLike[str],
     budget: Budget | int | str = AUTO,
-    n_ctx: int | None = None,
-    n_threads: int | None = None,
+    *,
     n_batch: int | None = None,
-    n_ubatch: int | None = None,
-    policy: str = "finemoe",
-    prefetch: Prefetch | str = Prefetch(),
-    n_readers: int = 0,
-    direct_io: bool = True,
     source: Source | None = None,
     use_extra_bufts: bool = True,
-    maps: str | os.PathLike[str] | None = None,
-    speculate: bool = False,
-    substitution: Substitution | str | None = None,
-    buddies: Buddies | str | os.PathLike[str] | None = None,
     verbose: bool = False,
-    **llama_kwargs: object,
+    **options: object,
 ) -> Model:
     """Loads a GGUF whose experts may occupy at most `budget`.
 
     Args:
         budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
             as "1.5GiB" or "800MB", or bytes.
-        n_ctx: tokens of context, default: what the model was trained with, but at most 4096.
-        n_threads: default: the physical cores.
-        n_ubatch: tokens that are computed at once. Default: 2048 where experts have to be read, memory
-            permitting, because prefill reads every expert once for each ubatch; 512 otherwise.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
-        policy: which expert is evicted first, "lru", "lfu" or "finemoe" (see Engine).
-        prefetch: what is read ahead while decoding: "auto", "none" or a predictor, see Prefetch.parse().
-        n_readers, direct_io, source: see Engine.
+        source: reads in place of the file, see Engine.
         use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.
-        maps: expert maps for the predictors that search them, in place of the sidecar beside the model; the file need
-            not exist, see Model.save_maps().
-        speculate: layers execute what `prefetch` forecasts for them ("auto": hybrid or quasi-hidden). Lossy.
-        substitution: lets resident experts stand in for absent ones, as Model.substitute() does. Lossy.
-        buddies: the lists for it. Default: the sidecar beside the model.
-        llama_kwargs: for llama_cpp.Llama.
+        options: of pyorch.settings.settings.Settings, as text or values; all others are for llama_cpp.Llama.
 
     Raises:
         FormatError: the file is missing, damaged, incomplete or no GGUF.
         BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
-        PyorchError: a setting that cannot be.
+        PyorchError: an option cannot mean anything, or the model lacks what it needs.
     """
     path = os.fspath(path)
-    _check_sizes(n_ctx=n_ctx, n_threads=n_threads, n_batch=n_batch, n_ubatch=n_ubatch, n_readers=n_readers)
-    budget = Budget.parse(budget)
     logs.set_quiet(not verbose)
-    n_threads = n_threads or memory.physical_cores()
-    with ModelMap(path) as model_map:
-        trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
-        n_ctx = n_ctx or min(DEFAULT_CTX, trained)
-    wants_all_outputs = llama_kwargs.get("logits_all") or llama_kwargs.get("embedding") or "draft_model" in llama_kwargs
+    given = {name: options.pop(name) for name in SETTINGS.keys() & options.keys()}
+    all_outputs = options.get("logits_all") or options.get("embedding") or "draft_model" in options
     settings = Settings(
         budget=budget,
-        policy=policy,
-        prefetch=Prefetch.parse(prefetch),
-        n_readers=n_readers,
-        direct_io=direct_io,
         source=source,
         use_extra_bufts=use_extra_bufts,
-        maps=maps,
-        speculate=speculate,
-        substitution=Substitution.parse(substitution) if isinstance(substitution, str) else substitution,
-        buddies=buddies,
-        n_ubatch=n_ubatch or default_ubatch(path, budget),
-        n_outputs_max=0 if wants_all_outputs else N_OUTPUTS_MAX,
-        flash_attn_type=None if "flash_attn" in llama_kwargs else llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+        widen=True,
+        n_outputs_max=0 if all_outputs else N_OUTPUTS_MAX,
+        flash_attn_type=None if "flash_attn" in options else llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+        **given,
     )
+    if not 0 <= (n_batch or 0) <= MAX_TOKENS:
+        raise PyorchError(f"n_batch is {n_batch}, and must be from 0 (for the default) to {MAX_TOKENS}")
+    model_map = ModelMap(path)
+    trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
+    n_threads = settings.n_threads or memory.physical_cores()
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
         "use_mmap": False,
-        "n_ctx": n_ctx,
-        "n_batch": n_batch or max(n_ubatch or 0, WIDE_UBATCH),
+        "n_ctx": settings.n_ctx or min(DEFAULT_CTX, trained),
+        "n_batch": n_batch or max(settings.n_ubatch, WIDE_UBATCH),
         "n_threads": n_threads,
         "n_threads_batch": n_threads,
         "verbose": verbose,
     }
     # Llama redirects the process's stdout and stderr while it loads, which two threads must not do at once.
-    with _loading, interception.managing(settings):
+    with _loading, interception.managing(settings, model_map):
         try:
-            model = llama_cpp.Llama(path, **arguments | llama_kwargs)
+            model = llama_cpp.Llama(path, **arguments | options)
         except ValueError as error:
             raise PyorchError(f"{path}: {error}") from error
         except MemoryError as error:  # numpy's, of the logits of a whole batch
@@ -413,18 +429,15 @@ def load(
     return Model(model, interception.find(model.model))
 
 
-def _check_sizes(**sizes: int | None) -> None:
-    """Raises PyorchError for what llama.cpp would wrap, or end the process over. None and 0 stand for a default."""
-    for name, value in sizes.items():
-        most = MAX_THREADS if name in ("n_threads", "n_readers") else (1 << 31) - 1
-        if value is not None and not 0 <= value <= most:
-            raise PyorchError(f"{name} is {value}, and must be from 0 (for the default) to {most}")
+def _describe() -> None:
+    """Adds the options of Settings to what help(load) shows."""
+    signature = inspect.signature(load)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    *named, others = signature.parameters.values()
+    declared = [inspect.Parameter(option.name, kind, default=option.default)
+                for option in SETTINGS.values() if option.name not in signature.parameters]
+    llama_kwargs = others.replace(name="llama_kwargs")
+    load.__signature__ = signature.replace(parameters=[*named, *declared, llama_kwargs])
 
 
-def default_ubatch(path: str | os.PathLike[str], budget: Budget) -> int | str:
-    """n_ubatch of a model under a budget; "auto" where it depends on what memory a context leaves."""
-    with ModelMap(path) as model_map:
-        if budget == AUTO:
-            return "auto"
-        whole = budget == MAPPED or budget.resolve(model_map.info) >= model_map.info.slots_bytes
-        return NARROW_UBATCH if whole else WIDE_UBATCH
+_describe()

@@ -81,6 +81,7 @@ class ModelMap:
         return self._map
 
     def close(self) -> None:
+        """Frees the map; `info` and `layers` stay."""
         if self._map is not None:
             ffi.release(self._map)
             self._map = None

@@ -16,66 +16,54 @@ from collections.abc import Iterator, Sequence
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import interception, logs, model
-from pyorch.llama.interception import ManagedModel, Settings
+from pyorch.llama import interception, logs
+from pyorch.llama.interception import ManagedModel
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.sources import Source
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
-from pyorch.settings.budget import Budget
-from pyorch.settings.prefetch import Prefetch
-from pyorch.settings.substitution import Substitution
-from pyorch.sidecars.buddies import Buddies
+from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.settings import Settings
 from pyorch.sizes import format_bytes
 
 
 def serve(
     path: str,
-    budget: int | str = "auto",
+    budget: Budget | int | str = AUTO,
     flags: Sequence[str] = (),
-    policy: str = "finemoe",
-    prefetch: str = "auto",
-    direct_io: bool = True,
-    source: Source | None = None,
+    *,
     verbose: bool = False,
     stats_every: float | None = None,
     as_json: bool = False,
-    maps: str | os.PathLike[str] | None = None,
-    speculate: bool = False,
-    substitution: Substitution | None = None,
-    buddies: Buddies | str | os.PathLike[str] | None = None,
+    **options: object,
 ) -> int:
     """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
 
     Args:
         flags: of llama-server. What they leave open is chosen for a model under a budget.
-        source: see Engine.
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
-        maps: see pyorch.load; what was learned is written there at the end.
-        prefetch, speculate, substitution, buddies: see pyorch.load.
+        options: of pyorch.load. What was learned is written to maps at the end.
 
     Returns:
         The exit status: 0 after a signal, 2 if the server could not start.
 
     Raises:
-        PyorchError: the model, the budget, or the address cannot be used.
+        PyorchError: the model, an option, or the address cannot be used.
     """
+    settings = Settings(budget=budget, **options)
     server = llama_server.Flags(flags)
     if any(name in server.arguments for name in llama_server.MODEL.names):
         raise PyorchError("the model to serve is the argument of `pyorch serve`: it cannot be given again after `--`")
+    for name, value in (("-c", settings.n_ctx), ("-ub", settings.n_ubatch), ("-t", settings.n_threads)):
+        if value:
+            server.arguments += (name, str(value))
     address = _free_address(server)
     server.arguments += ("-m", path)
     server.add_defaults()
     server.default(llama_server.CTX_SIZE, "-c", 4096)
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
-
-    settings = Settings(
-        budget=Budget.parse(budget), policy=policy, prefetch=Prefetch.parse(prefetch), direct_io=direct_io, source=source, maps=maps,
-        speculate=speculate, substitution=substitution, buddies=buddies,
-    )
     with _planned(path, settings, server) as record:
         watch = _Watch(path, address, record.engine, stats_every, as_json)
         watch.start()
@@ -90,16 +78,15 @@ def serve(
 @contextlib.contextmanager
 def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedModel]:
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
-
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     record = interception.ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
-    ubatch = model.default_ubatch(path, settings.budget)
     with interception.capture(record):
         try:
+            ubatch = interception.default_ubatch(record)
             params = server.context_params()
             if record.automatic:
-                widen = ubatch == "auto" and not server.has(llama_server.UBATCH)
+                widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
                 interception.plan_context(record, params, widen)
                 ubatch = params.n_ubatch
@@ -112,8 +99,7 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
         finally:
             if record.engine is not None:
                 try:
-                    if settings.maps is not None and record.engine.history:
-                        record.engine.history.write(settings.maps, record.map)
+                    record.save_maps()
                 finally:
                     record.engine.close()
 

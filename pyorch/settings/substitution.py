@@ -6,14 +6,15 @@ native/src/routing/substitution.cpp.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.library import choices
+from pyorch.settings.option import LOSSY, flag, option, options, texts
+
+_THRESHOLD = "a number, or a percentile such as p15"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,19 @@ class Percentile:
         return f"p{self.percent:g}"
 
 
+def _number(given: Any) -> float:
+    value = float(given)
+    if not math.isfinite(value):
+        raise ValueError(given)
+    return value
+
+
+def _number_or_percentile(given: Any) -> float | Percentile:
+    if isinstance(given, Percentile):
+        return given
+    return Percentile(_number(given[1:])) if isinstance(given, str) and given.startswith("p") else _number(given)
+
+
 @dataclass(frozen=True)
 class Substitution:
     """How absent experts are treated; equations are those of the BuddyMoE paper. None: the gate is off.
@@ -34,54 +48,67 @@ class Substitution:
     token does not use already stand in, and what nobody covers is fetched, or dropped.
     """
 
-    mode: str = "buddies"  # "random": any resident expert, the baseline; "none": only `miss` counts
-    alpha: float | None = None  # cumulative frequency threshold of the lists (eq. 5); default: the sidecar's
-    k: int | None = None  # longest list
-    rho: int | None = None  # most substitutions of a token in a layer
-    tau: float | Percentile | None = None  # none where the token activating entropy (eq. 1) is at most this
-    temperature: float = 1.0  # of the probabilities in it
-    gamma: float | Percentile | None = None  # none where the two largest probabilities differ by at least this
-    beta: float | None = None  # none where at least this share of the requested experts is absent (eq. 2)
-    read_ms: float | None = None  # beta adapts instead, so that a token spends at most this on reading
-    rank: int | None = None  # search rank H of algorithm 1
-    eta: float = 0.0  # of the router's normalized logit in the priority (eq. 3)
-    kappa: float = 0.0  # of the hops in the priority (eq. 3)
-    reuse: float = 1.0  # factor in the priority for each time a buddy was chosen in the ubatch
-    weight: str = "keep"  # of a substitute: the replaced expert's; its "own"; or the replaced one's "fitted" to its output
-    order: str = "rank"  # of a token's absent experts: by the router's "rank", or the lowest "weight" first
-    miss: str = "fetch"  # what the gates allow but no buddy covers: "fetch" it or "drop" it
-    prefill: bool = False  # in prompts too, not only in decoding
-    seed: int = 0  # of the random baseline
+    mode: str = option("buddies", str, "a word", group=LOSSY,
+                       help="what stands in: buddies; random, any resident expert, the baseline; none: only miss counts")
+    alpha: float | None = option(None, _number, "a number", group=LOSSY,
+                                 help="cumulative frequency threshold of the lists (eq. 5)", default_text="the sidecar's")
+    k: int | None = option(None, int, "a whole number", group=LOSSY, help="longest list")
+    rho: int | None = option(None, int, "a whole number", group=LOSSY, help="most substitutions of a token in a layer")
+    tau: float | Percentile | None = option(
+        None, _number_or_percentile, _THRESHOLD, group=LOSSY,
+        help="no substitution where the token activating entropy (eq. 1) is at most this")
+    temperature: float = option(1.0, _number, "a number", group=LOSSY, help="of the probabilities in tau and gamma")
+    gamma: float | Percentile | None = option(
+        None, _number_or_percentile, _THRESHOLD, group=LOSSY,
+        help="no substitution where the two largest probabilities differ by at least this")
+    beta: float | None = option(None, _number, "a number", group=LOSSY,
+                                help="no substitution where at least this share of the requested experts is absent (eq. 2)")
+    read_ms: float | None = option(None, _number, "a number", group=LOSSY,
+                                   help="beta adapts instead, so that a token spends at most this on reading")
+    rank: int | None = option(None, int, "a whole number", group=LOSSY, help="search rank H of algorithm 1")
+    eta: float = option(0.0, _number, "a number", group=LOSSY,
+                        help="of the router's normalized logit in the priority (eq. 3)")
+    kappa: float = option(0.0, _number, "a number", group=LOSSY, help="of the hops in the priority (eq. 3)")
+    reuse: float = option(1.0, _number, "a number", group=LOSSY,
+                          help="factor in the priority for each time a buddy was chosen in the ubatch")
+    weight: str = option("keep", str, "a word", group=LOSSY,
+                         help="of a substitute: the replaced expert's (keep), its own, or the replaced one's fitted to its output")
+    order: str = option("rank", str, "a word", group=LOSSY,
+                        help="of a token's absent experts: by the router's rank, or the lowest weight first")
+    miss: str = option("fetch", str, "a word", group=LOSSY, help="what the gates allow but no buddy covers: fetch it or drop it")
+    prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
+    seed: int = option(0, int, "a whole number", group=LOSSY, help="of the random baseline")
 
     def __post_init__(self) -> None:
+        for name, declared in options(type(self)).items():
+            given = getattr(self, name)
+            if given is None and declared.default is None:
+                continue
+            try:
+                object.__setattr__(self, name, declared.read(given))
+            except (ValueError, TypeError):
+                raise PyorchError(f'substitution setting {name}="{given}" is not {declared.kind}') from None
         _check(self)
 
     @classmethod
-    def parse(cls, text: str) -> Substitution:
+    def parse(cls, text: str | Substitution) -> Substitution:
         """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what it cannot mean."""
-        values: dict[str, Any] = {}
+        if isinstance(text, Substitution):
+            return text
+        known, values = options(cls), {}
         for item in (text.split(",") if text not in ("", "default") else ()):
             key, equals, value = (part.strip() for part in item.partition("="))
-            if key not in _PARSERS:
-                raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(_PARSERS)}')
+            if key not in known:
+                raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(known)}')
             if key in values:
                 raise PyorchError(f'substitution setting "{key}" is given twice')
-            if not equals and key == "prefill":
-                value = "1"
-            try:
-                values[key] = _PARSERS[key](value)
-            except ValueError:
-                raise PyorchError(f'substitution setting {key}="{value}" is not {_KINDS[_PARSERS[key]]}') from None
+            values[key] = "1" if key == "prefill" and not equals else value
         return cls(**values)
 
     def __str__(self) -> str:
         """What parse() reads, without defaults."""
-        parts = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                parts.append(f"{field.name}={int(value) if isinstance(value, bool) else value}")
-        return ",".join(parts) or "default"
+        changed = texts(self)
+        return ",".join(f"{name}={int(value) if value is True else value}" for name, value in changed.items()) or "default"
 
     @property
     def lossy(self) -> bool:
@@ -109,39 +136,17 @@ def _check(settings: Substitution) -> None:
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"substitution setting {name}={value:g} is negative")
+    if settings.weight == "fitted" and settings.mode == "random":
+        raise PyorchError("substitution setting weight=fitted is for buddies, whose outputs were compared: not for mode=random")
     if settings.beta is not None and settings.read_ms is not None:
         raise PyorchError("substitution settings beta and read_ms exclude each other: read_ms chooses beta")
     for name in ("tau", "gamma"):
         value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
             raise PyorchError(f"substitution setting {name}={value} is not a percentile from p0 to p100")
+        if isinstance(value, Percentile) and settings.temperature != 1:
+            raise PyorchError(f"substitution setting {name}={value} is a percentile of what was profiled at temperature 1: "
+                              f"use a number with temperature={settings.temperature:g}")
 
-
-def _number_or_percentile(text: str) -> float | Percentile:
-    return Percentile(_number(text[1:])) if text.startswith("p") else _number(text)
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(text)
-    return value
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError(text)
-    return text == "1"
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "mode": str, "alpha": _number, "k": int, "rho": int, "tau": _number_or_percentile, "temperature": _number,
-    "gamma": _number_or_percentile, "beta": _number, "read_ms": _number, "rank": int, "eta": _number, "kappa": _number,
-    "reuse": _number, "weight": str, "order": str, "miss": str, "prefill": _flag, "seed": int,
-}
-_KINDS = {
-    str: "a word", int: "a whole number", _number: "a number", _flag: "0 or 1",
-    _number_or_percentile: "a number, or a percentile such as p15",
-}
 
 OFF = Substitution(mode="none")

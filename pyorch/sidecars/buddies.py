@@ -43,6 +43,11 @@ class LayerBuddies:
         """int64[n_expert]: how many buddies each expert has."""
         return (self.ids >= 0).sum(axis=1)
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether outputs were compared, for any buddy."""
+        return bool(np.isfinite(self.scale).any())
+
     def prefix_lengths(self, cft_alpha: float) -> np.ndarray:
         """int64[n_expert]: the fewest buddies whose q sums up to cft_alpha, all where it never does (eq. 5).
 

@@ -23,7 +23,9 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
 from pyorch.runtime.statistics import Stats
+from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
+from pyorch.settings.settings import Settings
 from pyorch.sidecars import container
 from pyorch.sidecars.history import ExpertMaps, token_embeddings
 from pyorch.sidecars.predictor import PredictorFile
@@ -52,9 +54,9 @@ class ReplaySettings:
     recording, of prompts too, is one that is decoded, as if the text had been generated.
     """
 
-    policy: str = "lru"
-    prefetch: Prefetch = Prefetch(NONE)
-    budget: int | str = "40%"
+    policy: str | None = Settings().policy
+    prefetch: Prefetch = Prefetch(NONE)  # "auto" measures what pays while it runs, which a replay cannot
+    budget: Budget | int | str = "40%"
     read_bandwidth: float = 1e9
     read_latency_s: float = 0.0
     compute_ms: float = 30.0
@@ -64,6 +66,16 @@ class ReplaySettings:
     n_warm_tokens: int = 0
     batch: int = 1
     as_decode: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+
+
+# What is replayed unless something else is asked for.
+DEFAULTS = {
+    "budget": tuple(map(Budget.parse, ("25%", "40%", "60%"))), "policy": (ReplaySettings.policy,),
+    "prefetch": (ReplaySettings.prefetch,),
+}
 
 
 @dataclass(frozen=True)
@@ -311,7 +323,7 @@ def _checked(
     if settings.n_warm_tokens >= len(recording):
         raise PyorchError(f"the recording has {len(recording)} tokens: {settings.n_warm_tokens} to begin with leave "
                           "none to count")
-    if settings.budget == "auto":
+    if settings.budget.amount is None:
         raise BudgetError('a replay needs a size or a share as its budget, not "auto"')
     return prefetch
 

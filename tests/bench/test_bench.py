@@ -12,6 +12,7 @@ import pytest
 
 from pyorch.bench import cgroup, goals, rounds
 from pyorch.runtime import disk
+from pyorch.settings.settings import Settings
 from pyorch.bench.job import ENGINE, STOCK, Config, Measurement, Phase
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import ratio, summarize
@@ -95,7 +96,7 @@ def test_process_that_outgrows_its_memory_limit_is_reported(small_moe: Path, cap
 def test_automatic_budget_stays_below_the_memory_limit(small_moe: Path, capfd: pytest.CaptureFixture[str]):
     assert main(["bench", str(small_moe), "--memory-limit", "400MiB", "--json", *WORK]) == 0
     limited = json.loads(capfd.readouterr().out)["runs"][1]
-    assert limited["config"]["budget"] == "auto" and limited["failure"] == ""
+    assert limited["config"]["settings"]["budget"] == "auto" and limited["failure"] == ""
     assert 0 < limited["peak_group_bytes"] <= 400 * MiB
 
 
@@ -149,7 +150,7 @@ def test_bandwidth_is_measured_on_the_experts(small_moe: Path):
 # Arithmetic, on runs that never took place: 10 tokens each.
 
 RESIDENT = goals.RESIDENT
-BUDGET = Config("budget 40%", ENGINE, "40%")
+BUDGET = Config("budget 40%", ENGINE, Settings(budget="40%"))
 
 
 def run_of(config: Config, seconds: float, read_bytes: int = 0, round: int = 0, bandwidth: float = GiB) -> Run:
@@ -181,7 +182,7 @@ def test_roofline_is_unknown_without_the_reference():
 
 
 def test_goal_that_was_not_measured_is_not_met():
-    reached = list(goals.goals(Results((run_of(RESIDENT, 1.0), run_of(BUDGET, 1.25)), ()), 4 * GiB, "finemoe", "auto"))
+    reached = list(goals.goals(Results((run_of(RESIDENT, 1.0), run_of(BUDGET, 1.25)), ()), 4 * GiB, Settings()))
     by_name = {goal.what: goal for goal in reached}
     assert by_name["decode, fraction of the roofline, budget 40%"].met
     assert not by_name["decode, fraction of the roofline, budget 25%"].met
@@ -189,7 +190,7 @@ def test_goal_that_was_not_measured_is_not_met():
 
 
 def test_goals_compare_with_llama_cpp_under_the_same_limits():
-    configs = goals.goal_configs(4 * GiB, "finemoe", "auto")
+    configs = goals.goal_configs(4 * GiB, Settings())
     assert len(set(configs)) == len(configs)
     for limit in (4 * GiB * 40 // 100, 4 * GiB * 60 // 100):
         assert {it.mode for it in configs if it.limit_bytes == limit} == {ENGINE, STOCK}

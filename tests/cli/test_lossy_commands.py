@@ -13,7 +13,7 @@ from buddy_lists import random_buddies
 from processes import pyorch as pyorch_process
 
 from pyorch.cli import main
-from pyorch.eval.tuned_setting import TunedSetting, write_tuned
+from pyorch.sidecars.tuned_setting import TunedSetting, write_tuned
 from pyorch.runtime.model_map import ModelMap
 
 PROMPT = "import os\n\ndef main():"

@@ -11,7 +11,7 @@ from models import CHECKPOINT
 from pyorch.cli import main
 from pyorch.errors import FormatError
 from pyorch.eval.method import Slots
-from pyorch.eval.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
+from pyorch.sidecars.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
 from pyorch.eval.search import Goal, Outcome, Search, Trial, positions
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution

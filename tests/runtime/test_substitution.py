@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from buddy_lists import K_MAX, N_EXPERT, N_LAYERS, random_buddies
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 import pyorch
@@ -18,6 +19,7 @@ from pyorch.sidecars.buddies import LayerBuddies
 from pyorch.llama.context import Context
 from pyorch.runtime.statistics import SubstitutionStats
 from pyorch.runtime.observers import Routing
+from pyorch.errors import PyorchError
 from pyorch.llama.apply import apply_substitution
 from pyorch.settings.substitution import Percentile, Substitution
 
@@ -162,8 +164,15 @@ def random_routing(rng: np.random.Generator, n_tokens: int, n_used: int, il: int
     return Routing(0, il, n_tokens == 1, experts, weights.astype(np.float32), probs, logits, empty)
 
 
+def settings_that_can_be(**settings) -> Substitution:
+    try:
+        return Substitution(**settings)
+    except PyorchError:  # some exclude each other
+        reject()
+
+
 SETTINGS = st.builds(
-    Substitution,
+    settings_that_can_be,
     mode=st.sampled_from(["buddies", "buddies", "random", "none"]),
     rho=st.sampled_from([None, 1, 2, 3]),
     tau=st.sampled_from([None, 0.5, 0.9, 0.97, Percentile(90)]),
@@ -382,3 +391,59 @@ def test_what_others_stand_in_for_comes_to_be_resident(small_moe: Path, policy: 
     assert experts.peak_bytes <= experts.budget_bytes
     assert substituted[2] < 0.8 * substituted[0]
     assert experts.evictions > 0, "and what is asked for more often still comes in when the memory is full"
+
+
+def test_fitted_weights_need_scales(model):
+    buddies = random_buddies(1)
+    layers = {il: replace(layer, scale=np.full_like(layer.scale, np.nan) if il == 5 else layer.scale)
+              for il, layer in buddies.layers.items()}
+    before = [layer.policy for layer in model.layers.values()]
+    with pytest.raises(PyorchError, match="weight=fitted needs scales of outputs, and the buddy lists of layer 5"):
+        model.substitute("weight=fitted", replace(buddies, layers=layers))
+    assert [layer.policy for layer in model.layers.values()] == before
+    with pytest.raises(PyorchError, match="weight=fitted is for buddies"):
+        Substitution(mode="random", weight="fitted")
+
+
+@pytest.mark.parametrize("gate", ["tau", "gamma"])
+def test_percentiles_are_those_of_temperature_1(gate: str):
+    with pytest.raises(PyorchError, match=f"{gate}=p15 is a percentile of what was profiled at temperature 1"):
+        Substitution.parse(f"{gate}=p15,temperature=0.8")
+
+
+def test_kappa_weighs_hops(model):
+    ids = np.tile(np.array([[1, 2]], np.int32), (N_EXPERT, 1))
+    ids[1], ids[2] = (3, 4), (3, 4)
+    layers = {
+        il: replace(layer, ids=ids, q=np.tile(np.array([[0.5, 0.4]], np.float32), (N_EXPERT, 1)),
+                    scale=np.full(ids.shape, np.nan, np.float32))
+        for il, layer in random_buddies(1).layers.items()
+    }
+    buddies = replace(random_buddies(1), layers=layers)
+    hops = {il: np.where(np.arange(N_EXPERT) == 1, 3, 0).astype(np.uint8) for il in range(N_LAYERS)}
+    routing = random_routing(np.random.default_rng(0), 1, 1, 0, False)
+    routing = replace(routing, experts=np.array([[9]], np.int32))
+    resident = np.arange(N_EXPERT) != 9
+
+    def chosen(settings: str, hops=None) -> int:
+        model.substitute(settings, buddies, hops)
+        return int(model.engine.substitute(routing, resident)[0][0, 0])
+
+    assert chosen("alpha=1") == chosen("alpha=1", hops) == 1
+    assert chosen("alpha=1,kappa=0.3", hops) == 2
+    with pytest.raises(PyorchError, match="kappa weighs the hops to where experts are, and nobody said"):
+        model.substitute("alpha=1,kappa=0.3", buddies)
+    model.substitute(None)
+
+
+def test_nothing_is_substituted_while_layers_speculate(small_moe: Path):
+    with pyorch.load(small_moe, budget="50%", prefetch="none", n_ctx=256, n_threads=1) as speculating:
+        speculating.speculate("next-router:1:1")
+        with pytest.raises(PyorchError, match="choose one of them"):
+            speculating.substitute("mode=random")
+        with pytest.raises(PyorchError, match="choose one of them"):
+            speculating.layers[3].policy = pyorch.LayerPolicy(substitution=Substitution(mode="random"))
+        assert speculating.layers[3].policy.substitution is None
+        speculating.speculate(None)
+        speculating.substitute("mode=random")
+        assert speculating.layers[3].policy.substitution == Substitution(mode="random")

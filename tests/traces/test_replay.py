@@ -292,7 +292,7 @@ def test_an_engine_that_runs_a_model_knows_no_future(model_map: ModelMap, small_
 
 
 def test_the_command_prints_all_combinations(small_moe: Path, trace: Path, capsys) -> None:
-    command = ["replay", str(small_moe), str(trace), "--policy", "lru,belady", "--predictor", "none,oracle:1",
+    command = ["replay", str(small_moe), str(trace), "--policy", "lru,belady", "--prefetch", "none,oracle:1",
                "--budget", "25%,40%", "--read-bandwidth", "100MB/s", "--compute-ms", "10"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -322,7 +322,7 @@ def test_the_command_refuses_what_cannot_be(
         ([small_moe, tmp_path / "absent.trace"], "cannot be read"),
         ([small_moe, trace, "--budget", "2%"], "is below the floor"),
         ([small_moe, trace, "--policy", "fifo"], 'policy "fifo" is not known'),
-        ([small_moe, trace, "--predictor", "next-router:x"], "is not a predictor"),
+        ([small_moe, trace, "--prefetch", "next-router:x"], "is not a predictor"),
         ([small_moe, trace, "--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),
     ):
         assert main(["replay", *rate, *map(str, arguments)]) == 2

@@ -1,0 +1,118 @@
+"""Flags of commands, derived from the options that pyorch.settings declares."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from pyorch.errors import PyorchError
+from pyorch.settings.option import LOSSY, Option, options
+from pyorch.settings.settings import Settings
+from pyorch.settings.substitution import OFF, Substitution
+
+OPTIONS = options(Settings)
+
+_SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight"}  # flags for a part of --buddies
+
+
+def add_settings(parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = ()) -> None:
+    """Adds flags for groups of options, and single ones, by name. What is not given is None.
+
+    lists: options that take several values, with commas between them; see listed().
+    """
+    added = [name for name, option in OPTIONS.items() if name in wanted or option.group in wanted]
+    parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
+    for name in added:
+        if OPTIONS[name].group != LOSSY:
+            _add(parser, OPTIONS[name], name in lists)
+    if LOSSY in wanted:
+        group = parser.add_argument_group("lossy", "Off unless asked for: the model's answers change.")
+        for option in OPTIONS.values():
+            if option.group == LOSSY:
+                _add(group, option, several=False)
+        for flag, name in _SHORT.items():
+            part = options(Substitution)[name]
+            group.add_argument(flag, metavar=name.upper(), help=_escaped(f"{part.help} (default: {part.default})"))
+
+
+def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
+    """The options that were given, by name, as values: keywords of pyorch.load() and of Settings.
+
+    Raises PyorchError for those that cannot mean anything, or would do nothing.
+    """
+    values = {
+        name: OPTIONS[name].parse(getattr(args, name)) for name in args.settings_flags
+        if name not in without and getattr(args, name) is not None
+    }
+    if "substitute" in args:
+        values |= _substitution(args, values)
+    if "maps" in values:
+        _check_maps(values)
+    return values
+
+
+def listed(args: argparse.Namespace, name: str) -> tuple[Any, ...]:
+    """The values of an option that takes several, each once; () if it was not given."""
+    given = getattr(args, name)
+    return tuple(dict.fromkeys(map(OPTIONS[name].parse, given.split(",")))) if given else ()
+
+
+def names() -> dict[str, str]:
+    """What stands between braces in help texts: names that the library knows."""
+    from pyorch.library.choices import Needs, default_policy, listed, policies, predictors
+
+    described = "; ".join(f"{name}: {policies()[name].description}" for name in policies().present)
+    return {
+        "policies": described, "policy": default_policy(), "predictors": listed(predictors().present),
+        "searching": listed(predictors().needing(Needs.HISTORY)), "executable": listed(predictors().executable),
+    }
+
+
+def _add(parser: Any, option: Option, several: bool) -> None:
+    flag = option.flag or "--" + option.name.replace("_", "-")
+    if option.metavar is None:
+        parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
+                            help=_escaped(option.help))
+        return
+    default = option.default_text or ("" if option.default is None else str(option.default))
+    text = option.help + (f" (default: {default})" if default else "")
+    metavar = option.metavar + (",..." if several else "")
+    parser.add_argument(flag, dest=option.name, metavar=metavar,
+                        help=_escaped(("several, with commas between them; each: " if several else "") + text))
+
+
+def _escaped(text: str) -> str:
+    """For argparse, which expands what follows a percent sign."""
+    return text.replace("%", "%%")
+
+
+def _substitution(args: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:
+    changes = {name: value for flag, name in _SHORT.items()
+               if (value := getattr(args, flag[2:].replace("-", "_"))) is not None}
+    given = values.get("substitution")
+    if values.get("tuned") is not None:
+        if changes or given is not None:
+            raise PyorchError("--tuned has a lossy setting, and so have the other flags: give one of them")
+        return {}
+    if given is None and not changes:
+        if "buddies" in values:
+            raise PyorchError("--buddies-file names lists that nothing uses: ask for substitution with --buddies")
+        return {}
+    if given is None and changes.keys() <= {"weight"}:
+        raise PyorchError("--buddy-weight says how buddies weigh: ask for them with --buddies or --substitute")
+    if given is None:
+        given = Substitution() if "mode" in changes else OFF
+    changed = dataclasses.replace(given, **changes)
+    return {"substitution": changed if changed.lossy else None}
+
+
+def _check_maps(values: dict[str, Any]) -> None:
+    from pyorch.files import check_target
+
+    prefetch = values.get("prefetch", OPTIONS["prefetch"].default)
+    if not prefetch.searches_maps:
+        raise PyorchError(f'--maps is for the predictors {names()["searching"]}, and --prefetch is "{prefetch}"')
+    check_target(values["maps"].absolute())
+

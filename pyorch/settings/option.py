@@ -1,0 +1,99 @@
+"""Options: what a setting is called, how it is read, its default and its help, declared once as a field of a dataclass.
+
+The flags of commands, the keywords of pyorch.load() and of pyorch.manage(), and what one process tells another are
+derived from the declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pyorch.errors import PyorchError
+
+# Where commands offer an option: what stays and comes in; contexts; long runs; what makes answers different.
+EXPERTS, CONTEXT, LONG, LOSSY = GROUPS = ("experts", "context", "long", "lossy")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting.
+
+    read: makes the value of what a user gives, text or the value itself; ValueError or PyorchError for what it cannot
+    mean. kind: what it must be, for the sentence that refuses it. flag: of commands; a flag without a metavar takes no
+    value, and turns the default round. default_text: what commands say is done without the flag.
+    """
+
+    name: str
+    default: Any
+    read: Callable[[Any], Any]
+    kind: str
+    group: str
+    help: str
+    flag: str
+    metavar: str | None
+    default_text: str
+
+    def parse(self, given: Any) -> Any:
+        """The value. PyorchError for what cannot be one."""
+        if given is None or given == self.default:
+            return self.default if given is None else given
+        try:
+            return self.read(given)
+        except (ValueError, TypeError):
+            raise PyorchError(f"{self.name} is {given}, and must be {self.kind}") from None
+
+
+def option(
+    default: Any, read: Callable[[Any], Any], kind: str = "", *, group: str = EXPERTS, help: str, flag: str = "",
+    metavar: str | None = None, default_text: str = "",
+) -> Any:
+    """A field that is an option."""
+    return dataclasses.field(default=default, metadata={
+        "read": read, "kind": kind, "group": group, "help": help, "flag": flag, "metavar": metavar,
+        "default_text": default_text,
+    })
+
+
+def options(cls: type) -> dict[str, Option]:
+    """The options among the fields of a dataclass, by name."""
+    return {
+        field.name: Option(field.name, field.default, **field.metadata)
+        for field in dataclasses.fields(cls) if "read" in field.metadata
+    }
+
+
+def parse_fields(settings: Any) -> None:
+    """In __post_init__: makes values of what the fields were given."""
+    for name, declared in options(type(settings)).items():
+        object.__setattr__(settings, name, declared.parse(getattr(settings, name)))
+
+
+def texts(settings: Any, defaults: bool = False) -> dict[str, Any]:
+    """What differs from the defaults, or all, as another process can be told it: numbers, booleans, text and None."""
+    told = {}
+    for name, declared in options(type(settings)).items():
+        value = getattr(settings, name)
+        if defaults or value != declared.default:
+            told[name] = value if value is None or isinstance(value, (int, float)) else str(value)
+    return told
+
+
+def flag(given: Any) -> bool:
+    """Of True, False, "1" or "0". ValueError for anything else."""
+    if given not in (True, False, "0", "1"):
+        raise ValueError(given)
+    return given in (True, "1")
+
+
+def whole(most: int) -> Callable[[Any], int]:
+    """Reads whole numbers from 0, which stands for a default, to the most that llama.cpp takes."""
+    def read(given: Any) -> int:
+        number = int(given)
+        if isinstance(given, (bool, float)) or not 0 <= number <= most:
+            raise ValueError(given)
+        return number
+
+    return read

@@ -1,0 +1,118 @@
+"""The settings of a model: how its experts are kept, and what is computed in place of absent ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import PyorchError
+from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, whole
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.substitution import Substitution
+
+
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+MAX_TOKENS = (1 << 31) - 1
+
+_FROM_0_TO = "from 0 (for the default) to "
+
+
+def _lists(given: Any) -> Any:
+    """Buddy lists that were read already, or their file."""
+    return Path(given) if isinstance(given, (str, os.PathLike)) else given
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every option is read here, once, from what a user gives: text ("40%") or a value (Budget).
+
+    Raises PyorchError for an option that cannot mean anything, and for options that exclude each other. Names of
+    policies and predictors are known to the library, which is asked when an engine is made.
+    """
+
+    budget: Budget = option(
+        AUTO, Budget.parse, metavar="SIZE",
+        help="memory for experts: a share of them such as 40%, a size such as 1.5GiB or 800MB, or auto: what the memory "
+             "limit leaves",
+    )
+    policy: str | None = option(
+        None, str, metavar="NAME", help="which expert is evicted first: {policies}", default_text="{policy}",
+    )
+    prefetch: Prefetch = option(
+        Prefetch(), Prefetch.parse, metavar="WHAT",
+        help="predictor that says which experts to read ahead while decoding: {predictors}, each also as "
+             "NAME:DISTANCE:PRECISION; or auto: one of them, and only while it makes decoding faster",
+    )
+    n_readers: int = option(
+        0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), flag="--readers", metavar="N",
+        help="threads that read experts", default_text="as the disk needs",
+    )
+    direct_io: bool = option(True, flag, "true or false", flag="--buffered", help="read through the page cache, not around it")
+    n_ctx: int = option(
+        0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N", help="tokens of context",
+        default_text="as many as the model was trained with, at most 4096",
+    )
+    n_ubatch: int = option(
+        0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ubatch", metavar="N",
+        help="tokens computed at once", default_text="2048 where experts are read, else 512",
+    )
+    n_threads: int = option(
+        0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N", help="compute threads",
+        default_text="the physical cores",
+    )
+    maps: Path | None = option(
+        None, Path, group=LONG, metavar="FILE",
+        help="for the predictors that search past iterations and requests, {searching}: begin with those in FILE, if it "
+             "exists, and at the end write what was learned there",
+        default_text="begin with MODEL.maps.gguf, write nothing",
+    )
+    tuned: Path | None = option(
+        None, Path, group=LONG, metavar="FILE",
+        help="take the lossy setting that pyorch tune found, and its budget unless one is given",
+    )
+    substitution: Substitution | None = option(
+        None, Substitution.parse, group=LOSSY, flag="--buddies", metavar="SETTINGS",
+        help="let resident buddies stand in for absent experts: alpha=0.95,k=16,rho=3,tau=p15,... or default",
+    )
+    buddies: Any = option(
+        None, _lists, group=LOSSY, flag="--buddies-file", metavar="FILE", help="buddy lists",
+        default_text="MODEL.buddies.gguf beside the model",
+    )
+    speculate: bool = option(
+        False, flag, "true or false", group=LOSSY,
+        help="compute with the experts that --prefetch forecasts, and read no others: {executable} (auto: hybrid if there "
+             "is an estimator)",
+    )
+
+    # What only programs set. None: what the caller of llama_cpp chose.
+    source: Any = None  # of experts in place of the file, see pyorch.runtime.engine.Source
+    use_extra_bufts: bool | None = None  # repack dense weights for faster kernels
+    widen: bool = False  # the ubatch is chosen where n_ubatch does not say it
+    n_outputs_max: int | None = None  # logits rows of a context
+    flash_attn_type: int | None = None
+    on_free: Callable[[Any], None] | None = None  # called when the model is freed, its engine not yet
+
+    def __post_init__(self) -> None:
+        parse_fields(self)
+        if self.substitution is not None and not self.substitution.lossy:
+            object.__setattr__(self, "substitution", None)
+        if self.speculate and self.substitution is not None:
+            raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
+        if self.tuned is not None and (self.speculate or self.substitution is not None):
+            raise PyorchError("a tuned setting is lossy, and so have the other options: give one of them")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether answers may differ from those of the model."""
+        return self.speculate or self.substitution is not None or self.tuned is not None
+
+    def with_tuned(self, substitution: Substitution, budget: str) -> Settings:
+        """What a tuned setting makes of these: its substitution, and its budget unless one was given."""
+        lossy = substitution if substitution.lossy else None
+        chosen = Budget.parse(budget) if self.budget == AUTO else self.budget
+        return dataclasses.replace(self, tuned=None, substitution=lossy, budget=chosen)

@@ -1,0 +1,74 @@
+"""A model that was closed says so, whoever still holds a part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import llama_cpp
+import pytest
+from conftest import small_model
+
+import pyorch
+from pyorch.errors import PyorchError
+from pyorch.llama.model import Model
+
+CLOSED = pytest.raises(PyorchError, match="the model was closed")
+
+
+@pytest.fixture()
+def model(small_moe: Path) -> Iterator[Model]:
+    with small_model(small_moe, "50%") as model:
+        yield model
+
+
+def test_generating_with_a_closed_model_is_refused(model: Model) -> None:
+    model.close()
+    with CLOSED:
+        next(model.generate("import os"))
+    with CLOSED:
+        next(model.chat([{"role": "user", "content": "import os"}]))
+
+
+def test_a_generator_that_is_half_used_is_refused(model: Model) -> None:
+    pieces = model.generate("import os", max_tokens=32, temperature=0)
+    next(pieces)
+    model.close()
+    with CLOSED:
+        list(pieces)
+
+
+def test_what_was_taken_from_a_closed_model_is_refused(model: Model) -> None:
+    llama = model.llama
+    own = llama.create_completion("import os", max_tokens=32, stream=True)
+    next(own)
+    model.close()
+    with CLOSED:
+        llama("import os", max_tokens=1)
+    with CLOSED:
+        llama.tokenize(b"import os")
+    with CLOSED:
+        list(own)
+    with CLOSED:
+        model.stats()
+
+
+def test_closing_again_does_nothing(model: Model) -> None:
+    model.llama.close()
+    model.close()
+    model.llama.close()
+    with CLOSED:
+        next(model.generate("import os"))
+    assert repr(model).startswith("<closed")
+
+
+def test_a_llama_under_manage_is_refused_after_it_was_closed(small_moe: Path) -> None:
+    with pyorch.manage(budget="50%"):
+        llama = llama_cpp.Llama(str(small_moe), n_ctx=64, verbose=False)
+        llama.close()
+    with CLOSED:
+        llama("import os", max_tokens=1)
+
+
+def test_a_model_says_what_it_is(model: Model) -> None:
+    assert "small-moe.gguf" in repr(model) and "8 layers with up to 64 experts" in repr(model)

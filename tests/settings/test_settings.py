@@ -1,0 +1,133 @@
+"""Settings: declared once, read once, the same at every door."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pyorch
+from pyorch.cli import COMMANDS
+from pyorch.cli.settings import add_settings, given_settings, listed
+from pyorch.errors import BudgetError, PyorchError
+from pyorch.settings.budget import AUTO, MAPPED, Budget
+from pyorch.settings.option import EXPERTS, GROUPS, options, texts
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.settings import Settings
+from pyorch.settings.substitution import Percentile, Substitution
+from pyorch.sizes import Amount
+
+
+def parse(*arguments: str, wanted: tuple[str, ...] = GROUPS, lists: tuple[str, ...] = ()) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_settings(parser, *wanted, lists=lists)
+    return parser.parse_args(arguments)
+
+
+def test_text_becomes_values_at_the_door() -> None:
+    settings = Settings(budget="40%", prefetch="hybrid:2", n_ctx="512", maps="a.gguf", substitution="rho=3,tau=p15")
+    assert settings.budget == Budget(Amount(share=0.4)) and settings.prefetch == Prefetch("hybrid", 2)
+    assert settings.n_ctx == 512 and settings.maps == Path("a.gguf")
+    assert settings.substitution == Substitution(rho=3, tau=Percentile(15))
+
+
+def test_a_value_is_read_as_its_text_is() -> None:
+    texts_given = Settings(budget="1.5GiB", prefetch="none", substitution="k=4")
+    assert Settings(budget=3 << 29, prefetch=Prefetch("none"), substitution=Substitution(k=4)) == texts_given
+
+
+@pytest.mark.parametrize("refused", [
+    {"budget": "much"}, {"prefetch": "hybrid:two"}, {"n_ctx": -1}, {"n_threads": "all"}, {"n_readers": -1},
+    {"substitution": "rho=x"}, {"substitution": "unheard=1"}, {"speculate": "perhaps"},
+])
+def test_what_cannot_mean_anything_is_refused_at_the_door(refused: dict[str, object]) -> None:
+    with pytest.raises(PyorchError, match="is not|must be"):
+        Settings(**refused)
+
+
+def test_settings_that_exclude_each_other_are_refused_at_the_door() -> None:
+    with pytest.raises(PyorchError, match="choose one of them"):
+        Settings(speculate=True, substitution="rho=3")
+    with pytest.raises(PyorchError, match="give one of them"):
+        Settings(tuned="a.json", substitution="rho=3")
+
+
+def test_no_flag_means_the_default_that_is_declared() -> None:
+    assert Settings(**given_settings(parse())) == Settings()
+
+
+@given(
+    budget=st.sampled_from(["auto", "25%", "12.5%", "1.5GiB", "4096"]), policy=st.sampled_from([None, "lru", "lfu"]),
+    prefetch=st.sampled_from(["auto", "none", "next-router", "next-router:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),
+    n_readers=st.integers(0, 9), direct_io=st.booleans(), n_ctx=st.integers(0, 9000),
+    n_threads=st.integers(0, 64), buddies=st.sampled_from([None, "lists.gguf"]),
+    substitution=st.sampled_from([None, "default", "alpha=0.95,rho=3,tau=p15", "mode=random,seed=4,prefill", "mode=none,miss=drop"]),
+)
+def test_settings_survive_being_told_to_another_process(**given: object) -> None:
+    settings = Settings(**given)
+    told = texts(settings)
+    assert all(isinstance(value, (str, int, float)) for value in told.values())
+    assert Settings(**told) == settings
+
+
+@pytest.mark.parametrize("flags", [
+    ("--budget", "40%", "--policy", "lru", "--prefetch", "none", "--readers", "2", "--buffered"),
+    ("--ctx", "64", "--ubatch", "32", "--threads", "3"),
+    ("--buddies", "rho=3", "--buddies-file", "a.gguf"), ("--speculate",), ("--tuned", "a.json"),
+])
+def test_a_flag_and_a_keyword_mean_the_same(flags: tuple[str, ...]) -> None:
+    names = {option.flag or f"--{option.name}": name for name, option in options(Settings).items()}
+    keywords: dict[str, object] = {}
+    for flag, value in zip(flags, (*flags[1:], "")):
+        if flag.startswith("--"):
+            without_value = not value or value.startswith("--")
+            keywords[names[flag]] = not options(Settings)[names[flag]].default if without_value else value
+    assert Settings(**given_settings(parse(*flags))) == Settings(**keywords)
+
+
+def test_load_takes_every_option_by_its_name() -> None:
+    signature = inspect.signature(pyorch.load)
+    for name, option in options(Settings).items():
+        assert signature.parameters[name].default == option.default
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "exec", "verify", "calibrate", "profile", "tune", "bench"])
+def test_every_command_that_loads_a_model_has_what_keeps_experts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from pyorch.cli import main
+
+    assert command in COMMANDS
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    for option in options(Settings).values():
+        if option.group == EXPERTS:
+            assert (option.flag or f"--{option.name}") in text
+
+
+def test_several_values_are_each_read_once() -> None:
+    args = parse("--budget", "25%,1GiB,auto,25%", wanted=("budget",), lists=("budget",))
+    assert listed(args, "budget") == (Budget.parse("25%"), Budget.parse("1GiB"), AUTO)
+
+
+def test_parts_of_a_substitution_have_flags_of_their_own() -> None:
+    assert given_settings(parse("--substitute", "random"))["substitution"] == Substitution(mode="random")
+    changed = given_settings(parse("--buddies", "rho=3", "--on-miss", "drop"))["substitution"]
+    assert changed == Substitution(rho=3, miss="drop")
+    with pytest.raises(PyorchError, match="--buddy-weight says how buddies weigh"):
+        given_settings(parse("--buddy-weight", "own"))
+
+
+def test_only_an_amount_is_a_budget_of_an_engine() -> None:
+    for budget in (AUTO, MAPPED):
+        assert Budget.parse(str(budget)) == budget
+        with pytest.raises(BudgetError, match="an engine needs a size"):
+            budget.resolve(None)
+
+
+def test_manage_leaves_the_context_to_its_maker() -> None:
+    with pytest.raises(PyorchError, match="n_ctx is an argument of llama_cpp.Llama"):
+        pyorch.manage(n_ctx=64)
