@@ -37,6 +37,10 @@ bool HostBank::reserve(int size_class, uint64_t n_slots) {
     if (p == MAP_FAILED) {
         return false;
     }
+#ifdef MADV_NOHUGEPAGE
+    // A huge page would bring memory for slots that nobody has taken.
+    madvise(p, bytes, MADV_NOHUGEPAGE);
+#endif
     char * begin = (char *) p;
     regions[size_class].push_back({ begin, begin, begin, begin + bytes });
     return true;

@@ -182,6 +182,9 @@ ModelMap::ModelMap(const std::string & path) {
             throw Failure(PYORCH_FORMAT, format("%s: layer %d has %zu expert tensors, at most %d are known", path.c_str(),
                 layer.il, layer.tensors.size(), (int) PYORCH_MAX_ROLES));
         }
+        for (size_t role = 0; role < layer.tensors.size(); ++role) {
+            experts_by_name[layer.tensors[role].name] = { (int) (&layer - layers.data()), (int) role };
+        }
     }
 }
 
@@ -235,13 +238,14 @@ uint64_t ModelMap::floor_bytes() const {
     return n;
 }
 
+const ExpertPlace * ModelMap::find_experts(const std::string & tensor) const {
+    const auto place = experts_by_name.find(tensor);
+    return place == experts_by_name.end() ? nullptr : &place->second;
+}
+
 const MoeLayer * ModelMap::find(int il) const {
-    for (const auto & l : layers) {
-        if (l.il == il) {
-            return &l;
-        }
-    }
-    return nullptr;
+    const auto layer = std::lower_bound(layers.begin(), layers.end(), il, [](const MoeLayer & l, int il) { return l.il < il; });
+    return layer != layers.end() && layer->il == il ? &*layer : nullptr;
 }
 
 bool ModelMap::get_int(const std::string & key, int index, int64_t & value) const {

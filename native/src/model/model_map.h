@@ -53,6 +53,12 @@ struct TensorRange {
     std::string type; // ggml type
 };
 
+// Which matrices a tensor holds.
+struct ExpertPlace {
+    int layer; // index into ModelMap::layers
+    int role;  // index into its tensors
+};
+
 class ModelMap {
 public:
     // Throws Failure: PYORCH_IO when a file cannot be opened, PYORCH_FORMAT when it is not a whole GGUF.
@@ -74,6 +80,9 @@ public:
 
     const MoeLayer * find(int il) const;
 
+    // Null for a tensor that is not of routed experts.
+    const ExpertPlace * find_experts(const std::string & tensor) const;
+
     // Metadata of the first shard; false where the key is missing or of another kind.
     bool get_int(const std::string & key, int index, int64_t & value) const;
     bool get_float(const std::string & key, double & value) const;
@@ -81,6 +90,7 @@ public:
 
 private:
     std::shared_ptr<gguf_context> metadata;
+    std::map<std::string, ExpertPlace> experts_by_name;
 
     std::shared_ptr<gguf_context> read_file(const std::string & path);
     int64_t checked_int(const std::string & path, const char * name, int64_t low, int64_t high) const;

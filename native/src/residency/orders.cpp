@@ -34,7 +34,6 @@ void Table::prefetch(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Layer &, Expert & e) {
         if (e.absent()) {
             // What was asked for by name counts as a use now, else it would be the next to go.
-            e.scanned = false;
             used(e);
             ordered.push_back(&e);
         }

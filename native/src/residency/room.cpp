@@ -50,6 +50,7 @@ void Table::drop(Expert & e) {
 // It counts as used now.
 void Table::used(Expert & e) {
     policy->used(e.usage, now);
+    e.scanned = false;
     layer_of(e).fresh.push_back(e.id());
     value_changed(e);
 }

@@ -132,7 +132,7 @@ void Table::count_uses(int layer, const Demand & demand) {
             l.stats.prefetch_late += e.loading();
             e.read_ahead = false;
         }
-        e.scanned = scan ? e.scanned || e.absent() : false;
+        e.scanned = scan && (e.scanned || e.absent());
     }
     for (int id : before) {
         value_changed(l.experts[id]);

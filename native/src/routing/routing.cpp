@@ -16,7 +16,7 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers) :
         table(table), prefetcher(prefetcher), routers(routers),
         substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
-        for (size_t r = 0; r < table.map.layers[i].tensors.size(); ++r) {
+        for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {
             auto t = std::make_unique<ManagedTensor>();
             t->routing = this;
             t->layer   = (int) i;
@@ -27,12 +27,8 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers) :
 }
 
 ManagedTensor * Routing::find(const char * name) const {
-    for (const auto & t : tensors) {
-        if (table.map.layers[t->layer].tensors[t->role].name == name) {
-            return t.get();
-        }
-    }
-    return nullptr;
+    const ExpertPlace * place = table.map.find_experts(name);
+    return place ? tensors[place->layer * PYORCH_MAX_ROLES + place->role].get() : nullptr;
 }
 
 bool insert(std::vector<int> & ascending, int number) {

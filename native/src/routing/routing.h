@@ -50,7 +50,7 @@ struct Routing {
     Substitutions substitutions;
     Calibration   calibration;
 
-    std::vector<std::unique_ptr<ManagedTensor>> tensors;
+    std::vector<std::unique_ptr<ManagedTensor>> tensors; // by layer, PYORCH_MAX_ROLES each
 
     // The tensor of that name in the map, or null.
     ManagedTensor * find(const char * name) const;

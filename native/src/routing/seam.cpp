@@ -36,22 +36,19 @@ bool on_weight(const ggml_tensor * meta, int fd, size_t offs, void ** extra) {
     if (!captured_map) {
         return false;
     }
-    for (const MoeLayer & layer : captured_map->layers) {
-        for (const auto & t : layer.tensors) {
-            if (t.name != ggml_get_name(meta)) {
-                continue;
-            }
-            // A draft model has tensors of the same names.
-            if (t.offset != offs || (fd >= 0 && !same_file(fd, captured_map->files[t.file].path))) {
-                return false;
-            }
-            if (captured_routing && fd >= 0) {
-                *extra = captured_routing->find(ggml_get_name(meta));
-            }
-            return true;
-        }
+    const ExpertPlace * place = captured_map->find_experts(ggml_get_name(meta));
+    if (!place) {
+        return false;
     }
-    return false;
+    // A draft model has tensors of the same names.
+    const ExpertTensor & t = captured_map->layers[place->layer].tensors[place->role];
+    if (t.offset != offs || (fd >= 0 && !same_file(fd, captured_map->files[t.file].path))) {
+        return false;
+    }
+    if (captured_routing && fd >= 0) {
+        *extra = captured_routing->find(ggml_get_name(meta));
+    }
+    return true;
 }
 
 void on_weight_freed(const ggml_tensor * weight) {
