@@ -8,7 +8,8 @@ from pyorch.errors import PyorchError
 class EngineHandle:
     """A pyorch_engine * and what the model's layers are like.
 
-    n_expert: experts of each layer, by llama.cpp's block number il. simulated: nothing is read, see pyorch.traces.replay.
+    n_expert: experts of each layer, by llama.cpp's block number il. simulated: nothing is read, see
+    pyorch.traces.replay.
     """
 
     n_expert: dict[int, int]

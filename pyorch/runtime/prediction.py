@@ -82,7 +82,10 @@ class PredictionCalls(EngineHandle):
         check(lib.pyorch_set_default_vectors(self.handle, il, array("float[]", vectors), *vectors.shape))
 
     def set_estimator(self, weights: Mapping[str, np.ndarray]) -> None:
-        """The arrays of pyorch_estimator, float32 (see pyorch.sidecars.predictor.Estimator). PyorchError if they do not fit."""
+        """The arrays of pyorch_estimator, float32 (see pyorch.sidecars.predictor.Estimator).
+
+        PyorchError if they do not fit.
+        """
         arrays = {name: np.ascontiguousarray(values, np.float32) for name, values in weights.items()}
         n_latent, n_embd = arrays["in_weight"].shape
         n_layers, n_expert = arrays["head_bias"].shape
@@ -93,12 +96,15 @@ class PredictionCalls(EngineHandle):
         check(lib.pyorch_set_estimator(self.handle, raw))
 
     def set_hybrid(self, layers: Iterable[bool]) -> None:
-        """Whether the hybrid predictor takes the estimator, and not quasi-hidden, to guess each layer, in the order of il."""
+        """Whether the hybrid predictor takes the estimator, and not quasi-hidden, by layer in the order of il."""
         mask = np.fromiter(layers, np.uint8)
         check(lib.pyorch_set_hybrid(self.handle, array("uint8_t[]", mask), mask.size))
 
     def estimate(self, il: int, state: np.ndarray) -> np.ndarray:
-        """What the estimator adds to the router logits of the layer after il, for a quasi-hidden state float32[n_embd]."""
+        """What the estimator adds to the router logits of the layer after il.
+
+        state: quasi-hidden, float32[n_embd].
+        """
         state = np.ascontiguousarray(state, np.float32)
         logits = np.empty(self.n_expert[il], np.float32)
         check(

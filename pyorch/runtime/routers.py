@@ -19,8 +19,9 @@ class Router:
     gate: [n_expert, n_embd]; bias: [n_expert] of the logits; selection_bias: [n_expert], added to the probabilities for
     the choice only; norm: [n_embd] of the RMS normalization, with eps, that makes the input. gating: one of
     pyorch.library.choices.gatings(), how probabilities are made of logits; "softmax-selected": the weights are a
-    softmax of the selected logits. n_used: experts of a token. n_groups, n_groups_used: it chooses from the groups whose
-    two best experts have the highest sum. normalized: weights are divided by their sum; scale: and multiplied by this.
+    softmax of the selected logits. n_used: experts of a token. n_groups, n_groups_used: it chooses from the groups
+    whose two best experts have the highest sum. normalized: weights are divided by their sum; scale: and multiplied by
+    this.
     """
 
     gate: np.ndarray

@@ -59,7 +59,8 @@ class SubstitutionCalls(EngineHandle):
         Returns experts, weights and what was done.
         """
         (n_tokens, n_expert_used), n_expert = routing.experts.shape, routing.probs.shape[1]
-        arrays = {name: np.ascontiguousarray(getattr(routing, name), np.float32) for name in ("weights", "probs", "logits")}
+        names = ("weights", "probs", "logits")
+        arrays = {name: np.ascontiguousarray(getattr(routing, name), np.float32) for name in names}
         given = np.ascontiguousarray(routing.experts, np.int32)
         raw = default(
             "pyorch_routing", il=routing.il, n_tokens=n_tokens, n_expert_used=n_expert_used, n_expert=n_expert,

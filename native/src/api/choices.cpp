@@ -20,7 +20,8 @@ std::vector<pyorch_choice> policies() {
     return {
         choice(PYORCH_LRU, "lru", "the least recently used expert goes first"),
         choice(PYORCH_LFU, "lfu", "the least frequently used goes first, and old uses fade"),
-        choice(PYORCH_FINEMOE, "finemoe", "the least frequently used goes first, but before it those that no forecast names",
+        choice(PYORCH_FINEMOE, "finemoe",
+            "the least frequently used goes first, but before it those that no forecast names",
             NOTHING, PYORCH_NEEDS_FORECASTS),
         choice(PYORCH_BELADY, "belady", "what is needed last goes first", PYORCH_NEEDS_FUTURE),
     };
@@ -55,7 +56,8 @@ std::vector<pyorch_choice> substitute_weights() {
     return {
         choice(PYORCH_WEIGHT_KEEP, "keep", "the substitute gets the weight of what it replaces"),
         choice(PYORCH_WEIGHT_OWN, "own", "its own weight"),
-        choice(PYORCH_WEIGHT_FITTED, "fitted", "the weight of what it replaces, fitted to its output", PYORCH_NEEDS_BUDDIES),
+        choice(PYORCH_WEIGHT_FITTED, "fitted", "the weight of what it replaces, fitted to its output",
+            PYORCH_NEEDS_BUDDIES),
     };
 }
 
@@ -86,8 +88,8 @@ std::vector<pyorch_choice> gatings() {
 
 const std::vector<pyorch_choice> & choices(int32_t which) {
     static const std::array<std::vector<pyorch_choice>, 8> lists = {
-        policies(), predictors(), speculation(), substitute_modes(), substitute_weights(), substitute_orders(), misses(),
-        gatings(),
+        policies(), predictors(), speculation(), substitute_modes(), substitute_weights(), substitute_orders(),
+        misses(), gatings(),
     };
     if (which < 0 || (size_t) which >= lists.size()) {
         throw Failure(PYORCH_INVALID, format("there is no list of choices %d", which));
@@ -101,7 +103,9 @@ const pyorch_choice & checked_choice(int32_t which, int32_t value, bool knows_fu
         "order of substitution", "treatment of a miss", "gating function",
     };
     const auto & list  = choices(which);
-    const auto   found = std::find_if(list.begin(), list.end(), [&](const pyorch_choice & c) { return c.value == value; });
+    const auto   found = std::find_if(list.begin(), list.end(), [&](const pyorch_choice & choice) {
+        return choice.value == value;
+    });
     if (found == list.end()) {
         throw Failure(PYORCH_INVALID, format("unknown %s %d", names[which], value));
     }

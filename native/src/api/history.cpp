@@ -11,14 +11,19 @@ pyorch_status pyorch_history_new(int32_t n_layers, int32_t n_expert, int32_t n_e
                               int32_t n_requests, pyorch_history ** history) {
     return guarded([&] {
         if (n_layers < 1 || n_expert < 1 || n_embd < 0) {
-            throw Failure(PYORCH_INVALID, format("there are no expert maps of %d layers of %d experts with embeddings of %d numbers", n_layers, n_expert, n_embd));
+            throw Failure(PYORCH_INVALID,
+                format("there are no expert maps of %d layers of %d experts with embeddings of %d numbers",
+                    n_layers, n_expert, n_embd));
         }
-        for (auto [what, value] : { std::pair("capacity", capacity), std::pair("prefetch distance", distance), std::pair("number of requests", n_requests) }) {
+        for (auto [what, value] : { std::pair("capacity", capacity), std::pair("prefetch distance", distance),
+                std::pair("number of requests", n_requests) }) {
             if (value < 1) {
                 throw Failure(PYORCH_INVALID, format("the %s of expert maps is at least 1, not %d", what, value));
             }
         }
-        *history = new pyorch_history { std::make_shared<ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests) };
+        *history = new pyorch_history {
+            std::make_shared<ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests),
+        };
     });
 }
 
@@ -31,13 +36,17 @@ pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * histor
         const auto & layers = engine->table.map.layers;
         for (const auto & layer : layers) {
             if (history && history->store->iterations.n_expert < layer.n_expert) {
-                throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the expert maps %d", layer.il, layer.n_expert, history->store->iterations.n_expert));
+                throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the expert maps %d",
+                    layer.il, layer.n_expert, history->store->iterations.n_expert));
             }
         }
         if (history && history->store->iterations.n_layers > (int) layers.size()) {
-            throw Failure(PYORCH_INVALID, format("the model has %zu layers with routed experts, the expert maps %d", layers.size(), history->store->iterations.n_layers));
+            throw Failure(PYORCH_INVALID, format("the model has %zu layers with routed experts, the expert maps %d",
+                layers.size(), history->store->iterations.n_layers));
         }
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_maps(history ? history->store : nullptr); });
+        engine->prefetcher.change([&](PrefetchPlanner & planner) {
+            planner.set_maps(history ? history->store : nullptr);
+        });
     });
 }
 
@@ -72,12 +81,13 @@ pyorch_status pyorch_history_export(const pyorch_history * history, float * embe
     });
 }
 
-pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map, int32_t n_known,
-                                 int32_t * index, float * score) {
+pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map,
+                                        int32_t n_known, int32_t * index, float * score) {
     return guarded([&] {
         auto & store = history->store->iterations;
         if (n_known < 0 || n_known > store.n_layers) {
-            throw Failure(PYORCH_INVALID, format("an expert map has %d layers, so %d of them cannot be known", store.n_layers, n_known));
+            throw Failure(PYORCH_INVALID, format("an expert map has %d layers, so %d of them cannot be known",
+                store.n_layers, n_known));
         }
         ExpertMapSearch search(store);
         Match match = search.begin(embedding);
@@ -89,7 +99,8 @@ pyorch_status pyorch_history_search_map(const pyorch_history * history, const fl
     });
 }
 
-pyorch_status pyorch_history_search_request(const pyorch_history * history, const float * counts, int32_t * index, float * score) {
+pyorch_status pyorch_history_search_request(const pyorch_history * history, const float * counts, int32_t * index,
+                                            float * score) {
     return guarded([&] {
         const Match match = history->store->requests.nearest(counts);
         *index = match.index;

@@ -9,7 +9,8 @@
 
 namespace pyorch {
 
-static_assert(MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS, "a model map takes what llama.cpp takes");
+static_assert(MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS,
+    "a model map takes what llama.cpp takes");
 
 namespace {
 
@@ -73,7 +74,8 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
 pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info) {
     return guarded([&] {
         if (index < 0 || (size_t) index >= map->map.layers.size()) {
-            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", map->map.layers.size(), index + 1));
+            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d",
+                map->map.layers.size(), index + 1));
         }
         const auto & layer = map->map.layers[index];
         pyorch_layer_info out = {};

@@ -27,7 +27,8 @@ pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_pred
                 const auto & layers = engine->table.map.layers;
                 const std::vector<int32_t> experts(it.experts.begin(), it.experts.end());
                 CallbackScope scope;
-                observer(user, context, from < 0 ? -1 : layers[from].il, layers[it.layer].il, experts.data(), (int32_t) experts.size());
+                observer(user, context, from < 0 ? -1 : layers[from].il, layers[it.layer].il, experts.data(),
+                    (int32_t) experts.size());
             };
         }
         engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_observer(std::move(shown)); });

@@ -13,7 +13,8 @@ LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t 
     checked_choice(PYORCH_CHOICES_PREDICTOR, predictor, engine->simulated);
     const int n_layers = (int) engine->table.map.layers.size();
     if (distance < 1 || distance > n_layers || !(min_precision >= 0 && min_precision <= 1)) {
-        throw Failure(PYORCH_INVALID, format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
+        throw Failure(PYORCH_INVALID,
+            format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
             n_layers, distance, min_precision));
     }
     return { (pyorch_predictor) predictor, distance, min_precision };
@@ -52,7 +53,8 @@ using namespace pyorch;
 
 extern "C" {
 
-pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
+pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
+                                  int32_t automatic) {
     return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         if (!automatic) {
@@ -67,7 +69,8 @@ pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int
     });
 }
 
-pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision) {
+pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance,
+                                        double min_precision) {
     return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         const int  layer    = engine->table.layer_index(il);
@@ -129,12 +132,15 @@ pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const floa
     });
 }
 
-pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd) {
+pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert,
+                                         int32_t n_embd) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
         std::vector<float> copy(vectors, vectors + (size_t) n_expert * n_embd);
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_default_vectors(layer, std::move(copy)); });
+        engine->prefetcher.change([&](PrefetchPlanner & planner) {
+            planner.set_default_vectors(layer, std::move(copy));
+        });
     });
 }
 
@@ -146,8 +152,10 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
     return guarded_outside_callbacks(__func__, [&] {
         const auto & layers = engine->table.map.layers;
         const pyorch_estimator e = read_struct(estimator, "pyorch_estimator", pyorch_estimator {});
-        if (e.n_embd < 1 || e.n_latent < 1 || e.n_hidden < 1 || e.n_layers < 1 || (size_t) e.n_layers >= layers.size()) {
-            throw Failure(PYORCH_INVALID, format("an estimator for %d of %zu layers, with widths of %d, %d and %d, does not fit",
+        if (e.n_embd < 1 || e.n_latent < 1 || e.n_hidden < 1 || e.n_layers < 1 ||
+            (size_t) e.n_layers >= layers.size()) {
+            throw Failure(PYORCH_INVALID,
+                format("an estimator for %d of %zu layers, with widths of %d, %d and %d, does not fit",
                 e.n_layers, layers.size(), e.n_embd, e.n_latent, e.n_hidden));
         }
         for (int layer = 1; layer <= e.n_layers; ++layer) {
@@ -161,19 +169,23 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n) {
     return guarded_outside_callbacks(__func__, [&] {
         if (n < 0 || (size_t) n != engine->table.map.layers.size()) {
-            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d", engine->table.map.layers.size(), n));
+            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d",
+                engine->table.map.layers.size(), n));
         }
         engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_estimated({ layers, layers + n }); });
     });
 }
 
-pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert) {
+pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits,
+                              int32_t n_expert) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         std::shared_ptr<const Estimator> it;
         engine->prefetcher.change([&](PrefetchPlanner & planner) { it = planner.estimator(); });
         if (!it || layer >= it->n_layers || n_embd != it->n_embd || n_expert != it->n_expert) {
-            throw Failure(PYORCH_INVALID, format("there is no estimator for layer %d with states of %d values and %d experts", il, n_embd, n_expert));
+            throw Failure(PYORCH_INVALID,
+                format("there is no estimator for layer %d with states of %d values and %d experts", il, n_embd,
+                    n_expert));
         }
         std::fill(logits, logits + n_expert, 0.0f);
         it->correct(layer, state, logits);
@@ -184,7 +196,8 @@ pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on) {
     return guarded_outside_callbacks(__func__, [&] { engine->routing.calibration.set(on != 0); });
 }
 
-pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd) {
+pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts,
+                                      int32_t n_expert, int32_t n_embd) {
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);

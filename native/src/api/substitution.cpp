@@ -21,24 +21,27 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
         if (s.search_rank < 0 || s.max_per_token < 0 || !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0)) {
-            throw Failure(PYORCH_INVALID, "a substitution needs a temperature above 0, and no negative rank, limit, reuse or read_ms");
+            throw Failure(PYORCH_INVALID,
+                "a substitution needs a temperature above 0, and no negative rank, limit, reuse or read_ms");
         }
         engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });
 }
 
-pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids,
-                                 const float * q, const float * scale, const uint8_t * hops) {
+pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
+                                 const int32_t * ids, const float * q, const float * scale, const uint8_t * hops) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         const int n     = engine->table.map.layers[layer].n_expert;
         if (n_expert != n || k_max < 1) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the buddy lists are for %d", il, n, n_expert));
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the buddy lists are for %d",
+                il, n, n_expert));
         }
         const size_t size = (size_t) n * k_max;
         for (size_t i = 0; i < size; ++i) {
             if (ids[i] < -1 || ids[i] >= n || ids[i] == (int32_t) (i / k_max)) {
-                throw Failure(PYORCH_INVALID, format("expert %d of layer %d cannot have expert %d for a buddy", (int) (i / k_max), il, ids[i]));
+                throw Failure(PYORCH_INVALID, format("expert %d of layer %d cannot have expert %d for a buddy",
+                    (int) (i / k_max), il, ids[i]));
             }
         }
         BuddyLists lists;
@@ -59,9 +62,11 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         if (mask && n != engine->table.map.layers[layer].n_expert) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, engine->table.map.layers[layer].n_expert, n));
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d",
+                il, engine->table.map.layers[layer].n_expert, n));
         }
-        engine->routing.substitutions.set_cache(layer, mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
+        engine->routing.substitutions.set_cache(layer,
+            mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
     });
 }
 
@@ -88,11 +93,13 @@ pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * r
         const int n     = engine->table.map.layers[layer].n_expert;
         const size_t n_slots = (size_t) given.n_tokens * given.n_expert_used;
         if (given.n_expert != n || given.n_tokens < 1 || given.n_expert_used < 1) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the routing %d", given.il, n, given.n_expert));
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the routing %d",
+                given.il, n, given.n_expert));
         }
         for (size_t i = 0; i < n_slots; ++i) {
             if (given.experts[i] < 0 || given.experts[i] >= n) {
-                throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", given.il, n - 1, given.experts[i]));
+                throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d",
+                    given.il, n - 1, given.experts[i]));
             }
         }
         std::copy(given.experts, given.experts + n_slots, experts);

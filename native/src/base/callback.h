@@ -1,4 +1,4 @@
-// Which threads run a callback of the API's user, so that a call that would wait for the callback itself can be refused.
+// Which threads run a callback of the API's user, so that a call that would wait for it can be refused.
 
 #pragma once
 

@@ -67,7 +67,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) {
-            throw Failure(PYORCH_IO, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(), strerror(errno)));
+            throw Failure(PYORCH_MEMORY, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(), strerror(errno)));
         }
         zeros = (char *) p;
     }
