@@ -19,11 +19,14 @@ import pyorch
 from pyorch.eval.calibration import Calibrated, Trial
 from pyorch.cli import main
 from pyorch.llama.context import Context
+from pyorch.convert import children
 from pyorch.convert.estimator import Settings, split
 from pyorch.errors import FormatError, PyorchError
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 from pyorch.runtime.observers import Prediction, Routing
+from pyorch.runtime.routers import Router
+from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 from pyorch.traces.file import Trace, TraceWriter
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
@@ -142,6 +145,28 @@ def refused(capsys: pytest.CaptureFixture, command: list[str], complaint: str) -
     assert main(command) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "softmax-selected", "sqrt-softplus"])
+@pytest.mark.parametrize("choice", [dict(), dict(n_groups=8, n_groups_used=3)], ids=["all", "groups"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_recall_is_counted_by_the_choice_that_routers_make(
+    small_moe: Path, tmp_path: Path, gating: str, choice: dict, biased: bool
+) -> None:
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(200, N_EXPERT)).astype(np.float32)
+    bias = random.normal(scale=0.1, size=N_EXPERT).astype(np.float32) if biased else None
+    router = Router(np.eye(N_EXPERT, dtype=np.float32), None, bias, None, 0.0, gating, N_USED, **choice)
+    with ModelMap(small_moe) as model_map, Engine(model_map, "100%", simulated=True) as engine:
+        engine.set_router(1, router)
+        selected, _ = engine.apply_router(1, logits)
+    plain = np.argsort(-logits, axis=-1)[:, :N_USED]
+    assert (np.sort(plain) == np.sort(selected)).all() == (not biased and not choice)
+    arrays = {f"{name}.1": array for name, array in router.arrays().items()}
+    arrays |= {name: np.array(value) for name, value in router.choice().items()} | {"eps": np.zeros(2)}
+    np.savez(tmp_path / "in.npz", **arrays, **{"gate.0": router.gate, "logits": logits, "selected": selected.astype(np.int64)})
+    found = with_torch(Path(__file__).with_name("recall_process.py"), Path(children.__file__).parent, tmp_path / "in.npz")
+    assert int(found) == selected.size
 
 
 # The sidecar
