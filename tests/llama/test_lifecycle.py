@@ -59,3 +59,25 @@ def test_contexts_come_and_go_while_predictors_work(
                 with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
                     assert_same_bits(np.concatenate([context.decode([token]) for token in prompt_tokens[:4]]), expected)
             assert not any(model.engine.residency(il).in_use.any() for il in model.layers)
+
+
+def test_a_context_may_end_after_its_engine(small_moe: Path) -> None:
+    """As when a program that closes nothing is taken down: in any order."""
+    program = f"""
+import pyorch, llama_cpp.llama_cpp as llama
+from pyorch.llama.context import Context
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+
+engine = Engine(ModelMap({str(small_moe)!r}), "50%")
+engine.set_prefetch("quasi-hidden", 2)
+with engine.capture():
+    model = llama.llama_model_load_from_file({str(small_moe).encode()!r}, llama.llama_model_default_params())
+context = Context(model, n_ctx=64, n_threads=1)
+context.decode([1])
+engine.close()
+context.close()
+print("ended")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr

@@ -54,4 +54,11 @@ void end_context(const void * id, bool freed) {
     }
 }
 
+void forget_contexts(const Routing & routing) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (auto context = contexts.begin(); context != contexts.end();) {
+        context = &context->second->routing == &routing ? contexts.erase(context) : std::next(context);
+    }
+}
+
 } // namespace pyorch

@@ -51,4 +51,7 @@ Context & open_context(const void * id, Routing & routing);
 // for contexts that were never opened.
 void end_context(const void * id, bool freed);
 
+// The engine goes. Its contexts should be gone; those that are not may still be freed, but compute nothing.
+void forget_contexts(const Routing & routing);
+
 } // namespace pyorch

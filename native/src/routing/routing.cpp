@@ -1,5 +1,7 @@
 #include "routing/routing.h"
 
+#include "routing/contexts.h"
+
 #include <algorithm>
 
 namespace pyorch {
@@ -24,6 +26,10 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers) :
             tensors.push_back(std::move(t));
         }
     }
+}
+
+Routing::~Routing() {
+    forget_contexts(*this);
 }
 
 ManagedTensor * Routing::find(const char * name) const {

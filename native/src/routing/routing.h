@@ -37,6 +37,7 @@ struct Observer {
 
 struct Routing {
     Routing(Table & table, Prefetcher & prefetcher, Routers & routers);
+    ~Routing(); // contexts that are left are not known any more: nothing is done when they end
 
     Routing(const Routing &) = delete;
     Routing & operator=(const Routing &) = delete;
