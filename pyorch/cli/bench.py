@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     settings = given_settings(args, "budget", "policy", "prefetch")
     n_threads = settings.pop("n_threads", None) or physical_cores()
     asked = plan.Plan(
-        Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.compare), args.goals,
+        Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.compare),
+        args.goals,
         listed(args, "policy"), listed(args, "prefetch"),
     )
 

@@ -41,7 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("checkpoint", nargs="?", type=Path, metavar="HF_DIR",
                         help="directory of a checkpoint (default: the one in the source tree)")
     parser.add_argument("-p", "--prompt", metavar="TEXT", default=PROMPT, help="continue this text")
-    parser.add_argument("-n", "--tokens", type=whole(1), default=64, metavar="N", help="generate N tokens (default: 64)")
+    parser.add_argument("-n", "--tokens", type=whole(1), default=64, metavar="N",
+                        help="generate N tokens (default: 64)")
     parser.add_argument("--json", action="store_true", help="print text, statistics and check as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show the log of the converter and of llama.cpp")
     parser.set_defaults(run=run)

@@ -215,11 +215,11 @@ def _check_arc(args: argparse.Namespace) -> None:
     lossy = args.settings or args.speculate or args.baseline != "original"
     if args.cache_rate is None:
         if lossy or args.cache == "dynamic":
-            raise PyorchError("lossy rows need a cache to miss in: give --cache-rate, such as 0.5")
+            raise PyorchError("lossy settings work where experts are absent: give --cache-rate, such as 0.5")
         if args.plot is not None:
             raise PyorchError("a plot of accuracy against throughput needs --cache-rate")
     elif args.budget not in (None, "auto"):
-        raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
+        raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
     if args.plot is not None and not args.speed_tokens:
         raise PyorchError("a plot of accuracy against throughput needs --speed-tokens")
     for name in ("speed_tokens", "speed_rounds"):
@@ -244,14 +244,14 @@ def run_perplexity(args: argparse.Namespace) -> int:
     substitution = settings.get("substitution")
     if settings.get("speculate"):
         if substitution is not None or args.cache_rate is not None:
-            raise PyorchError("--speculate misses no expert: it goes without --cache-rate and --buddies")
+            raise PyorchError("with --speculate no expert is absent: leave out --cache-rate and --buddies")
     elif (args.cache_rate is not None) != (substitution is not None):
         raise PyorchError(
-            "a lossy setting needs a cache to miss in, and the other way round: give both --cache-rate and --buddies")
+            "--cache-rate makes experts absent and --buddies replaces them: give both, or neither")
     if args.cache_rate is not None:
         parse_rates(str(args.cache_rate))
         if args.budget not in (None, "auto"):
-            raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
+            raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
 
 
     with Progress(live=not args.verbose) as progress:

@@ -122,7 +122,7 @@ class _Given:
 def _check(args: argparse.Namespace) -> _Given:
     """PyorchError for arguments that cannot be, before anything is recorded."""
     if bool(args.data) == (args.trace is not None):
-        raise PyorchError("what shall be evaluated is text or a trace: give --data or --trace, one of them")
+        raise PyorchError("predictors are evaluated on text or on a trace: give --data or --trace, one of them")
     if args.history and args.history_trace is not None:
         raise PyorchError("the past is text or a trace: give --history or --history-trace, not both")
     for name in ("tokens", "capacity", "decode", "rounds"):

@@ -30,7 +30,8 @@ def number(
         except ValueError:
             value = float("nan")
         if not (least <= value <= most and value > above):
-            bounds = [f"above {above:g}"] * (above > float("-inf")) + [f"of {least:g} or more"] * (least > float("-inf"))
+            bounds = [f"above {above:g}"] * (above > float("-inf"))
+            bounds += [f"of {least:g} or more"] * (least > float("-inf"))
             bounds += [f"of at most {most:g}"] * (most < float("inf"))
             raise argparse.ArgumentTypeError(f'"{text}" is not a number {" and ".join(bounds)}'.rstrip())
         return value

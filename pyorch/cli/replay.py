@@ -80,7 +80,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="a trace that pyorch profile recorded; predictors that apply routers need one with "
                              "--states")
     parser.description += (
-        f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know the "
+        f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
+        "the "
         "future. Nothing is read ahead unless --prefetch says so."
     )
     add_settings(parser, *_LISTS, lists=_LISTS)
@@ -164,7 +165,8 @@ def _row(replayed) -> Row:
     same = {name: getattr(replayed, name)
             for name in Row.__dataclass_fields__ if hasattr(replayed, name) and name != "recall"}
     settings = replayed.settings
-    return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch), budget=str(settings.budget), recall=recall, **same)
+    return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch),
+               budget=str(settings.budget), recall=recall, **same)
 
 
 def _parts(report: Report) -> list[str | Table]:

@@ -120,7 +120,8 @@ def show_stats(stats: ModelStats) -> None:
         read = format_bytes(round(stats.bytes_read_per_token))
         rows.append(("experts", f"hit rate {experts.hit_rate:.1%}, {read} read per token, waited "
                                 f"{experts.stall_ns / 1e9:.2f} s"))
-        rows.append(("budget", f"{format_bytes(experts.budget_bytes)}, at most {format_bytes(experts.peak_bytes)} used"))
+        budget, peak = format_bytes(experts.budget_bytes), format_bytes(experts.peak_bytes)
+        rows.append(("budget", f"{budget}, at most {peak} used"))
     rows.append(("memory", f"at most {format_bytes(stats.peak_memory_bytes)} used by the process"))
     if speculation is not None:
         rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, {speculation.right} of them as "

@@ -57,4 +57,5 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.serve.server import serve
 
-    return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json, **settings)
+    return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
+                 **settings)

@@ -103,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.cache_rate is not None:
         if args.budget not in (None, "auto"):
-            raise PyorchError("--cache-rate says how many experts are kept, and so does --budget: give one of them")
+            raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
         if len(parse_rates(args.cache_rate)) != 1:
             raise PyorchError(f"--cache-rate {args.cache_rate}: tune for one cache rate at a time")
     elif args.budget in (None, "auto"):
-        raise PyorchError("say what to tune for: --cache-rate 0.5, or --budget with the memory that there will be")
+        raise PyorchError("nothing says how many experts are kept: give --cache-rate, such as 0.5, or --budget")
     if args.min_accuracy is not None and not 0 < args.min_accuracy <= 1:
         raise PyorchError(f"--min-accuracy {args.min_accuracy:g} is not a share above 0 and at most 1, such as 0.95")
     if args.max_kl is not None and not args.max_kl >= 0:

@@ -37,56 +37,66 @@ class Settings:
 
     budget: Budget = option(
         AUTO, Budget.parse, metavar="SIZE",
-        help="memory for experts: a share of them such as 40%, a size such as 1.5GiB or 800MB, or auto: what the memory "
-             "limit leaves",
+        help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB or 800MB, or auto, which "
+             "takes "
+             "what the memory limit leaves",
     )
     policy: str | None = option(
-        None, str, metavar="NAME", help="which expert is evicted first: {policies}", default_text="{policy}",
+        None, str, metavar="NAME", help="which experts leave memory first (eviction policy). {policies}",
+        default_text="{policy}",
     )
     prefetch: Prefetch = option(
         Prefetch(), Prefetch.parse, metavar="WHAT",
-        help="predictor that says which experts to read ahead while decoding: {predictors}, each also as "
-             "NAME:DISTANCE:PRECISION; or auto: one of them, and only while it makes decoding faster",
+        help="the predictor that says which experts to read ahead while decoding: {predictors}, each also as "
+             "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been right); "
+             "or "
+             "auto, which takes one of them, and only while it makes decoding faster",
     )
     n_readers: int = option(
         0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), flag="--readers", metavar="N",
-        help="threads that read experts", default_text="as the disk needs",
+        help="read experts with N threads", default_text="as the disk needs",
     )
-    direct_io: bool = option(True, flag, "true or false", flag="--buffered", help="read through the page cache, not around it")
+    direct_io: bool = option(
+        True, flag, "true or false", flag="--buffered",
+        help="read experts through the page cache of the system, not around it",
+    )
     n_ctx: int = option(
-        0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N", help="tokens of context",
+        0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
+        help="make room for N tokens of context",
         default_text="as many as the model was trained with, at most 4096",
     )
     n_ubatch: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ubatch", metavar="N",
-        help="tokens computed at once", default_text="2048 where experts are read, else 512",
+        help="compute N tokens at once", default_text="2048 where experts are read, else 512",
     )
     n_threads: int = option(
-        0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N", help="compute threads",
-        default_text="the physical cores",
+        0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N",
+        help="compute with N threads", default_text="the physical cores",
     )
     maps: Path | None = option(
         None, Path, group=LONG, metavar="FILE",
-        help="for the predictors that search past iterations and requests, {searching}: begin with those in FILE, if it "
-             "exists, and at the end write what was learned there",
+        help="for the predictors that search past tokens and requests, {searching}: begin with those in FILE, if FILE "
+             "exists, and write into it at the end what was learned",
         default_text="begin with MODEL.maps.gguf, write nothing",
     )
     tuned: Path | None = option(
         None, Path, group=LONG, metavar="FILE",
-        help="take the lossy setting that pyorch tune found, and its budget unless one is given",
+        help="take the lossy setting that pyorch tune found, and its budget if no other is given",
     )
     substitution: Substitution | None = option(
         None, Substitution.parse, group=LOSSY, flag="--buddies", metavar="SETTINGS",
-        help="let resident buddies stand in for absent experts: alpha=0.95,k=16,rho=3,tau=p15,... or default",
+        help="let similar resident experts (buddies) replace absent ones, with settings such as "
+             "alpha=0.95,k=16,rho=3,tau=p15, or default",
     )
     buddies: Any = option(
-        None, _lists, group=LOSSY, flag="--buddies-file", metavar="FILE", help="buddy lists",
+        None, _lists, group=LOSSY, flag="--buddies-file", metavar="FILE", help="file with the lists of buddies",
         default_text="MODEL.buddies.gguf beside the model",
     )
     speculate: bool = option(
         False, flag, "true or false", group=LOSSY,
-        help="compute with the experts that --prefetch forecasts, and read no others: {executable} (auto: hybrid if there "
-             "is an estimator)",
+        help="compute with the experts that the predictor of --prefetch names, and read no others; the predictor must "
+             "be "
+             "{executable} (auto: hybrid if there is an estimator)",
     )
 
     # What only programs set. None: what the caller of llama_cpp chose.

@@ -49,9 +49,12 @@ class Substitution:
     """
 
     mode: str = option("buddies", str, "a word", group=LOSSY,
-                       help="what stands in: buddies; random, any resident expert, the baseline; none: only miss counts")
+                       help="what replaces an absent expert: a buddy (buddies), any resident expert (random, a "
+                            "baseline), or "
+                            "nothing (none)")
     alpha: float | None = option(None, _number, "a number", group=LOSSY,
-                                 help="cumulative frequency threshold of the lists (eq. 5)", default_text="the sidecar's")
+                                 help="cumulative frequency threshold of the lists (eq. 5)", default_text="the "
+                                      "sidecar's")
     k: int | None = option(None, int, "a whole number", group=LOSSY, help="longest list")
     rho: int | None = option(None, int, "a whole number", group=LOSSY, help="most substitutions of a token in a layer")
     tau: float | Percentile | None = option(
@@ -62,7 +65,8 @@ class Substitution:
         None, _number_or_percentile, _THRESHOLD, group=LOSSY,
         help="no substitution where the two largest probabilities differ by at least this")
     beta: float | None = option(None, _number, "a number", group=LOSSY,
-                                help="no substitution where at least this share of the requested experts is absent (eq. 2)")
+                                help="no substitution where at least this share of the requested experts is absent "
+                                     "(eq. 2)")
     read_ms: float | None = option(None, _number, "a number", group=LOSSY,
                                    help="beta adapts instead, so that a token spends at most this on reading")
     rank: int | None = option(None, int, "a whole number", group=LOSSY, help="search rank H of algorithm 1")
@@ -72,10 +76,14 @@ class Substitution:
     reuse: float = option(1.0, _number, "a number", group=LOSSY,
                           help="factor in the priority for each time a buddy was chosen in the ubatch")
     weight: str = option("keep", str, "a word", group=LOSSY,
-                         help="of a substitute: the replaced expert's (keep), its own, or the replaced one's fitted to its output")
+                         help="weight of a buddy's output: that of the replaced expert (keep), the buddy's own (own), "
+                              "or that of "
+                              "the replaced expert, fitted to the buddy's output (fitted)")
     order: str = option("rank", str, "a word", group=LOSSY,
                         help="of a token's absent experts: by the router's rank, or the lowest weight first")
-    miss: str = option("fetch", str, "a word", group=LOSSY, help="what the gates allow but no buddy covers: fetch it or drop it")
+    miss: str = option("fetch", str, "a word", group=LOSSY,
+                       help="an absent expert that may be replaced, but has no resident buddy, is read (fetch) or left "
+                            "out (drop)")
     prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
     seed: int = option(0, int, "a whole number", group=LOSSY, help="of the random baseline")
 
@@ -92,7 +100,8 @@ class Substitution:
 
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
-        """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what it cannot mean."""
+        """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what it cannot "
+        "mean."""
         if isinstance(text, Substitution):
             return text
         known, values = options(cls), {}

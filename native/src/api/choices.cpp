@@ -21,7 +21,7 @@ std::vector<pyorch_choice> policies() {
         choice(PYORCH_LRU, "lru", "the least recently used expert goes first"),
         choice(PYORCH_LFU, "lfu", "the least frequently used goes first, and old uses fade"),
         choice(PYORCH_FINEMOE, "finemoe",
-            "the least frequently used goes first, but before it those that no forecast names",
+            "the least frequently used goes first, but before it those that no predictor names",
             NOTHING, PYORCH_NEEDS_FORECASTS),
         choice(PYORCH_BELADY, "belady", "what is needed last goes first", PYORCH_NEEDS_FUTURE),
     };
