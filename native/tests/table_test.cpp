@@ -282,15 +282,17 @@ static void a_forecast_changes_what_goes_unless_it_comes_too_late() {
 }
 
 static void what_a_context_held_and_wanted_goes_with_it() {
-    House house(3, 0);
-    Owner other = { &other };
-    house.table.acquire(other, 0, { ALL, ALL, 64 }); // aborted inside the layer, and freed
-    house.reader.read_all();
-    house.want(other, 2, 0, { 1, 2 });
-    house.table.forget(other);
-    house.reader.read_all();
-    CHECK(house.n_resident(2) == 0);
-    CHECK(house.pass(1, ALL, 64)); // waits for ever if the other's experts are still held
+    for (double share : { 0.0, 1.0 }) {
+        House house(3, share);
+        Owner other = { &other };
+        house.table.acquire(other, 0, { ALL, ALL, 1 }); // aborted inside the layer, and freed
+        house.reader.read_all();
+        house.want(other, 2, 0, { 1, 2 });
+        house.table.forget(other);
+        house.reader.read_all();
+        CHECK(house.n_resident(2) == 0);
+        CHECK(house.pass(1, ALL)); // at the smallest budget, waits for ever if the other's experts are still held
+    }
 }
 
 // reading ahead
