@@ -20,6 +20,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.convert.report import Report
 from pyorch.llama import logs
+from pyorch.runtime import fatal
 
 # Rows of one tensor that the quantizer holds at once; llama.cpp's default of 8 GiB is more than many
 # machines have for which a model is quantized.
@@ -60,7 +61,8 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
     params.max_buf_size = _BUFFER_BYTES
     llama.llama_log_set(log, ctypes.c_void_p(0))
     try:
-        status = llama.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
+        with fatal.refused():
+            status = llama.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     finally:
         logs.install()  # the log is one for the process, and this callback ends here
     if status != 0:

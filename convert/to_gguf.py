@@ -16,6 +16,7 @@ from pyorch import files
 from pyorch.convert import architectures, children, quantization
 from pyorch.convert.checkpoint import Checkpoint, open_checkpoint
 from pyorch.errors import FormatError, PyorchError
+from pyorch.runtime.model_map import ModelMap
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
 
@@ -131,6 +132,7 @@ def _gguf_elements(path: Path) -> int:
     shards = sorted(path.parent.glob(f"{glob.escape(split[1])}-?????-of-{split[2]}.gguf")) if split else [path]
     if split and len(shards) != int(split[2]):
         raise FormatError(f"{path} is one of {int(split[2])} shards, of which {len(shards)} are there")
+    ModelMap(path).close()  # GGUFReader takes for true what a damaged file says of its lengths
     n_elements = 0
     for shard in shards:
         try:

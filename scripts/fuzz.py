@@ -32,7 +32,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 from ggufs import write_moe_model
 from mutations import gguf_mutator, trace_mutator
 
-KINDS = ("gguf", "sidecar", "trace")
+KINDS = ("gguf", "sidecar", "trace", "quantize")
 CPU_SECONDS = 10  # most cases take a tenth of one
 EXTRA_MEMORY = 1 << 30  # above what the imported libraries have mapped
 WALL_SECONDS = 120  # a process that waits for ever
@@ -108,6 +108,7 @@ def _import_everything() -> None:
     import numpy.random  # noqa: F401
 
     import pyorch.cli.buddies  # noqa: F401
+    import pyorch.cli.convert  # noqa: F401
     import pyorch.cli.inspect  # noqa: F401
     import pyorch.cli.maps  # noqa: F401
     import pyorch.cli.replay  # noqa: F401
@@ -125,6 +126,9 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     if model is None:
         model = base / "model.gguf"
         write_moe_model(model)
+    if kind == "quantize":
+        commands = (("convert", "{}", "-o", str(base / "out.gguf"), "--quantize", "Q8_0"),)
+        return [Target(gguf_mutator(model.read_bytes()), "model.gguf", (), commands)]
     if kind == "gguf":
         commands = (("inspect", "{}", "--json"), ("run", "{}", *_RUN, "--budget", "60%"), ("run", "{}", *_RUN))
         return [Target(gguf_mutator(model.read_bytes()), "model.gguf", (), commands)]

@@ -103,8 +103,8 @@ pyorch_status pyorch_get_choice(int32_t choices, int32_t index, pyorch_choice * 
 void pyorch_show_fatal_errors(void);
 
 // on, until as many calls with 0: on the calling thread they are exceptions instead. llama.cpp turns these into a
-// failure where it loads a model and where it makes a context, with the sentence in its log. REQUIRES: nothing else of
-// llama.cpp is called in between.
+// failure where it loads or quantizes a model and where it makes a context, with the sentence in its log. REQUIRES:
+// nothing else of llama.cpp is called in between.
 void pyorch_refuse_fatal_errors(int32_t on);
 
 //

@@ -15,7 +15,10 @@ def show() -> None:
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Inside, loading a model or making a context fails, with the sentence in llama.cpp's log. For these two alone."""
+    """Inside, loading or quantizing a model and making a context fail, with the sentence in llama.cpp's log.
+
+    For these three alone: llama.cpp catches exceptions nowhere else.
+    """
     lib.pyorch_refuse_fatal_errors(1)
     try:
         yield

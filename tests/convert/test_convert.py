@@ -18,6 +18,8 @@ import llama_cpp
 import pytest
 from architectures import Zoo
 from models import CHECKPOINT
+from ggufs import write_moe_model
+from mutations import nested, set_metadata
 from processes import HANG_SECONDS, pyorch
 
 from pyorch.convert import children, convert, quantization
@@ -113,6 +115,17 @@ def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_mo
 
 
 # What is refused. Each message is one sentence that names what was wrong.
+
+@pytest.mark.parametrize("damage", [
+    lambda content: set_metadata(content, "length of tokenizer.ggml.tokens", 2**40), lambda content: nested(content, 100_000),
+], ids=["length", "nested"])
+def test_a_damaged_gguf_is_not_quantized(out, tmp_path, damage):
+    path = tmp_path / "tiny.gguf"
+    write_moe_model(path)
+    path.write_bytes(damage(path.read_bytes()))
+    refuse(path, out / "model.gguf", str(path), "damaged", error=FormatError, quantize="Q8_0")
+
+
 
 def refuse(source: Path, target: Path, *words: str, error: type = PyorchError, **options: object) -> None:
     with pytest.raises(error) as caught:
