@@ -106,7 +106,9 @@ def train(
         try:
             np.savez(given, **arrays)
         except OSError as error:  # numpy's of a short write has no reason
-            raise PyorchError(f"{directory} cannot be written: {error.strerror or 'the disk is full or at its limit'}") from None
+            raise PyorchError(
+                f"{directory} cannot be written: {error.strerror or 'the disk is full or at its limit'}"
+            ) from None
         job = {
             "trace": str(trace.path.absolute()), "arrays": str(given), "output": str(output),
             "n_latent": settings.n_latent, "n_hidden": settings.n_hidden, "epochs": settings.epochs,
@@ -118,7 +120,7 @@ def train(
             estimator = Estimator(**weights)
     recalls = zip(layers[1:], measured["quasi_hidden"], measured["estimator"])
     return Trained(
-        estimator, tuple(LayerRecall(*it) for it in recalls), len(training), len(held_out),
+        estimator, tuple(LayerRecall(*recall) for recall in recalls), len(training), len(held_out),
         tuple(measured["losses"]), measured["best_epoch"],
     )
 

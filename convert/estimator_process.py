@@ -101,7 +101,9 @@ class Batches:
 
         self._defaults = [of_layer("defaults", i) for i in range(self.n_layers)]
         self._routers = [
-            {name: of_layer(name, i) for name in ("gate", "bias", "norm", "selection_bias")} for i in range(self.n_layers + 1)]
+            {name: of_layer(name, i) for name in ("gate", "bias", "norm", "selection_bias")}
+            for i in range(self.n_layers + 1)
+        ]
         self._eps, self._gating = arrays["eps"].tolist(), str(arrays["gating"])
         self._n_groups, self._n_groups_used = int(arrays["n_groups"]), int(arrays["n_groups_used"])
 

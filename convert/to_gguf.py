@@ -14,7 +14,7 @@ import gguf
 
 from pyorch import files
 from pyorch.convert import architectures, children, quantization
-from pyorch.convert.checkpoint import Checkpoint, open_checkpoint
+from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 

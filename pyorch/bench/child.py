@@ -41,7 +41,9 @@ def measure(job: Job) -> Measurement:
             run.preload()
         load_seconds = time.perf_counter() - begin
         n_warm_up = int(job.n_tokens * _WARM_UP)
-        prompt, text, second_prompt = _parts(run.tokenize(job.data), job.n_prompt, n_warm_up + job.n_tokens, job.n_prompt)
+        prompt, text, second_prompt = _parts(
+            run.tokenize(job.data), job.n_prompt, n_warm_up + job.n_tokens, job.n_prompt
+        )
         run.decode(prompt)
         ttft_seconds = time.perf_counter() - begin
         run.decode_one_by_one(text[:n_warm_up], job.max_decode_seconds * _WARM_UP)
@@ -113,12 +115,14 @@ class _Run:
         if self.engine is None:
             n = _kernel_bytes_read() - before
             return Phase(n_tokens, seconds, 0, 0, n, n, 0.0)
-        it = self.engine.stats()
-        useful = round(it.bytes_read * it.useful_share) if it.loads else it.bytes_read
+        stats = self.engine.stats()
+        useful = round(stats.bytes_read * stats.useful_share) if stats.loads else stats.bytes_read
         lossy = self.engine.substitution_stats()
         speculated = self.engine.speculation_stats()
         changed = lossy.substituted + lossy.dropped + speculated.slots - speculated.right
-        return Phase(n_tokens, seconds, it.hits, it.misses, it.bytes_read, useful, it.stall_ns / 1e9, changed)
+        return Phase(
+            n_tokens, seconds, stats.hits, stats.misses, stats.bytes_read, useful, stats.stall_ns / 1e9, changed
+        )
 
 
 @contextlib.contextmanager
@@ -182,7 +186,9 @@ def _kernel_bytes_read() -> int:
 def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
     """Consecutive parts of the text."""
     if len(tokens) < sum(sizes):
-        raise RuntimeError(f"the text has {len(tokens)} tokens, but {sum(sizes)} are needed: give a longer one with --data")
+        raise RuntimeError(
+            f"the text has {len(tokens)} tokens, but {sum(sizes)} are needed: give a longer one with --data"
+        )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return [tokens[start : start + size] for start, size in zip(starts, sizes)]
 

@@ -39,7 +39,9 @@ def budget_config(settings: Settings, limit_bytes: int = 0, limit: str = "") -> 
 
 
 def mmap_config(limit_bytes: int, limit: str) -> Config:
-    return Config("llama.cpp mmap" + (f", memory {limit}" if limit else ""), STOCK, limit_bytes=limit_bytes, repack=False)
+    return Config(
+        "llama.cpp mmap" + (f", memory {limit}" if limit else ""), STOCK, limit_bytes=limit_bytes, repack=False
+    )
 
 
 def goal_configs(file_bytes: int, settings: Settings) -> list[Config]:
@@ -58,18 +60,22 @@ def _limited_pairs(file_bytes: int, settings: Settings) -> Iterator[tuple[Config
 
 def goals(results: Results, file_bytes: int, settings: Settings) -> Iterator[Goal]:
     for budget in _BUDGETS:
-        it = summarize(results, budget_config(replace(settings, budget=budget)), RESIDENT)
-        yield Goal(f"decode, fraction of the roofline, budget {budget}", 0.80, it.decode_roofline)
-        yield Goal(f"prefill, fraction of the roofline, budget {budget}", 0.80, it.prefill_roofline)
+        summary = summarize(results, budget_config(replace(settings, budget=budget)), RESIDENT)
+        yield Goal(f"decode, fraction of the roofline, budget {budget}", 0.80, summary.decode_roofline)
+        yield Goal(f"prefill, fraction of the roofline, budget {budget}", 0.80, summary.prefill_roofline)
     for ours, theirs in _limited_pairs(file_bytes, settings):
         where = f"memory limited to {ours.limit_bytes * 100 / file_bytes:.0f}% of the file"
-        yield Goal(f"decode rate / llama.cpp mmap's, {where}", 20.0, ratio(results, ours, theirs, lambda it: it.decode.rate))
+        yield Goal(
+            f"decode rate / llama.cpp mmap's, {where}",
+            20.0,
+            ratio(results, ours, theirs, lambda measurement: measurement.decode.rate),
+        )
         yield Goal(f"llama.cpp mmap's time to the first token / ours, {where}", 1.0,
-                   ratio(results, theirs, ours, lambda it: it.ttft_seconds))
+                   ratio(results, theirs, ours, lambda measurement: measurement.ttft_seconds))
     yield Goal("decode rate / llama.cpp's, all resident, same kernels", 0.97,
-               ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda it: it.decode.rate))
+               ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda measurement: measurement.decode.rate))
     yield Goal("prefill rate / llama.cpp's, all resident, same kernels", 0.97,
-               ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda it: it.prefill.rate))
+               ratio(results, RESIDENT_PLAIN, STOCK_PLAIN, lambda measurement: measurement.prefill.rate))
 
 
 def goal_rows(reached: list[Goal]) -> list[tuple[str, ...]]:

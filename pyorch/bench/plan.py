@@ -26,9 +26,9 @@ PEERS = ("mmap", "stock")  # llama.cpp under the same memory limit; all resident
 class Plan:
     """What the user asks for.
 
-    settings: of all configurations; if they are lossy, each that reads experts is measured without that too. budgets: ()
-    for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or a share of the
-    file. peers: of PEERS. goals: the configurations of the project's speed goals, in place of budgets and peers.
+    settings: of all configurations; if they are lossy, each that reads experts is measured without that too.
+    budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
+    a share of the file. peers: of PEERS. goals: the configurations of the project's speed goals, in place of budgets and peers.
     """
 
     settings: Settings = Settings()
@@ -55,8 +55,9 @@ def read_limit(text: str | None) -> Amount | None:
     try:
         return Amount.parse(text) if text else None
     except ValueError:
-        raise PyorchError(f'memory limit "{text}" is not understood: use a size such as 1600MiB, or a share of the file '
-                          "such as 40%") from None
+        raise PyorchError(
+            f'memory limit "{text}" is not understood: use a size such as 1600MiB, or a share of the file such as 40%'
+        ) from None
 
 
 def check(plan: Plan, info: MapInfo) -> None:

@@ -70,7 +70,7 @@ def run_rounds(
     """
     with ModelMap(job_for(configs[0]).model) as model_map:
         ranges = disk.expert_ranges(model_map)
-    paths = sorted({it.path for it in ranges})
+    paths = sorted({where.path for where in ranges})
     runs: list[Run] = []
     bandwidths = [disk.measure_bandwidth(ranges, BANDWIDTH_SECONDS)]
     for i in range(n_rounds):
@@ -81,7 +81,7 @@ def run_rounds(
             with _Processors() as processors:
                 failure, measurement, peak_group_bytes = _measure(job_for(config))
             bandwidths.append(disk.measure_bandwidth(ranges, BANDWIDTH_SECONDS))
-            bandwidth = max(it.bytes_per_second for it in bandwidths[-2:])
+            bandwidth = max(bandwidth.bytes_per_second for bandwidth in bandwidths[-2:])
             runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
             if failure and len(runs) == 1 and not config.limit_bytes:
                 raise PyorchError(failure)
@@ -137,7 +137,9 @@ class _Processors:
 def _busy_seconds() -> float:
     """Processor time that the machine has spent on anything, stolen time included."""
     try:
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(None, 9)[1:9])
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+            int, Path("/proc/stat").read_text().split(None, 9)[1:9]
+        )
     except (OSError, ValueError):
         return float("nan")
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -51,21 +51,25 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
         config=config,
         n_rounds=len(good),
         failure=next((run.failure for run in runs if run.failure), ""),
-        prefill_rate=median(lambda it: it.prefill.rate),
-        decode_rate=median(lambda it: it.decode.rate),
-        prefill_hit_rate=median(lambda it: it.prefill.hit_rate),
-        decode_hit_rate=median(lambda it: it.decode.hit_rate),
-        prefill_bytes_per_token=median(lambda it: it.prefill.bytes_read / it.prefill.n_tokens),
-        decode_bytes_per_token=median(lambda it: it.decode.bytes_read / it.decode.n_tokens),
-        prefill_stall_seconds=median(lambda it: it.prefill.stall_seconds),
-        decode_stall_seconds_per_token=median(lambda it: it.decode.stall_seconds / it.decode.n_tokens),
-        decode_changed_slots_per_token=median(lambda it: it.decode.changed_slots / it.decode.n_tokens),
-        ttft_seconds=median(lambda it: it.ttft_seconds),
-        peak_memory_bytes=median(lambda it: it.peak_memory_bytes),
+        prefill_rate=median(lambda measured: measured.prefill.rate),
+        decode_rate=median(lambda measured: measured.decode.rate),
+        prefill_hit_rate=median(lambda measured: measured.prefill.hit_rate),
+        decode_hit_rate=median(lambda measured: measured.decode.hit_rate),
+        prefill_bytes_per_token=median(lambda measured: measured.prefill.bytes_read / measured.prefill.n_tokens),
+        decode_bytes_per_token=median(lambda measured: measured.decode.bytes_read / measured.decode.n_tokens),
+        prefill_stall_seconds=median(lambda measured: measured.prefill.stall_seconds),
+        decode_stall_seconds_per_token=median(
+            lambda measured: measured.decode.stall_seconds / measured.decode.n_tokens
+        ),
+        decode_changed_slots_per_token=median(
+            lambda measured: measured.decode.changed_slots / measured.decode.n_tokens
+        ),
+        ttft_seconds=median(lambda measured: measured.ttft_seconds),
+        peak_memory_bytes=median(lambda measured: measured.peak_memory_bytes),
         peak_group_bytes=_median(run.peak_group_bytes for run in good if run.peak_group_bytes is not None),
-        budget_bytes=median(lambda it: it.budget_bytes),
-        prefill_roofline=_roofline(results, good, reference, lambda it: it.prefill),
-        decode_roofline=_roofline(results, good, reference, lambda it: it.decode),
+        budget_bytes=median(lambda measured: measured.budget_bytes),
+        prefill_roofline=_roofline(results, good, reference, lambda measured: measured.prefill),
+        decode_roofline=_roofline(results, good, reference, lambda measured: measured.decode),
     )
 
 
@@ -73,10 +77,12 @@ def ratio(results: Results, config: Config, base: Config, value: Callable[[Measu
     """Median over rounds of a value of config, divided by that of base in the same round."""
     of_base = {run.round: run.measurement for run in results.of(base)}
     pairs = [(run.measurement, of_base.get(run.round)) for run in results.of(config)]
-    return _median(value(it) / value(other) for it, other in pairs if it is not None and other is not None)
+    return _median(value(one) / value(other) for one, other in pairs if one is not None and other is not None)
 
 
-def _roofline(results: Results, runs: list[Run], reference: Config | None, phase: Callable[[Measurement], Phase]) -> float:
+def _roofline(
+    results: Results, runs: list[Run], reference: Config | None, phase: Callable[[Measurement], Phase]
+) -> float:
     if reference is None:
         return float("nan")
     resident = {run.round: run.measurement for run in results.of(reference)}
@@ -84,10 +90,10 @@ def _roofline(results: Results, runs: list[Run], reference: Config | None, phase
     for run in runs:
         if resident.get(run.round) is None:
             continue
-        it = phase(run.measurement)
-        reading = it.useful_bytes / it.n_tokens / run.bandwidth
+        measured = phase(run.measurement)
+        reading = measured.useful_bytes / measured.n_tokens / run.bandwidth
         computing = phase(resident[run.round]).seconds_per_token
-        fractions.append(max(reading, computing) / it.seconds_per_token)
+        fractions.append(max(reading, computing) / measured.seconds_per_token)
     return _median(fractions)
 
 

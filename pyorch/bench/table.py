@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyorch.bench.job import Config
+from pyorch.bench.job import Config, Measurement
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, ratio
 from pyorch.llama.memory import physical_cores
@@ -33,7 +33,12 @@ def machine() -> dict[str, str]:
         memory = format_bytes(total)
     except (OSError, TypeError):
         memory = ""
-    return {"cpu": cpu, "cores": str(physical_cores()), "memory": memory, "system": f"{platform.system()} {platform.release()}"}
+    return {
+        "cpu": cpu,
+        "cores": str(physical_cores()),
+        "memory": memory,
+        "system": f"{platform.system()} {platform.release()}",
+    }
 
 
 def header(
@@ -66,10 +71,13 @@ def footer(results: Results, resident: Summary | None, summaries: Sequence[Summa
     best = max(results.bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
     how = "direct" if best.direct else "buffered"
     rows = [("failed", f"{summary.config.label}: {summary.failure}") for summary in summaries if summary.failure]
-    rows.append((
-        "disk", f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
-                f"the benchmark (best with {best.n_threads} threads, {best.request_bytes // MiB} MiB requests, {how})"
-    ))
+    rows.append(
+        (
+            "disk",
+            f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
+            f"the benchmark (best with {best.n_threads} threads, {best.request_bytes // MiB} MiB requests, {how})",
+        )
+    )
     if resident is not None and resident.n_rounds:
         rows.append((
             "compute", f"decode {1000 / resident.decode_rate:.1f} ms/token, prefill "
@@ -84,10 +92,14 @@ def footer(results: Results, resident: Summary | None, summaries: Sequence[Summa
     return rows
 
 
+def _decode_rate(measurement: Measurement) -> float:
+    return measurement.decode.rate
+
+
 def lossy_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
     """What substitution brings. pairs: lossy and lossless configurations that differ in nothing else."""
     return [
-        f"{lossy.label}: decode {ratio(results, lossy, lossless, lambda it: it.decode.rate):.2f}x {lossless.label}"
+        f"{lossy.label}: decode {ratio(results, lossy, lossless, _decode_rate):.2f}x {lossless.label}"
         for lossy, lossless in pairs
     ]
 
@@ -95,7 +107,9 @@ def lossy_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> lis
 def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:
     if not summary.n_rounds:
         return (summary.config.label, *("-" for _ in _COLUMNS[1:]), *(("-",) if lossy else ()))
-    peak = summary.peak_group_bytes if summary.peak_group_bytes == summary.peak_group_bytes else summary.peak_memory_bytes
+    peak = (
+        summary.peak_group_bytes if summary.peak_group_bytes == summary.peak_group_bytes else summary.peak_memory_bytes
+    )
     return (
         summary.config.label,
         f"{summary.prefill_rate:.1f}",

@@ -45,12 +45,12 @@ class Prompt:
     @property
     def n_tokens(self) -> int:
         """To be computed when the choices share the context: nothing follows a choice's last token."""
-        return len(self.context) + sum(len(it) - 1 for it in self.continuations)
+        return len(self.context) + sum(len(continuation) - 1 for continuation in self.continuations)
 
     @property
     def n_outputs(self) -> int:
         """Rows of logits that the choices need."""
-        return 1 + sum(len(it) - 1 for it in self.continuations)
+        return 1 + sum(len(continuation) - 1 for continuation in self.continuations)
 
     @property
     def length(self) -> int:
@@ -101,8 +101,8 @@ class Accuracy:
 
 def accuracy(scores: Sequence[Score]) -> Accuracy:
     n = len(scores)
-    acc = sum(it.choice == it.question.answer for it in scores) / n
-    acc_norm = sum(it.choice_norm == it.question.answer for it in scores) / n
+    acc = sum(score.choice == score.question.answer for score in scores) / n
+    acc_norm = sum(score.choice_norm == score.question.answer for score in scores) / n
     return Accuracy(n, acc, acc_norm)
 
 
@@ -134,7 +134,7 @@ def read_task(
     questions = questions[:limit]
     if not questions:
         raise PyorchError(f"{path}: no question is left besides {n_shots} examples")
-    shots = "".join(f"{context_text(it)} {it.choices[it.answer]}\n\n" for it in examples[:n_shots])
+    shots = "".join(f"{context_text(example)} {example.choices[example.answer]}\n\n" for example in examples[:n_shots])
     n_ctx_train = llama.llama_model_n_ctx_train(model.llama.model)
     prompts = []
     for question in questions:
@@ -210,8 +210,8 @@ def score(
 def _one_by_one(
     model: int, prompts: Sequence[Prompt], n_ubatch: int, n_threads: int | None
 ) -> Iterator[np.ndarray]:
-    n_ctx = max(it.length for it in prompts)
-    n_outputs = max(len(tokens) for it in prompts for tokens in it.continuations)
+    n_ctx = max(prompt.length for prompt in prompts)
+    n_outputs = max(len(tokens) for prompt in prompts for tokens in prompt.continuations)
     with Context(model, n_ctx, n_ctx, n_ubatch, n_threads=n_threads, n_outputs=n_outputs, exact=True) as context:
         for prompt in prompts:
             log_likelihoods = []
@@ -228,10 +228,10 @@ def _together(
 ) -> Iterator[np.ndarray]:
     """Sequence 0 holds what all contexts begin with; each choice of a batch has a sequence of its own."""
     prefix = _common_prefix(prompts)
-    rests = [Prompt(it.context[len(prefix):], it.continuations) for it in prompts]
+    rests = [Prompt(prompt.context[len(prefix):], prompt.continuations) for prompt in prompts]
     row_bytes = 4 * llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-    n_batch = max(N_BATCH, len(prefix), *(it.n_tokens for it in rests))
-    n_outputs = max(min(n_batch, _OUTPUT_BYTES // row_bytes), *(it.n_outputs for it in rests))
+    n_batch = max(N_BATCH, len(prefix), *(rest.n_tokens for rest in rests))
+    n_outputs = max(min(n_batch, _OUTPUT_BYTES // row_bytes), *(rest.n_outputs for rest in rests))
     n_ctx = len(prefix) + n_batch
     with Context(
         model, n_ctx, n_batch, n_ubatch, _N_SEQ_MAX, n_threads, n_outputs, shared=True, exact=True
@@ -244,8 +244,8 @@ def _together(
 
 def _common_prefix(prompts: Sequence[Prompt]) -> tuple[int, ...]:
     """What all contexts begin with, their last token left out, which must say what comes next."""
-    first, last = min(it.context for it in prompts), max(it.context for it in prompts)
-    n = min(len(it.context) for it in prompts) - 1
+    first, last = min(prompt.context for prompt in prompts), max(prompt.context for prompt in prompts)
+    n = min(len(prompt.context) for prompt in prompts) - 1
     n = next((i for i in range(n) if first[i] != last[i]), n)
     return first[:n] if n >= _MIN_PREFIX else ()
 

@@ -56,8 +56,10 @@ class Calibrated:
     @property
     def distance(self) -> int | None:
         """The shortest of those with the fewest milliseconds, or nearly; None without trials."""
-        ahead = {it.distance: it.tpot_ms for it in self.trials if it.distance}
-        return min((it for it in ahead if ahead[it] <= (1 + _SAME) * min(ahead.values())), default=None)
+        ahead = {trial.distance: trial.tpot_ms for trial in self.trials if trial.distance}
+        return min(
+            (distance for distance in ahead if ahead[distance] <= (1 + _SAME) * min(ahead.values())), default=None
+        )
 
 
 def calibrate(
@@ -68,7 +70,7 @@ def calibrate(
     on_progress: OnProgress | None = None,
     **load_options: object,
 ) -> Calibrated:
-    """Measures default vectors on documents (see pyorch.traces.data), at any budget, and tries how far ahead reading pays.
+    """Measures default vectors on documents (see pyorch.traces.data), at any budget, and how far ahead reading pays.
 
     Args:
         n_tokens: of the data at most, None for all.

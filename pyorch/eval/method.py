@@ -70,13 +70,19 @@ def slots(model: Model) -> Slots:
     """Since the model's statistics were reset. Without a substitution only the tokens are known."""
     stats = model.stats()
     n_tokens = stats.experts.tokens // len(model.layers) if stats.experts is not None and model.layers else 0
-    it = stats.substitution
+    counts = stats.substitution
     if stats.speculation is not None:
         return Slots(n_tokens, 0, stats.speculation.slots - stats.speculation.right, 0)
-    if it is None:
+    if counts is None:
         return Slots(n_tokens, 0, 0, 0)
-    refused = it.refused_tae + it.refused_margin + it.refused_distribution + it.refused_rho + it.refused_buddies
-    return Slots(n_tokens, it.substituted + refused, it.substituted, it.dropped)
+    refused = (
+        counts.refused_tae
+        + counts.refused_margin
+        + counts.refused_distribution
+        + counts.refused_rho
+        + counts.refused_buddies
+    )
+    return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped)
 
 
 ORIGINAL = Method("original", None)
@@ -98,8 +104,8 @@ def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
     1 with a cache that changes from token to token, and where settings look at all tokens of a micro-batch (eq. 2,
     reuse in eq. 3), of which decoding has one.
     """
-    it = substitution
-    by_batch = it is not None and (it.beta is not None or it.read_ms is not None or it.reuse != 1)
+    by_batch = substitution is not None and (
+        substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1)
     return 1 if cache == DYNAMIC or by_batch else N_BATCH
 
 

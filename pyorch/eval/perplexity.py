@@ -75,7 +75,11 @@ def windows(
         first = 0 if has_bos else 1
         for begin in range(first, len(tokens), n_window):
             targets = tokens[begin : begin + min(n_window, left)]
-            inputs = bos + tokens[begin : begin + len(targets) - 1] if has_bos else tokens[begin - 1 : begin + len(targets) - 1]
+            inputs = (
+                bos + tokens[begin : begin + len(targets) - 1]
+                if has_bos
+                else tokens[begin - 1 : begin + len(targets) - 1]
+            )
             result.append(Window(inputs, targets))
             left -= len(targets)
             if left <= 0:
@@ -107,7 +111,7 @@ def measure(
             f"{reference.map.path} has a vocabulary of {reference.llama.n_vocab()} tokens, {model.map.path} one of "
             f"{model.llama.n_vocab()}: they cannot be compared"
         )
-    total = sum(len(it.targets) for it in texts)
+    total = sum(len(window.targets) for window in texts)
     done = 0
     sums = np.zeros(4)  # log-likelihood, the reference's, divergence, agreement
     pieces = _predictions(model, texts, n_ubatch, n_threads)
@@ -122,7 +126,7 @@ def measure(
         done += len(targets)
         if on_progress is not None:
             on_progress(done, total)
-    means = [float(it) for it in sums / total]
+    means = [float(mean) for mean in sums / total]
     compared = means[1:] if reference is not None else (None, None, None)
     return Perplexity(total, len(texts), means[0], *compared)
 
@@ -132,7 +136,7 @@ def _predictions(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Piece by piece of each window: logits float32[n, n_vocab] and what follows, int[n]."""
     n_batch = max(1, min(N_BATCH, _OUTPUT_BYTES // (4 * model.llama.n_vocab())))
-    n_ctx = max(len(it.inputs) for it in texts)
+    n_ctx = max(len(window.inputs) for window in texts)
     with Context(model.llama.model, n_ctx, n_batch, n_ubatch, n_threads=n_threads, exact=True) as context:
         for window in texts:
             context.clear()

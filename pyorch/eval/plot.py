@@ -69,7 +69,11 @@ def _looks(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 
 def _label(row: Row) -> str:
-    return row.method if row.method in _LOOKS and row.settings in ("", f"mode={row.method}") else f"{row.method} {row.settings}"
+    return (
+        row.method
+        if row.method in _LOOKS and row.settings in ("", f"mode={row.method}")
+        else f"{row.method} {row.settings}"
+    )
 
 
 def _figure_class():

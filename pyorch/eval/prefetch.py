@@ -7,8 +7,7 @@ choosily it reads best, at each budget; what follows counts. So no pair is judge
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -132,7 +131,7 @@ class Material:
             settings = [Prefetch(pair.predictor, distance, precision) for distance in self.conditions.distances
                         for precision in self.conditions.min_precisions if distance <= self.n_layers]
             self._settings[pair, budget] = min(
-                settings, key=lambda it: self.replay(self.first, store, pair, budget, it).tpot_ms)
+                settings, key=lambda prefetch: self.replay(self.first, store, pair, budget, prefetch).tpot_ms)
         return self._settings[pair, budget]
 
     def replay(
@@ -238,19 +237,25 @@ class Evaluation:
     overheads: list = field(default_factory=list)  # of prefetch_measure.Overhead
 
 
-def evaluate(it: Material, on_progress: OnProgress) -> Evaluation:
+def evaluate(material: Material, on_progress: OnProgress) -> Evaluation:
     """Everything that needs no running model."""
-    conditions = it.conditions
-    store = it.store(conditions.capacity, on_progress)
-    notes = [*it.missing.values()]
-    if it.file.default_vectors is None:
-        notes.append(f"quasi-hidden predicts without default vectors: {it.map.path} has none beside it, "
+    conditions = material.conditions
+    store = material.store(conditions.capacity, on_progress)
+    notes = [*material.missing.values()]
+    if material.file.default_vectors is None:
+        notes.append(f"quasi-hidden predicts without default vectors: {material.map.path} has none beside it, "
                      "`pyorch calibrate` measures them")
     return Evaluation(
-        n_past=len(it.past), n_present=len(it.present), conditions=conditions, notes=tuple(notes),
-        recalls=recalls(it, store, on_progress), similarities=similarity(it), budgets=budgets(it, store, on_progress),
-        distances=distances(it, store, on_progress), capacities=capacities(it, on_progress),
-        batches=batches(it, store, on_progress),
+        n_past=len(material.past),
+        n_present=len(material.present),
+        conditions=conditions,
+        notes=tuple(notes),
+        recalls=recalls(material, store, on_progress),
+        similarities=similarity(material),
+        budgets=budgets(material, store, on_progress),
+        distances=distances(material, store, on_progress),
+        capacities=capacities(material, on_progress),
+        batches=batches(material, store, on_progress),
     )
 
 
@@ -266,86 +271,92 @@ def split(trace: Trace) -> tuple[TracePart, TracePart]:
             TracePart(trace.path, trace.header, trace.records[held_out]))
 
 
-def recalls(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Recall]:
+def recalls(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Recall]:
     """One layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
     found = []
-    ranked = [name for name in predictors().present if name not in (*_UNRANKED, *it.missing)]
+    ranked = [name for name in predictors().present if name not in (*_UNRANKED, *material.missing)]
     for done, predictor in enumerate(ranked):
         on_progress("recall", done, len(ranked))
-        found.append(_recall(it, _guessed(it, store, predictor, 1), predictor, 1))
+        found.append(_recall(material, _guessed(material, store, predictor, 1), predictor, 1))
     return found
 
 
-def similarity(it: Material) -> list[Similarity]:
+def similarity(material: Material) -> list[Similarity]:
     """All pairs of a sample of past and of present iterations (FineMoE, figs. 8 and 9)."""
     sides = []
-    for trace in (it.past, it.present):
+    for trace in (material.past, material.present):
         records = trace.records[np.linspace(0, len(trace) - 1, min(SAMPLE, len(trace))).astype(np.int64)]
-        sides += [token_embeddings(it.map, records["token"]), records["router"].astype(np.float32), records["experts"]]
-    return similarities(*sides, distance=min(DISTANCE, it.n_layers - 1))
+        sides += [
+            token_embeddings(material.map, records["token"]),
+            records["router"].astype(np.float32),
+            records["experts"],
+        ]
+    return similarities(*sides, distance=min(DISTANCE, material.n_layers - 1))
 
 
-def budgets(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
+def budgets(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
     """All pairs at all budgets (FineMoE, figs. 12 and 14)."""
-    pairs = it.available(PAIRS)
-    steps = [(budget, pair) for budget in it.conditions.budgets for pair in pairs]
+    pairs = material.available(PAIRS)
+    steps = [(budget, pair) for budget in material.conditions.budgets for pair in pairs]
     played = []
     for done, (budget, pair) in enumerate(steps):
         on_progress("budgets", done, len(steps))
-        played.append(_play(it, store, pair, budget))
+        played.append(_play(material, store, pair, budget))
     return played
 
 
-def distances(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Distance]:
+def distances(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Distance]:
     """FineMoE, fig. 15, at the middle budget."""
-    pairs = it.available((MIXTRAL_OFFLOADING, QUASI_HIDDEN, FINEMOE))
-    steps = [(pair, distance) for pair in pairs for distance in DISTANCES if distance <= it.n_layers]
+    pairs = material.available((MIXTRAL_OFFLOADING, QUASI_HIDDEN, FINEMOE))
+    steps = [(pair, distance) for pair in pairs for distance in DISTANCES if distance <= material.n_layers]
     rows = []
     for done, (pair, distance) in enumerate(steps):
         on_progress("distances", done, len(steps))
-        guessed = _guessed(it, store, pair.predictor, distance)
-        rows.append(Distance(_play(it, store, pair, _middle(it), distance=distance),
-                             _recall(it, guessed, pair.predictor, distance).mean))
+        guessed = _guessed(material, store, pair.predictor, distance)
+        rows.append(Distance(_play(material, store, pair, _middle(material), distance=distance),
+                             _recall(material, guessed, pair.predictor, distance).mean))
     return rows
 
 
-def capacities(it: Material, on_progress: OnProgress) -> list[Capacity]:
+def capacities(material: Material, on_progress: OnProgress) -> list[Capacity]:
     """FineMoE, fig. 16a, at the middle budget; for as many iterations as the past has."""
-    sizes = [n for n in CAPACITIES if n <= len(it.past)] or [len(it.past)]
-    distance = min(DISTANCE, it.n_layers - 1)
-    records = it.present.records[np.linspace(0, len(it.present) - 1, min(SAMPLE, len(it.present))).astype(np.int64)]
-    embeddings, maps = token_embeddings(it.map, records["token"]), records["router"].astype(np.float32)
+    sizes = [n for n in CAPACITIES if n <= len(material.past)] or [len(material.past)]
+    distance = min(DISTANCE, material.n_layers - 1)
+    records = material.present.records[
+        np.linspace(0, len(material.present) - 1, min(SAMPLE, len(material.present))).astype(np.int64)
+    ]
+    embeddings, maps = token_embeddings(material.map, records["token"]), records["router"].astype(np.float32)
     rows = []
     for done, n in enumerate(sizes):
         on_progress("capacities", done, len(sizes))
-        store = it.store(n)
+        store = material.store(n)
         kept = store.export()
-        known = trajectory_cosines(maps, kept.maps)[: it.n_layers - distance]
+        known = trajectory_cosines(maps, kept.maps)[: material.n_layers - distance]
         rows.append(Capacity(
-            replace(_play(it, store, FINEMOE, _middle(it)), capacity=n), store.n_maps,
+            replace(_play(material, store, FINEMOE, _middle(material)), capacity=n), store.n_maps,
             float(cosines(embeddings, kept.embeddings).max(axis=1).mean()), float(known.max(axis=2).mean()),
         ))
     return rows
 
 
-def batches(it: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
+def batches(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
     """FineMoE, fig. 16b, at the middle budget; batches of more requests than are held out are left out."""
-    n_requests = len(np.unique(it.recording.request))
+    n_requests = len(np.unique(material.recording.request))
     sizes = [n for n in BATCHES if n <= n_requests]
-    steps = [(batch, pair) for batch in sizes for pair in it.available(BATCHED)]
+    steps = [(batch, pair) for batch in sizes for pair in material.available(BATCHED)]
     rows = []
     for done, (batch, pair) in enumerate(steps):
         on_progress("batches", done, len(steps))
-        rows.append(_play(it, store, pair, _middle(it), batch=batch))
+        rows.append(_play(material, store, pair, _middle(material), batch=batch))
     return rows
 
 
 def _play(
-    it: Material, store: ExpertMaps, pair: Pair, budget: str, distance: int | None = None, batch: int = 1
+    material: Material, store: ExpertMaps, pair: Pair, budget: str, distance: int | None = None, batch: int = 1
 ) -> Played:
-    prefetch = it.prefetch(store, pair, budget)
+    prefetch = material.prefetch(store, pair, budget)
     prefetch = replace(prefetch, distance=distance or prefetch.distance)
-    done = it.replay(it.recording, store, pair, budget, prefetch, batch, it.n_warm)
+    done = material.replay(material.recording, store, pair, budget, prefetch, batch, material.n_warm)
     mib_per_token = 1 / (1 << 20) / max(1, done.n_tokens)
     return Played(
         pair.predictor, pair.policy, pair.known_as, budget, prefetch.distance, prefetch.min_precision, batch,
@@ -354,23 +365,25 @@ def _play(
     )
 
 
-def _guessed(it: Material, store: ExpertMaps, predictor: str, distance: int) -> Replayed:
+def _guessed(material: Material, store: ExpertMaps, predictor: str, distance: int) -> Replayed:
     """A replay in which all guesses of a predictor are counted, and nothing has to be read."""
     settings = ReplaySettings(prefetch=Prefetch(predictor, distance, 0.0), budget="100%", read_bandwidth=1e15,
-                              compute_ms=it.conditions.compute_ms, as_decode=False)
-    return replay(it.map, it.recording, settings, store, it.file, n_ranks=it.recording.experts.shape[2])
+                              compute_ms=material.conditions.compute_ms, as_decode=False)
+    return replay(
+        material.map, material.recording, settings, store, material.file, n_ranks=material.recording.experts.shape[2]
+    )
 
 
-def _recall(it: Material, replayed: Replayed, predictor: str, distance: int) -> Recall:
+def _recall(material: Material, replayed: Replayed, predictor: str, distance: int) -> Recall:
     by_layer = replayed.recall_at(distance)
     hits, totals = replayed.rank_hits[:, distance - 1], replayed.rank_totals[:, distance - 1]
     by_rank = np.where(totals > 0, hits / np.maximum(totals, 1), np.nan)
-    return Recall(predictor, distance, it.recording.layers, tuple(by_layer.tolist()),
+    return Recall(predictor, distance, material.recording.layers, tuple(by_layer.tolist()),
                   tuple(map(tuple, by_rank.tolist())), _mean(by_layer[distance:]))
 
 
-def _middle(it: Material) -> str:
-    return it.conditions.budgets[len(it.conditions.budgets) // 2]
+def _middle(material: Material) -> str:
+    return material.conditions.budgets[len(material.conditions.budgets) // 2]
 
 
 def _mean(values: np.ndarray) -> float:
@@ -393,9 +406,16 @@ def _shuffled(trace: Trace | TracePart) -> TracePart:
     return TracePart(trace.path, trace.header, records)
 
 
-def _head(it: Recording, n: int) -> Recording:
+def _head(recording: Recording, n: int) -> Recording:
     """Its first tokens."""
     return Recording(
-        it.layers, it.n_expert, it.experts[:n], it.weights[:n], it.request[:n], it.phase[:n],
-        it.probs[:n], lambda: it.states[:n], lambda: it.embeddings[:n],
+        recording.layers,
+        recording.n_expert,
+        recording.experts[:n],
+        recording.weights[:n],
+        recording.request[:n],
+        recording.phase[:n],
+        recording.probs[:n],
+        lambda: recording.states[:n],
+        lambda: recording.embeddings[:n],
     )

@@ -96,7 +96,7 @@ def measure_contexts(
         n_ctx = max(contexts) + n_tokens + _WARM_UP
         text = _text(model, data, n_ctx)
         timed: dict[tuple[int, str], list[_Timed]] = {}
-        steps = [it for i in range(n_rounds) for it in (prefetches if i % 2 == 0 else prefetches[::-1])]
+        steps = [setting for i in range(n_rounds) for setting in (prefetches if i % 2 == 0 else prefetches[::-1])]
         with Context(model.llama.model, n_ctx, 512, 512, n_threads=n_threads) as context:
             for done, setting in enumerate(steps):
                 model.set_prefetch(setting)
@@ -110,7 +110,9 @@ def measure_contexts(
                     tokens = text[n : n + n_tokens + _WARM_UP]
                     timed.setdefault((n, setting), []).append(_decode(model, context, tokens))
         model.set_prefetch(NONE)
-    return [_iteration(n, it, timed[n, it], timed[n, prefetches[0]]) for n in contexts for it in prefetches]
+    return [
+        _iteration(n, setting, timed[n, setting], timed[n, prefetches[0]]) for n in contexts for setting in prefetches
+    ]
 
 
 def measure_overheads(
@@ -136,7 +138,7 @@ def measure_overheads(
                     model.set_prefetch(Prefetch(predictor if with_it else NONE, distance=1))
                     times = [next(feed) for _ in range(_BLOCK)]
                     seconds[with_it].append(float(np.median(times[4:])))
-                without, with_it = (1e3 * float(np.median(it)) for it in seconds)
+                without, with_it = (1e3 * float(np.median(measured)) for measured in seconds)
                 overheads.append(Overhead(predictor, with_it, without))
         model.set_prefetch(NONE)
     return overheads
@@ -164,9 +166,18 @@ def _decode(model: Model, context: Context, tokens: Sequence[int]) -> _Timed:
     for token in tokens[_WARM_UP:]:
         context.decode([token])
     seconds = time.perf_counter() - begin
-    it = model.stats().experts
+    experts = model.stats().experts
     n_tokens = len(tokens) - _WARM_UP
-    return _Timed(seconds, it.stall_ns / 1e9, it.read_ns / 1e9, it.hits, it.misses, it.loads, it.unused_loads, n_tokens)
+    return _Timed(
+        seconds,
+        experts.stall_ns / 1e9,
+        experts.read_ns / 1e9,
+        experts.hits,
+        experts.misses,
+        experts.loads,
+        experts.unused_loads,
+        n_tokens,
+    )
 
 
 def _iteration(n_context: int, prefetch: str, rounds: Sequence[_Timed], on_demand: Sequence[_Timed]) -> Iteration:
@@ -174,7 +185,7 @@ def _iteration(n_context: int, prefetch: str, rounds: Sequence[_Timed], on_deman
     base, base_stall = (_per_token(on_demand, name) for name in ("seconds", "stall"))
     gain = min(base - base_stall, base_stall)
     hits, misses, loads, wasted = (
-        sum(getattr(it, name) for it in rounds) for name in ("hits", "misses", "loads", "wasted"))
+        sum(getattr(timed, name) for timed in rounds) for name in ("hits", "misses", "loads", "wasted"))
     return Iteration(
         n_context, prefetch, tpot, tpot - stall, stall, read, max(0.0, read - stall),
         hits / (hits + misses) if hits + misses else float("nan"), 1 - wasted / loads if loads else float("nan"),
@@ -184,7 +195,7 @@ def _iteration(n_context: int, prefetch: str, rounds: Sequence[_Timed], on_deman
 
 def _per_token(rounds: Sequence[_Timed], name: str) -> float:
     """Milliseconds, the median of the rounds."""
-    return 1e3 * float(np.median([getattr(it, name) / it.n_tokens for it in rounds]))
+    return 1e3 * float(np.median([getattr(timed, name) / timed.n_tokens for timed in rounds]))
 
 
 def _feed(context: Context, text: Sequence[int]) -> Iterator[float]:

@@ -25,7 +25,7 @@ def check() -> None:
     _figure_class()
 
 
-def draw(it: Evaluation, directory: Path) -> list[Path]:
+def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
     """Writes PNG files into a directory; returns their paths.
 
     recall: by layer and by rank. similarity: hit rate against it. budgets: hit rate and TPOT of each pair. sweeps:
@@ -37,12 +37,12 @@ def draw(it: Evaluation, directory: Path) -> list[Path]:
     pictures: dict[str, Callable] = {
         "recall": _recall, "similarity": _similarity, "budgets": _budgets, "sweeps": _sweeps,
     }
-    if it.contexts:
+    if evaluation.contexts:
         pictures["contexts"] = _contexts
     with staging(directory / "pictures") as made:
         for name, picture in pictures.items():
             try:
-                picture(figure_class, it).savefig(made / f"{name}.png", dpi=70)
+                picture(figure_class, evaluation).savefig(made / f"{name}.png", dpi=70)
             except OSError as error:
                 raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
         return publish([made / f"{name}.png" for name in pictures], directory)
@@ -56,10 +56,10 @@ def _figure_class() -> type[Figure]:
     return Figure
 
 
-def _recall(figure_class: type[Figure], it: Evaluation) -> Figure:
+def _recall(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
     figure = figure_class(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for row in it.recalls:
+    for row in evaluation.recalls:
         colour = _COLOURS[row.predictor]
         left.plot(row.layers, row.by_layer, marker=".", color=colour, label=f"{row.predictor} {row.mean:.2f}")
         by_rank = np.array(row.by_rank)
@@ -77,9 +77,9 @@ def _recall(figure_class: type[Figure], it: Evaluation) -> Figure:
     return figure
 
 
-def _similarity(figure_class: type[Figure], it: Evaluation) -> Figure:
-    figure = figure_class(figsize=(3.2 * len(it.similarities), 3), layout="constrained")
-    for axis, row in zip(figure.subplots(1, len(it.similarities), sharey=True), it.similarities):
+def _similarity(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
+    figure = figure_class(figsize=(3.2 * len(evaluation.similarities), 3), layout="constrained")
+    for axis, row in zip(figure.subplots(1, len(evaluation.similarities), sharey=True), evaluation.similarities):
         edges = np.array(row.scores)
         axis.plot((edges[1:] + edges[:-1]) / 2, row.hit_rates, marker=".", color="tab:red")
         density = axis.twinx()
@@ -92,18 +92,18 @@ def _similarity(figure_class: type[Figure], it: Evaluation) -> Figure:
     return figure
 
 
-def _budgets(figure_class: type[Figure], it: Evaluation) -> Figure:
+def _budgets(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
     figure = figure_class(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    pairs = dict.fromkeys(row.pair for row in it.budgets)
-    at = np.arange(len(it.conditions.budgets))
-    on_demand = np.array([row.tpot_ms for row in it.budgets if row.pair == ON_DEMAND])
+    pairs = dict.fromkeys(row.pair for row in evaluation.budgets)
+    at = np.arange(len(evaluation.conditions.budgets))
+    on_demand = np.array([row.tpot_ms for row in evaluation.budgets if row.pair == ON_DEMAND])
     for pair in pairs:
-        rows = [row for row in it.budgets if row.pair == pair]
+        rows = [row for row in evaluation.budgets if row.pair == pair]
         _line(left, pair, at, [row.hit_rate for row in rows])
         _line(right, pair, at, np.array([row.tpot_ms for row in rows]) / on_demand)
     for axis in (left, right):
-        axis.set_xticks(at, it.conditions.budgets)
+        axis.set_xticks(at, evaluation.conditions.budgets)
         axis.set_xlabel("budget")
         axis.grid(alpha=0.3)
     left.set_ylabel("hit rate")
@@ -112,50 +112,54 @@ def _budgets(figure_class: type[Figure], it: Evaluation) -> Figure:
     return figure
 
 
-def _sweeps(figure_class: type[Figure], it: Evaluation) -> Figure:
+def _sweeps(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
     figure = figure_class(figsize=(11, 3.4), layout="constrained")
     distance, capacity, batch = figure.subplots(1, 3)
-    for pair in dict.fromkeys(row.played.pair for row in it.distances):
-        rows = [row for row in it.distances if row.played.pair == pair]
+    for pair in dict.fromkeys(row.played.pair for row in evaluation.distances):
+        rows = [row for row in evaluation.distances if row.played.pair == pair]
         _line(distance, pair, [row.played.distance for row in rows], [row.recall for row in rows])
     distance.set_xlabel("prefetch distance")
     distance.set_ylabel("recall@k")
-    distance.set_xticks(sorted({row.played.distance for row in it.distances}))
-    sizes = [row.n_maps for row in it.capacities]
+    distance.set_xticks(sorted({row.played.distance for row in evaluation.distances}))
+    sizes = [row.n_maps for row in evaluation.capacities]
     for name, colour in (("semantic", "tab:cyan"), ("trajectory", "tab:red")):
-        capacity.plot(sizes, [getattr(row, name) for row in it.capacities], marker=".", color=colour, label=name)
-    capacity.plot(sizes, [row.played.hit_rate for row in it.capacities], marker=".", color="black", label="hit rate")
+        capacity.plot(
+            sizes, [getattr(row, name) for row in evaluation.capacities], marker=".", color=colour, label=name
+        )
+    capacity.plot(
+        sizes, [row.played.hit_rate for row in evaluation.capacities], marker=".", color="black", label="hit rate"
+    )
     capacity.set_xscale("log")
     capacity.set_xlabel("iterations in the map store")
     capacity.set_ylabel("best cosine; hit rate")
     capacity.legend(fontsize=7)
-    for pair in dict.fromkeys(row.pair for row in it.batches):
-        rows = [row for row in it.batches if row.pair == pair]
+    for pair in dict.fromkeys(row.pair for row in evaluation.batches):
+        rows = [row for row in evaluation.batches if row.pair == pair]
         _line(batch, pair, [row.batch for row in rows], [row.tpot_ms for row in rows])
     batch.set_xlabel("requests decoded together")
     batch.set_ylabel("replayed ms from token to token")
-    batch.set_xticks(sorted({row.batch for row in it.batches}))
+    batch.set_xticks(sorted({row.batch for row in evaluation.batches}))
     for axis in (distance, capacity, batch):
         axis.grid(alpha=0.3)
     figure.legend(*batch.get_legend_handles_labels(), loc="outside right center", fontsize=7)
     return figure
 
 
-def _contexts(figure_class: type[Figure], it: Evaluation) -> Figure:
+def _contexts(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
     figure = figure_class(figsize=(7, 3.4), layout="constrained")
     axis = figure.subplots()
-    settings = list(dict.fromkeys(row.prefetch for row in it.contexts))
-    lengths = list(dict.fromkeys(row.n_context for row in it.contexts))
+    settings = list(dict.fromkeys(row.prefetch for row in evaluation.contexts))
+    lengths = list(dict.fromkeys(row.n_context for row in evaluation.contexts))
     width = 0.8 / len(settings)
     for i, setting in enumerate(settings):
-        rows = [row for row in it.contexts if row.prefetch == setting]
+        rows = [row for row in evaluation.contexts if row.prefetch == setting]
         at = np.arange(len(lengths)) + (i - (len(settings) - 1) / 2) * width
         colour = _COLOURS.get(setting, "tab:green")
         compute = np.array([row.compute_ms for row in rows])
         axis.bar(at, compute, width * 0.9, color=colour, alpha=0.45, label=f"{setting}: computing")
         stall = [row.stall_ms for row in rows]
         axis.bar(at, stall, width * 0.9, bottom=compute, color=colour, label=f"{setting}: waiting")
-    bounds = [next(row.bound_ms for row in it.contexts if row.n_context == n) for n in lengths]
+    bounds = [next(row.bound_ms for row in evaluation.contexts if row.n_context == n) for n in lengths]
     axis.plot(np.arange(len(lengths)), bounds, "_", color="tab:red", markersize=30, label="bound")
     axis.set_xticks(np.arange(len(lengths)), map(str, lengths))
     axis.set_xlabel("tokens of context")

@@ -59,77 +59,84 @@ class Goal:
         return self.reached == self.reached
 
 
-def tables(it: Evaluation) -> list[Table]:
-    made = [make(it) for make in (
+def tables(evaluation: Evaluation) -> list[Table]:
+    made = [make(evaluation) for make in (
         _recall, _ranks, _similarity, _bins, _budgets, _distances, _capacities, _batches)]
-    if it.contexts:
-        made += [_flat("contexts", "decoding after a prompt, milliseconds a token", it.contexts)]
-    if it.overheads:
-        made.append(Table("overhead", "decoding with all experts resident, milliseconds a token",
-                          ("predictor", "with it", "without", "overhead"),
-                          tuple((row.predictor, row.tpot_ms, row.without_ms, row.share) for row in it.overheads)))
+    if evaluation.contexts:
+        made += [_flat("contexts", "decoding after a prompt, milliseconds a token", evaluation.contexts)]
+    if evaluation.overheads:
+        made.append(
+            Table(
+                "overhead",
+                "decoding with all experts resident, milliseconds a token",
+                ("predictor", "with it", "without", "overhead"),
+                tuple((row.predictor, row.tpot_ms, row.without_ms, row.share) for row in evaluation.overheads),
+            )
+        )
     made.append(Table("goals", "goals", ("goal", "", "limit", "reached", "met"), tuple(
         (goal.what, "at most" if goal.at_most else "at least", goal.goal, goal.reached,
-         "-" if not goal.measured else "yes" if goal.met else "NO") for goal in goals(it)
+         "-" if not goal.measured else "yes" if goal.met else "NO") for goal in goals(evaluation)
     )))
     return made
 
 
-def for_terminal(it: Evaluation) -> list[Table]:
+def for_terminal(evaluation: Evaluation) -> list[Table]:
     """Those that people read; pictures tell the others."""
-    return [table for table in tables(it) if table.name != "similarity-bins"]
+    return [table for table in tables(evaluation) if table.name != "similarity-bins"]
 
 
-def write_csv(it: Evaluation, directory: Path) -> list[Path]:
+def write_csv(evaluation: Evaluation, directory: Path) -> list[Path]:
     """A file for each table. PyorchError where nothing can be written."""
     paths = []
-    for table in tables(it):
+    for table in tables(evaluation):
         paths.append(directory / f"{table.name}.csv")
         write_text(paths[-1], table.csv())
     return paths
 
 
-def goals(it: Evaluation) -> Iterator[Goal]:
+def goals(evaluation: Evaluation) -> Iterator[Goal]:
     """Of prediction, of hit rates, of time."""
-    recall = {row.predictor: row.mean for row in it.recalls}
+    recall = {row.predictor: row.mean for row in evaluation.recalls}
     nan = float("nan")
     yield Goal("recall of quasi-hidden / next-router's", 1.0, recall["quasi-hidden"] / recall["next-router"])
     yield Goal("recall of the estimator", 0.90, recall.get("estimator", nan))
     parts = max(recall["quasi-hidden"], recall.get("estimator", nan))
     yield Goal("recall of hybrid / the better of its parts", 1.0, recall.get("hybrid", nan) / parts)
-    for budget in it.conditions.budgets:
-        ours = _find(it.budgets, FINEMOE, budget).hit_rate
+    for budget in evaluation.conditions.budgets:
+        ours = _find(evaluation.budgets, FINEMOE, budget).hit_rate
         for other in (MOE_INFINITY, MIXTRAL_OFFLOADING, ON_DEMAND_LFU):
-            theirs = _find(it.budgets, other, budget).hit_rate
+            theirs = _find(evaluation.budgets, other, budget).hit_rate
             yield Goal(f"hit rate of {FINEMOE.name} / {other.name}, {budget}", 1.0, ours / theirs)
-    best = best_pair(it)
-    saved = [1 - _find(it.budgets, best, budget).tpot_ms / _find(it.budgets, ON_DEMAND, budget).tpot_ms
-             for budget in it.conditions.budgets]
+    best = best_pair(evaluation)
+    saved = [1 - _find(evaluation.budgets, best, budget).tpot_ms / _find(evaluation.budgets, ON_DEMAND, budget).tpot_ms
+             for budget in evaluation.conditions.budgets]
     yield Goal(f"TPOT of {best.name} below on demand, best budget", 0.10, max(saved))
     yield Goal(f"TPOT of {best.name} below on demand, worst budget", -0.01, min(saved))
     by_context = {}
-    for row in it.contexts:
+    for row in evaluation.contexts:
         by_context.setdefault(row.n_context, {})[row.prefetch] = row.tpot_ms
     slower = max((rows["auto"] / rows["none"] - 1 for rows in by_context.values()), default=nan)
     yield Goal("measured: TPOT of auto above on demand, worst context", 0.01, slower, at_most=True)
-    for row in it.overheads:
+    for row in evaluation.overheads:
         yield Goal(f"measured: decode time that {row.predictor} costs", 0.03, row.share, at_most=True)
 
 
-def best_pair(it: Evaluation) -> Pair:
+def best_pair(evaluation: Evaluation) -> Pair:
     """What is fastest on average, next to on-demand reading, of what needs no foresight."""
     def ratio(pair: Pair) -> float:
-        return sum(_find(it.budgets, pair, budget).tpot_ms / _find(it.budgets, ON_DEMAND, budget).tpot_ms
-                   for budget in it.conditions.budgets)
+        return sum(
+            _find(evaluation.budgets, pair, budget).tpot_ms / _find(evaluation.budgets, ON_DEMAND, budget).tpot_ms
+            for budget in evaluation.conditions.budgets
+        )
 
-    pairs = dict.fromkeys(row.pair for row in it.budgets if not row.pair.is_bound and row.predictor != "none")
+    pairs = dict.fromkeys(row.pair for row in evaluation.budgets if not row.pair.is_bound and row.predictor != "none")
     return min(pairs, key=ratio)
 
 
-def gain_reached(it: Evaluation, row: Played) -> float:
+def gain_reached(evaluation: Evaluation, row: Played) -> float:
     """Of the time that on-demand reading could at most have hidden behind computing, the share that was (Speculating
     Experts, section 5.2). A better eviction saves reading too, so it may pass 1. nan where nothing can be hidden."""
-    base = _find(it.budgets, ON_DEMAND, row.budget)
+    base = _find(evaluation.budgets, ON_DEMAND, row.budget)
     bound = min(base.tpot_ms - base.stall_ms, base.stall_ms)
     return (base.tpot_ms - row.tpot_ms) / bound if bound > 0 else float("nan")
 
@@ -138,34 +145,41 @@ def _find(rows: Sequence[Played], pair: Pair, budget: str) -> Played:
     return next(row for row in rows if row.pair == pair and row.budget == budget)
 
 
-def _recall(it: Evaluation) -> Table:
-    layers = it.recalls[0].layers
-    title = f"recall@k one layer ahead: mean of the layers after the first, then of each layer; {it.n_present} tokens"
+def _recall(evaluation: Evaluation) -> Table:
+    layers = evaluation.recalls[0].layers
+    title = ("recall@k one layer ahead: mean of the layers after the first, then of each layer; "
+             f"{evaluation.n_present} tokens")
     return Table("recall", title, ("predictor", "mean", *map(str, layers)), tuple(
-        (row.predictor, row.mean, *row.by_layer) for row in it.recalls
+        (row.predictor, row.mean, *row.by_layer) for row in evaluation.recalls
     ))
 
 
-def _ranks(it: Evaluation) -> Table:
-    n = max(len(row.by_rank[0]) for row in it.recalls)
+def _ranks(evaluation: Evaluation) -> Table:
+    n = max(len(row.by_rank[0]) for row in evaluation.recalls)
     rows = []
-    for row in it.recalls:
+    for row in evaluation.recalls:
         by_rank = [[layer[rank] for layer in row.by_rank if layer[rank] == layer[rank]] for rank in range(n)]
         rows.append((row.predictor, *(sum(of) / len(of) if of else float("nan") for of in by_rank)))
     columns = ("predictor", *map(str, range(1, n + 1)))
     return Table("ranks", "how often the predicted expert of each rank was used, mean of layers", columns, tuple(rows))
 
 
-def _similarity(it: Evaluation) -> Table:
+def _similarity(evaluation: Evaluation) -> Table:
     return Table("similarity", "hit rate against similarity of iterations", ("similarity", "pairs", "pearson"),
-                 tuple((row.kind, row.n_pairs, row.pearson) for row in it.similarities))
+                 tuple((row.kind, row.n_pairs, row.pearson) for row in evaluation.similarities))
 
 
-def _bins(it: Evaluation) -> Table:
-    return Table("similarity-bins", "", ("similarity", "from", "to", "pairs", "hit_rate"), tuple(
-        (row.kind, low, high, n, rate)
-        for row in it.similarities for low, high, n, rate in zip(row.scores, row.scores[1:], row.counts, row.hit_rates)
-    ))
+def _bins(evaluation: Evaluation) -> Table:
+    return Table(
+        "similarity-bins",
+        "",
+        ("similarity", "from", "to", "pairs", "hit_rate"),
+        tuple(
+            (row.kind, low, high, n, rate)
+            for row in evaluation.similarities
+            for low, high, n, rate in zip(row.scores, row.scores[1:], row.counts, row.hit_rates)
+        ),
+    )
 
 
 _PLAYED = ("hit rate", "TPOT ms", "stall ms", "MiB/token", "useful", "wasted", "predict ms")
@@ -175,44 +189,44 @@ def _played(row: Played) -> tuple:
     return row.hit_rate, row.tpot_ms, row.stall_ms, row.read_mib, row.useful_mib, row.wasted_mib, row.predict_ms
 
 
-def _budgets(it: Evaluation) -> Table:
-    c = it.conditions
+def _budgets(evaluation: Evaluation) -> Table:
+    c = evaluation.conditions
     title = f"replayed, {c.read_bandwidth / 1e6:.4g} MB/s, {c.compute_ms:.4g} ms of computing a token"
     columns = ("budget", "predictor", "policy", "known as", "ahead", "precision", *_PLAYED, "TPOT saved",
                "of the bound")
     return Table("budgets", title, columns, tuple(
         (row.budget, row.predictor, row.policy, row.known_as, row.distance, row.min_precision, *_played(row),
-         1 - row.tpot_ms / _find(it.budgets, ON_DEMAND, row.budget).tpot_ms, gain_reached(it, row))
-        for row in it.budgets
+         1 - row.tpot_ms / _find(evaluation.budgets, ON_DEMAND, row.budget).tpot_ms, gain_reached(evaluation, row))
+        for row in evaluation.budgets
     ))
 
 
-def _distances(it: Evaluation) -> Table:
+def _distances(evaluation: Evaluation) -> Table:
     columns = ("predictor", "policy", "budget", "distance", "recall", *_PLAYED)
     return Table("distances", f"prefetch distance, 1 to {DISTANCES[-1]} layers", columns, tuple(
         (row.played.predictor, row.played.policy, row.played.budget, row.played.distance, row.recall,
          *_played(row.played))
-        for row in it.distances
+        for row in evaluation.distances
     ))
 
 
-def _capacities(it: Evaluation) -> Table:
+def _capacities(evaluation: Evaluation) -> Table:
     return Table("capacities", "capacity of the map store, and the best likeness found in it",
                  ("capacity", "maps", "semantic", "trajectory", "budget", *_PLAYED), tuple(
         (row.played.capacity, row.n_maps, row.semantic, row.trajectory, row.played.budget, *_played(row.played))
-        for row in it.capacities
+        for row in evaluation.capacities
     ))
 
 
-def _batches(it: Evaluation) -> Table:
+def _batches(evaluation: Evaluation) -> Table:
     return Table("batches", "requests decoded together", ("batch", "budget", "predictor", "policy", *_PLAYED), tuple(
-        (row.batch, row.budget, row.predictor, row.policy, *_played(row)) for row in it.batches
+        (row.batch, row.budget, row.predictor, row.policy, *_played(row)) for row in evaluation.batches
     ))
 
 
 def _flat(name: str, title: str, rows: Sequence) -> Table:
     """Of dataclasses of numbers and strings."""
-    columns = tuple(it.name for it in dataclasses.fields(rows[0]))
+    columns = tuple(field.name for field in dataclasses.fields(rows[0]))
     return Table(name, title, columns, tuple(tuple(getattr(row, column) for column in columns) for row in rows))
 
 

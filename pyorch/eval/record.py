@@ -25,7 +25,7 @@ class Judgement:
 
     def average(self, metric: str) -> float:
         """Mean over the files, as in the paper."""
-        return sum(getattr(it, metric) for it in self.accuracies) / len(self.accuracies)
+        return sum(getattr(accuracy, metric) for accuracy in self.accuracies) / len(self.accuracies)
 
 
 class Record:
@@ -58,10 +58,10 @@ class Record:
             value = json.loads(self._path.read_text(encoding="utf-8"))
             version, conditions = value["version"], dict(value["conditions"])
             judgements = {
-                key: Judgement(tuple(Accuracy(**one) for one in it["accuracies"]), Slots(**it["slots"]))
-                for key, it in value["judgements"].items()
+                key: Judgement(tuple(Accuracy(**one) for one in judged["accuracies"]), Slots(**judged["slots"]))
+                for key, judged in value["judgements"].items()
             }
-            speeds = {key: [Speed(**it) for it in rounds] for key, rounds in value["speeds"].items()}
+            speeds = {key: [Speed(**speed) for speed in rounds] for key, rounds in value["speeds"].items()}
         except OSError as error:
             raise FormatError(f"{self._path} cannot be read: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -70,7 +70,9 @@ class Record:
             raise FormatError(f"{self._path} has version {version}, this pyorch writes {VERSION}: name another file")
         for name, value in self._conditions.items():
             if conditions.get(name) != value:
-                raise PyorchError(f"{self._path} was made with another {name}: name another file with --resume, or remove it")
+                raise PyorchError(
+                    f"{self._path} was made with another {name}: name another file with --resume, or remove it"
+                )
         self.judgements, self.speeds = judgements, speeds
 
     def _write(self) -> None:
@@ -79,7 +81,7 @@ class Record:
         value = {
             "version": VERSION,
             "conditions": self._conditions,
-            "judgements": {key: asdict(it) for key, it in self.judgements.items()},
-            "speeds": {key: [asdict(it) for it in rounds] for key, rounds in self.speeds.items()},
+            "judgements": {key: asdict(judgement) for key, judgement in self.judgements.items()},
+            "speeds": {key: [asdict(speed) for speed in rounds] for key, rounds in self.speeds.items()},
         }
         write_text(self._path, json.dumps(value, indent=1) + "\n")

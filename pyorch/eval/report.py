@@ -29,7 +29,7 @@ WORDS = ("cache", "method", "settings")  # titles of the columns that hold no nu
 
 
 def table(rows: Sequence[Row], data: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
-    """Titles of columns and their rows, with an empty row between cache rates. Columns that say nothing are left out."""
+    """Titles of columns and their rows, an empty row between cache rates. Columns that say nothing are left out."""
     columns = _columns(rows, names(data), metric)
     lines: list[list[str]] = []
     for i, row in enumerate(rows):
@@ -44,24 +44,33 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
     columns = []
     if swept:
         columns += [
-            ("cache", lambda it: f"{it.rate:g}"),
-            ("method", lambda it: it.method),
-            ("settings", lambda it: it.settings),
+            ("cache", lambda row: f"{row.rate:g}"),
+            ("method", lambda row: row.method),
+            ("settings", lambda row: row.settings),
         ]
-    columns += [(name, lambda it, i=i: f"{getattr(it.judgement.accuracies[i], metric):.3f}") for i, name in enumerate(files)]
+    columns += [
+        (name, lambda row, i=i: f"{getattr(row.judgement.accuracies[i], metric):.3f}") for i, name in enumerate(files)
+    ]
     if len(files) > 1:
-        columns.append(("average", lambda it: f"{it.judgement.average(metric):.3f}"))
+        columns.append(("average", lambda row: f"{row.judgement.average(metric):.3f}"))
     if swept:
-        columns.append(("kept", lambda it: f"{it.kept[metric]:.1%}"))
-    if any(it.speed is not None for it in rows):
+        columns.append(("kept", lambda row: f"{row.kept[metric]:.1%}"))
+    if any(row.speed is not None for row in rows):
         columns += [
-            ("tok/s", lambda it: _number(it.speed, lambda speed: f"{speed.rate:.2f}")),
-            ("speedup", lambda it: "-" if it.speedup is None else f"{it.speedup - 1:+.1%}"),
-            ("MiB/token", lambda it: _number(it.speed, lambda speed: f"{speed.bytes_per_token / MiB:.2f}")),
-            (_CHANGED, lambda it: _number(it.speed, lambda speed: f"{(speed.substituted + speed.dropped) / speed.n_tokens:.2f}")),
+            ("tok/s", lambda row: _number(row.speed, lambda speed: f"{speed.rate:.2f}")),
+            ("speedup", lambda row: "-" if row.speedup is None else f"{row.speedup - 1:+.1%}"),
+            ("MiB/token", lambda row: _number(row.speed, lambda speed: f"{speed.bytes_per_token / MiB:.2f}")),
+            (
+                _CHANGED,
+                lambda row: _number(
+                    row.speed, lambda speed: f"{(speed.substituted + speed.dropped) / speed.n_tokens:.2f}"
+                ),
+            ),
         ]
     elif swept:
-        columns.append((_CHANGED, lambda it: f"{sum(map(it.judgement.slots.per_token, ('substituted', 'dropped'))):.2f}"))
+        columns.append(
+            (_CHANGED, lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped'))):.2f}")
+        )
     return columns
 
 
@@ -76,26 +85,26 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
     """
     result = []
     for row in rows:
-        it: dict[str, object] = {"cache_rate": row.rate, "method": row.method, "settings": row.settings}
+        flat: dict[str, object] = {"cache_rate": row.rate, "method": row.method, "settings": row.settings}
         for name, accuracy in zip(names(data), row.judgement.accuracies):
-            it[f"{name} questions"] = accuracy.n
+            flat[f"{name} questions"] = accuracy.n
             for metric in METRICS:
-                it[f"{name} {metric}"] = getattr(accuracy, metric)
-                it[f"{name} {metric} stderr"] = accuracy.stderr(metric)
+                flat[f"{name} {metric}"] = getattr(accuracy, metric)
+                flat[f"{name} {metric} stderr"] = accuracy.stderr(metric)
         for metric in METRICS:
-            it[f"average {metric}"] = row.judgement.average(metric)
-            it[f"kept {metric}"] = row.kept[metric]
+            flat[f"average {metric}"] = row.judgement.average(metric)
+            flat[f"kept {metric}"] = row.kept[metric]
         for what in ("absent", "substituted", "dropped"):
-            it[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
+            flat[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
         speed = row.speed
-        it["tokens_per_second"] = speed.rate if speed is not None else None
-        it["speedup"] = row.speedup
-        it["bytes_read_per_token"] = speed.bytes_per_token if speed is not None else None
-        it["stall_seconds_per_token"] = speed.stall_seconds / speed.n_tokens if speed is not None else None
-        it["hit_rate"] = speed.hits / (speed.hits + speed.misses) if speed is not None and speed.hits else None
+        flat["tokens_per_second"] = speed.rate if speed is not None else None
+        flat["speedup"] = row.speedup
+        flat["bytes_read_per_token"] = speed.bytes_per_token if speed is not None else None
+        flat["stall_seconds_per_token"] = speed.stall_seconds / speed.n_tokens if speed is not None else None
+        flat["hit_rate"] = speed.hits / (speed.hits + speed.misses) if speed is not None and speed.hits else None
         for what in ("substituted", "dropped"):
-            it[f"decoded_{what}_per_token"] = getattr(speed, what) / speed.n_tokens if speed is not None else None
-        result.append(it)
+            flat[f"decoded_{what}_per_token"] = getattr(speed, what) / speed.n_tokens if speed is not None else None
+        result.append(flat)
     return result
 
 

@@ -54,7 +54,9 @@ class Goal:
         """How much of what may be lost is lost; above 1 the goal is missed. Orders settings that replace alike."""
         losses = [0.0]
         if self.min_accuracy is not None:
-            losses.append((original.accuracy - outcome.accuracy) / max((1 - self.min_accuracy) * original.accuracy, 1e-9))
+            losses.append(
+                (original.accuracy - outcome.accuracy) / max((1 - self.min_accuracy) * original.accuracy, 1e-9)
+            )
         if self.max_kl is not None:
             losses.append(outcome.kl_divergence / max(self.max_kl, 1e-9))
         return max(losses)
@@ -96,7 +98,7 @@ class Search:
     def run(self, start: Substitution = Substitution(alpha=1.0)) -> list[Trial]:
         """Returns all trials, those that reach the goal first, of these the one that reads least first."""
         self._search(start)
-        return sorted(self._trials.values(), key=lambda it: (not it.reached, _reads(it), it.loss))
+        return sorted(self._trials.values(), key=lambda trial: (not trial.reached, _reads(trial), trial.loss))
 
     def _search(self, start: Substitution) -> None:
         start = self._least_loss(replace(start, weight=weight) for weight in self._weights)
@@ -119,13 +121,13 @@ class Search:
             tried = [dial for dial in left if closed[dial] in self._trials]
             if not tried:
                 return None
-            dial = min(tried, key=lambda it: self._trials[closed[it]].loss)
+            dial = min(tried, key=lambda dial: self._trials[closed[dial]].loss)
             setting = closed[dial]
             left.remove(dial)
         return None
 
     def _exchange(self, best: Trial) -> Trial | None:
-        """A setting that reaches the goal and reads less: a dial more open than the best, and perhaps another closed."""
+        """A setting that reaches the goal and reads less: a dial more open than the best, perhaps another closed."""
         closed = [None, *(dial for dial in DIALS if self._position(best.substitution, dial) > 0)]
         for dial in closed:
             narrower = best.substitution
@@ -139,7 +141,7 @@ class Search:
 
     def _least_loss(self, settings: Iterator[Substitution]) -> Substitution:
         """Of settings that differ in how they replace, not in how much."""
-        return min((self._try(it) for it in settings), key=lambda it: it.loss).substitution
+        return min((self._try(setting) for setting in settings), key=lambda trial: trial.loss).substitution
 
     def _open(self, setting: Substitution, dial: str) -> Trial | None:
         """The most open position of the dial that reaches the goal, below the setting's own, which does not."""
@@ -150,7 +152,7 @@ class Search:
         return self._bisect(setting, dial, self._position(setting, dial), len(self._positions[dial]))
 
     def _bisect(self, setting: Substitution, dial: str, reached: int, missed: int) -> Trial | None:
-        """Between a position of which it is known, or taken for granted, that it reaches the goal and one that misses it."""
+        """Between a position that reaches the goal, as is known or taken for granted, and one that misses it."""
         best = None
         while missed - reached > 1 and len(self._trials) < self._max_trials:
             middle = (reached + missed) // 2
@@ -185,7 +187,7 @@ def positions(n_expert_used: int) -> dict[str, list]:
     """Of each dial, from closed to open. None, the last, is no limit."""
     return {
         "rho": [*range(1, n_expert_used), None],
-        "tau": [*(Percentile(float(it)) for it in _TAU_PERCENTS), None],
+        "tau": [*(Percentile(float(percent)) for percent in _TAU_PERCENTS), None],
         # 1: all buddies that there are. None would be the lists' own alpha.
         "alpha": [*_ALPHAS, 1.0],
         # Between the shares that one token can have: position i lets i + 1 absent experts pass.

@@ -62,13 +62,13 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def trajectory_cosines(maps: np.ndarray, past_maps: np.ndarray) -> np.ndarray:
     """float32[L, n, n_past]: of the first layers up to each, of float32[n, L, n_expert]."""
     dots = np.cumsum([maps[:, layer] @ past_maps[:, layer].T for layer in range(maps.shape[1])], axis=0)
-    norms, past_norms = (np.sqrt(np.cumsum((it**2).sum(axis=-1), axis=1)).T for it in (maps, past_maps))
+    norms, past_norms = (np.sqrt(np.cumsum((rows**2).sum(axis=-1), axis=1)).T for rows in (maps, past_maps))
     return dots / np.maximum(norms[:, :, None] * past_norms[:, None, :], np.float32(1e-20))
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
     """The correlation coefficient; nan where x or y does not vary."""
-    x, y = (np.asarray(it, np.float64).ravel() for it in (x, y))
+    x, y = (np.asarray(values, np.float64).ravel() for values in (x, y))
     x, y = x - x.mean(), y - y.mean()
     scale = np.sqrt((x @ x) * (y @ y))
     return float(x @ y / scale) if scale > 0 else float("nan")

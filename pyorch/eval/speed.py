@@ -84,7 +84,7 @@ def measure_speed(
 
 def total(rounds: Sequence[Speed]) -> Speed:
     """Several measurements as one."""
-    return Speed(**{name: sum(getattr(it, name) for it in rounds) for name in Speed.__dataclass_fields__})
+    return Speed(**{name: sum(getattr(speed, name) for speed in rounds) for name in Speed.__dataclass_fields__})
 
 
 def _feed(context: Context, sequences: Iterator[Sequence[int]]) -> Iterator[None]:
@@ -98,6 +98,6 @@ def _feed(context: Context, sequences: Iterator[Sequence[int]]) -> Iterator[None
 
 def _sequences(model: Model, data: Sequence[str], n_ctx: int) -> Iterator[Sequence[int]]:
     """Tokens of the texts of all files by turns, again from the start when they end. Cut to n_ctx."""
-    files = [[tokenize(model.llama, it.text)[:n_ctx] for it in read_documents([path])] for path in data]
+    files = [[tokenize(model.llama, document.text)[:n_ctx] for document in read_documents([path])] for path in data]
     by_turns = [tokens for turn in itertools.zip_longest(*files) for tokens in turn if tokens]
     return itertools.cycle(by_turns)

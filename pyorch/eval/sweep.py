@@ -80,8 +80,10 @@ def run(plan: Plan, record: Record, on_progress: OnProgress) -> list[Row]:
 
 def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     """Accuracies of all rows. The original's is that of every rate: it is lossless."""
-    wanted = [(None, ORIGINAL)] + [(rate, it) for rate in plan.rates for it in plan.methods if it != ORIGINAL]
-    wanted = [it for it in wanted if _row_key(*it) not in record.judgements]
+    wanted = [(None, ORIGINAL)] + [
+        (rate, method) for rate in plan.rates for method in plan.methods if method != ORIGINAL
+    ]
+    wanted = [row for row in wanted if _row_key(*row) not in record.judgements]
     if not wanted:
         return
     progress = _Questions(on_progress, len(wanted))
@@ -89,7 +91,9 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
         buddies = _buddies(plan)
         for rate, method in wanted:
             budget = plan.budget if rate is None else share(rate)
-            with dynamic_model(plan.model, method, budget, buddies, n_threads=plan.n_threads, **plan.load_options) as model:
+            with dynamic_model(
+                plan.model, method, budget, buddies, n_threads=plan.n_threads, **plan.load_options
+            ) as model:
                 width = n_ubatch(method.substitution, plan.cache)
                 record.judged(_row_key(rate, method), _judge(model, _tasks(model, plan), width, plan, progress))
         return
@@ -105,7 +109,7 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
     buddies = _buddies(plan)
-    methods = (ORIGINAL, *(it for it in plan.methods if it != ORIGINAL))
+    methods = (ORIGINAL, *(method for method in plan.methods if method != ORIGINAL))
     order = [
         (rate, method)
         for i in range(plan.n_rounds)
@@ -133,7 +137,9 @@ def rows(plan: Plan, record: Record) -> list[Row]:
         for method in plan.methods if plan.rates else (ORIGINAL,):
             judgement = original if method == ORIGINAL else record.judgements[_row_key(rate, method)]
             kept = {
-                metric: judgement.average(metric) / original.average(metric) if original.average(metric) else float("nan")
+                metric: judgement.average(metric) / original.average(metric)
+                if original.average(metric)
+                else float("nan")
                 for metric in METRICS
             }
             speed = _speed(plan, record, rate, method)
@@ -161,8 +167,8 @@ def _tasks(model: Model, plan: Plan) -> list[Task]:
 def _buddies(plan: Plan) -> Buddies | None:
     if not plan.rates:
         return None
-    replacing = any(it.substitution is not None for it in plan.methods)
-    needs_lists = any(it.substitution is not None and it.substitution.needs_buddies for it in plan.methods)
+    replacing = any(method.substitution is not None for method in plan.methods)
+    needs_lists = any(method.substitution is not None and method.substitution.needs_buddies for method in plan.methods)
     return read_buddies(plan.model, plan.buddies_file, needs_lists or (replacing and plan.cache == STATIC))
 
 
@@ -188,7 +194,11 @@ class _Questions:
 
 
 def _row_key(rate: float | None, method: Method) -> str:
-    return f"{method.name} {method.settings}".strip() if rate is None else f"{rate:g} {method.name} {method.settings}".strip()
+    return (
+        f"{method.name} {method.settings}".strip()
+        if rate is None
+        else f"{rate:g} {method.name} {method.settings}".strip()
+    )
 
 
 def _speed_key(plan: Plan, rate: float, method: Method) -> str:

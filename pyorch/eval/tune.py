@@ -75,7 +75,9 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         budget = request.budget
         n_bytes = budget.resolve(info) if budget.amount is not None else info.slots_bytes
     if n_bytes >= info.slots_bytes:
-        raise PyorchError(f'budget "{request.budget}" keeps all experts, or depends on the moment: there is nothing to tune')
+        raise PyorchError(
+            f'budget "{request.budget}" keeps all experts, or depends on the moment: there is nothing to tune'
+        )
     rate = n_bytes / info.slots_bytes
     buddies = read_buddies(request.model, request.buddies_file, needed=True)
     scaled = any(layer.has_scales for layer in buddies.layers.values())
@@ -86,11 +88,17 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
             [weight for weight in choices.substitution("weight") if weight != "fitted" or scaled],
         )
         trials = search.run()
-    reached = [it for it in trials if it.reached]
-    speeds = _speeds(request, reached[: request.n_candidates], buddies, on_progress) if reached and request.speed_tokens else {}
+    reached = [trial for trial in trials if trial.reached]
+    speeds = (
+        _speeds(request, reached[: request.n_candidates], buddies, on_progress)
+        if reached and request.speed_tokens
+        else {}
+    )
     best = None
     if reached:
-        best = max(reached[: len(speeds) - 1], key=lambda it: speeds[it.substitution].rate) if speeds else reached[0]
+        best = (
+            max(reached[: len(speeds) - 1], key=lambda trial: speeds[trial.substitution].rate) if speeds else reached[0]
+        )
     tuned = _tuned(request, rate, n_questions, search.original, best, speeds) if best is not None else None
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
@@ -105,7 +113,9 @@ def _judge(
         model = stack.enter_context(static_model(request.model, **options))
         tasks, texts, reference = [], [], None
         if request.goal.min_accuracy is not None:
-            tasks = [arc.read_task(model, it, request.n_shots, request.shots_data, request.limit) for it in request.data]
+            tasks = [
+                arc.read_task(model, path, request.n_shots, request.shots_data, request.limit) for path in request.data
+            ]
         if request.goal.max_kl is not None:
             reference = stack.enter_context(load(request.model, budget=MAPPED, **{**options, "n_ctx": 64}))
             texts = perplexity.windows(model, list(read_documents(request.data)), n_tokens=_KL_TOKENS)
@@ -121,7 +131,9 @@ def _judge(
                 if texts:
                     kl = perplexity.measure(model, texts, reference, width, request.n_threads).kl_divergence
                 done = slots(model)
-            accuracy = sum(getattr(it, request.metric) for it in accuracies) / len(accuracies) if tasks else None
+            accuracy = (
+                sum(getattr(average, request.metric) for average in accuracies) / len(accuracies) if tasks else None
+            )
             return Outcome(accuracy, kl, done)
 
         yield judge, sum(len(task.questions) for task in tasks)
@@ -131,9 +143,9 @@ def _speeds(
     request: Request, trials: Sequence[Trial], buddies: Buddies, on_progress: OnProgress
 ) -> dict[Substitution | None, Speed]:
     """In rounds there and back: what drifts in one direction favours none."""
-    methods: list[Method] = [ORIGINAL, *(lossy_method(it.substitution) for it in trials)]
-    order = [it for i in range(request.n_rounds) for it in (methods if i % 2 == 0 else reversed(methods))]
-    rounds: dict[Substitution | None, list[Speed]] = {it.substitution: [] for it in methods}
+    methods: list[Method] = [ORIGINAL, *(lossy_method(trial.substitution) for trial in trials)]
+    order = [method for i in range(request.n_rounds) for method in (methods if i % 2 == 0 else reversed(methods))]
+    rounds: dict[Substitution | None, list[Speed]] = {method.substitution: [] for method in methods}
     for done, method in enumerate(order):
         on_progress("speed", done, len(order))
         rounds[method.substitution].append(measure_speed(

@@ -36,15 +36,19 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
     n_layers = len(engine.n_expert)
     check_prefetch(prefetch, n_layers)
     if prefetch.predictor == AUTO and il is not None:
-        raise PyorchError('prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one')
+        raise PyorchError(
+            'prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one'
+        )
     predictor = _best_predictor(sidecars) if prefetch.predictor == AUTO else prefetch.predictor
     distance = prefetch.distance
     choice = predictors()[predictor]
     if (Needs.ESTIMATOR | Needs.DEFAULT_VECTORS) & (choice.needs | choice.uses):
         file = sidecars.predictor
         if Needs.ESTIMATOR & choice.needs and file.estimator is None:
-            raise PyorchError(f"the predictor {predictor} needs an estimator, and {sidecars.map.path} has none beside it: "
-                              "make one with pyorch train-predictor")
+            raise PyorchError(
+                f"the predictor {predictor} needs an estimator, and {sidecars.map.path} has none beside it: "
+                "make one with pyorch train-predictor"
+            )
         file.apply(engine)
         distance = distance or file.distance
     distance = min(distance or DISTANCE, n_layers)
@@ -76,8 +80,10 @@ def check_substitution(settings: Substitution, il: int, buddies: Buddies | None,
         raise PyorchError("substitution setting kappa weighs the hops to where experts are, and nobody said how many "
                           "there are: leave kappa out")
     if settings.weight == "fitted" and settings.mode == "buddies" and not buddies.layers[il].has_scales:
-        raise PyorchError(f"substitution setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
-                          "have none: make them with `pyorch buddies --compare`")
+        raise PyorchError(
+            f"substitution setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
+            "have none: make them with `pyorch buddies --compare`"
+        )
 
 
 def apply_substitution(

@@ -92,7 +92,9 @@ class manage:
     def __init__(self, budget: Budget | int | str = AUTO, **options: object) -> None:
         self.settings = Settings(budget=budget, **options)
         if self.settings.n_ctx:
-            raise PyorchError("n_ctx is an argument of llama_cpp.Llama, which makes its own buffers by it: give it there")
+            raise PyorchError(
+                "n_ctx is an argument of llama_cpp.Llama, which makes its own buffers by it: give it there"
+            )
         _process_settings.append(self.settings)
 
     def close(self) -> None:
@@ -109,7 +111,7 @@ class manage:
 
 @contextlib.contextmanager
 def managing(settings: Settings, model_map: ModelMap | None = None) -> Iterator[None]:
-    """As manage, for what the calling thread loads inside. model_map: of the model at its path, if it is open already."""
+    """As manage, for what the calling thread loads inside. model_map: of the model at its path, if it is open."""
     before = getattr(_thread, "managing", None)
     _thread.managing = settings, model_map
     try:

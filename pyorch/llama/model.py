@@ -325,7 +325,9 @@ class Model:
         Raises PyorchError where no predictor collects any, or the file cannot be written.
         """
         if self.engine is None or self.engine.history is None:
-            raise PyorchError("no expert maps were collected: load the model with the prefetch expert-map or activation-matrix")
+            raise PyorchError(
+                "no expert maps were collected: load the model with the prefetch expert-map or activation-matrix"
+            )
         self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
 
     def stats(self) -> ModelStats:

@@ -56,7 +56,7 @@ def measure_bandwidth(ranges: Sequence[ByteRange], seconds: float) -> Bandwidth:
 
 def _read_for(ranges: Sequence[ByteRange], n_threads: int, size: int, seconds: float) -> tuple[float, bool]:
     """Bytes per second of all threads together, and whether the reads were direct."""
-    paths = sorted({it.path for it in ranges})
+    paths = sorted({where.path for where in ranges})
     opened = {path: _open(path) for path in paths}
     direct = all(is_direct for _, is_direct in opened.values())
     files = {path: (fd, os.fstat(fd).st_size) for path, (fd, _) in opened.items()}
@@ -65,10 +65,10 @@ def _read_for(ranges: Sequence[ByteRange], n_threads: int, size: int, seconds: f
     def reader(first: int) -> tuple[int, float]:
         buffer, n, i = mmap.mmap(-1, size), 0, first
         while True:
-            it = ranges[i % len(ranges)]
-            fd, file_bytes = files[it.path]
+            where = ranges[i % len(ranges)]
+            fd, file_bytes = files[where.path]
             end = max(0, file_bytes - size)
-            n += os.preadv(fd, [buffer], min(it.offset, end) // _ALIGNMENT * _ALIGNMENT)
+            n += os.preadv(fd, [buffer], min(where.offset, end) // _ALIGNMENT * _ALIGNMENT)
             i += n_threads
             if time.perf_counter() >= deadline:
                 return n, time.perf_counter()

@@ -90,6 +90,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         check(lib.pyorch_set_budget(self.handle, n_bytes))
 
     def set_policy(self, policy: str) -> None:
+        """Which expert goes first from now on: one of policies()."""
         check(lib.pyorch_set_policy(self.handle, policies().choose(policy, self.simulated).value))
 
     def set_observer(self, observer: Callable[[Any], None] | None, copy: bool = True) -> None:

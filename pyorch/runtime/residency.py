@@ -19,6 +19,7 @@ class ResidencyCalls(EngineHandle):
         check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
 
     def residency(self, il: int) -> Residency:
+        """Which experts of a layer are resident, being read, pinned and in use, now."""
         flags = np.empty(self.n_expert[il], np.uint8)
         check(lib.pyorch_get_residency(self.handle, il, array("uint8_t[]", flags), flags.size))
         states = (lib.PYORCH_RESIDENT, lib.PYORCH_LOADING, lib.PYORCH_PINNED, lib.PYORCH_IN_USE)
@@ -33,6 +34,7 @@ class ResidencyCalls(EngineHandle):
         self._order(lib.pyorch_pin, il, experts)
 
     def unpin(self, il: int, experts: Iterable[int]) -> None:
+        """Lets eviction take these experts again."""
         self._order(lib.pyorch_unpin, il, experts)
 
     def evict(self, il: int, experts: Iterable[int]) -> None:

@@ -173,7 +173,9 @@ def _free_address(server: Flags) -> Address:
 class _Watch(threading.Thread):
     """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
 
-    def __init__(self, path: str, address: Address, engine: Engine | None, stats_every: float | None, as_json: bool) -> None:
+    def __init__(
+        self, path: str, address: Address, engine: Engine | None, stats_every: float | None, as_json: bool
+    ) -> None:
         super().__init__(daemon=True)
         self.ready = False
         self._path = path
@@ -216,7 +218,11 @@ class _Watch(threading.Thread):
         return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
 
     def _print_stats(self) -> None:
-        stats, lossy, speculated = self._engine.stats(), self._engine.substitution_stats(), self._engine.speculation_stats()
+        stats, lossy, speculated = (
+            self._engine.stats(),
+            self._engine.substitution_stats(),
+            self._engine.speculation_stats(),
+        )
         if self._as_json:
             line = {
                 "seconds": round(time.monotonic() - self._began, 3),
@@ -228,7 +234,8 @@ class _Watch(threading.Thread):
             return
         hit_rate = f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "none yet"
         self._say(
-            f"experts: hit rate {hit_rate}, {format_bytes(stats.bytes_read)} read, waited {stats.stall_ns / 1e9:.2f} s; "
+            f"experts: hit rate {hit_rate}, {format_bytes(stats.bytes_read)} read, waited "
+            f"{stats.stall_ns / 1e9:.2f} s; "
             f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
         )
         if speculated.tokens:

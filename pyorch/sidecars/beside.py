@@ -32,4 +32,6 @@ class Sidecars:
     def new_maps(self, distance: int) -> ExpertMaps:
         """The expert maps, an empty store where there are none. Read anew: an engine adds to its own."""
         path = self._paths.get("maps")
-        return ExpertMaps.read(path, self.map) if path is not None else ExpertMaps.for_model(self.map, distance=distance)
+        return (
+            ExpertMaps.read(path, self.map) if path is not None else ExpertMaps.for_model(self.map, distance=distance)
+        )

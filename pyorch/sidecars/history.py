@@ -156,20 +156,20 @@ class ExpertMaps:
         sizes = [metadata.get(name) for name in ("capacity", "distance", "n_requests")]
         if not all(isinstance(size, int) and 1 <= size < 1 << 31 for size in sizes):
             raise FormatError(f"{path} does not say what its maps were made for: make it again")
-        it = cls.for_model(model_map, *sizes)
-        shape = it.n_layers, it.n_expert
-        maps = _checked(path, arrays, "maps", shape, it.capacity)
-        embeddings = _checked(path, arrays, "embeddings", (it.n_embd,), it.capacity)
+        store = cls.for_model(model_map, *sizes)
+        shape = store.n_layers, store.n_expert
+        maps = _checked(path, arrays, "maps", shape, store.capacity)
+        embeddings = _checked(path, arrays, "embeddings", (store.n_embd,), store.capacity)
         if len(embeddings) != len(maps):
             raise FormatError(f"{path} has {len(maps)} maps and {len(embeddings)} embeddings: make it again")
         try:
             for embedding, map in zip(embeddings, maps):
-                it.add(map, embedding)
-            for counts in _checked(path, arrays, "requests", shape, it.request_capacity):
-                it.add_request(counts)
+                store.add(map, embedding)
+            for counts in _checked(path, arrays, "requests", shape, store.request_capacity):
+                store.add_request(counts)
         except PyorchError as error:
             raise FormatError(f"{path}: {error}") from None
-        return it
+        return store
 
     def _sizes(self) -> tuple[int, int]:
         n_maps, n_requests = ffi.new("int32_t *"), ffi.new("int32_t *")

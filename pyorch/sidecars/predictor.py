@@ -120,7 +120,9 @@ class PredictorFile:
         hybrid = metadata.get("hybrid")
         if hybrid is not None:
             if not isinstance(hybrid, list):
-                raise FormatError(f"{os.fspath(path)}: it does not choose a predictor for each layer, but says {hybrid!r}")
+                raise FormatError(
+                    f"{os.fspath(path)}: it does not choose a predictor for each layer, but says {hybrid!r}"
+                )
             if len(hybrid) != len(model_map.layers):
                 raise FormatError(f"{os.fspath(path)}: it chooses predictors for {len(hybrid)} layers, the model has "
                                   f"{len(model_map.layers)} with experts")

@@ -53,9 +53,9 @@ def _grid(figure_class: type[Figure], n: int, size: tuple[float, float], **optio
     return figure, axes
 
 
-def _activations(figure_class: type[Figure], it: TraceStatistics) -> Figure:
-    figure, axes = _grid(figure_class, len(it.layers), (3.2, 2.0), sharey=True)
-    for axis, layer in zip(axes, it.layers):
+def _activations(figure_class: type[Figure], statistics: TraceStatistics) -> Figure:
+    figure, axes = _grid(figure_class, len(statistics.layers), (3.2, 2.0), sharey=True)
+    for axis, layer in zip(axes, statistics.layers):
         counts = np.sort(layer.activations)[::-1]
         axis.bar(np.arange(len(counts)), counts / counts.mean(), width=1.0)
         axis.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
@@ -66,9 +66,9 @@ def _activations(figure_class: type[Figure], it: TraceStatistics) -> Figure:
     return figure
 
 
-def _coactivation(figure_class: type[Figure], it: TraceStatistics, arrays: list[LayerArrays]) -> Figure:
-    figure, axes = _grid(figure_class, len(it.layers), (2.8, 2.9))
-    for axis, layer, of in zip(axes, it.layers, arrays):
+def _coactivation(figure_class: type[Figure], statistics: TraceStatistics, arrays: list[LayerArrays]) -> Figure:
+    figure, axes = _grid(figure_class, len(statistics.layers), (2.8, 2.9))
+    for axis, layer, of in zip(axes, statistics.layers, arrays):
         uses = np.array(layer.activations, float)
         # Row i: the share of the tokens of i that j was selected for as well.
         share = of.coactivation / np.maximum(uses, 1)[:, None]
@@ -82,17 +82,17 @@ def _coactivation(figure_class: type[Figure], it: TraceStatistics, arrays: list[
     return figure
 
 
-def _tae(figure_class: type[Figure], it: TraceStatistics) -> Figure:
+def _tae(figure_class: type[Figure], statistics: TraceStatistics) -> Figure:
     figure = figure_class(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    edges = np.linspace(0, 1, len(it.layers[0].tae_histogram) + 1)
-    for shade, layer in zip(_shades(len(it.layers)), it.layers):
-        left.stairs(np.array(layer.tae_histogram) / it.n_tokens, edges, color=shade, linewidth=0.9)
+    edges = np.linspace(0, 1, len(statistics.layers[0].tae_histogram) + 1)
+    for shade, layer in zip(_shades(len(statistics.layers)), statistics.layers):
+        left.stairs(np.array(layer.tae_histogram) / statistics.n_tokens, edges, color=shade, linewidth=0.9)
     left.set_xlabel("TAE")
     left.set_ylabel("share of tokens, each layer a line")
-    layers = [layer.il for layer in it.layers]
-    values = np.array([layer.tae_percentiles for layer in it.layers]).T
-    low, high, p10, p20, middle = (it.percentiles.index(p) for p in (5, 95, 10, 20, 50))
+    layers = [layer.il for layer in statistics.layers]
+    values = np.array([layer.tae_percentiles for layer in statistics.layers]).T
+    low, high, p10, p20, middle = (statistics.percentiles.index(p) for p in (5, 95, 10, 20, 50))
     right.fill_between(layers, values[low], values[high], alpha=0.2, label="5 to 95 %")
     right.fill_between(layers, values[p10], values[p20], alpha=0.5, label="10 to 20 %, where tau is set")
     right.plot(layers, values[middle], marker=".", label="median")
@@ -102,15 +102,15 @@ def _tae(figure_class: type[Figure], it: TraceStatistics) -> Figure:
     return figure
 
 
-def _hit_rate(figure_class: type[Figure], it: TraceStatistics, arrays: list[LayerArrays]) -> Figure:
+def _hit_rate(figure_class: type[Figure], statistics: TraceStatistics, arrays: list[LayerArrays]) -> Figure:
     figure = figure_class(figsize=(5.5, 3.8), layout="constrained")
     axis = figure.subplots()
-    size = np.arange(it.n_expert + 1) / it.n_expert
+    size = np.arange(statistics.n_expert + 1) / statistics.n_expert
     for shade, of in zip(_shades(len(arrays)), arrays):
         axis.plot(size, of.hit_rates, color=shade, linewidth=0.7)
     axis.plot(size, np.mean([of.hit_rates for of in arrays], axis=0), color="black", linewidth=2, label="all layers")
     axis.plot(size, size, color="black", linewidth=0.7, linestyle=":", label="experts chosen by chance")
-    axis.axvline(it.n_expert_used / it.n_expert, color="grey", linewidth=0.7)
+    axis.axvline(statistics.n_expert_used / statistics.n_expert, color="grey", linewidth=0.7)
     axis.set_xlabel("share of a layer's experts in its LRU cache")
     axis.set_ylabel("hit rate, each layer a line")
     axis.set(xlim=(0, 1), ylim=(0, 1))

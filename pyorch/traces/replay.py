@@ -42,7 +42,8 @@ class ReplaySettings:
     """What a recording is played with.
 
     policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: a
-    predictor, such as "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
+    predictor, such as "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for
+    "auto".
 
     read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
     bytes. compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of
@@ -181,8 +182,8 @@ class Recording:
                 if not prompt.all():
                     running.append(deque(tokens[~prompt].tolist()))
             if running:
-                ubatches.append(([it.popleft() for it in running], True))
-                running = [it for it in running if it]
+                ubatches.append(([request.popleft() for request in running], True))
+                running = [request for request in running if request]
         sizes = [len(tokens) for tokens, _ in ubatches]
         return Schedule(
             np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
@@ -195,8 +196,8 @@ class Recording:
 class Replayed:
     """What it came to, of the tokens that were counted.
 
-    hit_rate: uses of experts that found the expert resident. tpot_ms: from one token of a request to the next;
-    stall_ms: of it, without a matrix to compute with; nan if nothing was decoded. bytes_per_token: read.
+    hit_rate: uses of experts that found the expert resident; hit_rates: of each layer. tpot_ms: from one token
+    of a request to the next; stall_ms: of it, without a matrix to compute with; nan if nothing was decoded. bytes_per_token: read.
     useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
     their bytes. predict_wall_ms: what the forecasts of a token really took, here.
     """
@@ -206,6 +207,7 @@ class Replayed:
     n_decoded: int
     seconds: float
     hit_rate: float
+    hit_rates: tuple[float, ...]
     tpot_ms: float
     tokens_per_second: float  # decoded, of all requests together
     stall_ms: float
@@ -272,18 +274,19 @@ def replay(
         result = _play(engine, recording, schedule, settings, prefetch, model_map, counts)
         stats, by_layer = engine.stats(), [engine.stats(layer.il) for layer in model_map.layers]
     sizes = [layer.expert_bytes for layer in model_map.layers]
-    late_bytes = sum(it.prefetch_late * size for it, size in zip(by_layer, sizes))
+    late_bytes = sum(layer.prefetch_late * size for layer, size in zip(by_layer, sizes))
     n_steps = int(schedule.decode[_warm_ubatches(schedule, settings.n_warm_tokens) :].sum())
     return Replayed(
         settings=settings, n_tokens=result.n_tokens, n_decoded=result.n_decoded, seconds=result.seconds,
-        hit_rate=stats.hit_rate, tpot_ms=_ratio(1000 * result.decode_seconds, n_steps),
+        hit_rate=stats.hit_rate, hit_rates=tuple(layer.hit_rate for layer in by_layer),
+        tpot_ms=_ratio(1000 * result.decode_seconds, n_steps),
         tokens_per_second=_ratio(result.n_decoded, result.decode_seconds),
         stall_ms=_ratio(1000 * result.stall_seconds, n_steps),
         bytes_per_token=_ratio(stats.bytes_read, result.n_tokens),
         disk_busy=_ratio(result.read_seconds, result.seconds),
         useful=stats.prefetch_hits - stats.prefetch_late, late=stats.prefetch_late, wasted=stats.prefetch_wasted,
-        useful_bytes=sum(it.prefetch_hits * size for it, size in zip(by_layer, sizes)) - late_bytes,
-        late_bytes=late_bytes, wasted_bytes=sum(it.prefetch_wasted * size for it, size in zip(by_layer, sizes)),
+        useful_bytes=sum(layer.prefetch_hits * size for layer, size in zip(by_layer, sizes)) - late_bytes,
+        late_bytes=late_bytes, wasted_bytes=sum(layer.prefetch_wasted * size for layer, size in zip(by_layer, sizes)),
         predict_wall_ms=_ratio(1000 * result.predict_wall_seconds, len(recording)),
         stats=stats, n_expert_used=recording.experts.shape[2], rank_hits=counts[0], rank_totals=counts[1],
     )
@@ -361,7 +364,7 @@ def _play(
         predict_seconds=settings.predict_ms / 1000, n_warm=_warm_ubatches(schedule, settings.n_warm_tokens),
     )
     result = new("pyorch_replay_result")
-    hits, totals = (ffi.from_buffer("uint64_t[]", it) for it in counts)
+    hits, totals = (ffi.from_buffer("uint64_t[]", array) for array in counts)
     check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals))
     return result
 
@@ -396,7 +399,7 @@ def read_router(model_map: ModelMap, il: int) -> Router:
                           "do without can be replayed")
     n_expert = model_map.layer(il).n_expert
     norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
-    norm = next((it for it in norms if it is not None), None)
+    norm = next((norm for norm in norms if norm is not None), None)
     eps = model_map.metadata_float(f"{arch}.attention.layer_norm_rms_epsilon")
     n_groups = max(1, model_map.metadata_int(f"{arch}.expert_group_count", default=1))
     return Router(
@@ -405,7 +408,9 @@ def read_router(model_map: ModelMap, il: int) -> Router:
         norm=norm if eps is not None else None,  # not an RMS normalization
         eps=eps or 0.0,
         selection_bias=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
-        gating=_GATING.get(arch) or gatings().named(model_map.metadata_int(f"{arch}.expert_gating_func", default=0)) or "softmax",
+        gating=_GATING.get(arch)
+        or gatings().named(model_map.metadata_int(f"{arch}.expert_gating_func", default=0))
+        or "softmax",
         n_used=model_map.info.n_expert_used,
         n_groups=n_groups,
         n_groups_used=model_map.metadata_int(f"{arch}.expert_group_used_count", default=1) if n_groups > 1 else 1,
@@ -433,13 +438,13 @@ def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
 
 def _copy(maps: ExpertMaps) -> ExpertMaps:
     """One that may grow. Nothing is replaced: all of it fits."""
-    it = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance, maps.request_capacity)
+    copied = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance, maps.request_capacity)
     contents = maps.export()
     for embedding, map in zip(contents.embeddings, contents.maps):
-        it.add(map, embedding)
+        copied.add(map, embedding)
     for counts in contents.requests:
-        it.add_request(counts)
-    return it
+        copied.add_request(counts)
+    return copied
 
 
 def _made(array):

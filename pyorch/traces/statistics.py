@@ -118,7 +118,7 @@ def analyze(trace: Trace, phase: str = "all") -> tuple[TraceStatistics, list[Lay
         router=header.router,
         percentiles=PERCENTILES,
         cache_rates=CACHE_RATES,
-        hit_rates=_floats(np.mean([it.hit_rates[sizes] for it in arrays], axis=0)),
+        hit_rates=_floats(np.mean([array.hit_rates[sizes] for array in arrays], axis=0)),
         layers=tuple(collector.statistics() for collector in collectors),
     ), arrays
 

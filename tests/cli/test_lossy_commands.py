@@ -15,6 +15,7 @@ from processes import pyorch as pyorch_process
 from pyorch.cli import main
 from pyorch.sidecars.tuned_setting import TunedSetting, write_tuned
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.history import ExpertMaps
 
 PROMPT = "import os\n\ndef main():"
 
@@ -118,3 +119,25 @@ def test_lists_that_are_missing_or_another_models_are_refused(pyorch: Command, m
     damaged.write_bytes(model.with_name("model.buddies.gguf").read_bytes()[:2000])
     done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "default")
     assert done.returncode == 2 and "alone.buddies.gguf" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_exec_takes_what_run_takes(small_moe: Path, tmp_path: Path) -> None:
+    """A tuned setting, expert maps that are learned, and threads, for a script that knows of none."""
+    with ModelMap(small_moe) as model_map:
+        write_tuned(tmp_path / "tuned.json", TunedSetting(
+            "mode=random,rho=1", "30%", 0.3, "acc_norm", 10, 0.8, 0.8, None, None, None, None), model_map)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, llama_cpp\nfrom pyorch.llama import interception\n"
+        "llm = llama_cpp.Llama(sys.argv[1], n_ctx=64, n_threads=2, verbose=False)\n"
+        "llm('import os', max_tokens=8, temperature=0)\n"
+        "record = interception.find(llm.model)\n"
+        "print(record.settings.budget, record.settings.substitution, llama_cpp.llama_n_threads(llm.ctx))\n"
+    )
+    maps = tmp_path / "learned.gguf"
+    done = pyorch_process("exec", "--tuned", tmp_path / "tuned.json", "--threads", "1", "--prefetch", "expert-map:1:1",
+                  "--maps", maps, script, small_moe)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["30%", "mode=random,rho=1", "1"]
+    with ModelMap(small_moe) as model_map:
+        assert ExpertMaps.read(maps, model_map).n_maps > 0

@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyorch
@@ -15,7 +15,7 @@ from pyorch.cli import COMMANDS
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.settings.budget import AUTO, MAPPED, Budget
-from pyorch.settings.option import EXPERTS, GROUPS, options, texts
+from pyorch.settings.option import EXPERTS, GROUPS, LONG, LOSSY, options, texts
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import Percentile, Substitution
@@ -60,6 +60,7 @@ def test_no_flag_means_the_default_that_is_declared() -> None:
     assert Settings(**given_settings(parse())) == Settings()
 
 
+@settings(deadline=None)
 @given(
     budget=st.sampled_from(["auto", "25%", "12.5%", "1.5GiB", "4096"]), policy=st.sampled_from([None, "lru", "lfu"]),
     prefetch=st.sampled_from(["auto", "none", "next-router", "next-router:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),
@@ -68,10 +69,9 @@ def test_no_flag_means_the_default_that_is_declared() -> None:
     substitution=st.sampled_from([None, "default", "alpha=0.95,rho=3,tau=p15", "mode=random,seed=4,prefill", "mode=none,miss=drop"]),
 )
 def test_settings_survive_being_told_to_another_process(**given: object) -> None:
-    settings = Settings(**given)
-    told = texts(settings)
+    told = texts(Settings(**given))
     assert all(isinstance(value, (str, int, float)) for value in told.values())
-    assert Settings(**told) == settings
+    assert Settings(**told) == Settings(**given)
 
 
 @pytest.mark.parametrize("flags", [
@@ -95,7 +95,10 @@ def test_load_takes_every_option_by_its_name() -> None:
         assert signature.parameters[name].default == option.default
 
 
-@pytest.mark.parametrize("command", ["run", "serve", "exec", "verify", "calibrate", "profile", "tune", "bench"])
+SERVING = ("run", "serve", "exec")  # commands that answer
+
+
+@pytest.mark.parametrize("command", [*SERVING, "verify", "calibrate", "profile", "tune", "bench"])
 def test_every_command_that_loads_a_model_has_what_keeps_experts(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     from pyorch.cli import main
 
@@ -104,7 +107,7 @@ def test_every_command_that_loads_a_model_has_what_keeps_experts(command: str, c
         main([command, "--help"])
     text = capsys.readouterr().out
     for option in options(Settings).values():
-        if option.group == EXPERTS:
+        if option.group == EXPERTS or (command in SERVING and option.group in (LONG, LOSSY)):
             assert (option.flag or f"--{option.name}") in text
 
 
