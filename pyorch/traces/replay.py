@@ -222,6 +222,7 @@ class Replayed:
     predict_wall_ms: float
     stats: Stats
     n_expert_used: int
+    hit_rates: np.ndarray = field(repr=False)  # float64[L], by layer
     # uint64[L, D, R], of forecasts for a layer, d + 1 layers ahead: those whose rank r was used, and all.
     rank_hits: np.ndarray = field(repr=False)
     rank_totals: np.ndarray = field(repr=False)
@@ -288,7 +289,9 @@ def replay(
         useful_bytes=sum(layer.prefetch_hits * size for layer, size in zip(by_layer, sizes)) - late_bytes,
         late_bytes=late_bytes, wasted_bytes=sum(layer.prefetch_wasted * size for layer, size in zip(by_layer, sizes)),
         predict_wall_ms=_ratio(1000 * result.predict_wall_seconds, len(recording)),
-        stats=stats, n_expert_used=recording.experts.shape[2], rank_hits=counts[0], rank_totals=counts[1],
+        stats=stats, n_expert_used=recording.experts.shape[2],
+        hit_rates=np.array([it.hit_rate for it in by_layer[: len(recording.layers)]]),
+        rank_hits=counts[0], rank_totals=counts[1],
     )
 
 

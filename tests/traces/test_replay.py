@@ -347,8 +347,8 @@ def test_layers_that_nothing_forecasts_keep_their_experts(model_map: ModelMap, r
 
 
 def test_forecasts_tell_what_to_keep(model_map: ModelMap, recording: Recording) -> None:
-    """Nothing is read ahead here, so what is hit is what eviction left."""
+    """Guesses are read with either policy; eviction by forecasts also keeps those of them that are there already."""
     def hit_rate(policy: str) -> float:
-        return replay(model_map, recording, ReplaySettings(policy, Prefetch("quasi-hidden", 2, 1.0), "25%")).hit_rate
+        return replay(model_map, recording, ReplaySettings(policy, Prefetch("quasi-hidden", 2, 0.3), "25%")).hit_rate
 
-    assert hit_rate("finemoe") > hit_rate("lfu")
+    assert hit_rate("finemoe") > hit_rate("lfu") + 0.01
