@@ -60,7 +60,7 @@ typedef struct pyorch_replay_result {
     double   predict_wall_seconds; // that forecasts really took, on this machine
 } pyorch_replay_result;
 
-// Plays a recording on a simulated engine, which keeps what it then has resident, and loses its prediction observer.
+// Plays a recording on a simulated engine, which keeps what it then has resident.
 // right, total: [L][max_distance][n_ranks] or NULL: how often the expert that a forecast named at a rank, so many
 // layers (less one) ahead, was used, and how often one was named. Of decoded tokens.
 pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording,

@@ -311,6 +311,16 @@ static void test_a_read_callback_is_refused_what_would_wait_for_it(calls c) {
     OK(pyorch_engine_free(c.engine));
 }
 
+static void see_prediction(void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts,
+                           int32_t n) {
+    calls * c = user;
+    (void) context;
+    CHECK(il >= 0 && il_from >= -1 && n > 0 && experts[0] >= 0 && experts[0] < c->n_expert);
+    if (c->n == 0) {
+        make_calls(c);
+    }
+}
+
 /*
  * replay
  */
@@ -345,29 +355,30 @@ static pyorch_recording tiny_recording(const pyorch_model_map_info * info, int32
     return recording;
 }
 
-static void test_a_tiny_recording_is_replayed(const pyorch_model_map * map, const pyorch_model_map_info * info, int32_t n_expert) {
+static void test_a_tiny_recording_is_replayed_and_shows_its_predictions(calls c, const pyorch_model_map_info * info) {
     pyorch_config    config;
-    pyorch_engine *  engine;
     OK(pyorch_config_default(&config, sizeof(config)));
     config.policy    = PYORCH_BELADY;
     config.simulated = 1;
-    OK(pyorch_engine_new(map, &config, &engine));
-    OK(pyorch_set_prefetch(engine, PYORCH_PREDICT_PREVIOUS_TOKEN, 1, 0, 0));
-    const pyorch_recording recording = tiny_recording(info, n_expert);
+    OK(pyorch_engine_new(c.map, &config, &c.engine));
+    OK(pyorch_set_prefetch(c.engine, PYORCH_PREDICT_PREVIOUS_TOKEN, 1, 0, 0));
+    OK(pyorch_set_prediction_observer(c.engine, see_prediction, &c));
+    const pyorch_recording recording = tiny_recording(info, c.n_expert);
     pyorch_replay_config   settings;
     pyorch_replay_result   result;
     OK(pyorch_replay_config_default(&settings, sizeof(settings)));
     result.struct_size = sizeof(result);
-    OK(pyorch_replay(engine, &recording, &settings, &result, 0, 0, NULL, NULL));
+    OK(pyorch_replay(c.engine, &recording, &settings, &result, 0, 0, NULL, NULL));
     CHECK(result.n_tokens == N_TOKENS && result.n_decoded == N_TOKENS && result.seconds > 0);
+    CHECK(c.n == 1);
     pyorch_stats stats;
     stats.struct_size = sizeof(stats);
-    OK(pyorch_get_stats(engine, -1, &stats));
+    OK(pyorch_get_stats(c.engine, -1, &stats));
     CHECK(stats.hits + stats.misses == (uint64_t) (N_TOKENS * info->n_moe_layers * N_USED));
-    OK(pyorch_engine_free(engine));
+    OK(pyorch_engine_free(c.engine));
 
     config.simulated = 0;
-    REFUSED(PYORCH_INVALID, "future", pyorch_engine_new(map, &config, &engine));
+    REFUSED(PYORCH_INVALID, "future", pyorch_engine_new(c.map, &config, &c.engine));
 }
 
 int main(int argc, char ** argv) {
@@ -397,7 +408,7 @@ int main(int argc, char ** argv) {
     test_a_newer_program_is_told_what_the_library_does_not_know(map);
     test_a_struct_without_its_size_is_refused(map);
     test_a_read_callback_is_refused_what_would_wait_for_it(c);
-    test_a_tiny_recording_is_replayed(map, &info, layer.n_expert);
+    test_a_tiny_recording_is_replayed_and_shows_its_predictions(c, &info);
     pyorch_history_free(history);
     pyorch_model_map_free(map);
     return 0;

@@ -1,6 +1,7 @@
 #include "prediction/prefetch_planner.h"
 
 #include <algorithm>
+#include <utility>
 #include <numeric>
 
 namespace pyorch {
@@ -69,8 +70,8 @@ void PrefetchPlanner::forget(const void * context) {
     streams.erase(context);
 }
 
-void PrefetchPlanner::set_observer(Observer observer_) {
-    observer = std::move(observer_);
+PrefetchPlanner::Observer PrefetchPlanner::set_observer(Observer observer_) {
+    return std::exchange(observer, std::move(observer_));
 }
 
 bool PrefetchPlanner::active() const {

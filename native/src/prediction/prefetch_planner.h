@@ -63,7 +63,7 @@ public:
     // What is forecast one layer ahead will be executed: it is kept for next_forecasts(), and read in any case.
     void set_speculative(bool on);
 
-    void set_observer(Observer observer);
+    Observer set_observer(Observer observer); // returns the one before
 
     bool     active() const;
     unsigned needs() const;

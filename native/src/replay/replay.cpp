@@ -30,7 +30,10 @@ public:
         collect_uses();
         planner.set_layers(this, executed);
         planner.set_oracle([this](const std::vector<int> & distance) { return oracle(distance); });
-        planner.set_observer([this](const void *, int from, const Forecast & it) {
+        observer = planner.set_observer([this](const void * context, int from, const Forecast & it) {
+            if (observer) {
+                observer(context, from, it);
+            }
             forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
         });
     }
@@ -38,7 +41,7 @@ public:
     ~Replay() {
         table.forget(owner);
         planner.set_oracle({});
-        planner.set_observer({});
+        planner.set_observer(std::move(observer));
         planner.forget(this);
     }
 
@@ -107,6 +110,7 @@ private:
     const RankCounts                   ranks;
     const int                          n_layers;
     SimulatedReader                    reader;
+    PrefetchPlanner::Observer          observer; // the engine's own
     Owner                              owner;
     double                             now    = 0;
     int64_t                            ubatch = 0;
