@@ -78,8 +78,8 @@ def run_estimator(job: dict, *, verbose: bool = False, on_progress: OnProgress |
     """Trains {"trace", "arrays", "output": paths, "n_latent", "n_hidden", "epochs", "seed": int, "lr": float}.
 
     arrays: npz with the records "training" and "held_out", and of each layer i "defaults.i" and the router's "gate.i",
-    "norm.i" and so on, "eps" of all, what Router.choice() says of all. output: npz of weights; beside it a .json says what was
-    measured. Raises PyorchError.
+    "norm.i" and so on, "eps" of all, what Router.choice() says of all. output: npz of weights; beside it a .json says
+    what was measured. Raises PyorchError.
     """
     failure = _run([sys.executable, str(_ESTIMATOR)], job, verbose, on_progress)
     if failure is None:

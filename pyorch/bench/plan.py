@@ -28,7 +28,8 @@ class Plan:
 
     settings: of all configurations; if they are lossy, each that reads experts is measured without that too.
     budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
-    a share of the file. peers: of PEERS. goals: the configurations of the project's speed goals, in place of budgets and peers.
+    a share of the file. peers: of PEERS. goals: the configurations of the project's speed goals, in place of
+    budgets and peers.
     """
 
     settings: Settings = Settings()

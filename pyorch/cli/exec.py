@@ -23,8 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "pyorch exec --budget 40% chat.py --model olmoe.gguf",
     )
     parser.description += (
-        " The options are for each model that the script loads. Without --ubatch and --threads, those of the script are "
-        "used."
+        " The options are for each model that the script loads. Without --ubatch and --threads, those of the script "
+        "are used."
     )
     add_settings(parser, EXPERTS, "n_ubatch", "n_threads", LONG, LOSSY)
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")

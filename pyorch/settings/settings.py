@@ -112,7 +112,8 @@ class Settings:
         if self.substitution is not None and not self.substitution.lossy:
             object.__setattr__(self, "substitution", None)
         if self.speculate and self.substitution is not None:
-            raise PyorchError("with speculative execution nothing is absent that could be substituted: choose one of them")
+            raise PyorchError("with speculative execution nothing is absent that could be substituted: "
+                              "choose one of them")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so have the other options: give one of them")
 

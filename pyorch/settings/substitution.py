@@ -117,7 +117,8 @@ class Substitution:
     def __str__(self) -> str:
         """What parse() reads, without defaults."""
         changed = texts(self)
-        return ",".join(f"{name}={int(value) if value is True else value}" for name, value in changed.items()) or "default"
+        parts = (f"{name}={int(value) if value is True else value}" for name, value in changed.items())
+        return ",".join(parts) or "default"
 
     @property
     def lossy(self) -> bool:
@@ -132,7 +133,8 @@ def _check(settings: Substitution) -> None:
     for name in ("mode", "weight", "order", "miss"):
         allowed = choices.substitution(name)
         if getattr(settings, name) not in allowed:
-            raise PyorchError(f'substitution setting {name}="{getattr(settings, name)}" is not known: use {" or ".join(allowed)}')
+            raise PyorchError(f'substitution setting {name}="{getattr(settings, name)}" is not known: '
+                              f'use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:
         raise PyorchError(f"substitution setting alpha={settings.alpha:g} is not above 0 and at most 1")
     for name in ("k", "rho", "rank"):
@@ -146,7 +148,8 @@ def _check(settings: Substitution) -> None:
         if value is not None and not value >= 0:
             raise PyorchError(f"substitution setting {name}={value:g} is negative")
     if settings.weight == "fitted" and settings.mode == "random":
-        raise PyorchError("substitution setting weight=fitted is for buddies, whose outputs were compared: not for mode=random")
+        raise PyorchError("substitution setting weight=fitted is for buddies, whose outputs were compared: "
+                          "not for mode=random")
     if settings.beta is not None and settings.read_ms is not None:
         raise PyorchError("substitution settings beta and read_ms exclude each other: read_ms chooses beta")
     for name in ("tau", "gamma"):
@@ -154,8 +157,8 @@ def _check(settings: Substitution) -> None:
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
             raise PyorchError(f"substitution setting {name}={value} is not a percentile from p0 to p100")
         if isinstance(value, Percentile) and settings.temperature != 1:
-            raise PyorchError(f"substitution setting {name}={value} is a percentile of what was profiled at temperature 1: "
-                              f"use a number with temperature={settings.temperature:g}")
+            raise PyorchError(f"substitution setting {name}={value} is a percentile of what was profiled at "
+                              f"temperature 1: use a number with temperature={settings.temperature:g}")
 
 
 OFF = Substitution(mode="none")

@@ -59,7 +59,7 @@ def write_tuned(path: str | os.PathLike[str], setting: TunedSetting, model_map: 
 
 
 def read_tuned(path: str | os.PathLike[str], model_map: ModelMap) -> TunedSetting:
-    """Raises FormatError: no such file, no tuned setting, of another version or model, or with settings that are none."""
+    """Raises FormatError: no such file, no tuned setting, of another version or model, or settings that are none."""
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -197,7 +197,8 @@ class Replayed:
     """What it came to, of the tokens that were counted.
 
     hit_rate: uses of experts that found the expert resident; hit_rates: of each layer. tpot_ms: from one token
-    of a request to the next; stall_ms: of it, without a matrix to compute with; nan if nothing was decoded. bytes_per_token: read.
+    of a request to the next; stall_ms: of it, without a matrix to compute with; nan if nothing was decoded.
+    bytes_per_token: read.
     useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
     their bytes. predict_wall_ms: what the forecasts of a token really took, here.
     """
