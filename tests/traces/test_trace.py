@@ -473,9 +473,9 @@ def test_ubatches_are_joined(softmax_of_selected: bool) -> None:
 
 
 @pytest.mark.parametrize("arguments, complaint", [
-    (["--tokens", "0"], "--tokens is 0: use 1 or more"),
-    (["--decode", "-1"], "--decode is -1"),
-    (["--inputs", "-5"], "--inputs is -5"),
+    (["--tokens", "0"], 'argument --tokens: "0" is not a whole number of 1 or more'),
+    (["--decode", "-1"], 'argument --decode: "-1" is not a whole number of 0 or more'),
+    (["--inputs", "-5"], 'argument --inputs: "-5" is not a whole number of 0 or more'),
     (["--decode", "64", "--ctx", "64"], "leaves none for a text"),
     (["-o", "absent/a.trace"], "does not exist"),
 ])
