@@ -196,7 +196,7 @@ class Recording:
 class Replayed:
     """What it came to, of the tokens that were counted.
 
-    hit_rate: uses of experts that found the expert resident; hit_rates: of each layer. tpot_ms: from one token
+    hit_rate: uses of experts that found the expert resident. tpot_ms: from one token
     of a request to the next; stall_ms: of it, without a matrix to compute with; nan if nothing was decoded.
     bytes_per_token: read.
     useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
@@ -208,7 +208,6 @@ class Replayed:
     n_decoded: int
     seconds: float
     hit_rate: float
-    hit_rates: tuple[float, ...]
     tpot_ms: float
     tokens_per_second: float  # decoded, of all requests together
     stall_ms: float
@@ -280,8 +279,7 @@ def replay(
     n_steps = int(schedule.decode[_warm_ubatches(schedule, settings.n_warm_tokens) :].sum())
     return Replayed(
         settings=settings, n_tokens=result.n_tokens, n_decoded=result.n_decoded, seconds=result.seconds,
-        hit_rate=stats.hit_rate, hit_rates=tuple(layer.hit_rate for layer in by_layer),
-        tpot_ms=_ratio(1000 * result.decode_seconds, n_steps),
+        hit_rate=stats.hit_rate, tpot_ms=_ratio(1000 * result.decode_seconds, n_steps),
         tokens_per_second=_ratio(result.n_decoded, result.decode_seconds),
         stall_ms=_ratio(1000 * result.stall_seconds, n_steps),
         bytes_per_token=_ratio(stats.bytes_read, result.n_tokens),
@@ -291,7 +289,7 @@ def replay(
         late_bytes=late_bytes, wasted_bytes=sum(layer.prefetch_wasted * size for layer, size in zip(by_layer, sizes)),
         predict_wall_ms=_ratio(1000 * result.predict_wall_seconds, len(recording)),
         stats=stats, n_expert_used=recording.experts.shape[2],
-        hit_rates=np.array([it.hit_rate for it in by_layer[: len(recording.layers)]]),
+        hit_rates=np.array([layer.hit_rate for layer in by_layer[: len(recording.layers)]]),
         rank_hits=counts[0], rank_totals=counts[1],
     )
 
