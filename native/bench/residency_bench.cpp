@@ -34,7 +34,8 @@ static pyorch_config make_config(const ModelMap & map, double share) {
 }
 
 static Table make_table(const ModelMap & map, const pyorch_config & config) {
-    return Table(map, std::make_unique<HostBank>(map, config.budget_bytes), call_source(touch_pages, nullptr), codec_of, config);
+    return Table(map, std::make_unique<HostBank>(map, config.budget_bytes), call_source(touch_pages, nullptr),
+        codec_of, config);
 }
 
 // A context, and a reader on its thread.
@@ -116,13 +117,15 @@ static void measure_table(const std::string & path, int n_layers, int n_expert) 
         }
     }
     printf("%3d layers x %3d experts: %5.1f us a layer whose %d experts are absent, %.1f us if they are resident; "
-        "%.1f us to note %zu guesses, %.1f us to begin one\n", n_layers, n_expert, 1e6 * median(absent), N_USED, 1e6 * median(resident),
+        "%.1f us to note %zu guesses, %.1f us to begin one\n", n_layers, n_expert, 1e6 * median(absent), N_USED,
+        1e6 * median(resident),
         1e6 * median(want), (size_t) N_USED, 1e6 * median(guess));
 }
 
 static void measure_loads(const std::string & path, const char * what, int rows_even, int rows_odd) {
     constexpr int N_LAYERS = 16, N_EXPERT = 32, N_TOKENS = 80;
-    const ModelMap map   = synthetic_map(path, N_LAYERS, N_EXPERT, [&](int layer) { return layer % 2 ? rows_odd : rows_even; });
+    const auto     rows  = [&](int layer) { return layer % 2 ? rows_odd : rows_even; };
+    const ModelMap map   = synthetic_map(path, N_LAYERS, N_EXPERT, rows);
     Table          table = make_table(map, make_config(map, 0.4));
     Bench          bench(table);
     std::vector<double> loads;
@@ -143,11 +146,13 @@ static void measure_loads(const std::string & path, const char * what, int rows_
             }
         }
     }
-    printf("%s: %.1f us a load (mean %.1f), %llu loads\n", what, 1e6 * median(loads), 1e6 * (seconds() - begin) / (double) n, (unsigned long long) n);
+    printf("%s: %.1f us a load (mean %.1f), %llu loads\n", what, 1e6 * median(loads),
+        1e6 * (seconds() - begin) / (double) n, (unsigned long long) n);
 }
 
 int main(int argc, char ** argv) {
-    const std::string path = std::string(argc > 1 ? argv[1] : "/tmp") + "/residency_bench." + std::to_string(getpid()) + ".gguf";
+    const std::string directory = argc > 1 ? argv[1] : "/tmp";
+    const std::string path      = directory + "/residency_bench." + std::to_string(getpid()) + ".gguf";
     measure_table(path, 48, 128);
     measure_table(path, 58, 256);
     // Of 1 MiB a matrix; and of 1 and 1.25 MiB by turns, as where every other layer is quantized more finely.

@@ -25,7 +25,8 @@ using namespace pyorch;
 static constexpr int N_LAYERS = 5;
 static constexpr int N_EXPERT = 12;
 
-#define CHECK(x) do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
+#define CHECK(x) \
+    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
 
 static uint32_t word_of(int layer, int role, int expert) {
     return 0x10000000u * (uint32_t) (layer + 1) + 0x10000u * (uint32_t) role + (uint32_t) expert;
@@ -134,7 +135,8 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
     for (int pass = 0; pass < n_passes; ++pass) {
         const int n_tokens = pass % 16 == 0 ? 64 : 1; // a prompt now and then
         for (int l = 0; l < N_LAYERS; ++l) {
-            const auto ids = n_tokens == 1 && !next[l].empty() ? next[l] : random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
+            const auto ids = n_tokens == 1 && !next[l].empty() ? next[l] :
+                random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
             next[l].clear();
             table.acquire(owner, l, { ids, random_experts(rng, 3), n_tokens });
             if (n_tokens == 1) {
@@ -153,7 +155,8 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
                             const uint32_t * words = (const uint32_t *) p;
                             const uint32_t   first = words[0];
                             const uint32_t   last  = words[tensors[r].stride / sizeof(uint32_t) - 1];
-                            CHECK(first == last && (first == word_of(l, r, id) || first == 0)); // zeros: could not be read
+                            // zeros: could not be read
+                            CHECK(first == last && (first == word_of(l, r, id) || first == 0));
                         }
                     }
                 }
@@ -177,6 +180,7 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
 static void order_about(Table & table, int seed, const std::atomic<bool> & done) {
     std::mt19937 rng(seed);
     const uint64_t floor = table.map.floor_bytes();
+    const std::vector<int> all = { 0, 1, 2, 3, 4 }, but_the_last = { 0, 1, 2, 3 };
     while (!done) {
         const int  il  = table.map.layers[rng() % N_LAYERS].il;
         const auto ids = random_experts(rng, 2);
@@ -191,7 +195,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
                 case 4: table.set_policy(rng() % 2 ? PYORCH_LFU : PYORCH_LRU); break;
                 case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
                 case 6: table.get_residency(il, mask, N_EXPERT); break;
-                case 7: table.set_executed(rng() % 2 ? std::vector<int> { 0, 1, 2, 3 } : std::vector<int> { 0, 1, 2, 3, 4 }); break;
+                case 7: table.set_executed(rng() % 2 ? but_the_last : all); break;
                 default: table.prefetch(il, ids.data(), 2); break;
             }
         } catch (const Failure & e) {
@@ -219,7 +223,8 @@ int main(int argc, char ** argv) {
     pyorch_config config = {};
     config.budget_bytes = map.floor_bytes();
     config.read_bytes   = 48 * 1024;
-    Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map), flipping_codec, config);
+    Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
+        flipping_codec, config);
     {
         ReaderThreads readers(table.loader(), 3);
         std::atomic<bool> done { false };

@@ -34,7 +34,8 @@ ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Row
     const bool written = gguf_write_to_file(gguf, path.c_str(), true);
     uint64_t   bytes   = gguf_get_meta_size(gguf);
     for (int64_t i = 0; i < gguf_get_n_tensors(gguf); ++i) {
-        bytes = std::max<uint64_t>(bytes, gguf_get_meta_size(gguf) + gguf_get_tensor_offset(gguf, i) + gguf_get_tensor_size(gguf, i));
+        const uint64_t end = gguf_get_tensor_offset(gguf, i) + gguf_get_tensor_size(gguf, i);
+        bytes = std::max<uint64_t>(bytes, gguf_get_meta_size(gguf) + end);
     }
     gguf_free(gguf);
     ggml_free(ctx);

@@ -15,7 +15,8 @@
 
 using namespace pyorch;
 
-#define CHECK(x) do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
+#define CHECK(x) \
+    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
 
 static std::string path;
 
@@ -29,17 +30,21 @@ struct House {
     template <typename Rows>
     House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = codec_of) :
         map(synthetic_map(path, n_layers, N_EXPERT, rows)),
-        table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr), std::move(codecs), config(share, policy)),
+        table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr),
+            std::move(codecs), config(share, policy)),
         reader(table.loader()) {}
 
-    House(int n_layers, double share, pyorch_policy policy = PYORCH_LRU) : House(n_layers, share, policy, [](int) { return SMALL; }) {}
+    House(int n_layers, double share, pyorch_policy policy = PYORCH_LRU) :
+        House(n_layers, share, policy, [](int) { return SMALL; }) {}
 
     const ModelMap map;
     Table          table;
     LocalReader    reader;
     Owner          owner = { this };
 
-    uint64_t budget(double share) const { return std::max(map.floor_bytes(), (uint64_t) (share * (double) map.slots_bytes())); }
+    uint64_t budget(double share) const {
+        return std::max(map.floor_bytes(), (uint64_t) (share * (double) map.slots_bytes()));
+    }
 
     pyorch_config config(double share, pyorch_policy policy) const {
         pyorch_config config = {};
@@ -59,7 +64,9 @@ struct House {
         return table.release(who);
     }
 
-    bool pass(int layer, const std::vector<int> & experts, int n_tokens = 1) { return pass(owner, layer, experts, n_tokens); }
+    bool pass(int layer, const std::vector<int> & experts, int n_tokens = 1) {
+        return pass(owner, layer, experts, n_tokens);
+    }
 
     void want(const Owner & who, int layer, int from, const std::vector<int> & experts) {
         std::vector<Table::Want> wants;
@@ -109,7 +116,8 @@ static void the_index_finds_what_a_search_of_all_finds() {
     for (int step = 0; step < 20000; ++step) {
         const int layer = (int) (rng() % n_experts.size());
         const int id    = (int) (rng() % n_experts[layer]);
-        const double key = rng() % 4 == 0 ? Victims::NEVER : rng() % 7 == 0 ? Victims::SCANNED : (double) (rng() % 1000);
+        const double key = rng() % 4 == 0 ? Victims::NEVER : rng() % 7 == 0 ? Victims::SCANNED :
+            (double) (rng() % 1000);
         victims.set(layer, id, FOR_GUESS, key);
         keys[layer][id] = key;
         const int  asked = (int) (rng() % n_experts.size());
@@ -336,7 +344,8 @@ static void a_late_hit_is_a_hit_and_no_waste() {
     house.pass(0, { 0 });
     house.pass(1, { 7 });
     const pyorch_stats stats = house.stats();
-    CHECK(stats.prefetch_hits == 1 && stats.prefetch_late == 1 && stats.prefetch_wasted == 0 && stats.prefetch_loads == 1);
+    CHECK(stats.prefetch_hits == 1 && stats.prefetch_late == 1 && stats.prefetch_wasted == 0 &&
+        stats.prefetch_loads == 1);
 }
 
 static void a_guess_takes_nothing_that_the_last_token_used() {

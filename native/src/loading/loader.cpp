@@ -8,7 +8,8 @@
 
 namespace pyorch {
 
-Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes, std::mutex & mutex, Orders & orders) :
+Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes,
+               std::mutex & mutex, Orders & orders) :
         map(map),
         source(std::move(source)),
         codecs(std::move(codecs)),
@@ -63,7 +64,8 @@ void Loader::take_back(Load & load) {
         if (load.queued == 0) {
             return;
         }
-        auto mine = std::stable_partition(queue->begin(), queue->end(), [&](const ReadRequest & r) { return r.load != &load; });
+        auto mine = std::stable_partition(queue->begin(), queue->end(),
+            [&](const ReadRequest & r) { return r.load != &load; });
         load.queued -= (int) (queue->end() - mine);
         queue->erase(mine, queue->end());
     }

@@ -74,7 +74,8 @@ public:
         virtual void finished(Load & load) = 0;
     };
 
-    Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes, std::mutex & mutex, Orders & orders);
+    Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes,
+           std::mutex & mutex, Orders & orders);
 
     // For the readers.
 

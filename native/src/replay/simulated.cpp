@@ -21,7 +21,8 @@ const Codec & simulated_codec(Form) {
     return nothing;
 }
 
-SimulatedReader::SimulatedReader(Loader & loader, double read_seconds, double bytes_per_second, std::function<void(double)> waited) :
+SimulatedReader::SimulatedReader(Loader & loader, double read_seconds, double bytes_per_second,
+    std::function<void(double)> waited) :
         Reader(loader), read_seconds(read_seconds), bytes_per_second(bytes_per_second), waited(std::move(waited)) {}
 
 void SimulatedReader::run_until(double now) {

@@ -191,7 +191,8 @@ bool Table::next_guess() {
 void Table::defer(int layer, const std::vector<int> & experts) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        deferred.erase(std::remove_if(deferred.begin(), deferred.end(), [&](Expert * e) { return e->layer() == layer; }), deferred.end());
+        deferred.erase(std::remove_if(deferred.begin(), deferred.end(),
+            [&](Expert * e) { return e->layer() == layer; }), deferred.end());
         for (int id : experts) {
             deferred.push_back(&layers[layer].experts[id]);
         }

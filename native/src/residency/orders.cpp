@@ -8,7 +8,8 @@ namespace pyorch {
 
 Expert & Table::expert_at(int layer, int32_t id) {
     if (id < 0 || id >= layers[layer].n_expert) {
-        throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", map.layers[layer].il, layers[layer].n_expert - 1, id));
+        throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", map.layers[layer].il,
+            layers[layer].n_expert - 1, id));
     }
     return layers[layer].experts[id];
 }
@@ -72,7 +73,8 @@ void Table::pin(int il, const int32_t * experts, int n) {
             also[e.id()] = !e.pinned;
         }
         std::vector<int> n_reserved = reserved();
-        n_reserved[layer] = std::max(n_reserved[layer], layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
+        n_reserved[layer] = std::max(n_reserved[layer],
+            layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
         const uint64_t most = needed_budget(n_reserved);
         if (most > bank->budget()) {
             throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
@@ -126,7 +128,8 @@ void Table::set_budget(uint64_t bytes) {
         bytes = std::min(bytes, map.slots_bytes());
         const uint64_t most = needed_budget(reserved());
         if (bytes < most) {
-            throw Failure(PYORCH_BUDGET, format("budget %s is below the %s that the largest layer needs beside what is reserved",
+            throw Failure(PYORCH_BUDGET,
+                format("budget %s is below the %s that the largest layer needs beside what is reserved",
                 mebibytes(bytes).c_str(), mebibytes(most).c_str()));
         }
         if (bytes < bank->budget()) {
@@ -159,13 +162,15 @@ void Table::set_layer_limits(int il, int min, int max) {
     std::lock_guard<std::mutex> lock(mutex);
     Layer & l = layers[layer_index(il)];
     if (min < 0 || max > l.n_expert || min > max) {
-        throw Failure(PYORCH_INVALID, format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, l.n_expert, min, max));
+        throw Failure(PYORCH_INVALID, format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il,
+            l.n_expert, min, max));
     }
     std::vector<int> n_reserved = reserved();
     n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
     const uint64_t most = needed_budget(n_reserved);
     if (most > bank->budget()) {
-        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s", min, il,
+        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s",
+            min, il,
             mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
     }
     l.min = min;

@@ -95,7 +95,8 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
         Victim victim = { &l.experts[least.expert], least.key == Victims::GUESSED ? 2 : 1, least.key };
         if (least.key == Victims::SCANNED) {
             // Layers are passed in a cycle: the one that was passed last is needed last, but for those never passed.
-            const int ahead = !l.executed ? n_executed : layer < 0 ? l.position : (layers_between(layer, i) + n_executed - 1) % n_executed;
+            const int ahead = !l.executed ? n_executed : layer < 0 ? l.position :
+                (layers_between(layer, i) + n_executed - 1) % n_executed;
             victim = { victim.expert, 0, -(double) ahead };
         }
         if (!any.expert || victim < any) {

@@ -30,11 +30,13 @@ static std::vector<int> n_experts(const ModelMap & map) {
     return n;
 }
 
-Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs, const pyorch_config & config) :
+Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
+    const pyorch_config & config) :
         map(map_),
         policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())),
         bank(std::move(bank_)),
-        loads(map, std::move(source), std::move(codecs), config.read_bytes ? config.read_bytes : DEFAULT_READ_BYTES, mutex, *this),
+        loads(map, std::move(source), std::move(codecs), config.read_bytes ? config.read_bytes : DEFAULT_READ_BYTES,
+            mutex, *this),
         layers(map.layers.size()),
         victims(n_experts(map)),
         n_executed((int) map.layers.size()) {
@@ -67,7 +69,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) {
-            throw Failure(PYORCH_MEMORY, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(), strerror(errno)));
+            throw Failure(PYORCH_MEMORY, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(),
+                strerror(errno)));
         }
         zeros = (char *) p;
     }
@@ -175,7 +178,8 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 
     auto still_absent = [&] {
         // Another context may have brought one in while this one waited.
-        absent.erase(std::remove_if(absent.begin(), absent.end(), [](Expert * e) { return !e->absent(); }), absent.end());
+        absent.erase(std::remove_if(absent.begin(), absent.end(), [](Expert * e) { return !e->absent(); }),
+            absent.end());
         return !absent.empty();
     };
     if (still_absent()) {

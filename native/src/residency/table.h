@@ -45,7 +45,8 @@ struct Demand {
 class Table : private Loader::Orders {
 public:
     // The bank brings the budget. Throws Failure: PYORCH_BUDGET below the map's floor.
-    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, Codecs codecs, const pyorch_config & config);
+    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, Codecs codecs,
+        const pyorch_config & config);
     ~Table() override; // REQUIRES: no reader is left
 
     // For the compute threads.
