@@ -161,7 +161,7 @@ def test_tune_says_what_comes_closest(
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ([], "--cache-rate 0.5, or --budget"),
+    ([], "give --cache-rate, such as 0.5, or --budget"),
     (["--cache-rate", "0.5,0.75"], "one cache rate at a time"),
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
     (["--cache-rate", "0.5", "--min-accuracy", "95"], "--min-accuracy 95 is not a share"),
