@@ -42,7 +42,7 @@ WEIGHTINGS = ("binary", "probability")
 
 OnProgress = Callable[[str, int, int], None]  # "counting" or "comparing", done, total
 
-_RECORDS_AT_ONCE = 1 << 13
+RECORDS_AT_ONCE = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def build(
             experts = expert_outputs.LayerExperts(model_map, layer.il)
             outputs = expert_outputs.compare(experts, *inputs.layer(layer.il, layer.n_expert))
         q = conditional(counted.coactivations[settings.weighting], settings.smoothing)
-        layers[layer.il] = _lists(layer.il, counted, score(q, outputs, settings.similarity), outputs, settings.k_max)
+        layers[layer.il] = lists_of(layer.il, counted, score(q, outputs, settings.similarity), outputs, settings.k_max)
         sizes.append(list_sizes(layers[layer.il], alphas[layer.il]))
         if outputs is not None:
             agreement.append(_agreement(layer.il, counted.activations, q, outputs))
@@ -175,10 +175,10 @@ def count(trace: Trace, warm_up: int = 0, on_progress: OnProgress | None = None)
     activations = np.zeros((n_layers, n_expert))
     square = {name: np.zeros((n_layers, n_expert, n_expert)) for name in WEIGHTINGS}
     tae, margins = np.empty((2, n_layers, n), np.float32)
-    for start in range(0, n, _RECORDS_AT_ONCE):
+    for start in range(0, n, RECORDS_AT_ONCE):
         if on_progress is not None:
             on_progress("counting", start, n)
-        records = trace.records[start : start + _RECORDS_AT_ONCE]
+        records = trace.records[start : start + RECORDS_AT_ONCE]
         rows = slice(start, start + len(records))
         experts, probs = records["experts"], records["probs"]
         if experts.max() >= n_expert:
@@ -270,7 +270,7 @@ def _normalized(values: np.ndarray) -> np.ndarray:
     return np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
 
 
-def _lists(
+def lists_of(
     il: int, counted: LayerCounts, scores: np.ndarray, outputs: OutputSimilarity | None, k_max: int
 ) -> LayerBuddies:
     n_expert = len(scores)

@@ -18,7 +18,7 @@ from pyorch.files import staging_locks
 
 OnProgress = Callable[[int, int], None]  # done, total
 
-_CONVERTER = Path(__file__).with_name("converter_process.py")
+CONVERTER = Path(__file__).with_name("converter_process.py")
 _ESTIMATOR = Path(__file__).with_name("estimator_process.py")
 
 
@@ -38,7 +38,7 @@ def run_converter(jobs: list[dict], *, verbose: bool = False, on_progress: OnPro
     Several in one process save the seconds that torch needs to start. Raises PyorchError at the first
     failure.
     """
-    argv = [sys.executable, str(_CONVERTER), str(architectures.converter_dir())]
+    argv = [sys.executable, str(CONVERTER), str(architectures.converter_dir())]
     failure = _run(argv, jobs, verbose, on_progress)
     if failure is None:
         return

@@ -20,9 +20,9 @@ from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
 MIN_SAMPLES = 8
 
 # Of what one layer's comparison keeps at once, twice: the hidden states and the products of outputs.
-_WORK_BYTES = 512 << 20
+WORK_BYTES = 512 << 20
 
-_SLICE_BYTES = 64 << 20  # of the outputs that are multiplied at once
+SLICE_BYTES = 64 << 20  # of the outputs that are multiplied at once
 
 
 def _silu(gate: np.ndarray) -> np.ndarray:
@@ -59,7 +59,7 @@ _SILU_ARCHS = (
 
 # general.architecture: hidden(gate or None, up), as llama.cpp builds it. Those are missing whose experts are
 # weighted before they compute (llama4), share their rows (grovemoe) or have limits of their own.
-_HIDDEN = {
+HIDDEN = {
     **dict.fromkeys(_SILU_ARCHS, _gated(_silu)),
     "gemma4": _gated(_gelu),
     "grok": _gated(_gelu),
@@ -73,7 +73,7 @@ _HIDDEN = {
 def check_known(model_map: ModelMap) -> None:
     """Raises PyorchError if it is not known here how the model's experts compute, or how they are quantized."""
     arch = model_map.info.arch
-    if arch not in _HIDDEN:
+    if arch not in HIDDEN:
         raise PyorchError(f"how an expert of {arch} computes is not known here, so outputs cannot be compared: "
                           "use --similarity coactivation")
     for layer in model_map.layers:
@@ -92,7 +92,7 @@ class LayerExperts:
         self._map = model_map
         self._layer: LayerInfo = model_map.layer(il)
         self._roles = {role.name: index for index, role in enumerate(self._layer.roles)}
-        self._hidden = _HIDDEN[model_map.info.arch]
+        self._hidden = HIDDEN[model_map.info.arch]
 
     @property
     def n_expert(self) -> int:
@@ -163,7 +163,7 @@ def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> 
     inputs, selected = np.asarray(inputs[kept], np.float32), selected[kept]
     hidden = np.stack([experts.hidden(expert, inputs) for expert in range(n_expert)])
     n_embd = inputs.shape[1]
-    step = max(1, _SLICE_BYTES // (4 * n_expert * len(inputs)))
+    step = max(1, SLICE_BYTES // (4 * n_expert * len(inputs)))
     products = np.zeros((len(inputs), n_expert, n_expert), np.float32)  # <o_i, o_j> of each sample
     for start in range(0, n_embd, step):
         rows = slice(start, min(start + step, n_embd))
@@ -193,7 +193,7 @@ def _ratio(value: np.ndarray, of: np.ndarray) -> np.ndarray:
 
 
 def _fitting(n: int, n_expert: int, n_ff: int) -> np.ndarray:
-    most = max(MIN_SAMPLES, _WORK_BYTES // (4 * n_expert * max(n_ff, n_expert)))
+    most = max(MIN_SAMPLES, WORK_BYTES // (4 * n_expert * max(n_ff, n_expert)))
     return np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(np.int64)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pyorch.errors import PyorchError
 
-_V1_ROOT, _V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+V1_ROOT, V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ def _parents() -> Iterator[tuple[Path, bool]]:
             own[controllers] = path.lstrip("/")
     for controllers, path in own.items():
         if "memory" in controllers.split(","):
-            yield _V1_ROOT, True
-            yield _V1_ROOT / path, True
-    if (_V2_ROOT / "cgroup.controllers").is_file():
-        yield _V2_ROOT, False
+            yield V1_ROOT, True
+            yield V1_ROOT / path, True
+    if (V2_ROOT / "cgroup.controllers").is_file():
+        yield V2_ROOT, False
         # A group with processes of its own cannot have groups with limits below it: beside it, then.
-        yield (_V2_ROOT / own.get("", "")).parent, False
+        yield (V2_ROOT / own.get("", "")).parent, False
 
 
 def _forbid_swap(group: MemoryGroup, limit_bytes: int) -> None:

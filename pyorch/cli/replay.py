@@ -14,7 +14,7 @@ from pyorch.cli.settings import add_settings, listed, names
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
-_PROBE_SECONDS = 2.0
+PROBE_SECONDS = 2.0
 
 _LISTS = ("budget", "policy", "prefetch")
 
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
         predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
-        bandwidth = given or measure_bandwidth(expert_ranges(model_map), _PROBE_SECONDS).bytes_per_second
+        bandwidth = given or measure_bandwidth(expert_ranges(model_map), PROBE_SECONDS).bytes_per_second
         share = default_route_share(model_map) if args.route_share is None else args.route_share
         combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
         rows = []

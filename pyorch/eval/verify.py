@@ -94,7 +94,7 @@ def verify(
         reference = _reference(model, prompt, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:
-            logits = _replay(model, reference, n_threads, partial(report, f"budget {budget}"))
+            logits = replayed(model, reference, n_threads, partial(report, f"budget {budget}"))
             comparison = _compare(str(budget), reference.logits, logits, model)
         yield comparison
 
@@ -123,7 +123,7 @@ def _reference(
     return Reference(tuple(tokens), n_prompt, np.concatenate(logits))
 
 
-def _replay(
+def replayed(
     model: Model, reference: Reference, n_threads: int, on_token: Callable[[int, int], None]
 ) -> np.ndarray:
     tokens, n_prompt = reference.tokens, reference.n_prompt

@@ -55,7 +55,7 @@ def context_bytes(init: Callable, model: int, params: llama.llama_context_params
     if not context:
         raise BudgetError(f"{model_map.path}: {refusal(model_map)}")
     reported = sum(float(size) for line in lines for size in _SIZES.findall(line))
-    return round(reported * MiB) + _work_bytes(model_map, params.n_ubatch)
+    return round(reported * MiB) + work_bytes(model_map, params.n_ubatch)
 
 
 def refusal(model_map: ModelMap) -> str:
@@ -66,7 +66,7 @@ def refusal(model_map: ModelMap) -> str:
     return f"llama.cpp refuses this context: {logs.last_error()}"
 
 
-def _work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
+def work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     """Work space of mul_mat_id, which is in none of the buffers that llama.cpp reports.
 
     The quantized inputs of the down matrices, at most two bytes a value, and for each expert a list that

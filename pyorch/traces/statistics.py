@@ -18,7 +18,7 @@ TAE_BINS = 50
 
 PHASES = {"all": None, "prefill": PREFILL, "decode": DECODE}
 
-_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def analyze(trace: Trace, phase: str = "all") -> tuple[TraceStatistics, list[Lay
     # Requests are decoded together; a cache would see each as it is, one after the other.
     wanted = wanted[np.lexsort((positions, requests))]
     collectors = [_LayerCollector(trace, i) for i in range(len(trace.header.layers))]
-    rows = max(1, _CHUNK_BYTES // trace.records.dtype.itemsize)
+    rows = max(1, CHUNK_BYTES // trace.records.dtype.itemsize)
     for start in range(0, len(wanted), rows):
         records = trace.records[wanted[start : start + rows]]
         if (highest := records["experts"].max()) >= trace.header.n_expert:

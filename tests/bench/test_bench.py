@@ -113,8 +113,8 @@ def test_group_is_removed_with_its_limit():
 def test_memory_limit_is_refused_where_no_group_can_be_made(
     small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(cgroup, "_V1_ROOT", tmp_path / "absent")
-    monkeypatch.setattr(cgroup, "_V2_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(cgroup, "V1_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(cgroup, "V2_ROOT", tmp_path / "absent")
     assert main(["bench", str(small_moe), "--memory-limit", "1GiB"]) == 2
     assert "without --memory-limit" in capfd.readouterr().err
 

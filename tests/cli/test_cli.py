@@ -127,14 +127,14 @@ def test_verify_finds_a_single_wrong_bit(
 ) -> None:
     from pyorch.eval import verify
 
-    replay = verify._replay
+    replay = verify.replayed
 
     def one_bit_off(*arguments):
         logits = replay(*arguments)
         logits.view("u4")[20, 7] ^= 1
         return logits
 
-    monkeypatch.setattr(verify, "_replay", one_bit_off)
+    monkeypatch.setattr(verify, "replayed", one_bit_off)
     assert main(["verify", str(small_moe), "--budget", "60%", "--tokens", "4", "--json"]) == 1
     (it,) = json.loads(capsys.readouterr().out)
     assert not it["identical"] and it["first_difference"]["position"] == 20 and it["first_difference"]["token"] == 7

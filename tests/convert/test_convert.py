@@ -312,7 +312,7 @@ def test_target_is_replaced_only_by_a_whole_file(plain, out):
 
 
 def test_converter_process_that_dies_is_reported(checkpoint, out, monkeypatch):
-    monkeypatch.setattr(children, "_CONVERTER", Path(__file__).with_name("no_such_program.py"))
+    monkeypatch.setattr(children, "CONVERTER", Path(__file__).with_name("no_such_program.py"))
     refuse(checkpoint, out / "model.gguf", "llama.cpp's converter failed", "no_such_program.py")
 
 

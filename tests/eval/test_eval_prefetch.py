@@ -68,23 +68,28 @@ def test_what_cannot_be_split_says_so(trace: Trace):
         split(one)
 
 
-def test_recall_of_the_previous_token_is_that_of_brute_force(material: Material):
-    found = {it.predictor: it for it in prefetch.recalls(material, material.store(100), quiet)}
+@pytest.fixture(scope="module")
+def recalls(material: Material) -> dict[str, Recall]:
+    """By predictor."""
+    return {it.predictor: it for it in prefetch.recalls(material, material.store(100), quiet)}
+
+
+def test_recall_of_the_previous_token_is_that_of_brute_force(material: Material, recalls: dict[str, Recall]):
     experts, request = material.recording.experts, material.recording.request
     decoded = np.flatnonzero(np.diff(request, prepend=request[0] + 1) == 0)
     for layer in range(1, N_LAYERS):
         # Only what is decoded is seen: the first token after a prompt has the last of the request before as its guess.
         right = sum(len(set(experts[i, layer]) & set(experts[j, layer])) for i, j in zip(decoded[1:], decoded))
-        assert found["previous-token"].by_layer[layer] == pytest.approx(right / (len(decoded) * N_USED))
-    for it in found.values():
+        assert recalls["previous-token"].by_layer[layer] == pytest.approx(right / (len(decoded) * N_USED))
+    for it in recalls.values():
         assert it.mean == pytest.approx(np.mean(it.by_layer[1:]))
         for layer in range(1, N_LAYERS):
             assert np.mean(it.by_rank[layer]) >= it.by_layer[layer] - 1e-9
             assert 0 < it.by_layer[layer] < 1
 
 
-def test_recall_of_the_next_router_is_that_of_numpy(material: Material):
-    it = prefetch._recall(material, prefetch._guessed(material, material.store(50), "next-router", 1), "next-router", 1)
+def test_recall_of_the_next_router_is_that_of_numpy(material: Material, recalls: dict[str, Recall]):
+    it = recalls["next-router"]
     recording = material.recording
     decoded = np.flatnonzero(np.diff(recording.request, prepend=recording.request[0] + 1) == 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ from batches import tokens
 from ggufs import split
 
 import pyorch
-from pyorch import _libs
 from pyorch.llama.context import Context
 
 BUDGETS = ("floor", "30%", "100%")
@@ -28,7 +28,7 @@ CASES = [(name, type_name) for name in NAMES for type_name in types_of(name)]
 @pytest.fixture(scope="module")
 def stock():
     """Asks a process that has llama.cpp and nothing of pyorch for the digests of a file."""
-    argv = [sys.executable, str(Path(batches.__file__).with_name("stock_process.py")), str(_libs.lib_dir())]
+    argv = [sys.executable, str(Path(batches.__file__).with_name("stock_process.py")), os.environ["LLAMA_CPP_LIB_PATH"]]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         def ask(path: Path) -> dict[str, str]:
             print(path, file=process.stdin, flush=True)

@@ -30,7 +30,7 @@ def test_the_measured_context_is_what_llama_cpp_allocates(small_moe: Path, n_ctx
     params, model_params = context_params(n_ctx, n_ubatch), llama.llama_model_default_params()
     with ModelMap(small_moe) as model_map, measure.twin(LOAD, str(small_moe), model_params) as twin:
         measured = measure.context_bytes(INIT, twin, params, model_map)
-        work = measure._work_bytes(model_map, n_ubatch)
+        work = measure.work_bytes(model_map, n_ubatch)
         kv = model_map.kv_bytes(n_ctx)
     with logs.collect() as lines:
         model = LOAD(str(small_moe).encode(), model_params)

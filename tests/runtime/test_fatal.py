@@ -7,12 +7,13 @@ import sys
 
 _SCRIPT = """
 import ctypes
+import os
 import llama_cpp
 import pyorch.llama.model
 from llama_cpp._utils import suppress_stdout_stderr
-from pyorch import _libs
+from pathlib import Path
 
-ggml = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs._SUFFIX}"))
+ggml = ctypes.CDLL(str(next(Path(os.environ["LLAMA_CPP_LIB_PATH"]).glob("libggml-base.*"))))
 with suppress_stdout_stderr(disable=False):
     ggml.ggml_abort(b"/home/me/llama.cpp/src/graph.cpp", 17, b"%s", b"no such gate")
 """

@@ -13,6 +13,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from processes import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -156,7 +157,7 @@ class Checkout:
 
     def upgrade(self, *arguments: str, version: str = NEW, **env: str) -> subprocess.CompletedProcess:
         command = [sys.executable, self.root / "scripts/upgrade_llama.py", version, *arguments]
-        return subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=self.env | env, capture_output=True, text=True, timeout=HANG_SECONDS)
 
     def apply(self, directory: Path, model: list[str]) -> str:
         """The file as the patches of a directory leave it, applied as the build does: with no fuzz, at their lines."""

@@ -69,7 +69,7 @@ def small_trace(directory: str, n: int, n_expert: int, k: int, seed: int) -> Tra
 def layer_of(q_of_peers: np.ndarray, activations: np.ndarray, k_max: int, **more: object) -> LayerBuddies:
     """The lists by a matrix of scores alone."""
     counted = lists.LayerCounts(activations, {}, np.zeros(1, np.float32), np.zeros(1, np.float32))
-    return lists._lists(0, counted, q_of_peers, more.get("outputs"), k_max)
+    return lists.lists_of(0, counted, q_of_peers, more.get("outputs"), k_max)
 
 
 # Counting
@@ -109,7 +109,7 @@ def test_q_is_the_share_of_each_peer_and_smoothing_counts_for_every_pair() -> No
 
 def test_a_trace_that_is_read_in_pieces_counts_the_same(trace_path: Path, monkeypatch) -> None:
     whole = lists.count(Trace(trace_path), 3)
-    monkeypatch.setattr(lists, "_RECORDS_AT_ONCE", 7)
+    monkeypatch.setattr(lists, "RECORDS_AT_ONCE", 7)
     for a, b in zip(whole, lists.count(Trace(trace_path), 3)):
         assert np.array_equal(a.activations, b.activations) and np.array_equal(a.tae, b.tae)
         for name in lists.WEIGHTINGS:
@@ -251,7 +251,7 @@ def test_quantized_experts_compute_with_the_weights_of_the_file(small_moe_q4: Pa
 
 
 def test_similarity_is_that_of_a_plain_loop(model_map: ModelMap, monkeypatch) -> None:
-    monkeypatch.setattr(expert_outputs, "_SLICE_BYTES", 64 * 30 * 4 * 50)  # 128 outputs in slices of 50
+    monkeypatch.setattr(expert_outputs, "SLICE_BYTES", 64 * 30 * 4 * 50)  # 128 outputs in slices of 50
     random = np.random.default_rng(5)
     inputs = random.normal(size=(30, 128)).astype(np.float32)
     selected = random.random((30, 64)) < np.linspace(0, 1, 64)
@@ -273,14 +273,14 @@ def test_similarity_is_that_of_a_plain_loop(model_map: ModelMap, monkeypatch) ->
 
 
 def test_samples_that_do_not_fit_are_thinned_out(model_map: ModelMap, monkeypatch) -> None:
-    monkeypatch.setattr(expert_outputs, "_WORK_BYTES", 4 * 64 * 64 * 10)
+    monkeypatch.setattr(expert_outputs, "WORK_BYTES", 4 * 64 * 64 * 10)
     inputs = np.random.default_rng(0).normal(size=(100, 128)).astype(np.float16)
     found = expert_outputs.compare(LayerExperts(model_map, 0), inputs, np.ones((100, 64), bool))
     assert (found.samples == 10).all() and np.diagonal(found.cosine) == pytest.approx(1, abs=1e-5)
 
 
 def test_an_architecture_that_is_not_known_is_refused(model_map: ModelMap, trace_path: Path, monkeypatch) -> None:
-    monkeypatch.delitem(expert_outputs._HIDDEN, "qwen2moe")
+    monkeypatch.delitem(expert_outputs.HIDDEN, "qwen2moe")
     build(model_map, Trace(trace_path))
     with pytest.raises(PyorchError, match="how an expert of qwen2moe computes is not known"):
         build(model_map, Trace(trace_path), compare=True)

@@ -308,7 +308,7 @@ def test_the_command_prints_all_combinations(small_moe: Path, trace: Path, capsy
 
 
 def test_the_command_measures_the_disk_if_it_is_not_told(small_moe: Path, trace: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("pyorch.cli.replay._PROBE_SECONDS", 0.05)
+    monkeypatch.setattr("pyorch.cli.replay.PROBE_SECONDS", 0.05)
     assert main(["replay", str(small_moe), str(trace), "--budget", "50%"]) == 0
     assert "GB/s (measured)" in capsys.readouterr().out
 

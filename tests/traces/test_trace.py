@@ -582,7 +582,7 @@ def test_statistics_of_a_trace_equal_those_of_its_layers(tmp_path: Path, monkeyp
     records = random_records(HEADER, 500)
     records["phase"] = records["position"] >= 7
     shuffled = records[np.random.default_rng(0).permutation(500)]  # as requests decoded together are
-    monkeypatch.setattr("pyorch.traces.statistics._CHUNK_BYTES", 50 * records.itemsize)
+    monkeypatch.setattr("pyorch.traces.statistics.CHUNK_BYTES", 50 * records.itemsize)
     statistics, arrays = analyze(write_trace(tmp_path / "a.trace", shuffled))
     assert (statistics.n_tokens, statistics.n_prefill, statistics.n_decode, statistics.n_requests) == (500, 350, 150, 50)
     for i, layer in enumerate(statistics.layers):
