@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from pyorch import _libs
 from pyorch.library.bindings import ABI, check_abi, lib, string
 
 _SHORT_OF_MEMORY = """
@@ -44,7 +44,7 @@ def test_a_library_of_another_abi_is_refused_in_a_sentence(tmp_path: Path) -> No
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", other, source], check=True)
     with pytest.raises(ImportError, match=rf"libother.so has ABI 999 \(version 9.9.9\), and this pyorch needs ABI {ABI}"):
         check_abi(other)
-    without = _libs.lib_dir() / "libggml-base.so"
+    without = Path(os.environ["LLAMA_CPP_LIB_PATH"]) / "libggml-base.so"
     with pytest.raises(ImportError, match=rf"libggml-base.so has ABI 0 .* needs ABI {ABI}"):
         check_abi(without)
 
