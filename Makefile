@@ -23,8 +23,11 @@ NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2
 demo: setup
 	@$(BIN)/pyorch demo
 
-# Nothing is printed after pytest's summary.
+# The programs of native/tests are a part of what is built. Nothing is printed after pytest's summary.
 test: setup
+	@echo "building native/tests"
+	@$(BIN)/cmake --build build/py3-* --target native-tests >build/native-tests.log || \
+	    { cat build/native-tests.log >&2; exit 1; }
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 bench: setup bench-residency

@@ -60,7 +60,7 @@ def test_command_converts_and_quantizes(checkpoint, out):
         "convert", checkpoint, "-o", out / "model.gguf", "--quantize", "q4_k_m", "--pre-tokenizer", "gpt-2", "--json")
     assert done.returncode == 0, done.stderr
     # The converter's chatter is for --verbose. On a busy machine lines say how far the command is.
-    assert all(line.startswith(("pyorch: converting: ", "pyorch: quantizing: ")) for line in done.stderr.splitlines())
+    assert all(line == "pyorch: starting" or "%" in line for line in done.stderr.splitlines()), done.stderr
     result = json.loads(done.stdout)
     assert result["architecture"] == "OlmoeForCausalLM" and result["file_type"] == "Q4_K_M"
     assert result["files"] == [result["path"]] == [str(out / "model.gguf")]
@@ -221,7 +221,7 @@ def test_bad_options_are_refused(checkpoint, plain, out):
     refuse(checkpoint, target, "4 apples is not a size", split_max_size="4 apples")
     refuse(plain, target, "is a GGUF already", "--quantize")
     damaged = damaged_gguf(plain, out.parent)
-    refuse(damaged, target, "is damaged, incomplete or no GGUF", error=FormatError, quantize="Q8_0")
+    refuse(damaged, target, "is truncated", error=FormatError, quantize="Q8_0")
     refuse(plain, target, "importance matrix", quantize="IQ2_XXS")
     assert list(out.iterdir()) == []
 

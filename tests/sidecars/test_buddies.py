@@ -420,7 +420,7 @@ def test_the_command_says_whether_selected_together_means_alike(
 @pytest.mark.parametrize("options, sentence", [
     (["--alpha", "0"], "alpha 0 is not in (0, 1]"),
     (["--alpha-schedule", "0.9:1.1"], "alpha 0.9:1.1 is not in (0, 1]"),
-    (["--alpha-schedule", "0.9"], "alpha-schedule 0.9 is not two numbers such as 0.9:0.6"),
+    (["--alpha-schedule", "0.9"], "--alpha-schedule 0.9 is not two numbers such as 0.9:0.6"),
     (["--k-max", "0"], "k-max 0 is below 1: a list holds at least one buddy"),
     (["--smoothing", "-1"], "smoothing -1 is not a number of 0 or more"),
     (["--warm-up", "-1"], "warm-up -1 is below 0"),
