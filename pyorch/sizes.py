@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from numbers import Integral
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
@@ -47,12 +48,14 @@ class Amount:
 
         ValueError for what is neither.
         """
-        if isinstance(text, int) and not isinstance(text, bool):
-            return cls(text)
-        match = _NUMBER_AND_UNIT.fullmatch(str(text))
+        if isinstance(text, Integral) and not isinstance(text, bool):
+            return cls(int(text))
+        match = _NUMBER_AND_UNIT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"{text!r} is not a number with a unit")
         number, unit = match.groups()
+        if not math.isfinite(float(number)):
+            raise ValueError(f"{number} is too large a number")
         if unit == "%":
             return cls(share=float(number) / 100, text=text.strip())
         factor = _UNITS.get(unit.upper())

@@ -39,6 +39,7 @@ DEFAULT_CTX = 4096
 _loading = threading.Lock()
 
 SETTINGS = declared_options(Settings)  # that load() takes by name
+_OF_LLAMA = inspect.signature(llama_cpp.Llama.__init__).parameters  # which ignores every other name
 
 
 _NOTHING_ABSENT = "with speculative execution nothing is absent that could be substituted: choose one of them"
@@ -356,7 +357,7 @@ class Model:
     def close(self) -> None:
         """Frees the context, the model and then its engine. May be called again.
 
-        After it, generate(), its unfinished generators and `llama` raise PyorchError.
+        After it, generate(), its unfinished generators and `llama` raise PyorchError. Refused in an observer or a source.
         """
         self.llama.close()
 
@@ -391,10 +392,14 @@ def load(
         FormatError: the file is missing, damaged, incomplete or no GGUF.
         BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
         PyorchError: an option cannot mean anything, or the model lacks what it needs.
+        TypeError: no option has this name.
     """
-    path = os.fspath(path)
+    path = os.fsdecode(path)
     logs.set_quiet(not verbose)
     given = {name: options.pop(name) for name in SETTINGS.keys() & options.keys()}
+    unknown = sorted(options.keys() - _OF_LLAMA.keys())
+    if unknown:
+        raise TypeError(f"load() got an unexpected keyword argument '{unknown[0]}'")
     all_outputs = options.get("logits_all") or options.get("embedding") or "draft_model" in options
     settings = Settings(
         budget=budget,

@@ -30,10 +30,8 @@ class Budget:
         """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "mapped". BudgetError for what is none of these."""
         if isinstance(text, Budget):
             return text
-        if text in _NAMED:
-            return _NAMED[text]
         try:
-            return cls(Amount.parse(text))
+            return _NAMED[text] if isinstance(text, str) and text in _NAMED else cls(Amount.parse(text))
         except ValueError:
             raise BudgetError(f'budget "{text}" is not understood: {_ACCEPTED}') from None
 

@@ -38,11 +38,11 @@ class Option:
 
     def parse(self, given: Any) -> Any:
         """The value. PyorchError for what cannot be one."""
-        if given is None or given == self.default:
-            return self.default if given is None else given
+        if given is None:
+            return self.default
         try:
             return self.read(given)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             raise PyorchError(f"{self.name} is {given}, and must be {self.kind}") from None
 
 
@@ -88,11 +88,18 @@ def flag(given: Any) -> bool:
     return given in (True, "1")
 
 
+def text(given: Any) -> str:
+    """TypeError for anything that is not text."""
+    if not isinstance(given, str):
+        raise TypeError(given)
+    return given
+
+
 def whole(most: int) -> Callable[[Any], int]:
     """Reads whole numbers from 0, which stands for a default, to the most that llama.cpp takes."""
     def read(given: Any) -> int:
         number = int(given)
-        if isinstance(given, (bool, float)) or not 0 <= number <= most:
+        if isinstance(given, (bool, float, bytes)) or not 0 <= number <= most:
             raise ValueError(given)
         return number
 

@@ -33,6 +33,8 @@ class Prefetch:
         """From "auto", "none", or a predictor with, optionally, distance and precision: "next-router:2:0.5"."""
         if isinstance(text, Prefetch):
             return text
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is not text")
         predictor, *numbers = text.split(":")
         try:
             if len(numbers) > 2:

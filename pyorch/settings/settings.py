@@ -11,7 +11,7 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, whole
+from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 
@@ -24,6 +24,8 @@ _FROM_0_TO = "from 0 (for the default) to "
 
 def _lists(given: Any) -> Any:
     """Buddy lists that were read already, or their file."""
+    if isinstance(given, (bool, int, float, bytes, list, dict)):
+        raise TypeError(given)
     return Path(given) if isinstance(given, (str, os.PathLike)) else given
 
 
@@ -36,17 +38,17 @@ class Settings:
     """
 
     budget: Budget = option(
-        AUTO, Budget.parse, metavar="SIZE",
+        AUTO, Budget.parse, "a size or a share", metavar="SIZE",
         help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB or 800MB, or auto, which "
              "takes "
              "what the memory limit leaves",
     )
     policy: str | None = option(
-        None, str, metavar="NAME", help="which experts leave memory first (eviction policy). {policies}",
+        None, text, "the name of a policy", metavar="NAME", help="which experts leave memory first (eviction policy). {policies}",
         default_text="{policy}",
     )
     prefetch: Prefetch = option(
-        Prefetch(), Prefetch.parse, metavar="WHAT",
+        Prefetch(), Prefetch.parse, "text or a Prefetch", metavar="WHAT",
         help="the predictor that says which experts to read ahead while decoding: {predictors}, each also as "
              "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been right); "
              "or "
@@ -74,22 +76,23 @@ class Settings:
         help="compute with N threads", default_text="the physical cores",
     )
     maps: Path | None = option(
-        None, Path, group=LONG, metavar="FILE",
+        None, Path, "the path of a file", group=LONG, metavar="FILE",
         help="for the predictors that search past tokens and requests, {searching}: begin with those in FILE, if FILE "
              "exists, and write into it at the end what was learned",
         default_text="begin with MODEL.maps.gguf, write nothing",
     )
     tuned: Path | None = option(
-        None, Path, group=LONG, metavar="FILE",
+        None, Path, "the path of a file", group=LONG, metavar="FILE",
         help="take the lossy setting that pyorch tune found, and its budget if no other is given",
     )
     substitution: Substitution | None = option(
-        None, Substitution.parse, group=LOSSY, flag="--buddies", metavar="SETTINGS",
+        None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--buddies", metavar="SETTINGS",
         help="let similar resident experts (buddies) replace absent ones, with settings such as "
              "alpha=0.95,k=16,rho=3,tau=p15, or default",
     )
     buddies: Any = option(
-        None, _lists, group=LOSSY, flag="--buddies-file", metavar="FILE", help="file with the lists of buddies",
+        None, _lists, "the path of a file or Buddies", group=LOSSY, flag="--buddies-file", metavar="FILE",
+        help="file with the lists of buddies",
         default_text="MODEL.buddies.gguf beside the model",
     )
     speculate: bool = option(

@@ -94,16 +94,17 @@ class Substitution:
                 continue
             try:
                 object.__setattr__(self, name, declared.read(given))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, OverflowError):
                 raise PyorchError(f'substitution setting {name}="{given}" is not {declared.kind}') from None
         _check(self)
 
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
-        """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what it cannot "
-        "mean."""
+        """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what cannot be one."""
         if isinstance(text, Substitution):
             return text
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is not text")
         known, values = options(cls), {}
         for item in (text.split(",") if text not in ("", "default") else ()):
             key, equals, value = (part.strip() for part in item.partition("="))

@@ -6,6 +6,7 @@ import argparse
 import inspect
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,10 +44,17 @@ def test_a_value_is_read_as_its_text_is() -> None:
 @pytest.mark.parametrize("refused", [
     {"budget": "much"}, {"prefetch": "hybrid:two"}, {"n_ctx": -1}, {"n_threads": "all"}, {"n_readers": -1},
     {"substitution": "rho=x"}, {"substitution": "unheard=1"}, {"speculate": "perhaps"},
+    *({name: given} for name in options(Settings) for given in (b"1", 3.7, [], object(), np.arange(2))
+      if name != "buddies" or isinstance(given, (bytes, float, list))),
+    {"budget": "9" * 400}, {"n_ctx": float("inf")}, {"prefetch": 1}, {"substitution": False}, {"substitution": "k=1e9"},
 ])
 def test_what_cannot_mean_anything_is_refused_at_the_door(refused: dict[str, object]) -> None:
     with pytest.raises(PyorchError, match="is not|must be"):
         Settings(**refused)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert Settings(budget=np.int64(4096), n_ctx=np.int32(512)) == Settings(budget=4096, n_ctx=512)
 
 
 def test_settings_that_exclude_each_other_are_refused_at_the_door() -> None:
@@ -87,6 +95,11 @@ def test_a_flag_and_a_keyword_mean_the_same(flags: tuple[str, ...]) -> None:
             without_value = not value or value.startswith("--")
             keywords[names[flag]] = not options(Settings)[names[flag]].default if without_value else value
     assert Settings(**given_settings(parse(*flags))) == Settings(**keywords)
+
+
+def test_load_refuses_an_option_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
+        pyorch.load(tmp_path / "model.gguf", bugdet="40%")
 
 
 def test_load_takes_every_option_by_its_name() -> None:
