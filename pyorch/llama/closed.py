@@ -12,6 +12,7 @@ from collections.abc import Callable
 import llama_cpp
 
 from pyorch.errors import PyorchError
+from pyorch.library.bindings import check, ffi, lib
 
 
 class ClosedLlama(llama_cpp.Llama):
@@ -33,12 +34,17 @@ class ClosedLlama(llama_cpp.Llama):
 
 
 def closing(close: Callable[[llama_cpp.Llama], None], is_managed: Callable[[int], bool]) -> Callable:
-    """Llama.close, after which nothing else can be done with the objects of managed models."""
+    """Llama.close, after which nothing else can be done with the objects of managed models.
+
+    PyorchError inside a callback of an engine, and the model stays.
+    """
 
     @functools.wraps(close)
     def wrapper(self: llama_cpp.Llama) -> None:
         model = getattr(getattr(self, "_model", None), "model", None)
         managed = model is not None and is_managed(model)
+        if managed:
+            check(lib.pyorch_engine_free(ffi.NULL))  # refused inside a callback, whose decode needs the model
         close(self)
         if managed:
             self.__class__ = ClosedLlama

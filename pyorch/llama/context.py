@@ -12,6 +12,7 @@ import numpy as np
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama.memory import physical_cores
+from pyorch.runtime.interrupts import raise_held
 
 
 class Context:
@@ -107,6 +108,8 @@ class Context:
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             self._forget()
+        raise_held()
+        if status != 0:
             reason = decode_error()
             if reason:
                 raise ExpertReadError(reason)

@@ -25,6 +25,7 @@ from pyorch.llama.closed import closing
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.runtime import fatal
 from pyorch.runtime.engine import Engine
+from pyorch.runtime.interrupts import raise_held
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, MAPPED, Budget
 from pyorch.settings.prefetch import Prefetch
@@ -366,6 +367,8 @@ def _raise_decode_errors(method: Callable) -> Callable:
             if reason:
                 raise ExpertReadError(reason) from None
             raise
+        finally:
+            raise_held()
 
     return wrapper
 

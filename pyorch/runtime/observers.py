@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pyorch.library.bindings import ffi
+from pyorch.runtime.interrupts import hold
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Prediction:
 
 def observer_callback(observer: Callable[[Any], None], copy: bool):
     """Shows an observer each Routing or, without a copy, a RoutingView."""
-    @ffi.callback("pyorch_observer_fn")
+    @ffi.callback("pyorch_observer_fn", onerror=hold)
     def observe(_user, raw):
         view = RoutingView(raw)
         if not copy:
@@ -100,7 +101,7 @@ def observer_callback(observer: Callable[[Any], None], copy: bool):
 
 def prediction_callback(observer: Callable[[Prediction], None]):
     """Shows an observer each Prediction."""
-    @ffi.callback("pyorch_prediction_fn")
+    @ffi.callback("pyorch_prediction_fn", onerror=hold)
     def observe(_user, context, il_from, il, experts, n):
         ids = np.frombuffer(ffi.buffer(experts, n * 4), np.int32).copy()
         observer(Prediction(int(ffi.cast("uintptr_t", context)), il_from, il, ids))

@@ -33,7 +33,7 @@ def read_callback(source: Source):
             ffi.memmove(buffer, data, len(data))
             return len(data)
         except OSError as error:
-            return -(error.errno or errno.EIO)
+            return -(error.errno if error.errno in errno.errorcode else errno.EIO)
         except Exception:
             if not printed:
                 traceback.print_exc()

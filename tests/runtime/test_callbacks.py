@@ -16,6 +16,7 @@ from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.runtime.engine import Engine
+from pyorch.runtime.observers import Routing
 from pyorch.sidecars.history import ExpertMaps
 
 IL = 3
@@ -119,3 +120,47 @@ def test_a_decode_inside_an_observer_fails_and_the_outer_one_does_not(model: Mod
         assert seen == ["a callback of an engine cannot decode: decode in another thread, or afterwards"]
         assert actual.tobytes() == expected.tobytes()
         assert inner.decode(prompt_tokens[:2]).shape[0] == 2
+
+
+def test_closing_a_model_inside_an_observer_is_refused_and_spares_the_decode(
+    model: Model, prompt_tokens: list[int]
+) -> None:
+    refusals: list[str] = []
+
+    def close(_routing: object) -> None:
+        try:
+            model.close()
+        except PyorchError as error:
+            refusals.append(str(error))
+
+    with Context(model.llama.model) as context:
+        expected = context.decode(prompt_tokens[:4])
+        context.clear()
+        model.engine.set_observer(close)
+        actual = context.decode(prompt_tokens[:4])
+        model.engine.set_observer(None)
+    assert len(refusals) == len(model.layers) and "cannot be called inside a callback" in refusals[0]
+    assert actual.tobytes() == expected.tobytes()
+
+
+def test_an_interrupt_inside_an_observer_reaches_the_caller_of_the_decode(
+    model: Model, prompt_tokens: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    routed: list[int] = []
+
+    def interrupted(routing: Routing) -> None:
+        routed.append(routing.il)
+        if len(routed) == 1:
+            raise KeyboardInterrupt
+
+    model.engine.set_observer(interrupted)
+    try:
+        with Context(model.llama.model) as context, pytest.raises(KeyboardInterrupt):
+            context.decode(prompt_tokens[:4])
+        routed.clear()
+        with pytest.raises(KeyboardInterrupt):
+            list(model.generate("import os", max_tokens=2, temperature=0))
+    finally:
+        model.engine.set_observer(None)
+    assert "Traceback" not in capfd.readouterr().err
+    assert list(model.generate("import os", max_tokens=2, temperature=0))
