@@ -244,6 +244,7 @@ int main(int argc, char ** argv) {
         pyorch_stats stats;
         table.get_stats(-1, stats);
         CHECK(stats.failures == (uint64_t) n_failed && stats.loads > 0 && stats.evictions > 0);
+        CHECK(stats.used_bytes <= stats.budget_bytes);
         for (const auto & l : table.map.layers) {
             uint8_t mask[N_EXPERT];
             table.get_residency(l.il, mask, N_EXPERT);

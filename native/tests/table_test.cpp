@@ -9,9 +9,12 @@
 #include "banks/host_bank.h"
 #include "residency/table.h"
 
+#include <atomic>
 #include <cmath>
 #include <random>
 #include <sys/resource.h>
+#include <thread>
+#include <utility>
 
 using namespace pyorch;
 
@@ -303,7 +306,151 @@ static void what_a_context_held_and_wanted_goes_with_it() {
     }
 }
 
+// What running layers hold above a lowered budget is given back when they end.
+static void a_lowered_budget_holds_once_the_running_layers_end() {
+    House house(4, 0.5);
+    Owner other = { &other };
+    house.table.acquire(house.owner, 0, { ALL, ALL, 1 });
+    house.table.acquire(other, 1, { ALL, ALL, 1 });
+    house.reader.read_all();
+    house.table.set_budget(house.map.floor_bytes());
+    CHECK(house.stats().used_bytes > house.map.floor_bytes());
+    CHECK(house.table.release(house.owner) && house.table.release(other));
+    CHECK(house.stats().used_bytes <= house.map.floor_bytes());
+    CHECK(house.stats().budget_bytes == house.map.floor_bytes());
+}
+
+// The same of what was on its way.
+static void a_lowered_budget_holds_once_the_reads_end() {
+    House house(4, 0.5);
+    std::vector<ReadRequest> reading;
+    for (int layer : { 0, 1 }) {
+        house.table.prefetch(house.map.layers[layer].il, ALL.data(), (int) ALL.size());
+    }
+    for (ReadRequest request; house.table.loader().try_next(request);) {
+        reading.push_back(request);
+    }
+    house.table.set_budget(house.map.floor_bytes());
+    for (const ReadRequest & request : reading) {
+        house.table.loader().finish(request, (int64_t) request.size, 1);
+    }
+    house.reader.read_all();
+    CHECK(house.stats().used_bytes <= house.map.floor_bytes());
+}
+
+// A reader of which is known how many contexts wait for memory.
+class WatchedReader : public LocalReader {
+public:
+    using LocalReader::LocalReader;
+
+    std::atomic<int> n_waiting { 0 };
+
+    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override {
+        ++n_waiting;
+        changed.wait(lock);
+        --n_waiting;
+    }
+};
+
+// Two contexts come to layers 0 and 1, which lack memory while a reader holds some. Both must get through.
+static void contexts_wait_for_no_circle(bool lowered) {
+    House house(4, 0.5); // 32 experts
+    const int kept = lowered ? 0 : 8;
+    const int each = lowered ? 8 : 12;
+    house.pass(3, range(0, kept));
+    house.table.set_layer_limits(house.map.layers[3].il, kept, House::N_EXPERT);
+    house.pass(0, range(0, each));
+    std::vector<ReadRequest> reading;
+    WatchedReader reader(house.table.loader());
+    for (auto [layer, n] : { std::pair(1, each), std::pair(2, lowered ? 16 : 0) }) {
+        house.table.prefetch(house.map.layers[layer].il, ALL.data(), n);
+    }
+    for (ReadRequest request; house.table.loader().try_next(request);) {
+        reading.push_back(request);
+    }
+    CHECK(house.stats().used_bytes == house.stats().budget_bytes);
+    std::atomic<int> n_done { 0 };
+    auto run = [&](int layer) {
+        Owner owner = { &owner };
+        house.table.acquire(owner, layer, { ALL, ALL, 1 });
+        for (int id : ALL) {
+            CHECK(house.table.address(layer, id, 2, true));
+        }
+        CHECK(house.table.release(owner));
+        house.table.forget(owner);
+        ++n_done;
+    };
+    // That they meet is likely, not certain: what must hold, holds in any order.
+    auto let_wait = [&](int n) {
+        for (int i = 0; i < 20000 && reader.n_waiting < n; ++i) {
+            std::this_thread::yield();
+        }
+    };
+    std::thread first(run, 0);
+    let_wait(1);
+    std::thread second(run, 1);
+    let_wait(2);
+    if (lowered) {
+        house.table.set_budget(house.map.floor_bytes());
+    }
+    for (const ReadRequest & request : reading) {
+        house.table.loader().finish(request, (int64_t) request.size, 1);
+    }
+    while (n_done < 2) {
+        reader.read_all();
+        std::this_thread::yield();
+    }
+    first.join();
+    second.join();
+    CHECK(house.stats().used_bytes <= house.stats().budget_bytes);
+}
+
+static void contexts_wait_for_no_circle_beside_a_minimum() { contexts_wait_for_no_circle(false); }
+
+static void contexts_wait_for_no_circle_under_a_lowered_budget() { contexts_wait_for_no_circle(true); }
+
 // reading ahead
+
+static void a_pin_of_what_is_read_on_a_guess_survives_the_pass() {
+    House house(3, 0.5);
+    house.pass(1, { 0 });
+    house.want(house.owner, 2, 1, { 7 });
+    CHECK(house.reader.read_one()); // one matrix of three
+    const int32_t pinned[] = { 7 };
+    house.table.pin(house.map.layers[2].il, pinned, 1);
+    house.pass(2, { 0 });
+    house.reader.read_all();
+    CHECK(house.resident(2, 7));
+}
+
+static void a_pin_takes_memory_from_what_was_read_ahead() {
+    House house(4, 0.5);
+    for (int layer : { 0, 1 }) {
+        house.table.prefetch(house.map.layers[layer].il, ALL.data(), (int) ALL.size());
+    }
+    house.reader.read_all();
+    CHECK(house.stats().resident_experts == 32); // all that fits, and nothing of it was used
+    const int32_t pinned[] = { 4, 9 };
+    house.table.pin(house.map.layers[2].il, pinned, 2);
+    house.reader.read_all();
+    CHECK(house.resident(2, 4) && house.resident(2, 9));
+}
+
+static void what_a_prompt_wanted_and_never_read_is_no_scan_afterwards() {
+    House house(3, 0.5);
+    house.table.acquire(house.owner, 0, { ALL, ALL, 64 }); // layer 1 is wanted ahead
+    house.table.release(house.owner);
+    house.pass(2, ALL, 64); // and now it is not
+    house.pass(2, ALL);
+    house.pass(0, range(0, 8));
+    const int32_t last[] = { 15 };
+    house.table.evict(house.map.layers[2].il, last, 1);
+    house.want(house.owner, 1, 0, { 7 });
+    house.reader.read_all();
+    CHECK(house.resident(1, 7));
+    house.pass(2, { 15 });
+    CHECK(house.resident(1, 7)); // there is something else that may go
+}
 
 static void a_pin_that_waits_for_memory_survives_a_prompt() {
     House house(3, 0.7);
@@ -415,6 +562,13 @@ int main(int argc, char ** argv) {
     a_guess_waits_for_the_pass_of_its_own_context();
     a_forecast_changes_what_goes_unless_it_comes_too_late();
     what_a_context_held_and_wanted_goes_with_it();
+    a_lowered_budget_holds_once_the_running_layers_end();
+    a_lowered_budget_holds_once_the_reads_end();
+    contexts_wait_for_no_circle_beside_a_minimum();
+    contexts_wait_for_no_circle_under_a_lowered_budget();
+    a_pin_of_what_is_read_on_a_guess_survives_the_pass();
+    a_pin_takes_memory_from_what_was_read_ahead();
+    what_a_prompt_wanted_and_never_read_is_no_scan_afterwards();
     a_pin_that_waits_for_memory_survives_a_prompt();
     a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes();
     a_late_hit_is_a_hit_and_no_waste();

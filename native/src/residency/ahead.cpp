@@ -38,14 +38,14 @@ void Table::want_layer_ahead(int layer) {
     Layer & l = layers[layer];
     for (int id = 0; id < l.n_expert; ++id) {
         if (l.experts[id].absent()) {
-            l.experts[id].scanned = !l.experts[id].pinned;
             prompt.push_back(&l.experts[id]);
         }
     }
 }
 
-// Starts the load of the first that is wanted, if there is memory for it.
-bool Table::next_ahead(std::deque<Expert *> & wanted) {
+// Starts the load of the first that is wanted, if there is memory for it. What is pinned gets it like a demand.
+// scan: for a prompt.
+bool Table::next_ahead(std::deque<Expert *> & wanted, bool scan) {
     while (!wanted.empty()) {
         Expert & e = *wanted.front();
         Layer &  l = layer_of(e);
@@ -53,15 +53,17 @@ bool Table::next_ahead(std::deque<Expert *> & wanted) {
             wanted.pop_front(); // there, or demanded, or one too many
             continue;
         }
-        if (!make_room(e.layer(), 1, FOR_ORDER, INFINITY) || !start_load(e)) {
-            if (n_in_use > 0) {
-                return false; // the running layer will release memory
+        const bool fits = make_room(e.layer(), 1, e.pinned ? FOR_DEMAND : FOR_ORDER, INFINITY);
+        if (!fits || !start_load(e)) {
+            if (n_in_use > 0 || (e.pinned && !fits && !loads.idle())) {
+                return false; // a running layer or a read will let go of memory
             }
             wanted.pop_front();
             continue;
         }
         wanted.pop_front();
         e.read_ahead = e.unasked = !e.pinned;
+        e.scanned    = scan && !e.pinned;
         loads.read_ahead(e.load);
         return true;
     }
@@ -141,7 +143,7 @@ void Table::settle_predicted(Layer & l, const void * context) {
         if (!e.in_use) {
             e.read_ahead = false;
             ++l.stats.prefetch_wasted;
-            if (e.loading() && e.load.in_flight == 0) {
+            if (e.loading() && e.load.in_flight == 0 && !e.pinned) {
                 loads.take_back(e.load);
                 drop(e);
             }
@@ -228,7 +230,7 @@ bool Table::is_idle() const {
 }
 
 bool Table::order_ahead() {
-    const bool did = next_ahead(ordered) || next_ahead(prompt) || next_guess() || next_deferred();
+    const bool did = next_ahead(ordered, false) || next_ahead(prompt, true) || next_guess() || next_deferred();
     if (!did && is_idle()) {
         idle.notify_all();
     }
@@ -262,6 +264,7 @@ void Table::finished(Load & load) {
     } else if (load.ended() && e.in_use == 0) {
         drop(e);
     }
+    keep_budget();
     if (load.in_flight == 0) {
         space.notify_all();
     }

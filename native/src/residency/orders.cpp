@@ -76,9 +76,9 @@ void Table::pin(int il, const int32_t * experts, int n) {
         n_reserved[layer] = std::max(n_reserved[layer],
             layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
         const uint64_t most = needed_budget(n_reserved);
-        if (most > bank->budget()) {
+        if (most > budget) {
             throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
-                mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
+                mebibytes(most).c_str(), mebibytes(budget).c_str()));
         }
         for (int i = n - 1; i >= 0; --i) {
             Expert & e = layers[layer].experts[experts[i]];
@@ -88,9 +88,7 @@ void Table::pin(int il, const int32_t * experts, int n) {
             e.pinned  = true;
             ++layers[layer].n_pinned;
             e.scanned = false;
-            if (!e.in_use) {
-                held_bytes += layers[layer].slot_bytes;
-            }
+            layers[layer].n_held += !e.in_use;
             value_changed(e);
             if (e.absent()) {
                 ordered.push_front(&e);
@@ -105,9 +103,7 @@ void Table::unpin(int il, const int32_t * experts, int n) {
         if (e.pinned) {
             e.pinned = false;
             --l.n_pinned;
-            if (!e.in_use) {
-                held_bytes -= l.slot_bytes;
-            }
+            l.n_held -= !e.in_use;
             used(e);
         }
     });
@@ -132,19 +128,9 @@ void Table::set_budget(uint64_t bytes) {
                 format("budget %s is below the %s that the largest layer needs beside what is reserved",
                 mebibytes(bytes).c_str(), mebibytes(most).c_str()));
         }
-        if (bytes < bank->budget()) {
-            while (bank->taken() > bytes) {
-                const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
-                if (victim.expert) {
-                    ++layer_of(*victim.expert).stats.evictions;
-                    drop(*victim.expert);
-                } else if (!drop_queued()) {
-                    break;
-                }
-            }
-        }
-        // What a running layer holds above the new budget is given back when the layer ends.
-        bank->set_budget(bytes);
+        budget = bytes;
+        // What running layers hold above the new budget is given back when they end.
+        keep_budget();
     }
     space.notify_all();
     loads.wake();
@@ -159,7 +145,7 @@ void Table::set_policy(pyorch_policy which) {
 }
 
 void Table::set_layer_limits(int il, int min, int max) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
     Layer & l = layers[layer_index(il)];
     if (min < 0 || max > l.n_expert || min > max) {
         throw Failure(PYORCH_INVALID, format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il,
@@ -168,16 +154,18 @@ void Table::set_layer_limits(int il, int min, int max) {
     std::vector<int> n_reserved = reserved();
     n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
     const uint64_t most = needed_budget(n_reserved);
-    if (most > bank->budget()) {
+    if (most > budget) {
         throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s",
-            min, il,
-            mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
+            min, il, mebibytes(most).c_str(), mebibytes(budget).c_str()));
     }
     l.min = min;
     l.max = max;
     if (l.n_loaded > max) {
         shrink_layer((int) (&l - layers.data()), l.n_loaded - max);
     }
+    lock.unlock();
+    space.notify_all();
+    loads.wake();
 }
 
 } // namespace pyorch

@@ -157,6 +157,34 @@ bool Table::drop_queued() {
     return true;
 }
 
+// What cannot be taken for others once n more experts of a layer are held: what is held, and the layers' minima.
+uint64_t Table::promised(int layer, int n) const {
+    uint64_t bytes = 0;
+    for (int i = 0; i < (int) layers.size(); ++i) {
+        const Layer & l = layers[i];
+        bytes += std::max(l.n_held + (i == layer ? n : 0), l.min) * l.slot_bytes;
+    }
+    return bytes;
+}
+
+// Under a budget that was lowered, layers that hold their experts already get the memory that they were promised: two
+// that wait for it would wait for each other. All else is given back as soon as it can be.
+void Table::keep_budget() {
+    if (bank->budget() == budget && bank->taken() <= budget) {
+        return;
+    }
+    bank->set_budget(std::max(budget, promised(-1, 0)));
+    while (bank->taken() > bank->budget()) {
+        const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
+        if (victim.expert) {
+            ++layer_of(*victim.expert).stats.evictions;
+            drop(*victim.expert);
+        } else if (!drop_queued()) {
+            break;
+        }
+    }
+}
+
 // Evicts n experts of one layer, the least valuable first, as far as it can.
 void Table::shrink_layer(int layer, int n) {
     Layer & l = layers[layer];

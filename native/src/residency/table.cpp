@@ -39,7 +39,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
             mutex, *this),
         layers(map.layers.size()),
         victims(n_experts(map)),
-        n_executed((int) map.layers.size()) {
+        n_executed((int) map.layers.size()),
+        budget(bank->budget()) {
     if (bank->budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
             mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
@@ -93,9 +94,7 @@ int Table::layer_index(int il) const {
 void Table::hold(Expert & e) {
     if (e.in_use++ == 0) {
         ++n_in_use;
-        if (!e.pinned) {
-            held_bytes += layer_of(e).slot_bytes;
-        }
+        layer_of(e).n_held += !e.pinned;
         value_changed(e);
     }
 }
@@ -103,9 +102,7 @@ void Table::hold(Expert & e) {
 void Table::unhold(Expert & e) {
     if (--e.in_use == 0) {
         --n_in_use;
-        if (!e.pinned) {
-            held_bytes -= layer_of(e).slot_bytes;
-        }
+        layer_of(e).n_held -= !e.pinned;
         value_changed(e);
     }
 }
@@ -146,19 +143,22 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     std::unique_lock<std::mutex> lock(mutex);
 
     // A decode that was aborted inside a layer never reached its release.
-    bool ignored;
-    release_held(owner, ignored);
+    if (!owner.held.empty()) {
+        bool ignored;
+        release_held(owner, ignored);
+        space.notify_all();
+    }
 
     Layer & l = layers[layer];
     space.wait(lock, [&] {
-        uint64_t more    = 0;
-        bool     failing = false; // for an earlier decode, whose last read has not ended
+        int  more    = 0;
+        bool failing = false; // for an earlier decode, whose last read has not ended
         for (int id : demand.experts) {
             const Expert & e = l.experts[id];
-            more += e.in_use || e.pinned ? 0 : l.slot_bytes;
+            more    += !e.in_use && !e.pinned;
             failing |= e.in_use == 0 && e.failed();
         }
-        return !failing && held_bytes + more <= bank->budget();
+        return !failing && promised(layer, more) <= budget;
     });
 
     std::vector<Expert *> absent;
@@ -167,7 +167,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
         Expert & e = l.experts[id];
         hold(e);
         owner.held.push_back(&e);
-        if (e.absent()) {
+        if (e.absent() && !e.failed()) { // else another context holds it, for which there was no memory: both fail
             absent.push_back(&e);
         } else if (e.loading()) {
             loading.push_back(&e.load);
@@ -178,8 +178,8 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 
     auto still_absent = [&] {
         // Another context may have brought one in while this one waited.
-        absent.erase(std::remove_if(absent.begin(), absent.end(), [](Expert * e) { return !e->absent(); }),
-            absent.end());
+        auto is_settled = [](Expert * e) { return !e->absent() || e->failed(); };
+        absent.erase(std::remove_if(absent.begin(), absent.end(), is_settled), absent.end());
         return !absent.empty();
     };
     if (still_absent()) {
@@ -225,6 +225,7 @@ void Table::release_held(Owner & owner, bool & failed) {
         }
     }
     owner.held.clear();
+    keep_budget();
 }
 
 bool Table::release(Owner & owner) {

@@ -130,6 +130,7 @@ private:
         int                  n_loaded   = 0; // loading or resident
         int                  n_resident = 0;
         int                  n_pinned   = 0;
+        int                  n_held     = 0; // in use or pinned
         int                  min        = 0;
         int                  max;
         int                  size_class;           // of an expert that kernels can compute with
@@ -178,7 +179,7 @@ private:
     std::deque<Expert *>    deferred;      // see defer()
     std::unordered_map<const void *, Passage> passages; // by context
     int                     n_executed;
-    uint64_t                held_bytes = 0; // of experts that are in use or pinned
+    uint64_t                budget;         // that was set: the bank's is larger while held experts need more
     int                     n_in_use   = 0;
     uint64_t                now        = 0; // layers computed
     std::string             error;
@@ -214,12 +215,13 @@ private:
     void value_changed(const Expert & e);
     void values_changed(const Layer & l);
     bool make_room(int layer, int n, Purpose purpose, float more_likely_than);
-    bool evict_one(int layer, Purpose purpose, float more_likely_than);
     Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
     bool drop_queued();
     void shrink_layer(int layer, int n);
+    uint64_t promised(int layer, int n) const;
+    void keep_budget();
 
-    bool next_ahead(std::deque<Expert *> & wanted);
+    bool next_ahead(std::deque<Expert *> & wanted, bool scan);
     bool next_guess();
     bool next_deferred();
     bool has_passed(const void * context, int layer, int from);
