@@ -77,6 +77,8 @@ def convert(
     if source.is_file() and source.suffix == ".gguf":
         if kind is None:
             raise PyorchError(f"{source} is a GGUF already: name the type to quantize it to with --quantize")
+        if target.exists() and target.samefile(source):
+            raise PyorchError(f"{target} is the file to quantize: name another output, so that it is kept")
         need = _gguf_elements(source) * kind.bits_per_weight / 8
     else:
         checkpoint = open_checkpoint(source)

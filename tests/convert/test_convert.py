@@ -220,6 +220,7 @@ def test_bad_options_are_refused(checkpoint, plain, out):
     refuse(checkpoint, target, "q9 is not a type that the converter writes", outtype="q9")
     refuse(checkpoint, target, "4 apples is not a size", split_max_size="4 apples")
     refuse(plain, target, "is a GGUF already", "--quantize")
+    refuse(plain, plain, "is the file to quantize", "another output", quantize="Q8_0")
     damaged = damaged_gguf(plain, out.parent)
     refuse(damaged, target, "is truncated", error=FormatError, quantize="Q8_0")
     refuse(plain, target, "importance matrix", quantize="IQ2_XXS")
