@@ -6,15 +6,16 @@ import argparse
 from collections.abc import Callable
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Whole numbers from the least on."""
+def whole(least: int, most: float = float("inf")) -> Callable[[str], int]:
+    """Whole numbers from the least to the most."""
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f'"{text}" is not a whole number of {least} or more')
+        if not least <= number <= most:
+            bounds = f"of {least} or more" if most == float("inf") else f"from {least} to {most}"
+            raise argparse.ArgumentTypeError(f'"{text}" is not a whole number {bounds}')
         return number
 
     return read
