@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _generate(model: Model, prompt: str, sampling: dict, args: argparse.Namespace) -> None:
-    if not prompt and not model.llama.tokenize(b""):
-        raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
     text = ""
     for piece in model.generate(prompt, seed=args.seed, **sampling):
         text += piece
@@ -118,7 +117,8 @@ def show_stats(stats: ModelStats) -> None:
     experts, speculation, substitution = stats.experts, stats.speculation, stats.substitution
     if experts is not None:
         read = format_bytes(round(stats.bytes_read_per_token))
-        rows.append(("experts", f"hit rate {experts.hit_rate:.1%}, {read} read per token, waited "
+        hit_rate = "-" if math.isnan(experts.hit_rate) else f"{experts.hit_rate:.1%}"
+        rows.append(("experts", f"hit rate {hit_rate}, {read} read per token, waited "
                                 f"{experts.stall_ns / 1e9:.2f} s"))
         budget, peak = format_bytes(experts.budget_bytes), format_bytes(experts.peak_bytes)
         rows.append(("budget", f"{budget}, at most {peak} used"))

@@ -72,6 +72,9 @@ class Layer:
         self._policy = LayerPolicy(substitution=record.settings.substitution)
         self._buddies = record.buddies
 
+    def __repr__(self) -> str:
+        return f"<pyorch.llama.model.Layer {self.il}: {self.n_expert} experts, {self._policy}>"
+
     @property
     def residency(self) -> np.ndarray:
         """bool[n_expert]: which experts are resident now."""
@@ -232,8 +235,11 @@ class Model:
 
         Raises:
             ExpertReadError: an expert could not be read. The model stays usable.
-            PyorchError: the prompt is longer than the context.
+            PyorchError: the prompt is longer than the context, or it is empty and the model has no token that begins a
+                text.
         """
+        if len(prompt) == 0 and not self.llama.tokenize(b""):
+            raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
         try:
             for chunk in self.llama.create_completion(
                 prompt if isinstance(prompt, str) else list(prompt),

@@ -127,6 +127,14 @@ def test_a_size_that_cannot_be(refused, tiny_moe: Path, option: str, value: int)
     assert f"is {value}, and must be from 0" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
 
 
+def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:
+    assert '"65536" is not a whole number from 0 to 65535' in refused("serve", tiny_moe, "--port", 65536)
+
+
+def test_an_empty_prompt(refused, small_moe: Path) -> None:
+    assert "the prompt is empty" in refused("run", small_moe, "-p", "")
+
+
 def test_a_batch_that_no_memory_holds(refused, tiny_moe: Path) -> None:
     sentence = refused("run", tiny_moe, "-p", "x", "--ubatch", 2**31 - 1, "--budget", "60%")
     assert str(tiny_moe) in sentence and "does not fit" in sentence
