@@ -13,12 +13,11 @@ from pyorch.library.choices import policies
 from pyorch.llama import memory
 from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.model_map import MapInfo
-from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.budget import AUTO, BENCH_BUDGETS, Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sizes import Amount
 
-SHARES = tuple(map(Budget.parse, ("25%", "40%", "60%", "100%")))  # budgets, where all experts fit in memory
 PEERS = ("mmap", "stock")  # llama.cpp under the same memory limit; all resident, with the same kernels
 
 
@@ -99,7 +98,7 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
 
 def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
     limit_bytes = _limit_bytes(plan, info)
-    suitable = SHARES if plan.memory_limit is None and fits(info) else (AUTO,)
+    suitable = BENCH_BUDGETS if plan.memory_limit is None and fits(info) else (AUTO,)
     configs = []
     for budget in plan.budgets or suitable:
         if budget.amount is not None:

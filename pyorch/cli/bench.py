@@ -12,6 +12,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
+from pyorch.settings.budget import BENCH_BUDGETS
 from pyorch.settings.option import EXPERTS, LOSSY
 
 
@@ -22,20 +23,19 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
-        "time "
-        "that computing, or reading what was missing, takes at least."
+        "time that computing, or reading what was missing, takes at least."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget", "policy", "prefetch"))
+    add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget", "policy", "prefetch"),
+                 defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
     parser.add_argument("--compare", default="", metavar="WHAT,...",
-                        help="also measure llama.cpp without pyorch: mmap (under the same limit), stock (all in "
-                             "memory, with "
-                             "the same kernels)")
+                        help="also measure llama.cpp without pyorch: mmap (under the same limit), stock (all in memory, "
+                             "with the same kernels)")
     parser.add_argument("--goals", action="store_true",
-                        help="measure what pyorch wants to reach, and print whether it does; replaces the options "
-                             "above")
+                        help="measure what pyorch wants to reach, and print whether it does; replaces --budget, "
+                             "--memory-limit and --compare")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="decode N tokens (default: 128)")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
                         help="before them, compute a prompt of N tokens (default: 512)")
@@ -44,7 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--data", metavar="FILE",
                         help="text that is computed (default: a module of Python's standard library)")
     parser.add_argument("--max-seconds", type=number(above=0), default=30, metavar="S",
-                        
                         help="stop decoding after S seconds, but not before the first token (default: 30)")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)

@@ -134,6 +134,5 @@ def _agreement(report: Report) -> Table:
     return Table(
         ("layer", *(title for title, _ in columns.values())), rows,
         title=f"outputs of experts on {report.n_inputs} router inputs: does co-activation say how alike they are, and "
-              "how "
-              "alike is the most co-activated, a random, and the best buddy",
+              "how alike is the most co-activated, a random, and the best buddy",
     )

@@ -50,31 +50,26 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                        help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
     sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
                        help="add a row with these settings of buddies, such as alpha=0.95,k=16,rho=3, or default; may "
-                            "be "
-                            "repeated")
+                            "be repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
                        help="add a row that computes with predicted experts; PREDICTOR is "
                             f"{listed(predictors().executable)}; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
                        help="add rows to compare with: original (lossless), random (a random resident expert replaces "
-                            "an "
-                            "absent one) (default: original)")
+                            "an absent one) (default: original)")
     sweep.add_argument("--buddies-file", metavar="FILE",
                        help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
                        help="measure accuracy with a simulated cache of the most active experts, in batches (static), "
-                            "or "
-                            "with a real cache, token by token (dynamic) (default: static)")
+                            "or with a real cache, token by token (dynamic) (default: static)")
     sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
-                            "measure "
-                            "speed (default: 256)")
+                            "measure speed (default: 256)")
     sweep.add_argument("--speed-rounds", type=int, default=2, metavar="N",
                        help="measure the speed of each row N times, in turns (default: 2)")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
                         help="the table shows accuracy where the answer with the highest likelihood per character "
-                             "(acc_norm), "
-                             "or the highest likelihood (acc) counts (default: acc_norm)")
+                             "(acc_norm), or the highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--resume", type=Path, metavar="FILE.json",
                         help="store each measurement in this file, and do not repeat those that it holds")
     parser.add_argument("--csv", type=Path, metavar="FILE",
@@ -92,8 +87,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
                         help="put N examples with their answers before each question (default: 0)")
     parser.add_argument("--shots-data", metavar="FILE.jsonl",
                         help="the examples are the first questions of this file (default: those of --data, which are "
-                             "then "
-                             "not asked)")
+                             "then not asked)")
     parser.add_argument("--limit", type=int, metavar="N",
                         help="ask only the first N questions of each file (default: all)")
 

@@ -24,8 +24,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
                 "The other requests are held out: the predictors are evaluated on them.")
     data.add_argument("--data", action="extend", nargs="+", default=[], metavar="FILE",
                       help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
-                           "layout "
-                           "of ARC")
+                           "layout of ARC")
     data.add_argument("--history", action="extend", nargs="+", default=[], metavar="FILE",
                       help="the past: text in the same formats")
     data.add_argument("--trace", type=Path, metavar="FILE",
@@ -52,13 +51,11 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
     measure = parser.add_argument_group("measure")
     measure.add_argument("--measure", action="store_true",
                          help="also decode for real, which takes minutes: on demand and with --prefetch auto, after "
-                              "prompts "
-                              "of several lengths, at the first budget; and with each predictor when all experts are "
-                              "resident")
+                              "prompts of several lengths, at the first budget; and with each predictor when all "
+                              "experts are resident")
     measure.add_argument("--context", default="256,512,1024,2048,4096", metavar="N,...",
                          help="lengths of these prompts, in tokens; lengths that the model was not trained for are "
-                              "left "
-                              "out (default: %(default)s)")
+                              "left out (default: %(default)s)")
     measure.add_argument("--decode", type=int, default=96, metavar="N",
                          help="decode N tokens after each prompt (default: %(default)s)")
     measure.add_argument("--rounds", type=int, default=3, metavar="N",

@@ -29,9 +29,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "maps", summary, "pyorch maps olmoe.gguf olmoe.trace --capacity 2000")
     parser.description += (
         " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
-        "is "
-        "most like the present token, and the predictor activation-matrix for the past request that is most like the "
-        "present one."
+        "is most like the present token, and the predictor activation-matrix for the past request that is most like "
+        "the present one."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("trace", type=Path, metavar="FILE.trace",

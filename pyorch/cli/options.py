@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pyorch.cli.settings import add_settings, names
@@ -42,10 +42,15 @@ def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, ex
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser, *more: str, lists: Collection[str] = ()) -> None:
-    """The model and how its experts are kept, for given_settings(); more: further options and groups of them."""
+def add_model_options(
+    parser: argparse.ArgumentParser, *more: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None
+) -> None:
+    """The model and how its experts are kept, for given_settings(); more: further options and groups of them.
+
+    lists, defaults: as add_settings() takes them.
+    """
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    add_settings(parser, EXPERTS, "n_threads", *more, lists=lists)
+    add_settings(parser, EXPERTS, "n_threads", *more, lists=lists, defaults=defaults)
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 

@@ -13,6 +13,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, listed, names
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
+from pyorch.settings.budget import REPLAY_BUDGETS
 
 PROBE_SECONDS = 2.0
 
@@ -72,8 +73,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.description += (
         " No layer is computed and nothing is read: the cache, the predictors and the disk run in simulated time, so "
-        "many "
-        "settings can be compared in seconds."
+        "many settings can be compared in seconds."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
@@ -81,10 +81,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "--states")
     parser.description += (
         f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
-        "the "
-        "future. Nothing is read ahead unless --prefetch says so."
+        "the future. Nothing is read ahead unless --prefetch says so."
     )
-    add_settings(parser, *_LISTS, lists=_LISTS)
+    add_settings(parser, *_LISTS, lists=_LISTS,
+                 defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none"})
     parser.add_argument("--read-bandwidth", metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
@@ -94,8 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "30)")
     parser.add_argument("--route-share", type=float, metavar="SHARE",
                         help="share of this time that passes in a layer before its router has decided (default: the "
-                             "share "
-                             "of the dense weights in all weights that a token uses)")
+                             "share of the dense weights in all weights that a token uses)")
     parser.add_argument("--predict-ms", type=float, default=0.0, metavar="MS",
                         help="time from the decision of a router to the predictions that follow from it (default: 0)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="decode N requests together (default: 1)")
@@ -178,8 +177,7 @@ def _parts(report: Report) -> list[str | Table]:
         f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:g} ms "
         f"a token, {report.route_share:.0%} of it before the routers",
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
-        "were "
-        "predicted, one layer ahead and more",
+        "were predicted, one layer ahead and more",
         "",
         Table(_COLUMNS, [_cells(row) for row in report.rows], left=("policy", "predictor")),
     ]

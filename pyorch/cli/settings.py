@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
@@ -17,16 +17,19 @@ OPTIONS = options(Settings)
 _SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight"}  # flags for a part of --buddies
 
 
-def add_settings(parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = ()) -> None:
+def add_settings(
+    parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None
+) -> None:
     """Adds flags for groups of options, and single ones, by name. What is not given is None.
 
-    lists: options that take several values, with commas between them; see listed().
+    lists: options that take several values, with commas between them; see listed(). defaults: what --help says of
+    options for which the command chooses, by name.
     """
     added = [name for name, option in OPTIONS.items() if name in wanted or option.group in wanted]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
     for name in added:
         if OPTIONS[name].group != LOSSY:
-            _add(parser, OPTIONS[name], name in lists)
+            _add(parser, OPTIONS[name], name in lists, (defaults or {}).get(name))
     if LOSSY in wanted:
         group = parser.add_argument_group("lossy", "Off unless asked for: the model's answers change.")
         for option in OPTIONS.values():
@@ -70,13 +73,13 @@ def names() -> dict[str, str]:
     }
 
 
-def _add(parser: Any, option: Option, several: bool) -> None:
+def _add(parser: Any, option: Option, several: bool, default: str | None = None) -> None:
     flag = option.flag or "--" + option.name.replace("_", "-")
     if option.metavar is None:
         parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
                             help=_escaped(option.help))
         return
-    default = option.default_text or ("" if option.default is None else str(option.default))
+    default = default or option.default_text or ("" if option.default is None else str(option.default))
     text = option.help + (f" (default: {default})" if default else "")
     metavar = option.metavar + (",..." if several else "")
     parser.add_argument(flag, dest=option.name, metavar=metavar,
@@ -94,7 +97,7 @@ def _substitution(args: argparse.Namespace, values: dict[str, Any]) -> dict[str,
     given = values.get("substitution")
     if values.get("tuned") is not None:
         if changes or given is not None:
-            raise PyorchError("--tuned has a lossy setting, and so have the other flags: give one of them")
+            raise PyorchError("--tuned has a lossy setting, and the other flags are lossy too: give one of them")
         return {}
     if given is None and not changes:
         if "buddies" in values:

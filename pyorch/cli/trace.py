@@ -55,8 +55,7 @@ def _parts(statistics) -> list[str | Table]:
     ]
     return [
         f"{statistics.path}: {statistics.n_tokens} tokens (prefill {statistics.n_prefill}, decode "
-        f"{statistics.n_decode}) "
-        f"of {statistics.n_requests} requests{sample}",
+        f"{statistics.n_decode}) of {statistics.n_requests} requests{sample}",
         f"{statistics.arch}: {len(statistics.layers)} layers of {statistics.n_expert} experts, "
         f"{statistics.n_expert_used} used for a token",
         "",

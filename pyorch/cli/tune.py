@@ -38,8 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "this")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
                         help="accuracy: the answer with the highest likelihood per character (acc_norm), or the "
-                             "highest "
-                             "likelihood (acc) counts (default: acc_norm)")
+                             "highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--buddies-file", metavar="FILE",
                         help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     parser.add_argument("--trials", type=int, default=48, metavar="N", help="try at most N settings (default: 48)")
@@ -47,8 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
                         help="measure speed by decoding N tokens, twice; 0: do not measure, choose by what would be "
-                             "read "
-                             "(default: 256)")
+                             "read (default: 256)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="the file to write (default: MODEL.tuned.json beside the model)")
     parser.add_argument("--json", action="store_true", help="print the trials and the setting as one JSON object")

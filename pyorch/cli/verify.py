@@ -9,6 +9,7 @@ from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings, listed
+from pyorch.settings.budget import VERIFY_BUDGETS
 from pyorch.settings.option import LOSSY
 
 
@@ -18,7 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " The command compares every logit with that of the same model fully in memory. "
         "The exit status is 0 if all bits are the same, and 1 if not."
     )
-    add_model_options(parser, LOSSY, lists=("budget",))
+    add_model_options(parser, LOSSY, lists=("budget",), defaults={"budget": ",".join(map(str, VERIFY_BUDGETS))})
     parser.add_argument("--tokens", type=whole(0), default=32, metavar="N",
                         help="decode N tokens after the prompt (default: 32)")
     source = parser.add_mutually_exclusive_group()
@@ -33,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if every logit is bit-identical under every budget, or a lossy setting was asked for; 1 otherwise."""
     prompt = read_prompt(args.prompt, args.file)
 
-    from pyorch.eval.verify import BUDGETS, PROMPT, verify
+    from pyorch.eval.verify import PROMPT, verify
 
     comparisons = []
-    budgets, settings = listed(args, "budget") or BUDGETS, given_settings(args, "budget")
+    budgets, settings = listed(args, "budget") or VERIFY_BUDGETS, given_settings(args, "budget")
     with Progress(live=not args.verbose) as progress:
         for comparison in verify(
             args.model, budgets, prompt or PROMPT, args.tokens, on_progress=progress.update, verbose=args.verbose,
@@ -64,13 +65,11 @@ def sentence(comparison) -> str:
     if lossy is not None:
         return (
             f"{where}: lossy, over {comparison.n_positions} tokens KL divergence {comparison.kl_divergence:.3g} nats, "
-            "same "
-            f"top token {comparison.top1_agreement:.1%}; {lossy.substituted} expert slots substituted, {lossy.dropped} "
-            f"dropped{managed}"
+            f"same top token {comparison.top1_agreement:.1%}; {lossy.substituted} expert slots substituted, "
+            f"{lossy.dropped} dropped{managed}"
         )
     return (
         f"{where}: the logits differ first at token {first.position}, vocabulary entry {first.token}: "
-        f"{first.managed!r}, "
-        f"resident {first.reference!r}; max difference {comparison.max_abs_difference:.3g}, KL divergence "
-        f"{comparison.kl_divergence:.3g} nats, same top token {comparison.top1_agreement:.1%}{managed}"
+        f"{first.managed!r}, resident {first.reference!r}; max difference {comparison.max_abs_difference:.3g}, KL "
+        f"divergence {comparison.kl_divergence:.3g} nats, same top token {comparison.top1_agreement:.1%}{managed}"
     )

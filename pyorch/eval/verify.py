@@ -17,11 +17,9 @@ from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.statistics import Stats, SubstitutionStats
-from pyorch.settings.budget import MAPPED, Budget
+from pyorch.settings.budget import MAPPED, VERIFY_BUDGETS, Budget
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
-
-BUDGETS = (Budget.parse("50%"),)
 
 # Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
 PROMPT = (
@@ -73,7 +71,7 @@ class Reference:
 
 def verify(
     path: str | os.PathLike[str],
-    budgets: Sequence[Budget | str | int] = BUDGETS,
+    budgets: Sequence[Budget | str | int] = VERIFY_BUDGETS,
     prompt: str = PROMPT,
     n_tokens: int = 32,
     n_threads: int | None = None,

@@ -58,3 +58,8 @@ class Budget:
 AUTO = Budget(None, "auto")  # what the memory limit leaves
 MAPPED = Budget(None, "mapped")  # experts stay mapped from the file and nothing manages them: the reference of verify
 _NAMED = {str(budget): budget for budget in (AUTO, MAPPED)}
+
+# What commands compare where no budget is given.
+BENCH_BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%", "100%")))  # where all experts fit in memory
+REPLAY_BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%")))
+VERIFY_BUDGETS = (Budget.parse("50%"),)

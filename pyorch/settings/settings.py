@@ -40,8 +40,7 @@ class Settings:
     budget: Budget = option(
         AUTO, Budget.parse, "a size or a share", metavar="SIZE",
         help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB or 800MB, or auto, which "
-             "takes "
-             "what the memory limit leaves",
+             "takes what the memory limit leaves",
     )
     policy: str | None = option(
         None, text, "the name of a policy", metavar="NAME", help="which experts leave memory first (eviction policy). {policies}",
@@ -50,9 +49,8 @@ class Settings:
     prefetch: Prefetch = option(
         Prefetch(), Prefetch.parse, "text or a Prefetch", metavar="WHAT",
         help="the predictor that says which experts to read ahead while decoding: {predictors}, each also as "
-             "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been right); "
-             "or "
-             "auto, which takes one of them, and only while it makes decoding faster",
+             "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been "
+             "right); or auto, which takes one of them, and only while it makes decoding faster",
     )
     n_readers: int = option(
         0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), flag="--readers", metavar="N",
@@ -98,8 +96,7 @@ class Settings:
     speculate: bool = option(
         False, flag, "true or false", group=LOSSY,
         help="compute with the experts that the predictor of --prefetch names, and read no others; the predictor must "
-             "be "
-             "{executable} (auto: hybrid if there is an estimator)",
+             "be {executable} (auto: hybrid if there is an estimator)",
     )
 
     # What only programs set. None: what the caller of llama_cpp chose.
@@ -118,7 +115,7 @@ class Settings:
             raise PyorchError("with speculative execution nothing is absent that could be substituted: "
                               "choose one of them")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
-            raise PyorchError("a tuned setting is lossy, and so have the other options: give one of them")
+            raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 
     @property
     def lossy(self) -> bool:

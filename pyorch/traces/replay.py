@@ -23,7 +23,7 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
 from pyorch.runtime.statistics import Stats
-from pyorch.settings.budget import Budget
+from pyorch.settings.budget import REPLAY_BUDGETS, Budget
 from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import container
@@ -74,8 +74,7 @@ class ReplaySettings:
 
 # What is replayed unless something else is asked for.
 DEFAULTS = {
-    "budget": tuple(map(Budget.parse, ("25%", "40%", "60%"))), "policy": (ReplaySettings.policy,),
-    "prefetch": (ReplaySettings.prefetch,),
+    "budget": REPLAY_BUDGETS, "policy": (ReplaySettings.policy,), "prefetch": (ReplaySettings.prefetch,),
 }
 
 

@@ -12,6 +12,7 @@ from processes import HANG_SECONDS, pyorch, python
 
 from pyorch.cli import COMMANDS, main
 from pyorch.llama.model import load
+from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS, Budget
 
 
 # What --help is asked of: every command, and the kinds of those that have kinds.
@@ -59,6 +60,15 @@ def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.Ca
     assert f"usage: pyorch {' '.join(words)}" in " ".join(usage.split()) and f"pyorch {words[0]}" in example
     # A script's output is its own; the others have kinds.
     assert "--json" in usage or words in {("exec",), ("eval",), ("trace",)}
+
+
+@pytest.mark.parametrize(
+    ("command", "budgets"), [("bench", BENCH_BUDGETS), ("replay", REPLAY_BUDGETS), ("verify", VERIFY_BUDGETS)]
+)
+def test_help_tells_the_budgets_that_are_compared(command: str, budgets: tuple[Budget, ...], capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert f"(default: {','.join(map(str, budgets))}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
