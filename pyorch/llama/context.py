@@ -3,10 +3,7 @@ one batch, the logits of chosen positions, contexts in several threads."""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama
@@ -16,23 +13,6 @@ from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.interrupts import raise_held
-
-
-@contextmanager
-def _interrupts_afterwards() -> Iterator[None]:
-    """Ctrl-C counts at the end: raised in a Python observer, which native code calls, it would be lost."""
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
-        yield
-        return
-    seen: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-    if seen:
-        usual(signal.SIGINT, None)
 
 
 class Context:
@@ -110,7 +90,6 @@ class Context:
 
         Raises:
             ExpertReadError: an expert could not be read. The sequences are as before.
-            KeyboardInterrupt: Ctrl-C, when the batch is computed.
         """
         sequences = sequences if sequences is not None else [0] * len(tokens)
         n_past = list(self._n_past)
@@ -126,8 +105,7 @@ class Context:
                 n_past[sequence] += 1
             self._batch.logits[i] = i in wanted
         decode_error()  # of an earlier decode
-        with _interrupts_afterwards():
-            status = llama.llama_decode(self._context, self._batch)
+        status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             self._forget()
         raise_held()

@@ -5,7 +5,6 @@ The read callback is tested by native/tests/c_api.c.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -75,24 +74,6 @@ def sentences(model: Model, calls: Mapping[str, Callable[[Model], object]]) -> d
         except PyorchError as error:
             found[name] = str(error)
     return found
-
-
-def test_an_interrupt_while_an_observer_runs_ends_the_decode(model: Model, prompt_tokens: list[int]) -> None:
-    shown: list[int] = []
-
-    def observer(routing) -> None:
-        if not shown:
-            signal.raise_signal(signal.SIGINT)
-        shown.append(routing.il)
-
-    with Context(model.llama.model) as context:
-        model.engine.set_observer(observer)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                context.decode(prompt_tokens[:8])
-        finally:
-            model.engine.set_observer(None)
-    assert shown == list(model.layers), "the observer was interrupted"
 
 
 @pytest.mark.parametrize("kind", ["set_observer", "set_prediction_observer"])
