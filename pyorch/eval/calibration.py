@@ -108,7 +108,8 @@ def calibrate(
                 {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, n_done,
             )
             if not held_out:
-                return Calibrated(vectors, why=f"one piece of {_HELD_OUT} is held out for that, and the text has fewer")
+                return Calibrated(vectors, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, and the text has "
+                                  "fewer")
             try:
                 return Calibrated(vectors, tuple(_trials(model, context, vectors, held_out, on_progress)))
             except PyorchError as error:  # a model whose routing cannot be recorded or replayed
