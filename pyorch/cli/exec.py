@@ -26,7 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " The options are for each model that the script loads. Without --ubatch and --threads, those of the script "
         "are used."
     )
-    add_settings(parser, EXPERTS, "n_ubatch", "n_threads", LONG, LOSSY)
+    add_settings(parser, EXPERTS, "n_ubatch", "n_threads", LONG, LOSSY, defaults={
+        "n_ubatch": "as many as the script asks for", "n_threads": "as many as the script asks for"})
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
     parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="the script; it is not changed")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")

@@ -26,7 +26,11 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "maps", summary, "pyorch maps olmoe.gguf olmoe.trace --capacity 2000")
+    parser = add_command(
+        subparsers, "maps", summary,
+        "pyorch profile olmoe.gguf --data prose.txt --router full -o olmoe.trace\n"
+        "  pyorch maps olmoe.gguf olmoe.trace --capacity 2000",
+    )
     parser.description += (
         " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
         "is most like the present token, and the predictor activation-matrix for the past request that is most like "

@@ -69,7 +69,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
     parser = add_command(
         subparsers, "replay", summary,
-        "pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --prefetch none,next-router:2:0.5 --budget 25%,40%",
+        "pyorch profile olmoe.gguf --data prose.txt --states -o olmoe.trace\n"
+        "  pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --prefetch none,next-router:2:0.5 --budget 25%,40%",
     )
     parser.description += (
         " No layer is computed and nothing is read: the cache, the predictors and the disk run in simulated time, so "

@@ -22,7 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=whole(0, 65535), help="port to listen on, 0 for any that is free (default: 8080)")
+    parser.add_argument("--port", type=whole(0, 65535),
+                        help="port to listen on, 0 for any that is free (default: 8080)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY)
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
     parser.add_argument("--stats-every", type=number(above=0), metavar="SECONDS",

@@ -23,7 +23,7 @@ def add_settings(
     """Adds flags for groups of options, and single ones, by name. What is not given is None.
 
     lists: options that take several values, with commas between them; see listed(). defaults: what --help says of
-    options for which the command chooses, by name.
+    options for which the command chooses, by name; "" is nothing.
     """
     added = [name for name, option in OPTIONS.items() if name in wanted or option.group in wanted]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
@@ -79,7 +79,8 @@ def _add(parser: Any, option: Option, several: bool, default: str | None = None)
         parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
                             help=_escaped(option.help))
         return
-    default = default or option.default_text or ("" if option.default is None else str(option.default))
+    if default is None:
+        default = option.default_text or ("" if option.default is None else str(option.default))
     text = option.help + (f" (default: {default})" if default else "")
     metavar = option.metavar + (",..." if several else "")
     parser.add_argument(flag, dest=option.name, metavar=metavar,

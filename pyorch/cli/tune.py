@@ -26,10 +26,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "winner for `pyorch run --tuned`. The best of many settings is also the luckiest one: "
         "report its accuracy on other questions than those given here."
     )
-    add_model_options(parser)
+    add_model_options(parser, defaults={"budget": ""})
     add_question_options(parser)
     parser.add_argument("--cache-rate", metavar="SHARE",
-                        help="tune for a cache with this share of the experts, in place of --budget")
+                        help="tune for a cache with this share of the experts; this or --budget must be given")
     parser.add_argument("--min-accuracy", type=float, metavar="SHARE",
                         help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
                              "given)")
@@ -41,7 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--buddies-file", metavar="FILE",
                         help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
-    parser.add_argument("--trials", type=int, default=48, metavar="N", help="try at most N settings (default: 48)")
+    parser.add_argument("--trials", type=int, default=48, metavar="N",
+                        help="try at most N settings, 5 or more (default: 48)")
     parser.add_argument("--candidates", type=int, default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",

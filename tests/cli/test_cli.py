@@ -71,6 +71,20 @@ def test_help_tells_the_budgets_that_are_compared(command: str, budgets: tuple[B
     assert f"(default: {','.join(map(str, budgets))}" in " ".join(capsys.readouterr().out.split())
 
 
+def test_help_of_exec_leaves_threads_to_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["exec", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "compute with N threads (default: as many as the script asks for)" in shown
+
+
+def test_help_tells_no_default_where_something_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    text = capsys.readouterr().out.partition("options:")[2].partition("--budget SIZE ")[2]
+    assert text and "(default:" not in text.partition("--policy")[0]
+
+
 def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dance"]) == 2
     error = capsys.readouterr().err
