@@ -61,7 +61,7 @@ def test_contexts_come_and_go_while_predictors_work(
             assert not any(model.engine.residency(il).in_use.any() for il in model.layers)
 
 
-def test_a_context_may_end_after_its_engine(small_moe: Path) -> None:
+def test_a_context_and_its_model_may_end_after_their_engine(small_moe: Path) -> None:
     """As when a program that closes nothing is taken down: in any order."""
     program = f"""
 import pyorch, llama_cpp.llama_cpp as llama
@@ -77,6 +77,7 @@ context = Context(model, n_ctx=64, n_threads=1)
 context.decode([1])
 engine.close()
 context.close()
+llama.llama_model_free(model)
 print("ended")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS)

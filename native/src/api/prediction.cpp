@@ -20,6 +20,12 @@ LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t 
     return { (pyorch_predictor) predictor, distance, min_precision };
 }
 
+void check_width(int32_t n_embd) {
+    if (n_embd < 1) {
+        throw Failure(PYORCH_INVALID, format("an output of an expert cannot have %d values", n_embd));
+    }
+}
+
 pyorch_router default_router() {
     pyorch_router router = {};
     router.gating        = PYORCH_GATING_SOFTMAX;
@@ -137,6 +143,7 @@ pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, con
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
+        check_width(n_embd);
         std::vector<float> copy(vectors, vectors + (size_t) n_expert * n_embd);
         engine->prefetcher.change([&](PrefetchPlanner & planner) {
             planner.set_default_vectors(layer, std::move(copy));
@@ -201,6 +208,7 @@ pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float 
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
+        check_width(n_embd);
         if (!engine->routing.calibration.means(layer, vectors, counts, n_embd)) {
             throw Failure(PYORCH_INVALID, format("the outputs of layer %d do not have %d values", il, n_embd));
         }

@@ -16,12 +16,21 @@ static void read_until_stopped(Loader & loader) {
 }
 
 ReaderThreads::ReaderThreads(Loader & loader, int n_threads) : Reader(loader) {
-    for (int i = 0; i < n_threads; ++i) {
-        threads.emplace_back([&loader] { read_until_stopped(loader); });
+    try {
+        for (int i = 0; i < n_threads; ++i) {
+            threads.emplace_back([&loader] { read_until_stopped(loader); });
+        }
+    } catch (...) { // the system has no more threads: those that run must not outlive this
+        stop();
+        throw;
     }
 }
 
 ReaderThreads::~ReaderThreads() {
+    stop();
+}
+
+void ReaderThreads::stop() {
     loader.stop();
     for (auto & t : threads) {
         t.join();

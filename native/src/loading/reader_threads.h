@@ -18,6 +18,8 @@ public:
 
 private:
     std::vector<std::thread> threads;
+
+    void stop();
 };
 
 } // namespace pyorch

@@ -70,6 +70,10 @@ void PrefetchPlanner::forget(const void * context) {
     streams.erase(context);
 }
 
+void PrefetchPlanner::forget_routers() {
+    streams.clear();
+}
+
 PrefetchPlanner::Observer PrefetchPlanner::set_observer(Observer observer_) {
     return std::exchange(observer, std::move(observer_));
 }
@@ -158,6 +162,13 @@ Precision & PrefetchPlanner::precision_of(int layer, const Guess & it) {
 }
 
 void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts) {
+    // What came of a guess of a layer that the context does not compute, would never be known.
+    if (const auto computed = layers.find(context); computed != layers.end()) {
+        const auto is_passed_over = [&](const Forecast & it) {
+            return !std::binary_search(computed->second.begin(), computed->second.end(), it.layer);
+        };
+        forecasts.erase(std::remove_if(forecasts.begin(), forecasts.end(), is_passed_over), forecasts.end());
+    }
     std::stable_sort(forecasts.begin(), forecasts.end(), [](const Forecast & a, const Forecast & b) { return a.layer < b.layer; });
     for (size_t i = 0, end; i < forecasts.size(); i = end) {
         const bool executed = speculative && from >= 0 && forecasts[i].layer == from + 1 && !forecasts[i].weights.empty();

@@ -60,6 +60,9 @@ public:
     // The context is gone, and all that was collected of it goes.
     void forget(const void * context);
 
+    // Some of the routers' arrays go: predictors are made anew when a layer next comes.
+    void forget_routers();
+
     // What is forecast one layer ahead will be executed: it is kept for next_forecasts(), and read in any case.
     void set_speculative(bool on);
 

@@ -30,11 +30,11 @@ void Prefetcher::changed() {
     std::lock_guard<std::mutex> lock(mutex);
     queue.clear();
     settled.notify_all();
+    if (planner.active() && !thread.joinable()) {
+        thread = std::thread([this] { run(); }); // where it cannot be had, nothing waits for it
+    }
     is_active = planner.active();
     wanted    = planner.needs();
-    if (is_active && !thread.joinable()) {
-        thread = std::thread([this] { run(); });
-    }
 }
 
 void Prefetcher::set_automatic(bool automatic_) {
@@ -70,6 +70,9 @@ void Prefetcher::begin(const void * context, IterationBegin && it) {
         }
         timed_context = context;
         token_begin   = now;
+        if (!pays || !controller.on()) {
+            return;
+        }
     }
     queue.emplace_back(context, std::move(it));
     lock.unlock();
@@ -121,9 +124,15 @@ void Prefetcher::forget(const void * context) {
         queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }), queue.end());
         timed_context = timed_context == context ? nullptr : timed_context;
     }
+    settled.notify_all(); // what others wait for may have been in the queue
     settle(context);
     std::lock_guard<std::mutex> state_lock(state_mutex);
     planner.forget(context);
+}
+
+void Prefetcher::forget_routers() {
+    std::lock_guard<std::mutex> state_lock(state_mutex);
+    planner.forget_routers();
 }
 
 void Prefetcher::run() {

@@ -57,6 +57,9 @@ public:
     // on none reads what it or its model owns.
     void forget(const void * context);
 
+    // The arrays of some routers go: the predictors that apply them too.
+    void forget_routers();
+
 private:
     using Event = std::variant<IterationBegin, RoutedLayer>;
 

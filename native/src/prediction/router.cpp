@@ -145,13 +145,16 @@ void Routers::set_copy(int layer, const Router & router) {
     e.why.clear();
 }
 
-void Routers::forget(const void * model) {
+bool Routers::forget(const void * model) {
     std::lock_guard<std::mutex> lock(mutex);
+    bool had = false;
     for (Entry & e : entries) {
         if (e.model == model) {
-            e = {};
+            e   = {};
+            had = true;
         }
     }
+    return had;
 }
 
 std::vector<Router> Routers::all() const {

@@ -69,8 +69,8 @@ public:
     // Copies the arrays, which belong to no model.
     void set_copy(int layer, const Router & router);
 
-    // The arrays of a model go.
-    void forget(const void * model);
+    // The arrays of a model go. Whether there were any.
+    bool forget(const void * model);
 
     std::vector<Router> all() const; // by layer, empty ones where there is none
 

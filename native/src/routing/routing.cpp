@@ -3,8 +3,12 @@
 #include "routing/contexts.h"
 
 #include <algorithm>
+#include <map>
 
 namespace pyorch {
+
+static std::mutex                        owners_mutex;
+static std::map<const void *, Routing *> owners; // of managed tensors
 
 static std::vector<int> n_experts(const ModelMap & map) {
     std::vector<int> n;
@@ -26,10 +30,24 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers) :
             tensors.push_back(std::move(t));
         }
     }
+    std::lock_guard<std::mutex> lock(owners_mutex);
+    for (const auto & t : tensors) {
+        owners[t.get()] = this;
+    }
+}
+
+Routing * Routing::owner_of(const void * tensor) {
+    std::lock_guard<std::mutex> lock(owners_mutex);
+    const auto owner = owners.find(tensor);
+    return owner == owners.end() ? nullptr : owner->second;
 }
 
 Routing::~Routing() {
     forget_contexts(*this);
+    std::lock_guard<std::mutex> lock(owners_mutex);
+    for (const auto & t : tensors) {
+        owners.erase(t.get());
+    }
 }
 
 ManagedTensor * Routing::find(const char * name) const {

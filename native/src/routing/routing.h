@@ -56,6 +56,9 @@ struct Routing {
     // The tensor of that name in the map, or null.
     ManagedTensor * find(const char * name) const;
 
+    // Whose managed tensor lies there, null where it is none any more: a model may be freed after its engine.
+    static Routing * owner_of(const void * tensor);
+
     // A graph computes this layer. Layers that none computes are never read ahead.
     void computes(int layer);
 

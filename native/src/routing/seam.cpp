@@ -52,8 +52,9 @@ bool on_weight(const ggml_tensor * meta, int fd, size_t offs, void ** extra) {
 }
 
 void on_weight_freed(const ggml_tensor * weight) {
-    if (const ManagedTensor * m = managed(weight)) {
-        m->routing->routers.forget(weight);
+    Routing * routing = Routing::owner_of(weight->extra);
+    if (routing && routing->routers.forget(weight)) {
+        routing->prefetcher.forget_routers(); // other contexts may apply them
     }
 }
 

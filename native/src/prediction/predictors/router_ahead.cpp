@@ -20,7 +20,8 @@ bool quasi_hidden_state(const RoutedLayer & it, int token, const Router & ahead,
         return input != nullptr;
     }
     state.assign(residual, residual + n_embd);
-    if (defaults && !(*defaults)[it.layer].empty()) {
+    // As many as the layer has experts, each as wide as its residual.
+    if (defaults && (*defaults)[it.layer].size() == ahead.n_expert * n_embd) {
         for (int s = 0; s < it.n_used; ++s) {
             const size_t  slot = (size_t) token * it.n_used + s;
             const float * d    = (*defaults)[it.layer].data() + it.computed[slot] * n_embd;
