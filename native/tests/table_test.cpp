@@ -525,6 +525,16 @@ static void experts_that_the_router_asks_for_count_as_used_whatever_took_their_p
     }
 }
 
+static void nobody_waits_for_reads_that_nobody_makes() {
+    const ModelMap map = synthetic_map(path, 2, House::N_EXPERT, [](int) { return SMALL; });
+    Table table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), codec_of, {});
+    table.prefetch(map.layers[0].il, ALL.data(), (int) ALL.size());
+    table.wait_idle();
+    pyorch_stats stats;
+    table.get_stats(-1, stats);
+    CHECK(stats.loads == 0);
+}
+
 // the decode stage
 
 class Damaged : public Codec {
@@ -571,6 +581,7 @@ int main(int argc, char ** argv) {
     what_a_prompt_wanted_and_never_read_is_no_scan_afterwards();
     a_pin_that_waits_for_memory_survives_a_prompt();
     a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes();
+    nobody_waits_for_reads_that_nobody_makes();
     a_late_hit_is_a_hit_and_no_waste();
     a_guess_takes_nothing_that_the_last_token_used();
     experts_that_the_router_asks_for_count_as_used_whatever_took_their_place();

@@ -124,6 +124,7 @@ public:
 
     bool     idle() const { return demanded.empty() && ahead.empty() && n_in_flight == 0; }
     bool     was_stopped() const { return stopped; }
+    bool     has_reader() const { return reader != nullptr; } // a simulated engine has one while it replays
     uint64_t bytes_read(int layer) const { return read_by_layer[layer]; }
     uint64_t read_ns() const { return ns_read; }
     double   bytes_per_second() const { return rate; } // of one reader, lately; 0 before the first read

@@ -57,7 +57,7 @@ void Table::reset_stats() {
 void Table::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex);
     loads.wake();
-    idle.wait(lock, [&] { return is_idle() || loads.was_stopped(); });
+    idle.wait(lock, [&] { return is_idle() || loads.was_stopped() || !loads.has_reader(); });
 }
 
 std::string Table::last_error() {
