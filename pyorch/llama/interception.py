@@ -147,6 +147,14 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
     logs.forget_errors()
     with capture(managed), fatal.refused():
         model = call()
+    try:
+        raise_held()
+    except KeyboardInterrupt:
+        if model:
+            original("llama_model_free")(model)
+        if managed.engine is not None:
+            managed.engine.close()
+        raise
     if not model:
         if managed.engine is not None:
             managed.engine.close()
@@ -230,6 +238,12 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     logs.forget_errors()
     with fatal.refused():
         context = init(model, params)
+    try:
+        raise_held()
+    except KeyboardInterrupt:
+        if context:
+            original("llama_free")(context)
+        raise
     if not context:
         raise PyorchError(f"{managed.path}: {measure.refusal(managed.map)}")
     if managed.engine is not None:

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 import llama_cpp.llama_cpp as llama
 from llama_cpp._logger import logger
 
+from pyorch.library.bindings import ffi, string
 from pyorch.runtime import fatal
+from pyorch.runtime.interrupts import hold
 
 # enum ggml_log_level; llama_cpp's own table is of an older llama.cpp
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
@@ -30,10 +32,11 @@ _last_level = logging.NOTSET
 _quiet = False
 
 
-@llama.llama_log_callback
-def _on_log(level: int, text: bytes | None, _user: object) -> None:
+# By cffi, not ctypes, which would print and lose a Ctrl-C: while a model is loaded this is all the Python that runs.
+@ffi.callback("void(int, const char *, void *)", onerror=hold)
+def _on_log(level: int, text, _user: object) -> None:
     global _last_level
-    line = (text or b"").decode("utf-8", "replace")
+    line = string(text)
     if level != _CONTINUED:
         _last_level = _LEVELS.get(level, logging.CRITICAL)
     if _last_level == logging.ERROR:
@@ -49,7 +52,7 @@ def _on_log(level: int, text: bytes | None, _user: object) -> None:
 def install() -> None:
     """Makes this the log of the process, fatal errors included. llama_cpp installs its own when it is imported."""
     fatal.show()
-    llama.llama_log_set(_on_log, ctypes.c_void_p(0))
+    llama.llama_log_set(llama.llama_log_callback(int(ffi.cast("uintptr_t", _on_log))), ctypes.c_void_p(0))
 
 
 def set_quiet(quiet: bool) -> None:

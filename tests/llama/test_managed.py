@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -164,3 +165,27 @@ def test_tokenizing_takes_room_for_the_text_and_not_for_the_models_whole_context
             tracemalloc.stop()
         assert model.llama.detokenize(tokens) == b"abc" * 10
         assert model.llama.tokenize(b"") == []
+
+
+def test_an_interrupt_while_a_model_is_loaded_reaches_the_caller(
+    small_moe: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Log:
+        """Stands where llama.cpp's log is written: the interrupt comes while llama.cpp calls back to write a line."""
+
+        n_lines = 0
+
+        def write(self, _line: str) -> None:
+            self.n_lines += 1
+            if self.n_lines == 1:
+                raise KeyboardInterrupt
+
+        def flush(self) -> None:
+            pass
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(sys, "stderr", Log())
+        pyorch.load(small_moe, budget="50%", n_ctx=256, verbose=True)
+    assert "ignored" not in capfd.readouterr().err
+    with pyorch.load(small_moe, budget="50%", n_ctx=256) as model:
+        assert list(model.generate("import os", max_tokens=2))
