@@ -31,8 +31,9 @@ test: setup
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 bench: setup bench-residency
-	@$(MAKE) --no-print-directory build/bench/bench.gguf
+	@$(MAKE) --no-print-directory build/bench/bench.gguf build/bench/deep.gguf
 	@$(BIN)/pyorch bench build/bench/bench.gguf --goals
+	@$(BIN)/pyorch bench build/bench/deep.gguf --baseline stock
 
 # What the residency table costs, without a model and without a disk.
 bench-residency: setup
@@ -46,6 +47,10 @@ build/bench/small.gguf: tests/fixtures/small-moe/model.safetensors
 
 build/bench/bench.gguf: build/bench/small.gguf
 	@$(BIN)/python scripts/make_bench_model.py $< -o $@ --size 4GiB --type q4_0
+
+# The same, with experts of 2.6 MiB in 24 layers: many reads of the size that real models have.
+build/bench/deep.gguf: build/bench/small.gguf
+	@$(BIN)/python scripts/make_bench_model.py $< -o $@ --size 4GiB --type q4_0 --layers 24
 
 setup: $(STAMPS)/pyorch
 

@@ -4,6 +4,10 @@ Reads the GGUF of tests/fixtures/small-moe and writes a wider one with the same 
 widening.py), so experts of real sizes are chosen by a trained router for real text, and what the
 model says can be checked against the small one.
 
+With --layers the model also becomes deeper: before each layer come layers that route and compute as any other and
+add nothing to the hidden state, so the function stays the same. Guessing their experts is easier than in a real model,
+because the hidden state stays the same from one of them to the next.
+
 Example, a 4 GiB model with experts of about 6.5 MiB:
   pyorch convert tests/fixtures/small-moe -o small.gguf --outtype f32 --pre-tokenizer gpt-2
   python scripts/make_bench_model.py small.gguf -o bench.gguf --size 4GiB --type q4_0 --check
@@ -32,6 +36,9 @@ from widening import Rule, Shape, rule_for, widen, wide_shape
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 SMALLEST_BLOCK, K_BLOCK = 32, 256
+
+WRITERS = ("attn_output.", "ffn_down_exps.", "ffn_down_shexp.")  # tensors that write to the hidden state
+SILENT_STEP = 3  # between a layer and those whose copies come before it
 
 
 class BadInput(Exception):
@@ -115,19 +122,42 @@ class SmallModel:
             raise BadInput(f"the small model lacks the metadata {name}: convert it again from its checkpoint")
         return value.contents()
 
-    def outlines(self, recipe: Recipe) -> list[tuple[str, tuple[int, ...], Type]]:
+    def deepened(self, n_layer: int) -> Iterator[tuple[str, gguf.ReaderTensor, bool]]:
+        """(name, original, whether it is zero) of every tensor of a model with n_layer layers, a multiple of the own.
+
+        Each layer comes behind n_layer / self.n_layer - 1 silent ones: copies of others, whose routers therefore
+        choose otherwise, with zeros for the two matrices that write to the hidden state.
+        """
+        repeats = n_layer // self.n_layer
+        by_layer: dict[int, list[tuple[str, gguf.ReaderTensor]]] = {}
+        for tensor in self.reader.tensors:
+            match = re.match(r"blk\.(\d+)\.(.+)", tensor.name)
+            if match is None:
+                yield tensor.name, tensor, False
+            else:
+                by_layer.setdefault(int(match[1]), []).append((match[2], tensor))
+        for layer in range(n_layer):
+            own, place = divmod(layer, repeats)
+            silent = place < repeats - 1
+            source = (own + SILENT_STEP * (place + 1)) % self.n_layer if silent else own
+            for short, tensor in by_layer[source]:
+                yield f"blk.{layer}.{short}", tensor, silent and short.startswith(WRITERS)
+
+    def outlines(self, recipe: Recipe, n_layer: int) -> list[tuple[str, tuple[int, ...], Type]]:
         """(name, small shape, type to be) of every tensor."""
         outlines = []
-        for tensor in self.reader.tensors:
+        for name, tensor, _ in self.deepened(n_layer):
             small = tuple(int(n) for n in reversed(tensor.shape))
-            layer = int(match[1]) if (match := re.match(r"blk\.(\d+)\.", tensor.name)) else -1
-            outlines.append((tensor.name, small, recipe.type_of(tensor.name, len(small), layer, self.n_layer)))
+            layer = int(match[1]) if (match := re.match(r"blk\.(\d+)\.", name)) else -1
+            outlines.append((name, small, recipe.type_of(name, len(small), layer, n_layer)))
         return outlines
 
-    def tensors(self, shape: Shape, recipe: Recipe) -> list[WideTensor]:
+    def tensors(self, shape: Shape, recipe: Recipe, n_layer: int) -> list[WideTensor]:
         wide = []
-        for (name, small_shape, kind), tensor in zip(self.outlines(recipe), self.reader.tensors, strict=True):
+        outlines = self.outlines(recipe, n_layer)
+        for (name, small_shape, kind), (_, tensor, zero) in zip(outlines, self.deepened(n_layer), strict=True):
             small = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+            small = np.zeros_like(small) if zero else small
             rule = rule_for(name, shape)
             wide.append(WideTensor(name, small.reshape(small_shape), rule, wide_shape(rule, small_shape), kind))
         return wide
@@ -141,11 +171,11 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-def plan(small: SmallModel, recipe: Recipe, size: int) -> tuple[Shape, list[WideTensor]]:
+def plan(small: SmallModel, recipe: Recipe, size: int, n_layer: int) -> tuple[Shape, list[WideTensor]]:
     """The widths whose model comes nearest to `size` bytes, hidden and expert width being about equal."""
     block = K_BLOCK if recipe.base == Type.Q4_K else SMALLEST_BLOCK
     base = small.shape
-    outlines = small.outlines(recipe)
+    outlines = small.outlines(recipe, n_layer)
     # Repeats that make a width a multiple of the quantization block.
     hidden_step, expert_step, shared_step = (
         block // math.gcd(block, width) for width in (base.n_embd, base.n_ff_expert, base.n_ff_shared)
@@ -166,7 +196,7 @@ def plan(small: SmallModel, recipe: Recipe, size: int) -> tuple[Shape, list[Wide
     total = wide_bytes(outlines, shape)
     if not 0.8 < total / size < 1.25:
         raise BadInput(f"no widened model has {size / 2**20:.0f} MiB; the nearest one has {total / 2**20:.0f} MiB")
-    return shape, small.tensors(shape, recipe)
+    return shape, small.tensors(shape, recipe, n_layer)
 
 
 def wide_bytes(outlines: list[tuple[str, tuple[int, ...], Type]], shape: Shape) -> int:
@@ -226,14 +256,15 @@ def widened_bytes(
     return out.reshape(-1)
 
 
-def metadata(small: SmallModel, shape: Shape, recipe: Recipe, name: str) -> Iterator[tuple]:
+def metadata(small: SmallModel, shape: Shape, recipe: Recipe, n_layer: int, name: str) -> Iterator[tuple]:
     """(key, value, type, element type) of every field of the widened model."""
     feed_forward = small.field("qwen2moe.feed_forward_length")
-    expert_parameters = 3 * shape.n_embd * shape.hidden * shape.n_ff_expert * shape.expert * small.n_layer
+    expert_parameters = 3 * shape.n_embd * shape.hidden * shape.n_ff_expert * shape.expert * n_layer
     changed = {
         "general.name": name,
         "general.size_label": f"{small.n_expert}x{expert_parameters / 1e6:.1f}M",
         "general.file_type": int(recipe.file_type),
+        "qwen2moe.block_count": n_layer,
         "qwen2moe.embedding_length": shape.n_embd * shape.hidden,
         "qwen2moe.feed_forward_length": feed_forward * shape.hidden,
         "qwen2moe.attention.head_count": shape.n_head * shape.hidden,
@@ -297,6 +328,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", default="4GiB", help="size of the file, such as 4GiB or 800MB (default: %(default)s)")
     add("--type", type=str.lower, default="q4_0", choices=sorted(RECIPES),
         help="type of the weights (default: %(default)s)")
+    add("--layers", type=int, metavar="N",
+        help="a multiple of the small model's; the layers between add nothing (default: the small model's)")
     add("--seed", type=int, default=1, help="of the random parts (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count() or 1)
     add("--ggml", type=Path, help="libggml-base to quantize with (default: the one of pyorch)")
@@ -309,17 +342,20 @@ def main() -> int:
     try:
         recipe = RECIPES[arguments.type]
         small = SmallModel(arguments.small)
-        shape, tensors = plan(small, recipe, parse_size(arguments.size))
+        n_layer = arguments.layers or small.n_layer
+        if n_layer < 1 or n_layer % small.n_layer:
+            raise BadInput(f"--layers {n_layer} is not a multiple of the {small.n_layer} of {arguments.small}")
+        shape, tensors = plan(small, recipe, parse_size(arguments.size), n_layer)
         quantizer = Quantizer(arguments.ggml)
         total = sum(tensor.n_bytes for tensor in tensors)
         check_room(arguments.output.absolute().parent, total)
-        expert_bytes = sum(t.n_bytes for t in tensors if "_exps." in t.name) / small.n_layer / small.n_expert
+        expert_bytes = sum(t.n_bytes for t in tensors if "_exps." in t.name) / n_layer / small.n_expert
         print(
             f"hidden {shape.n_embd * shape.hidden}, experts {shape.n_ff_expert * shape.expert} wide "
             f"({expert_bytes / 2**20:.2f} MiB each), {total / 2**20:.0f} MiB of {arguments.type}",
             file=sys.stderr,
         )
-        fields = metadata(small, shape, recipe, f"bench {arguments.size} {arguments.type}")
+        fields = metadata(small, shape, recipe, n_layer, f"bench {arguments.size} {arguments.type}")
         write_model(arguments.output, fields, tensors, arguments.seed, quantizer, arguments.threads)
         if arguments.check:
             from compare_models import compare
