@@ -11,7 +11,7 @@ from pyorch.settings.settings import Settings
 
 # How the experts are kept.
 ENGINE = "engine"  # by pyorch, under a budget
-STOCK = "stock"  # by llama.cpp, mapped: pyorch is not loaded, its hooks are compiled in but not attached
+UNMANAGED = "unmanaged"  # by llama.cpp: pyorch is not loaded, its hooks are compiled in but not attached
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Config:
     settings: Settings = Settings()
     limit_bytes: int = 0
     preload: bool = False  # bring in all experts before anything is measured
-    repack: bool = True  # dense weights in the layout of the faster kernels; experts never are
+    repack: bool = True  # weights in the layout of the faster kernels, where there are any
 
     @property
     def lossy(self) -> bool:

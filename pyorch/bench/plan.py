@@ -18,7 +18,8 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sizes import Amount
 
-PEERS = ("mmap", "stock")  # llama.cpp under the same memory limit; all resident, with the same kernels
+# llama.cpp under the same memory limit; all resident, as it is by default; all resident, without repacked kernels
+BASELINES = ("mmap", "stock", "plain")
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,14 @@ class Plan:
 
     settings: of all configurations; if they are lossy, each that reads experts is measured without that too.
     budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
-    a share of the file. peers: of PEERS. goals: the configurations of the project's speed goals, in place of
-    budgets and peers.
+    a share of the file. baselines: of BASELINES. goals: the configurations of the project's speed goals, in place of
+    budgets and baselines.
     """
 
     settings: Settings = Settings()
     budgets: tuple[Budget, ...] = ()
     memory_limit: Amount | None = None
-    peers: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ()
     goals: bool = False
     policies: tuple[str, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
@@ -66,9 +67,9 @@ def check(plan: Plan, info: MapInfo) -> None:
         check_prefetch(settings.prefetch, info.n_moe_layers)
         if settings.policy is not None:
             policies().choose(settings.policy)
-    for peer in plan.peers:
-        if peer not in PEERS:
-            raise PyorchError(f'--compare "{peer}" is not known: use {" or ".join(PEERS)}')
+    for baseline in plan.baselines:
+        if baseline not in BASELINES:
+            raise PyorchError(f'--baseline "{baseline}" is not known: use {", ".join(BASELINES)}')
     if plan.goals and plan.settings.lossy:
         raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
     if plan.goals and (len(plan.prefetches) > 1 or len(plan.policies) > 1):
@@ -88,9 +89,11 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
         return goals.goal_configs(info.file_bytes, next(plan.combined())), []
     configs = [goals.RESIDENT, *_budgets(plan, info)]
     limit_bytes = _limit_bytes(plan, info)
-    if "mmap" in plan.peers:
+    if "mmap" in plan.baselines:
         configs.append(goals.mmap_config(limit_bytes, _limit_text(plan)))
-    if "stock" in plan.peers:
+    if "stock" in plan.baselines:
+        configs.append(goals.STOCK)
+    if "plain" in plan.baselines:
         configs += (goals.RESIDENT_PLAIN, goals.STOCK_PLAIN)
     pairs = _lossy_pairs(plan, configs)
     return configs + [lossy for lossy, _ in pairs], pairs

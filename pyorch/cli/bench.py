@@ -19,7 +19,7 @@ from pyorch.settings.option import EXPERTS, LOSSY
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "bench", summary,
-        "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --compare mmap",
+        "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap",
     )
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
@@ -30,12 +30,13 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
-    parser.add_argument("--compare", default="", metavar="WHAT,...",
-                        help="also measure llama.cpp without pyorch: mmap (under the same limit), stock (all in memory, "
-                             "with the same kernels)")
+    parser.add_argument("--baseline", default="", metavar="WHAT,...",
+                        help="also measure llama.cpp without pyorch, in turn: mmap (under the same limit), stock (all in "
+                             "memory, as it is by default), plain (all in memory, and pyorch beside it, both without "
+                             "repacked kernels)")
     parser.add_argument("--goals", action="store_true",
                         help="measure what pyorch wants to reach, and print whether it does; replaces --budget, "
-                             "--memory-limit and --compare")
+                             "--memory-limit and --baseline")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="decode N tokens (default: 128)")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
                         help="before them, compute a prompt of N tokens (default: 512)")
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     settings = given_settings(args, "budget", "policy", "prefetch")
     n_threads = settings.pop("n_threads", None) or physical_cores()
     asked = plan.Plan(
-        Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.compare),
+        Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.baseline),
         args.goals,
         listed(args, "policy"), listed(args, "prefetch"),
     )
