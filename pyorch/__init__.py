@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from pyorch.runtime.statistics import Stats
     from pyorch.errors import BudgetError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
     from pyorch.llama.interception import manage
-    from pyorch.llama.model import LayerPolicy, Model, load
+    from pyorch.llama.layer import LayerPolicy
+    from pyorch.llama.model import Model, load
     from pyorch.runtime.model_map import ModelMap
     from pyorch.runtime.observers import Routing
     from pyorch.settings.substitution import Substitution
@@ -27,7 +28,7 @@ _HOMES = {
     "Engine": "runtime.engine",
     "ExpertReadError": "errors",
     "FormatError": "errors",
-    "LayerPolicy": "llama.model",
+    "LayerPolicy": "llama.layer",
     "Model": "llama.model",
     "ModelMap": "runtime.model_map",
     "OutOfMemoryError": "errors",

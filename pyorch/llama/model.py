@@ -1,12 +1,11 @@
-"""A loaded model: generation, residency, settings of each layer, statistics."""
+"""A loaded model: generation, residency, statistics; and loading it."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import llama_cpp
@@ -15,9 +14,10 @@ import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import interception, logs, memory
-from pyorch.llama.apply import apply_prefetch, apply_substitution, check_substitution, find_buddies, speculative
+from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, speculative
 from pyorch.llama.closed import ClosedLlama
 from pyorch.llama.interception import WIDE_UBATCH, ManagedModel
+from pyorch.llama.layer import NOTHING_ABSENT, Layer, ResidencyView
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
@@ -40,110 +40,6 @@ _loading = threading.Lock()
 
 SETTINGS = declared_options(Settings)  # that load() takes by name
 _OF_LLAMA = inspect.signature(llama_cpp.Llama.__init__).parameters  # which ignores every other name
-
-
-_NOTHING_ABSENT = "with speculative execution nothing is absent that could be substituted: choose one of them"
-
-
-@dataclass(frozen=True)
-class LayerPolicy:
-    """How the experts of one layer are kept.
-
-    Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
-    while it runs; pinned ones stay. substitution: what stands in for absent ones (lossy); None: nothing.
-    prefetch: what guesses them while earlier layers decode, such as "next-router:2:0.5"; None: as the model was loaded.
-    """
-
-    min_experts: int = 0
-    max_experts: int | None = None
-    pinned: frozenset[int] = frozenset()
-    substitution: Substitution | None = None
-    prefetch: str | None = None
-
-
-class Layer:
-    """A block with routed experts."""
-
-    def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
-        self.il = il
-        self.n_expert = n_expert
-        self._engine = record.engine
-        self._record = record
-        self._policy = LayerPolicy(substitution=record.settings.substitution)
-        self._buddies = record.buddies
-
-    def __repr__(self) -> str:
-        return f"<pyorch.llama.model.Layer {self.il}: {self.n_expert} experts, {self._policy}>"
-
-    @property
-    def residency(self) -> np.ndarray:
-        """bool[n_expert]: which experts are resident now."""
-        return self._engine.residency(self.il).resident
-
-    @property
-    def policy(self) -> LayerPolicy:
-        return self._policy
-
-    @policy.setter
-    def policy(self, policy: LayerPolicy) -> None:
-        if policy.substitution is not None and self._record.speculating:
-            raise PyorchError(_NOTHING_ABSENT)
-        limit = self.n_expert if policy.max_experts is None else policy.max_experts
-        added = sorted(policy.pinned - self._policy.pinned)
-        self._engine.pin(self.il, added)
-        try:
-            self._engine.set_layer_limits(self.il, policy.min_experts, limit)
-            if policy.substitution != self._policy.substitution:
-                apply_substitution(self._engine, self.il, policy.substitution, self._buddies)
-            if policy.prefetch != self._policy.prefetch:
-                prefetch = self._record.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
-                apply_prefetch(prefetch, self._engine, self._record.sidecars, self.il)
-        except PyorchError:
-            self._engine.unpin(self.il, added)
-            raise
-        self._engine.unpin(self.il, sorted(self._policy.pinned - policy.pinned))
-        self._policy = policy
-
-    def prefetch(self, experts: Iterable[int]) -> None:
-        """Queues reads behind all demand, in this order. Returns at once."""
-        self._engine.prefetch(self.il, experts)
-
-    def evict(self, experts: Iterable[int]) -> None:
-        """Frees resident experts that are neither pinned nor in use."""
-        self._engine.evict(self.il, experts)
-
-    def substitute(
-        self, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
-    ) -> None:
-        """Sets policy.substitution, and the lists that it chooses from. PyorchError while layers speculate.
-
-        hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
-        """
-        if substitution is not None and self._record.speculating:
-            raise PyorchError(_NOTHING_ABSENT)
-        apply_substitution(self._engine, self.il, substitution, buddies, hops)
-        self._buddies = buddies
-        self._policy = dataclasses.replace(self._policy, substitution=substitution)
-
-    def stats(self) -> Stats:
-        """Of this layer, since loading or the last Model.reset_stats()."""
-        return self._engine.stats(self.il)
-
-
-class _ResidencyView(Mapping[int, np.ndarray]):
-    """il to bool[n_expert], as of the moment of asking."""
-
-    def __init__(self, layers: dict[int, Layer]) -> None:
-        self._layers = layers
-
-    def __getitem__(self, il: int) -> np.ndarray:
-        return self._layers[il].residency
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
 
 @dataclass(frozen=True)
@@ -199,7 +95,7 @@ class Model:
             layer.il: Layer(record, layer.il, layer.n_expert)
             for layer in (record.map.layers if record.engine is not None else ())
         }
-        self.residency: Mapping[int, np.ndarray] = _ResidencyView(self.layers)
+        self.residency: Mapping[int, np.ndarray] = ResidencyView(self.layers)
 
     def __repr__(self) -> str:
         info, layers = self.map.info, self.map.layers
@@ -282,7 +178,7 @@ class Model:
         are damaged or another model's.
         """
         settings = Substitution.parse(substitution) if substitution is not None else None
-        in_use = next((layer._buddies for layer in self.layers.values()), None)
+        in_use = next((layer.buddies for layer in self.layers.values()), None)
         lists = find_buddies(settings, buddies if buddies is not None else in_use, self._record.sidecars)
         for il in self.layers:  # all before any is changed
             check_substitution(settings or OFF, il, lists, (hops or {}).get(il))
@@ -314,7 +210,7 @@ class Model:
         if self.engine is None:
             return
         if prefetch is not None and any(layer.policy.substitution is not None for layer in self.layers.values()):
-            raise PyorchError(_NOTHING_ABSENT)
+            raise PyorchError(NOTHING_ABSENT)
         record = self._record
         forecast = record.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), record.sidecars)
         apply_prefetch(forecast, self.engine, record.sidecars)

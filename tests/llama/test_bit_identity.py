@@ -15,7 +15,8 @@ from models import assert_same_bits, small_model
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError
 from pyorch.settings.budget import MAPPED
-from pyorch.llama.model import LayerPolicy, Model
+from pyorch.llama.layer import LayerPolicy
+from pyorch.llama.model import Model
 
 BUDGETS = ["1536KiB", "20%", "50%", "100%", "auto"]  # from the floor to all
 

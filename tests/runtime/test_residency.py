@@ -11,7 +11,8 @@ from models import small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama.model import LayerPolicy, Model
+from pyorch.llama.layer import LayerPolicy
+from pyorch.llama.model import Model
 from pyorch.runtime.observers import Routing
 
 N_LAYER, N_EXPERT, N_USED = 8, 64, 6
@@ -155,6 +156,11 @@ def test_a_layer_policy_out_of_range_is_refused_and_changes_nothing(model: Model
     with pytest.raises(PyorchError):
         model.layers[3].policy = policy
     assert model.layers[3].policy == LayerPolicy()
+
+
+def test_what_is_no_layer_policy_is_refused(model: Model) -> None:
+    with pytest.raises(TypeError, match="pyorch.LayerPolicy"):
+        model.layers[3].policy = "lru"
 
 
 def test_more_budget_means_fewer_misses(small_moe: Path, prompt_tokens: list[int]) -> None:

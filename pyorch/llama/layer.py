@@ -1,0 +1,122 @@
+"""A layer of a loaded model: its residency, and the policy by which its experts are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.llama.apply import apply_prefetch, apply_substitution
+from pyorch.llama.interception import ManagedModel
+from pyorch.runtime.statistics import Stats
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.buddies import Buddies
+
+NOTHING_ABSENT = "with speculative execution nothing is absent that could be substituted: choose one of them"
+
+
+@dataclass(frozen=True)
+class LayerPolicy:
+    """How the experts of one layer are kept.
+
+    Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
+    while it runs; pinned ones stay. substitution: what stands in for absent ones (lossy); None: nothing.
+    prefetch: what guesses them while earlier layers decode, such as "next-router:2:0.5"; None: as the model was loaded.
+    """
+
+    min_experts: int = 0
+    max_experts: int | None = None
+    pinned: frozenset[int] = frozenset()
+    substitution: Substitution | None = None
+    prefetch: str | None = None
+
+
+class Layer:
+    """A block with routed experts."""
+
+    def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
+        self.il = il
+        self.n_expert = n_expert
+        self._engine = record.engine
+        self._record = record
+        self._policy = LayerPolicy(substitution=record.settings.substitution)
+        self.buddies = record.buddies
+
+    def __repr__(self) -> str:
+        return f"<pyorch.llama.layer.Layer {self.il}: {self.n_expert} experts, {self._policy}>"
+
+    @property
+    def residency(self) -> np.ndarray:
+        """bool[n_expert]: which experts are resident now."""
+        return self._engine.residency(self.il).resident
+
+    @property
+    def policy(self) -> LayerPolicy:
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: LayerPolicy) -> None:
+        if not isinstance(policy, LayerPolicy):
+            raise TypeError(f"the policy of a layer is a pyorch.LayerPolicy, not {policy!r}")
+        if policy.substitution is not None and self._record.speculating:
+            raise PyorchError(NOTHING_ABSENT)
+        limit = self.n_expert if policy.max_experts is None else policy.max_experts
+        added = sorted(policy.pinned - self._policy.pinned)
+        self._engine.pin(self.il, added)
+        try:
+            self._engine.set_layer_limits(self.il, policy.min_experts, limit)
+            if policy.substitution != self._policy.substitution:
+                apply_substitution(self._engine, self.il, policy.substitution, self.buddies)
+            if policy.prefetch != self._policy.prefetch:
+                prefetch = self._record.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
+                apply_prefetch(prefetch, self._engine, self._record.sidecars, self.il)
+        except PyorchError:
+            self._engine.unpin(self.il, added)
+            raise
+        self._engine.unpin(self.il, sorted(self._policy.pinned - policy.pinned))
+        self._policy = policy
+
+    def prefetch(self, experts: Iterable[int]) -> None:
+        """Queues reads behind all demand, in this order. Returns at once."""
+        self._engine.prefetch(self.il, experts)
+
+    def evict(self, experts: Iterable[int]) -> None:
+        """Frees resident experts that are neither pinned nor in use."""
+        self._engine.evict(self.il, experts)
+
+    def substitute(
+        self, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
+    ) -> None:
+        """Sets policy.substitution, and the lists that it chooses from. PyorchError while layers speculate.
+
+        hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
+        """
+        if substitution is not None and self._record.speculating:
+            raise PyorchError(NOTHING_ABSENT)
+        apply_substitution(self._engine, self.il, substitution, buddies, hops)
+        self.buddies = buddies
+        self._policy = dataclasses.replace(self._policy, substitution=substitution)
+
+    def stats(self) -> Stats:
+        """Of this layer, since loading or the last Model.reset_stats()."""
+        return self._engine.stats(self.il)
+
+
+class ResidencyView(Mapping[int, np.ndarray]):
+    """Of a model: il to bool[n_expert], as of the moment of asking."""
+
+    def __init__(self, layers: dict[int, Layer]) -> None:
+        self._layers = layers
+
+    def __getitem__(self, il: int) -> np.ndarray:
+        return self._layers[il].residency
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
