@@ -1,4 +1,4 @@
-"""Numbers of bytes, as people write and read them."""
+"""Numbers of bytes and of things, as people write and read them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def format_bytes(n: float, round_up: bool = False) -> str:
     scale = 10 if unit == GiB else 1
     value = (math.ceil if round_up else round)(n * scale / unit) / scale
     return f"{value:.1f} {name}" if scale > 1 else f"{value:.0f} {name}"
+
+
+def counted(n: int, noun: str) -> str:
+    """1 request, 2 requests."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def as_option(n: int) -> str:

@@ -16,6 +16,7 @@ from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO
 from pyorch.settings.option import LOSSY
+from pyorch.sizes import counted
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -256,7 +257,8 @@ def run_perplexity(args: argparse.Namespace) -> int:
         measured = {name: getattr(result, name) for name in fields}
         print_json(measured | {"substitution": stats, "speculation": speculated})
         return 0
-    print(f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in {result.n_windows} windows")
+    print(f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in "
+          f"{counted(result.n_windows, 'window')}")
     if result.kl_divergence is not None:
         print(f"reference  {result.reference_perplexity:.3f}; KL divergence {result.kl_divergence:.4g} nats, "
               f"same top token {result.top1_agreement:.1%}")

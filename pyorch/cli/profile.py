@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sentence(profile) -> str:
-    from pyorch.sizes import format_bytes
+    from pyorch.sizes import counted, format_bytes
 
     n = profile.prefill_tokens + profile.decode_tokens
     seconds = profile.prefill_seconds + profile.decode_seconds
@@ -77,6 +77,6 @@ def _sentence(profile) -> str:
     )
     whole = f", {profile.n_records} in the trace" if profile.n_records > n else ""
     sample = f", router inputs of {profile.n_inputs}" if profile.n_inputs else ""
-    return (f"{profile.path}: {n} tokens of {profile.n_requests} requests{whole}{sample}, "
+    return (f"{profile.path}: {n} tokens of {counted(profile.n_requests, 'request')}{whole}{sample}, "
             f"{format_bytes(profile.file_bytes)}, {seconds:.1f} s; {phases}; hit rate {profile.experts.hit_rate:.1%}, "
             f"{format_bytes(profile.experts.bytes_read)} read")

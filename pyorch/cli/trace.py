@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.tables import Table, show
+from pyorch.sizes import counted
 
 _EXAMPLE = "pyorch trace stats olmoe.trace --plot plots"
 
@@ -55,7 +56,7 @@ def _parts(statistics) -> list[str | Table]:
     ]
     return [
         f"{statistics.path}: {statistics.n_tokens} tokens (prefill {statistics.n_prefill}, decode "
-        f"{statistics.n_decode}) of {statistics.n_requests} requests{sample}",
+        f"{statistics.n_decode}) of {counted(statistics.n_requests, 'request')}{sample}",
         f"{statistics.arch}: {len(statistics.layers)} layers of {statistics.n_expert} experts, "
         f"{statistics.n_expert_used} used for a token",
         "",

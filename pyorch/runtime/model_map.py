@@ -66,6 +66,8 @@ class ModelMap:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
+        if "\0" in os.fsdecode(self.path):
+            raise FormatError(f"{self.path!r} is not a path: it has a null character")
         out = ffi.new("pyorch_model_map **")
         check(lib.pyorch_model_map_open(os.fsencode(self.path), out))
         self._map = ffi.gc(out[0], lib.pyorch_model_map_free)

@@ -30,10 +30,15 @@ class Budget:
         """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "mapped". BudgetError for what is none of these."""
         if isinstance(text, Budget):
             return text
+        if isinstance(text, str) and text in _NAMED:
+            return _NAMED[text]
         try:
-            return _NAMED[text] if isinstance(text, str) and text in _NAMED else cls(Amount.parse(text))
+            amount = Amount.parse(text)
         except ValueError:
             raise BudgetError(f'budget "{text}" is not understood: {_ACCEPTED}') from None
+        if (amount.share or 0) > 1:
+            raise BudgetError(f'budget "{text}" is not a share of the experts: 100% is the most')
+        return cls(amount)
 
     def resolve(self, experts: ExpertSizes) -> int:
         """Bytes for the experts of a model, at most what all of them occupy.

@@ -12,6 +12,7 @@ from mutations import set_metadata
 
 from pyorch.llama import memory
 from pyorch.cli import main
+from pyorch.errors import FormatError
 from pyorch.llama.model import load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import default_path
@@ -195,6 +196,11 @@ def test_a_prompt_file_that_is_absent(refused, small_moe: Path, tmp_path: Path) 
 
 def test_a_script_that_is_absent(refused, tmp_path: Path) -> None:
     assert refused("exec", tmp_path / "no.py") == f"{tmp_path}/no.py: no such script"
+
+
+def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="null character"):
+        load(f"{tmp_path}/x\0.gguf")
 
 
 def test_an_unknown_policy(small_moe: Path) -> None:

@@ -42,7 +42,8 @@ def test_a_value_is_read_as_its_text_is() -> None:
 
 
 @pytest.mark.parametrize("refused", [
-    {"budget": "much"}, {"prefetch": "hybrid:two"}, {"n_ctx": -1}, {"n_threads": "all"}, {"n_readers": -1},
+    {"budget": "much"}, {"budget": "300%"}, {"prefetch": "hybrid:two"}, {"n_ctx": -1}, {"n_threads": "all"},
+    {"n_readers": -1},
     {"substitution": "rho=x"}, {"substitution": "unheard=1"}, {"speculate": "perhaps"},
     *({name: given} for name in options(Settings) for given in (b"1", 3.7, [], object(), np.arange(2))
       if name != "buddies" or isinstance(given, (bytes, float, list))),
