@@ -9,6 +9,10 @@ public:
     const char * decode(const ExpertTensor &, char *, char * read) const override {
         return read;
     }
+
+    bool computes() const override {
+        return false;
+    }
 };
 
 } // namespace

@@ -18,6 +18,9 @@ public:
     // block [block_bytes]; read: where in it the extent of the matrix begins, now that it is there. Returns where the
     // matrix begins, or null if what was read is damaged. Called by several threads at once, without a lock.
     virtual const char * decode(const ExpertTensor & tensor, char * block, char * read) const = 0;
+
+    // False: decode returns at once, on whatever thread. Else who starts reads leaves it to another thread.
+    virtual bool computes() const { return true; }
 };
 
 const Codec & codec_of(Form form);

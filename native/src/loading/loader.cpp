@@ -31,7 +31,7 @@ void Loader::start(Load & load, std::deque<ReadRequest> & queue) {
         load.unread[role] = 0;
         for (uint64_t at = first; at < end; at += read_bytes) {
             const uint64_t size = std::min(read_bytes, last - at);
-            queue.push_back({ &load, role, e.file, at, size, std::min(at + size, end) - at, block + (at - first) });
+            queue.push_back({ &load, role, e.file, at, size, std::min(at + size, end) - at, block + (at - first), direct });
             ++load.unread[role];
             ++load.queued;
         }
@@ -40,12 +40,14 @@ void Loader::start(Load & load, std::deque<ReadRequest> & queue) {
 
 void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued) {
     const size_t before = demanded.size();
-    if (!queued.empty() && !ahead.empty()) {
-        auto hurried = std::stable_partition(ahead.begin(), ahead.end(), [&](const ReadRequest & r) {
-            return std::find(queued.begin(), queued.end(), r.load) == queued.end();
-        });
-        demanded.insert(demanded.end(), hurried, ahead.end());
-        ahead.erase(hurried, ahead.end());
+    if (!queued.empty()) {
+        for (auto * queue : { &ahead, &guessed }) {
+            auto hurried = std::stable_partition(queue->begin(), queue->end(), [&](const ReadRequest & r) {
+                return std::find(queued.begin(), queued.end(), r.load) == queued.end();
+            });
+            demanded.insert(demanded.end(), hurried, queue->end());
+            queue->erase(hurried, queue->end());
+        }
     }
     for (Load * load : loads) {
         start(*load, demanded);
@@ -55,12 +57,8 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
     });
 }
 
-void Loader::read_ahead(Load & load) {
-    start(load, ahead);
-}
-
 void Loader::take_back(Load & load) {
-    for (auto * queue : { &ahead, &demanded }) {
+    for (auto * queue : { &guessed, &ahead, &demanded }) {
         if (load.queued == 0) {
             return;
         }
@@ -72,14 +70,21 @@ void Loader::take_back(Load & load) {
 }
 
 bool Loader::pop(ReadRequest & request) {
-    if (demanded.empty() && ahead.empty() && !orders.order_ahead()) {
+    std::deque<ReadRequest> * queue;
+    if (!demanded.empty()) {
+        queue = &demanded;
+    } else if (!ahead.empty() || orders.order_ahead()) {
+        queue = &ahead;
+    } else if (n_reading < guess_depth && (!guessed.empty() || orders.order_guess())) {
+        queue = &guessed;
+    } else {
         return false;
     }
-    auto & queue = demanded.empty() ? ahead : demanded;
-    request = queue.front();
-    queue.pop_front();
+    request = queue->front();
+    queue->pop_front();
     --request.load->queued;
     ++request.load->in_flight;
+    ++n_reading;
     ++n_in_flight;
     return true;
 }
@@ -108,37 +113,57 @@ void Loader::fail(Load & load, int role, const std::string & why) {
         map.files[tensor.file].path.c_str(), why.c_str()));
 }
 
-void Loader::finish(const ReadRequest & request, int64_t result, uint64_t ns) {
-    Load &           load  = *request.load;
-    const int        role  = request.role;
-    const MoeLayer & layer = map.layers[load.layer];
-    std::unique_lock<std::mutex> lock(mutex);
+bool Loader::read(const ReadRequest & request, int64_t result, uint64_t ns) {
+    Load &    load = *request.load;
+    const int role = request.role;
+    std::lock_guard<std::mutex> lock(mutex);
+    --n_reading;
     ns_read += ns;
     if (result > 0) {
         read_by_layer[load.layer] += (uint64_t) result;
-        const double now = (double) result / ((double) std::max<uint64_t>(ns, 1) * 1e-9);
-        rate += (now - rate) * (rate > 0 ? 0.02 : 1);
+        recent_bytes += (double) result - 0.02 * recent_bytes;
+        recent_ns    += (double) ns - 0.02 * recent_ns;
     }
     if (result < (int64_t) request.needed) {
         fail(load, role, result == -ESTALE ? "the file was changed after it was loaded" :
             result < 0 ? strerror((int) -result) : "the file ends before it");
     } else if (--load.unread[role] == 0 && !load.failed) {
-        const Extent e     = extent(layer.tensors[role], load.expert, load.form);
-        char *       block = load.slot.memory + block_offset(layer, role, load.form);
-        // The reads of a block begin where its extent does, or at the page before.
-        char * read = block + (e.direct && source->direct(e.file) ? e.offset % PAGE : 0);
-        lock.unlock();
-        const char * address = codecs(load.form).decode(layer.tensors[role], block, read);
-        lock.lock();
-        if (!address) {
-            fail(load, role, "what was read is damaged");
-        } else if (!load.failed) {
-            orders.published(load, role, address);
-        }
+        return true;
     }
-    --load.in_flight;
+    end(request);
+    return false;
+}
+
+void Loader::decode(const ReadRequest & request) {
+    Load &           load  = *request.load;
+    const int        role  = request.role;
+    const MoeLayer & layer = map.layers[load.layer];
+    const Extent     e     = extent(layer.tensors[role], load.expert, load.form);
+    char *           block = load.slot.memory + block_offset(layer, role, load.form);
+    // The reads of a block begin where its extent does, or at the page before.
+    char *           begin   = block + (request.direct ? e.offset % PAGE : 0);
+    const char *     address = codecs(load.form).decode(layer.tensors[role], block, begin);
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!address) {
+        fail(load, role, "what was read is damaged");
+    } else if (!load.failed) {
+        orders.published(load, role, address);
+    }
+    end(request);
+}
+
+void Loader::end(const ReadRequest & request) {
+    --request.load->in_flight;
     --n_in_flight;
-    orders.finished(load);
+    orders.finished(*request.load);
+}
+
+void Loader::wake() {
+    work.notify_all();
+    std::lock_guard<std::mutex> lock(waking);
+    if (reader) {
+        reader->wake();
+    }
 }
 
 void Loader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) {
@@ -159,7 +184,7 @@ void Loader::stop() {
         std::lock_guard<std::mutex> lock(mutex);
         stopped = true;
     }
-    work.notify_all();
+    wake();
 }
 
 } // namespace pyorch

@@ -1,14 +1,16 @@
 // The loader: what is read next, and what becomes of a read.
 //
 // Who orders loads gives the loader an expert and a slot. The loader cuts what is to be read into requests; readers
-// take them, end them, and the last one of a matrix is followed by its decode stage on the same thread. Then the
-// matrix is published to who ordered it:
+// take them and end them, and the last one of a matrix is followed by its decode stage. Then the matrix is published
+// to who ordered it:
 //
-//     start --next--> request --finish--> read --codec--> decoded --published()--> ... --finished()
+//     start --next--> request --read--> read --decode--> decoded --published()--> ... --finished()
 //
 // Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
 // second, then all third, experts ascending, as mul_mat_id goes through them. What is read ahead is asked for only
-// when a reader has nothing better to do (Orders::order_ahead).
+// when a reader has nothing better to do (Orders::order_ahead), and guesses last. A guess delays what is demanded
+// after it by no more than the requests of it that are under way, so those begin only while fewer than guess_depth
+// requests are, of whatever kind.
 //
 // The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
 // across a read or a decode.
@@ -52,6 +54,7 @@ struct ReadRequest {
     uint64_t size;   // to read
     uint64_t needed; // of them, the rest is alignment
     char *   buf;
+    bool     direct; // around the page cache
 };
 
 class Loader {
@@ -61,8 +64,10 @@ public:
     public:
         virtual ~Orders() = default;
 
-        // Nothing is queued: starts a load that is read ahead, if there is one. False: there is none now.
+        // Nothing else is queued: starts a load with read_ahead(), or with guess(), if there is one. False: there is
+        // none now.
         virtual bool order_ahead() = 0;
+        virtual bool order_guess() = 0;
 
         // A matrix is there, and begins at address.
         virtual void published(Load & load, int role, const char * address) = 0;
@@ -85,11 +90,23 @@ public:
     // The same, but false at once while there is none.
     bool try_next(ReadRequest & request);
 
-    // result: bytes read or negative errno; ns: that it took
-    void finish(const ReadRequest & request, int64_t result, uint64_t ns);
+    // A request was read. result: bytes read or negative errno; ns: of the time that the reader spent with reads under
+    // way, what fell to this one. True: it was the last of its matrix, and ends with decode(), on any thread. Else it
+    // has ended.
+    bool read(const ReadRequest & request, int64_t result, uint64_t ns);
+    void decode(const ReadRequest & request);
+
+    // Both, on this thread.
+    void finish(const ReadRequest & request, int64_t result, uint64_t ns) {
+        if (read(request, result, ns)) {
+            decode(request);
+        }
+    }
+
     void stop();
 
     Source & bytes() { return *source; }
+    bool     computes(Form form) const { return codecs(form).computes(); }
 
     // For who orders.
 
@@ -98,7 +115,13 @@ public:
     void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued);
 
     // Queues all reads of a load behind all demand.
-    void read_ahead(Load & load);
+    void read_ahead(Load & load) { start(load, ahead); }
+
+    // The same, behind everything else.
+    void guess(Load & load) { start(load, guessed); }
+
+    // At least 1.
+    void set_guess_depth(int n) { guess_depth = n; }
 
     // Takes back the requests of a load that no reader works on yet.
     void take_back(Load & load);
@@ -106,7 +129,7 @@ public:
     // A load with requests that no reader works on yet, and for which condition(load) holds; or null.
     template <typename Condition>
     Load * find_queued(Condition condition) const {
-        for (const auto * queue : { &ahead, &demanded }) {
+        for (const auto * queue : { &guessed, &ahead, &demanded }) {
             for (const ReadRequest & request : *queue) {
                 if (condition(*request.load)) {
                     return request.load;
@@ -117,18 +140,20 @@ public:
     }
 
     // New requests may be there, or memory for some.
-    void wake() { work.notify_all(); }
+    void wake();
 
     // Sleeps until changed is notified; a reader may end a read meanwhile (see Reader::wait).
     void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed);
 
-    bool     idle() const { return demanded.empty() && ahead.empty() && n_in_flight == 0; }
+    bool     idle() const { return demanded.empty() && ahead.empty() && guessed.empty() && n_in_flight == 0; }
     bool     was_stopped() const { return stopped; }
     bool     has_reader() const { return reader != nullptr; } // a simulated engine has one while it replays
     uint64_t bytes_read(int layer) const { return read_by_layer[layer]; }
     uint64_t read_ns() const { return ns_read; }
-    double   bytes_per_second() const { return rate; } // of one reader, lately; 0 before the first read
     void     reset_stats();
+
+    // Lately; 0 before the first read.
+    double bytes_per_second() const { return recent_ns > 0 ? recent_bytes / recent_ns * 1e9 : 0; }
 
 private:
     friend class Reader; // attaches itself
@@ -140,18 +165,24 @@ private:
     std::mutex &            mutex;
     Orders &                orders;
     Reader *                reader = nullptr;
+    std::mutex              waking; // held while the reader is told; taken with or without the other, never before it
     std::condition_variable work;
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
-    int                     n_in_flight = 0;
+    std::deque<ReadRequest> guessed;
+    int                     guess_depth = 1;
+    int                     n_reading   = 0; // requests under way
+    int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
     bool                    stopped     = false;
     std::vector<uint64_t>   read_by_layer;
-    uint64_t                ns_read = 0;
-    double                  rate    = 0; // bytes a second, fading average
+    uint64_t                ns_read      = 0;
+    double                  recent_bytes = 0; // fading sums
+    double                  recent_ns    = 0;
 
     void start(Load & load, std::deque<ReadRequest> & queue);
     bool pop(ReadRequest & request);
     void fail(Load & load, int role, const std::string & why);
+    void end(const ReadRequest & request);
 };
 
 } // namespace pyorch

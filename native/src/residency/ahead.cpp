@@ -184,7 +184,7 @@ bool Table::next_guess() {
         e.read_ahead = e.unasked = e.predicted = true;
         e.predicted_for = context;
         l.predicted.push_back(e.id());
-        loads.read_ahead(e.load);
+        loads.guess(e.load);
         return true;
     }
     return false;
@@ -218,7 +218,7 @@ bool Table::next_deferred() {
             }
         }
         if (make_room(e.layer(), 1, FOR_GUESS, INFINITY) && start_load(e)) {
-            loads.read_ahead(e.load);
+            loads.guess(e.load);
             return true;
         }
     }
@@ -230,7 +230,11 @@ bool Table::is_idle() const {
 }
 
 bool Table::order_ahead() {
-    const bool did = next_ahead(ordered, false) || next_ahead(prompt, true) || next_guess() || next_deferred();
+    return next_ahead(ordered, false) || next_ahead(prompt, true);
+}
+
+bool Table::order_guess() {
+    const bool did = next_guess() || next_deferred();
     if (!did && is_idle()) {
         idle.notify_all();
     }

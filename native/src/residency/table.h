@@ -200,6 +200,7 @@ private:
 
     // Loader::Orders
     bool order_ahead() override;
+    bool order_guess() override;
     void published(Load & load, int role, const char * address) override;
     void failed(Load & load, const std::string & sentence) override;
     void finished(Load & load) override;
