@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pyorch import _libs
 
 _libs.claim_llama_cpp()
+_libs.choose_spin_count()
 
 if TYPE_CHECKING:
     from pyorch.runtime.engine import Engine

@@ -1,12 +1,15 @@
-"""Finds the shared libraries of this package and makes `llama_cpp` load the same ones.
+"""Finds the shared libraries of this package, makes `llama_cpp` load the same ones, and says how their threads wait.
 
 A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import sys
+import warnings
 from pathlib import Path
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -47,3 +50,41 @@ def claim_llama_cpp() -> None:
             f"llama_cpp was imported before pyorch and loaded the libraries in {theirs}, which lack "
             f"pyorch's hooks: import pyorch first, or set LLAMA_CPP_LIB_PATH={ours}"
         )
+
+
+# How long a compute thread that waits for the others spins before it sleeps. libgomp's own 300,000 rounds are
+# milliseconds: beside a busy process the one that is waited for often has no processor, because those that wait for it
+# keep theirs. Fewer rounds than here cost speed on an idle machine.
+SPIN_COUNT = "1000"
+LIBGOMP_SPIN_COUNT = "300000"
+_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+chose_spin_count = False  # whether that in the environment is ours
+
+
+def choose_spin_count() -> None:
+    """Sets GOMP_SPINCOUNT for this process and its children, unless the user said how threads wait.
+
+    libgomp reads it once, when it is loaded. RuntimeWarning where that is over. Other runtimes of OpenMP ignore it.
+    """
+    if any(name in os.environ for name in _WAITING):
+        return
+    global chose_spin_count
+    chose_spin_count = True
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    loaded = _loaded_libgomp()
+    if loaded:
+        warnings.warn(
+            f"{loaded} was loaded before pyorch was imported: threads spin long while they wait for each other, which "
+            f"is slow beside other busy processes; import pyorch first, or set GOMP_SPINCOUNT={SPIN_COUNT}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _loaded_libgomp() -> str:
+    """The libgomp that our libraries will share, "" if it is not loaded. Others give theirs another name."""
+    with contextlib.suppress(OSError):  # not Linux
+        for path in re.findall(r"(/.*/libgomp\.so\.1\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE):
+            return path
+    return ""

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-os.environ["OMP_WAIT_POLICY"] = "passive"
 
 from ggufs import write_moe_model
 from mutations import gguf_mutator, trace_mutator

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
-
-# Threads that spin for one that has no core make tests five times slower on a busy machine. Read once,
-# when the libraries are loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import shared

@@ -45,6 +45,14 @@ def mmap_config(limit_bytes: int, limit: str) -> Config:
     )
 
 
+def beside(n_busy: int, config: Config) -> Config:
+    """The same, beside busy processes."""
+    if not n_busy:
+        return config
+    what = "one busy process" if n_busy == 1 else f"{n_busy} busy processes"
+    return replace(config, label=f"{config.label}, beside {what}", n_busy=n_busy)
+
+
 def goal_configs(file_bytes: int, settings: Settings) -> list[Config]:
     """All that goals() compares."""
     configs = [RESIDENT, *(budget_config(replace(settings, budget=budget)) for budget in (*_HITS, "100%"))]

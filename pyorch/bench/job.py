@@ -16,7 +16,7 @@ UNMANAGED = "unmanaged"  # by llama.cpp: pyorch is not loaded, its hooks are com
 
 @dataclass(frozen=True)
 class Config:
-    """One line of the table. settings: of an engine. limit_bytes 0: no memory limit."""
+    """One line of the table. settings: of an engine. limit_bytes 0: no memory limit. n_busy: processes beside it."""
 
     label: str
     mode: str
@@ -24,6 +24,7 @@ class Config:
     limit_bytes: int = 0
     preload: bool = False  # bring in all experts before anything is measured
     repack: bool = True  # weights in the layout of the faster kernels, where there are any
+    n_busy: int = 0
 
     @property
     def lossy(self) -> bool:

@@ -29,7 +29,7 @@ class Plan:
     settings: of all configurations; if they are lossy, each that reads experts is measured without that too.
     budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
     a share of the file. baselines: of BASELINES. goals: the configurations of the project's speed goals, in place of
-    budgets and baselines.
+    budgets and baselines. busy: each is measured beside so many busy processes.
     """
 
     settings: Settings = Settings()
@@ -39,6 +39,7 @@ class Plan:
     goals: bool = False
     policies: tuple[str, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
+    busy: tuple[int, ...] = (0,)
 
     @property
     def lossless(self) -> Settings:
@@ -74,6 +75,8 @@ def check(plan: Plan, info: MapInfo) -> None:
         raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
     if plan.goals and (len(plan.prefetches) > 1 or len(plan.policies) > 1):
         raise PyorchError("--goals are measured with one --prefetch and one --policy")
+    if plan.goals and any(plan.busy):
+        raise PyorchError("--goals are for an idle machine: measure beside busy processes with --budget")
 
 
 def fits(info: MapInfo) -> bool:
@@ -83,8 +86,8 @@ def fits(info: MapInfo) -> bool:
 
 
 def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[Config, Config]]]:
-    """What is measured: the reference, which is all resident, first; and of these, pairs of a lossy
-    configuration and the lossless one that differs in nothing else."""
+    """What is measured: the reference, which is all resident, first; and of these, pairs of a lossy or disturbed
+    configuration and the one that differs in nothing else."""
     if plan.goals:
         return goals.goal_configs(info.file_bytes, next(plan.combined())), []
     configs = [goals.RESIDENT, *_budgets(plan, info)]
@@ -95,8 +98,12 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
         configs.append(goals.STOCK)
     if "plain" in plan.baselines:
         configs += (goals.RESIDENT_PLAIN, goals.STOCK_PLAIN)
-    pairs = _lossy_pairs(plan, configs)
-    return configs + [lossy for lossy, _ in pairs], pairs
+    lossy = _lossy_pairs(plan, configs)
+    configs += [changed for changed, _ in lossy]
+    pairs = [(goals.beside(n, one), goals.beside(n, other)) for n in plan.busy for one, other in lossy]
+    if 0 in plan.busy:
+        pairs += [(goals.beside(n, config), config) for config in configs for n in plan.busy if n]
+    return [goals.beside(n, config) for config in configs for n in plan.busy], pairs
 
 
 def _budgets(plan: Plan, info: MapInfo) -> list[Config]:

@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyorch import _libs
+from pyorch.bench.busy import busy_processes
 from pyorch.bench.cgroup import MemoryGroup, memory_group
-from pyorch.bench.job import Config, Job, Measurement, from_json, to_json
+from pyorch.bench.job import UNMANAGED, Config, Job, Measurement, from_json, to_json
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
@@ -99,12 +101,13 @@ def _outcome(run: Run) -> str:
 
 def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
     """Why it failed, or what was measured; and the peak of its group."""
-    with _limited(job.config.limit_bytes) as group, _terminable():
+    with _limited(job.config.limit_bytes) as group, _terminable(), busy_processes(job.config.n_busy):
         result = subprocess.run(
             [sys.executable, "-m", "pyorch.bench.child"],
             input=json.dumps(to_json(job)),
             capture_output=True,
             text=True,
+            env=environment(job.config),
             preexec_fn=group.join if group is not None else None,
         )
         killed = group is not None and group.n_killed() > 0
@@ -117,6 +120,12 @@ def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
         return f"ended by signal {-result.returncode}", None, peak
     said = [line for line in result.stderr.splitlines() if line.strip()]
     return (said[-1].partition(": ")[2] or said[-1]) if said else f"exit status {result.returncode}", None, peak
+
+
+def environment(config: Config) -> dict[str, str]:
+    """Of a measured process. How the threads of stock llama.cpp wait is up to the user and to libgomp, not to us."""
+    theirs = {"GOMP_SPINCOUNT": _libs.LIBGOMP_SPIN_COUNT} if config.mode == UNMANAGED and _libs.chose_spin_count else {}
+    return {**os.environ, **theirs}
 
 
 class _Processors:

@@ -81,7 +81,7 @@ def footer(results: Results, resident: Summary | None, summaries: Sequence[Summa
     if resident is not None and resident.n_rounds:
         rows.append((
             "compute", f"decode {1000 / resident.decode_rate:.1f} ms/token, prefill "
-                       f"{1000 / resident.prefill_rate:.1f} ms/token, all experts resident"
+                       f"{1000 / resident.prefill_rate:.1f} ms/token, {resident.config.label}"
         ))
     busy = [run.busy_elsewhere for run in results.runs if run.busy_elsewhere == run.busy_elsewhere]
     if busy and max(busy) > _DISTURBED:
@@ -96,11 +96,10 @@ def _decode_rate(measurement: Measurement) -> float:
     return measurement.decode.rate
 
 
-def lossy_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
-    """What substitution brings. pairs: lossy and lossless configurations that differ in nothing else."""
+def ratio_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
+    """What substitution brings, or busy processes cost. pairs: configurations that differ in nothing else."""
     return [
-        f"{lossy.label}: decode {ratio(results, lossy, lossless, _decode_rate):.2f}x {lossless.label}"
-        for lossy, lossless in pairs
+        f"{one.label}: decode {ratio(results, one, other, _decode_rate):.2f}x {other.label}" for one, other in pairs
     ]
 
 

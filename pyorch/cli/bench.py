@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from pyorch.cli.numbers import number
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
@@ -46,6 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="text that is computed (default: a module of Python's standard library)")
     parser.add_argument("--max-seconds", type=number(above=0), default=30, metavar="S",
                         help="stop decoding after S seconds, but not before the first token (default: 30)")
+    parser.add_argument("--busy", type=_numbers, default=(0,), metavar="N,...",
+                        help="measure beside N processes that keep a processor busy each (default: 0)")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     asked = plan.Plan(
         Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.baseline),
         args.goals,
-        listed(args, "policy"), listed(args, "prefetch"),
+        listed(args, "policy"), listed(args, "prefetch"), args.busy,
     )
 
     def job_for(config: Config) -> Job:
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             results = rounds.run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
         if not any(run.measurement for run in results.runs):
             raise PyorchError(results.runs[0].failure)
-        summaries = [summarize(results, config, goals.RESIDENT) for config in configs]
+        summaries = [summarize(results, config, goals.beside(config.n_busy, goals.RESIDENT)) for config in configs]
         reached = list(goals.goals(results, model_map.info.file_bytes, next(asked.combined()))) if args.goals else []
         if args.json:
             print_json({
@@ -99,16 +101,20 @@ def run(args: argparse.Namespace) -> int:
                 "summaries": summaries, "goals": reached, "bandwidths": results.bandwidths, "runs": results.runs,
             })
             return 0
-        resident = next((summary for summary in summaries if summary.config == goals.RESIDENT), None)
+        resident = next((summary for summary in summaries if summary.config.preload), None)
         parts = [Facts(table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads))]
     parts += ["", Table(*table.table(summaries), left=("configuration",)), ""]
     parts += [Facts(table.footer(results, resident, summaries))]
     if pairs:
-        parts += ["", *table.lossy_lines(results, pairs)]
+        parts += ["", *table.ratio_lines(results, pairs)]
     if reached:
         parts += ["", Table(("goal", "at least", "reached", ""), goals.goal_rows(reached), left=("goal",))]
     show(parts)
     return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(whole(0, 1024), text.split(","))))
 
 
 def _words(text: str | None) -> tuple[str, ...]:

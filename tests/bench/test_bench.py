@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from processes import HANG_SECONDS
 
 from pyorch.bench import cgroup, goals, rounds
 from pyorch.runtime import disk
 from pyorch.settings.settings import Settings
+from pyorch.bench.busy import busy_processes
 from pyorch.bench.job import ENGINE, UNMANAGED, Config, Measurement, Phase
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import ratio, summarize
@@ -82,6 +87,55 @@ def test_table_names_machine_model_and_what_the_roofline_is(small_moe: Path, cap
     assert "round 1 of 1: budget 40%" in progress
 
 
+def test_busy_processes_stand_beside_each_run_and_in_its_label(small_moe: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["bench", str(small_moe), "--budget", "40%", "--busy", "0,1", "--json", *WORK]) == 0
+    runs = json.loads(capfd.readouterr().out)["runs"]
+    assert [(run["config"]["label"], run["config"]["n_busy"], run["failure"]) for run in runs] == [
+        ("all resident", 0, ""), ("all resident, beside one busy process", 1, ""),
+        ("budget 40%", 0, ""), ("budget 40%, beside one busy process", 1, "")]
+    assert main(["bench", str(small_moe), "--budget", "40%", "--busy", "2,0", *WORK]) == 0
+    out = capfd.readouterr().out
+    assert re.search(r"^budget 40%, beside 2 busy processes  .*\d", out, re.MULTILINE)
+    assert re.search(r"^budget 40%, beside 2 busy processes: decode [\d.]+x budget 40%$", out, re.MULTILINE)
+
+
+def children(pid: int | str = "self") -> set[str]:
+    return {child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+
+
+def user_ticks(pid: str) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_busy_processes_compute_until_the_block_ends():
+    before = children()
+    with busy_processes(2):
+        started = children() - before
+        assert len(started) == 2
+        for _ in range(2):  # forever, if one of them does not compute
+            ticks = {pid: user_ticks(pid) for pid in started}
+            while any(user_ticks(pid) <= ticks[pid] for pid in started):
+                time.sleep(0.01)
+    assert not children() & started
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_busy_processes_end_however_the_benchmark_ends(small_moe: Path, stop: signal.Signals):
+    bench = subprocess.Popen(
+        [sys.executable, "-m", "pyorch", "bench", small_moe, "--busy", "2", "--tokens", "4096", "--prompt-tokens", "8"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    while len(started := children(bench.pid)) < 3:
+        assert bench.poll() is None
+        time.sleep(0.01)
+    bench.send_signal(stop)
+    assert bench.wait(HANG_SECONDS) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[stop]
+    while any(Path(f"/proc/{pid}").exists() for pid in started):  # of the killed one they end by themselves
+        time.sleep(0.01)
+
+
 @needs_limits
 def test_process_that_outgrows_its_memory_limit_is_reported(small_moe: Path, capfd: pytest.CaptureFixture[str]):
     arguments = ["--budget", "40%", "--memory-limit", "16MiB", "--json", *WORK]
@@ -129,7 +183,7 @@ def test_text_that_is_too_short_is_refused(small_moe: Path, tmp_path: Path, capf
 
 @pytest.mark.parametrize("arguments", [
     ("--budget", "1KiB"), ("--budget", "much"), ("--baseline", "llamafile"), ("--repeat", "0"), ("--memory-limit", "x"),
-    ("--data", "absent.txt"),
+    ("--data", "absent.txt"), ("--busy", "-1"), ("--busy", "one"), ("--goals", "--busy", "1"),
 ])
 def test_wrong_options_are_refused(small_moe: Path, arguments: tuple[str, str], capfd: pytest.CaptureFixture[str]):
     assert main(["bench", str(small_moe), *arguments]) == 2

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+import llama_cpp.llama_cpp as llama
 
-import llama_cpp.llama_cpp as llama  # noqa: E402
-
-import pyorch  # noqa: E402
-from pyorch.llama.context import Context  # noqa: E402
+import pyorch
+from pyorch.llama.context import Context
 
 
 def aborted_context(model: pyorch.Model, prompt: list[int]) -> int:

@@ -1,0 +1,54 @@
+"""How long threads wait awake for each other: what libgomp read when it was loaded, which it tells when it is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+import pytest
+from processes import python
+
+from pyorch import _libs
+from pyorch.bench import goals
+from pyorch.bench.rounds import environment
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's runtime of OpenMP is Linux's")
+
+LOAD = "import pyorch.library.bindings"
+LIBGOMP = "import ctypes; ctypes.CDLL('libgomp.so.1')"
+
+
+def told(program: str, **variables: str) -> tuple[str, str]:
+    """What libgomp says of GOMP_SPINCOUNT in a process with these variables, and what else is on stderr."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = python("-c", program, env={**kept, "OMP_DISPLAY_ENV": "verbose", **variables}, check=True)
+    shown = r"(?s)\nOPENMP DISPLAY ENVIRONMENT BEGIN.*?GOMP_SPINCOUNT = '(\d+)'.*?ENVIRONMENT END\n"
+    report = re.search(shown, done.stderr)
+    return report[1], done.stderr.replace(report[0], "")
+
+
+def test_threads_sleep_soon_when_they_wait_for_each_other() -> None:
+    assert told(LOAD) == (_libs.SPIN_COUNT, "")
+
+
+@pytest.mark.parametrize("variable, value, count", [
+    ("GOMP_SPINCOUNT", "77", "77"), ("OMP_WAIT_POLICY", "passive", "0"), ("OMP_WAIT_POLICY", "active", "30000000000"),
+])
+def test_what_the_user_said_stays(variable: str, value: str, count: str) -> None:
+    assert told(LOAD, **{variable: value}) == (count, "")
+
+
+def test_it_is_said_when_it_is_too_late() -> None:
+    count, said = told(f"{LIBGOMP}; {LOAD}")
+    assert count == _libs.LIBGOMP_SPIN_COUNT
+    assert re.search(r"RuntimeWarning: /\S+/libgomp\S+ was loaded before pyorch was imported: .*COUNT=1000", said)
+
+
+def test_stock_llama_cpp_is_measured_as_it_waits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert told(LIBGOMP)[0] == _libs.LIBGOMP_SPIN_COUNT
+    for chosen, count in ((True, _libs.LIBGOMP_SPIN_COUNT), (False, "77")):
+        monkeypatch.setattr(_libs, "chose_spin_count", chosen)
+        monkeypatch.setenv("GOMP_SPINCOUNT", _libs.SPIN_COUNT if chosen else "77")
+        assert environment(goals.STOCK_PLAIN)["GOMP_SPINCOUNT"] == count
+        assert environment(goals.RESIDENT)["GOMP_SPINCOUNT"] == os.environ["GOMP_SPINCOUNT"]
