@@ -204,7 +204,8 @@ pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size
 // Starts the reader threads. The map is copied. PYORCH_BUDGET below floor_bytes.
 pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine);
 
-// REQUIRES: the models loaded under this engine, and their contexts, are freed.
+// REQUIRES: the models loaded under this engine, and their contexts, are freed. Does nothing in a process that was forked
+// from the engine's: that one has none of its threads, and nothing else may be done with the engine there.
 pyorch_status pyorch_engine_free(pyorch_engine * engine);
 
 // Models that the calling thread loads from now on, from the files of the engine's map, leave their

@@ -10,10 +10,12 @@
 #include "routing/routing.h"
 
 #include <memory>
+#include <unistd.h>
 
 struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
 
+    const pid_t            pid = getpid(); // a process that is forked from this one has none of the threads
     const bool             simulated;
     pyorch::Table          table;
     pyorch::Routers        routers;

@@ -25,6 +25,7 @@ from pyorch.llama.closed import closing
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.runtime import fatal
 from pyorch.runtime.engine import Engine
+from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, MAPPED, Budget
@@ -50,6 +51,12 @@ class ManagedModel:
     buddies: Buddies | None = None
     speculating: bool = False  # layers execute what is forecast for them
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def forked(self) -> bool:
+        """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
+        return self.pid != os.getpid()
 
     @functools.cached_property
     def sidecars(self) -> Sidecars:
@@ -124,6 +131,12 @@ def managing(settings: Settings, model_map: ModelMap | None = None) -> Iterator[
 def find(model: int) -> ManagedModel | None:
     """What is known of a llama_model *; None if it was loaded without settings in force."""
     return _models.get(model)
+
+
+def is_forked(model: int) -> bool:
+    """Whether another process loaded this managed llama_model *."""
+    managed = _models.get(model)
+    return managed is not None and managed.forked
 
 
 def _settings() -> Settings | None:
@@ -208,6 +221,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
 
 
 def _free_model(free: Callable, model: int) -> None:
+    if is_forked(model):
+        return
     with _lock:  # first: once it is freed, another thread may get a model at the same address
         managed = _models.pop(model, None)
     free(model)
@@ -223,6 +238,8 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     managed = _models.get(model)
     if managed is None:
         return init(model, params)
+    if managed.forked:
+        raise PyorchError(FORKED)
     settings = _settings() or Settings()
     if settings.flash_attn_type is not None:
         params.flash_attn_type = settings.flash_attn_type
@@ -327,6 +344,8 @@ def _widest_ubatch(need: Callable[[int], int], n_batch: int, free: memory.Memory
 
 
 def _free_context(free: Callable, context: int) -> None:
+    if is_forked(llama.llama_get_model(context)):
+        return
     with _lock:
         for managed in list(_models.values()):
             managed.contexts.pop(context, None)
@@ -373,6 +392,8 @@ def _raise_decode_errors(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def wrapper(self: internals.LlamaContext, batch: internals.LlamaBatch) -> None:
+        if is_forked(self.model.model):
+            raise PyorchError(FORKED)
         decode_error()  # of an earlier decode
         try:
             method(self, batch)

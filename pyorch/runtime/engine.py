@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,9 +55,13 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         out = ffi.new("pyorch_engine **")
         check(lib.pyorch_engine_new(model_map.handle, config, out))
         self._engine = out[0]
+        self._pid = os.getpid()
 
     def close(self) -> None:
-        """Frees the experts. REQUIRES: the models loaded under this engine, and their contexts, are freed."""
+        """Frees the experts; nothing in a forked process, whose parent has them.
+
+        REQUIRES: the models loaded under this engine, and their contexts, are freed.
+        """
         if self._engine is not None:
             check(lib.pyorch_engine_free(self._engine))
             self._engine = None

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from pyorch.errors import PyorchError
+
+FORKED = (
+    "the model was loaded before this process was forked, and threads are not copied: load it in a process that starts "
+    'anew, such as one of multiprocessing.get_context("spawn")'
+)
 
 
 class EngineHandle:
@@ -15,10 +22,13 @@ class EngineHandle:
     n_expert: dict[int, int]
     simulated: bool
     _engine: object | None
+    _pid: int
 
     @property
     def handle(self):
         """The pyorch_engine *, owned by this object."""
         if self._engine is None:
             raise PyorchError("the engine was closed: its model is no longer loaded")
+        if self._pid != os.getpid():
+            raise PyorchError(FORKED)
         return self._engine

@@ -49,7 +49,11 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
 }
 
 pyorch_status pyorch_engine_free(pyorch_engine * engine) {
-    return guarded_outside_callbacks(__func__, [&] { delete engine; });
+    return guarded_outside_callbacks(__func__, [&] {
+        if (engine && engine->pid == getpid()) {
+            delete engine;
+        }
+    });
 }
 
 pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
