@@ -24,6 +24,7 @@ using namespace pyorch;
 
 static constexpr int N_LAYERS = 5;
 static constexpr int N_EXPERT = 12;
+static constexpr int N_CONTEXTS = 8;
 
 #define CHECK(x) \
     do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
@@ -231,7 +232,7 @@ int main(int argc, char ** argv) {
         std::atomic<int>  n_failed { 0 };
         std::thread orders([&] { order_about(table, seed, done); });
         std::vector<std::thread> contexts;
-        for (int i = 0; i < 3; ++i) {
+        for (int i = 0; i < N_CONTEXTS; ++i) {
             contexts.emplace_back([&, i] { decode(table, seed * 7 + i, n_passes, n_failed); });
         }
         for (auto & t : contexts) {

@@ -353,17 +353,17 @@ public:
     }
 };
 
-// Two contexts come to layers 0 and 1, which lack memory while a reader holds some. Both must get through.
-static void contexts_wait_for_no_circle(bool lowered) {
+// Two contexts come to layers 0 and 1, which lack memory while a reader holds some, and while they sleep something is
+// asked for. Both must get through.
+template <typename Meanwhile>
+static void contexts_wait_for_no_circle(int kept, int each, int n_reading, Meanwhile meanwhile) {
     House house(4, 0.5); // 32 experts
-    const int kept = lowered ? 0 : 8;
-    const int each = lowered ? 8 : 12;
     house.pass(3, range(0, kept));
     house.table.set_layer_limits(house.map.layers[3].il, kept, House::N_EXPERT);
     house.pass(0, range(0, each));
     std::vector<ReadRequest> reading;
     WatchedReader reader(house.table.loader());
-    for (auto [layer, n] : { std::pair(1, each), std::pair(2, lowered ? 16 : 0) }) {
+    for (auto [layer, n] : { std::pair(1, each), std::pair(2, n_reading) }) {
         house.table.prefetch(house.map.layers[layer].il, ALL.data(), n);
     }
     for (ReadRequest request; house.table.loader().try_next(request);) {
@@ -393,9 +393,7 @@ static void contexts_wait_for_no_circle(bool lowered) {
     let_wait(1);
     std::thread second(run, 1);
     let_wait(2);
-    if (lowered) {
-        house.table.set_budget(house.map.floor_bytes());
-    }
+    meanwhile(house);
     for (const ReadRequest & request : reading) {
         house.table.loader().finish(request, (int64_t) request.size, 1);
     }
@@ -408,9 +406,47 @@ static void contexts_wait_for_no_circle(bool lowered) {
     CHECK(house.stats().used_bytes <= house.stats().budget_bytes);
 }
 
-static void contexts_wait_for_no_circle_beside_a_minimum() { contexts_wait_for_no_circle(false); }
+static void contexts_wait_for_no_circle_beside_a_minimum() {
+    contexts_wait_for_no_circle(8, 12, 0, [](House &) {});
+}
 
-static void contexts_wait_for_no_circle_under_a_lowered_budget() { contexts_wait_for_no_circle(true); }
+static void contexts_wait_for_no_circle_under_a_lowered_budget() {
+    contexts_wait_for_no_circle(0, 8, 16, [](House & house) { house.table.set_budget(house.map.floor_bytes()); });
+}
+
+static void contexts_wait_for_no_circle_while_pins_and_minima_are_raised() {
+    contexts_wait_for_no_circle(0, 8, 16, [](House & house) {
+        const int32_t pinned[] = { 0, 1, 2, 3 };
+        house.table.pin(house.map.layers[2].il, pinned, 4);
+        house.table.pin(house.map.layers[0].il, pinned, 4);
+        house.table.set_layer_limits(house.map.layers[1].il, 4, House::N_EXPERT);
+        house.table.set_layer_limits(house.map.layers[3].il, 4, House::N_EXPERT);
+    });
+}
+
+// What is counted, is counted once, however often a context has to wait.
+static void a_layer_that_waits_is_counted_once() {
+    House house(4, 0); // the experts of one layer
+    WatchedReader reader(house.table.loader());
+    Owner other = { &other };
+    house.table.acquire(house.owner, 0, { ALL, ALL, 1 });
+    std::thread waits([&] {
+        house.table.acquire(other, 1, { ALL, ALL, 1 });
+        house.table.release(other);
+    });
+    while (reader.n_waiting == 0) {
+        std::this_thread::yield();
+    }
+    for (int i = 0; i < 3; ++i) { // it wakes in vain
+        const int32_t none[] = { 0 };
+        house.table.evict(house.map.layers[2].il, none, 1);
+    }
+    house.table.release(house.owner);
+    waits.join();
+    reader.read_all();
+    CHECK(house.stats().layer_passes == 2 && house.stats().tokens == 2);
+    CHECK(house.stats().misses == 32 && house.stats().hits == 0);
+}
 
 // reading ahead
 
@@ -579,6 +615,8 @@ int main(int argc, char ** argv) {
     a_lowered_budget_holds_once_the_reads_end();
     contexts_wait_for_no_circle_beside_a_minimum();
     contexts_wait_for_no_circle_under_a_lowered_budget();
+    contexts_wait_for_no_circle_while_pins_and_minima_are_raised();
+    a_layer_that_waits_is_counted_once();
     a_pin_of_what_is_read_on_a_guess_survives_the_pass();
     a_pin_takes_memory_from_what_was_read_ahead();
     what_a_prompt_wanted_and_never_read_is_no_scan_afterwards();

@@ -230,11 +230,11 @@ bool Table::is_idle() const {
 }
 
 bool Table::order_ahead() {
-    return next_ahead(ordered, false) || next_ahead(prompt, true);
+    return !layer_waits() && (next_ahead(ordered, false) || next_ahead(prompt, true));
 }
 
 bool Table::order_guess() {
-    const bool did = next_guess() || next_deferred();
+    const bool did = !layer_waits() && (next_guess() || next_deferred());
     if (!did && is_idle()) {
         idle.notify_all();
     }

@@ -24,6 +24,7 @@ struct Expert {
     Form         form       = Form::ABSENT; // that it is resident in
     bool         pinned     = false;
     bool         scanned    = false;        // only ever used by wide batches
+    bool         changed    = false;        // since its keys were last computed, see Table::value_changed
     bool         read_ahead = false;        // and not used yet
     bool         unasked    = false;        // its load began before a layer needed it, and is not counted yet
     bool         predicted  = false;        // read ahead on a guess, for the next pass of its layer

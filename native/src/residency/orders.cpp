@@ -76,9 +76,9 @@ void Table::pin(int il, const int32_t * experts, int n) {
         n_reserved[layer] = std::max(n_reserved[layer],
             layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
         const uint64_t most = needed_budget(n_reserved);
-        if (most > budget) {
+        if (most > bank->budget()) {
             throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
-                mebibytes(most).c_str(), mebibytes(budget).c_str()));
+                mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
         }
         for (int i = n - 1; i >= 0; --i) {
             Expert & e = layers[layer].experts[experts[i]];
@@ -88,7 +88,6 @@ void Table::pin(int il, const int32_t * experts, int n) {
             e.pinned  = true;
             ++layers[layer].n_pinned;
             e.scanned = false;
-            layers[layer].n_held += !e.in_use;
             value_changed(e);
             if (e.absent()) {
                 ordered.push_front(&e);
@@ -103,7 +102,6 @@ void Table::unpin(int il, const int32_t * experts, int n) {
         if (e.pinned) {
             e.pinned = false;
             --l.n_pinned;
-            l.n_held -= !e.in_use;
             used(e);
         }
     });
@@ -128,8 +126,7 @@ void Table::set_budget(uint64_t bytes) {
                 format("budget %s is below the %s that the largest layer needs beside what is reserved",
                 mebibytes(bytes).c_str(), mebibytes(most).c_str()));
         }
-        budget = bytes;
-        // What running layers hold above the new budget is given back when they end.
+        bank->set_budget(bytes);
         keep_budget();
     }
     space.notify_all();
@@ -139,7 +136,7 @@ void Table::set_budget(uint64_t bytes) {
 void Table::set_policy(pyorch_policy which) {
     std::lock_guard<std::mutex> lock(mutex);
     policy = make_policy(which, (int) layers.size());
-    for (const Layer & l : layers) {
+    for (Layer & l : layers) {
         values_changed(l);
     }
 }
@@ -154,9 +151,9 @@ void Table::set_layer_limits(int il, int min, int max) {
     std::vector<int> n_reserved = reserved();
     n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
     const uint64_t most = needed_budget(n_reserved);
-    if (most > budget) {
+    if (most > bank->budget()) {
         throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s",
-            min, il, mebibytes(most).c_str(), mebibytes(budget).c_str()));
+            min, il, mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
     }
     l.min = min;
     l.max = max;

@@ -55,8 +55,23 @@ void Table::used(Expert & e) {
     value_changed(e);
 }
 
-// What was learnt of an expert, or done with it, may change when it goes.
-void Table::value_changed(const Expert & e) {
+// What was learnt of an expert, or done with it, may change when it goes. When that is, is computed when somebody asks:
+// an expert that is held, used and given back has changed once.
+void Table::value_changed(Expert & e) {
+    if (!e.changed) {
+        e.changed = true;
+        changed_experts.push_back(&e);
+    }
+}
+
+void Table::values_changed(Layer & l) {
+    if (!l.changed) {
+        l.changed = true;
+        changed_layers.push_back(&l);
+    }
+}
+
+void Table::compute_keys(const Expert & e) {
     const Layer & l    = layers[e.layer()];
     const bool    free = e.resident() && !e.in_use && !e.pinned;
     const double  key  = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.predicted ? Victims::GUESSED :
@@ -68,12 +83,21 @@ void Table::value_changed(const Expert & e) {
     victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
 }
 
-void Table::values_changed(const Layer & l) {
-    for (int id = 0; id < l.n_expert; ++id) {
-        if (l.is_resident[id]) {
-            value_changed(l.experts[id]);
+void Table::compute_changed_keys() {
+    for (Layer * l : changed_layers) {
+        l->changed = false;
+        for (int id = 0; id < l->n_expert; ++id) {
+            if (l->is_resident[id]) {
+                compute_keys(l->experts[id]);
+            }
         }
     }
+    for (Expert * e : changed_experts) {
+        e->changed = false;
+        compute_keys(*e);
+    }
+    changed_layers.clear();
+    changed_experts.clear();
 }
 
 // The least valuable expert that may go for one of the layer (-1: for anything), and is not forecast with a higher
@@ -82,6 +106,7 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
     const int n   = (int) layers.size();
     const int cls = layer < 0 ? -1 : layers[layer].size_class;
     Victim any, own;
+    compute_changed_keys();
     for (int i = 0; i < n; ++i) {
         Layer & l = layers[i];
         if (l.n_loaded <= l.min || (!l.forecast && 1.0f / l.n_expert > more_likely_than)) {
@@ -157,23 +182,8 @@ bool Table::drop_queued() {
     return true;
 }
 
-// What cannot be taken for others once n more experts of a layer are held: what is held, and the layers' minima.
-uint64_t Table::promised(int layer, int n) const {
-    uint64_t bytes = 0;
-    for (int i = 0; i < (int) layers.size(); ++i) {
-        const Layer & l = layers[i];
-        bytes += std::max(l.n_held + (i == layer ? n : 0), l.min) * l.slot_bytes;
-    }
-    return bytes;
-}
-
-// Under a budget that was lowered, layers that hold their experts already get the memory that they were promised: two
-// that wait for it would wait for each other. All else is given back as soon as it can be.
+// Under a budget that was lowered: what nobody holds goes at once, what running layers hold when they end.
 void Table::keep_budget() {
-    if (bank->budget() == budget && bank->taken() <= budget) {
-        return;
-    }
-    bank->set_budget(std::max(budget, promised(-1, 0)));
     while (bank->taken() > bank->budget()) {
         const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
         if (victim.expert) {
@@ -189,6 +199,7 @@ void Table::keep_budget() {
 void Table::shrink_layer(int layer, int n) {
     Layer & l = layers[layer];
     for (; n > 0; --n) {
+        compute_changed_keys();
         const Victims::Least least = victims.least(layer, FOR_DEMAND);
         if (least.expert < 0) {
             return;

@@ -41,7 +41,7 @@ void Table::get_stats(int il, pyorch_stats & out) {
     }
     out.used_bytes   = bank->used();
     out.peak_bytes   = bank->peak();
-    out.budget_bytes = budget;
+    out.budget_bytes = bank->budget();
 }
 
 void Table::reset_stats() {

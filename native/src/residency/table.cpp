@@ -39,8 +39,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
             mutex, *this),
         layers(map.layers.size()),
         victims(n_experts(map)),
-        n_executed((int) map.layers.size()),
-        budget(bank->budget()) {
+        n_executed((int) map.layers.size()) {
     if (bank->budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
             mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
@@ -94,7 +93,6 @@ int Table::layer_index(int il) const {
 void Table::hold(Expert & e) {
     if (e.in_use++ == 0) {
         ++n_in_use;
-        layer_of(e).n_held += !e.pinned;
         value_changed(e);
     }
 }
@@ -102,7 +100,6 @@ void Table::hold(Expert & e) {
 void Table::unhold(Expert & e) {
     if (--e.in_use == 0) {
         --n_in_use;
-        layer_of(e).n_held -= !e.pinned;
         value_changed(e);
     }
 }
@@ -149,17 +146,34 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
         space.notify_all();
     }
 
+    // Who waits holds nothing, so nobody waits for who waits. Who came first is served first, else a layer that needs
+    // much would wait for ever beside contexts that need little.
+    const uint64_t turn    = n_arrived++;
+    bool           counted = false;
+    while (turn != n_served || !try_acquire(owner, layer, demand, counted)) {
+        loads.wait(lock, space); // a layer that ends, or a read
+    }
+    if (++n_served != n_arrived) {
+        space.notify_all();
+    }
+
+    // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
+    if (demand.n_tokens >= SCAN_TOKENS && (int) demand.experts.size() * 4 >= layers[layer].n_expert * 3) {
+        want_layer_ahead(next_executed(layer));
+    }
+    lock.unlock();
+    loads.wake();
+}
+
+// Holds all that the layer computes with and begins to read what is absent of it; or holds nothing, because it does not
+// fit beside what others hold. counted: the uses have been counted.
+bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted) {
     Layer & l = layers[layer];
-    space.wait(lock, [&] {
-        int  more    = 0;
-        bool failing = false; // for an earlier decode, whose last read has not ended
-        for (int id : demand.experts) {
-            const Expert & e = l.experts[id];
-            more    += !e.in_use && !e.pinned;
-            failing |= e.in_use == 0 && e.failed();
+    for (int id : demand.experts) {
+        if (l.experts[id].in_use == 0 && l.experts[id].failed()) {
+            return false; // for an earlier decode, whose last read has not ended
         }
-        return !failing && promised(layer, more) <= budget;
-    });
+    }
 
     std::vector<Expert *> absent;
     std::vector<Load *>   loading;
@@ -173,23 +187,22 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
             loading.push_back(&e.load);
         }
     }
-    count_uses(layer, demand);
-    settle(owner.context, layer);
-
-    auto still_absent = [&] {
-        // Another context may have brought one in while this one waited.
-        auto is_settled = [](Expert * e) { return !e->absent() || e->failed(); };
-        absent.erase(std::remove_if(absent.begin(), absent.end(), is_settled), absent.end());
-        return !absent.empty();
-    };
-    if (still_absent()) {
+    if (!counted) {
+        counted = true;
+        count_uses(layer, demand);
+        settle(owner.context, layer);
+    }
+    if (!absent.empty()) {
         const int over = l.n_loaded + (int) absent.size() - l.max;
         if (over > 0) {
             shrink_layer(layer, over);
         }
-        // What cannot be taken now is held by another layer, or a reader is at it: both end soon.
-        while (still_absent() && !make_room(layer, (int) absent.size(), FOR_DEMAND, INFINITY)) {
-            loads.wait(lock, space);
+        if (!make_room(layer, (int) absent.size(), FOR_DEMAND, INFINITY)) {
+            for (Expert * e : owner.held) {
+                unhold(*e);
+            }
+            owner.held.clear();
+            return false;
         }
     }
     std::vector<Load *> started;
@@ -203,13 +216,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
         }
     }
     loads.demand(started, loading);
-
-    // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
-    if (demand.n_tokens >= SCAN_TOKENS && (int) demand.experts.size() * 4 >= l.n_expert * 3) {
-        want_layer_ahead(next_executed(layer));
-    }
-    lock.unlock();
-    loads.wake();
+    return true;
 }
 
 void Table::release_held(Owner & owner, bool & failed) {

@@ -8,7 +8,7 @@
 //     absent --start_load--> loading --its last request ends--> resident in a form --drop--> absent
 //
 // A layer that runs holds its experts (in_use) from acquire() to release(); what is held or pinned is
-// never dropped. A layer gets all its experts at once or waits for others to release theirs, so
+// never dropped. A layer gets all its experts at once, or holds none and waits for others to release theirs; so
 // contexts that share an engine cannot wait for each other in a circle.
 //
 // What is read ahead gets its memory only when a reader has nothing better to do.
@@ -130,7 +130,6 @@ private:
         int                  n_loaded   = 0; // loading or resident
         int                  n_resident = 0;
         int                  n_pinned   = 0;
-        int                  n_held     = 0; // in use or pinned
         int                  min        = 0;
         int                  max;
         int                  size_class;           // of an expert that kernels can compute with
@@ -143,6 +142,7 @@ private:
         uint64_t             last_pass    = 0;
         std::vector<int>     fresh        = {};    // experts that were used or asked for by name since then
         std::vector<int>     predicted    = {};    // experts with the flag
+        bool                 changed      = false; // the same for all of its experts
         std::vector<uint8_t> is_resident;          // by expert
         pyorch_stats         stats        = {};
     };
@@ -172,6 +172,8 @@ private:
 
     std::vector<Layer>      layers;
     Victims                 victims;
+    std::vector<Expert *>   changed_experts; // with the flag
+    std::vector<Layer *>    changed_layers;
     std::vector<int>        pressure;      // by size class: see choose_victim
     std::deque<Expert *>    ordered;       // by name, to be read ahead; memory is not allocated yet
     std::deque<Expert *>    prompt;        // the same, for the prompt that is being read
@@ -179,7 +181,8 @@ private:
     std::deque<Expert *>    deferred;      // see defer()
     std::unordered_map<const void *, Passage> passages; // by context
     int                     n_executed;
-    uint64_t                budget;         // that was set: the bank's is larger while held experts need more
+    uint64_t                n_arrived  = 0; // layers that came to acquire(), served in that order
+    uint64_t                n_served   = 0;
     int                     n_in_use   = 0;
     uint64_t                now        = 0; // layers computed
     std::string             error;
@@ -207,19 +210,21 @@ private:
 
     void hold(Expert & e);
     void unhold(Expert & e);
+    bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     void release_held(Owner & owner, bool & failed);
     void count_uses(int layer, const Demand & demand);
 
     bool start_load(Expert & e);
     void drop(Expert & e);
     void used(Expert & e);
-    void value_changed(const Expert & e);
-    void values_changed(const Layer & l);
+    void value_changed(Expert & e);
+    void values_changed(Layer & l);
+    void compute_keys(const Expert & e);
+    void compute_changed_keys();
     bool make_room(int layer, int n, Purpose purpose, float more_likely_than);
     Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
     bool drop_queued();
     void shrink_layer(int layer, int n);
-    uint64_t promised(int layer, int n) const;
     void keep_budget();
 
     bool next_ahead(std::deque<Expert *> & wanted, bool scan);
@@ -233,6 +238,9 @@ private:
     void want_layer_ahead(int layer);
     int  next_executed(int layer) const;
     bool is_idle() const;
+
+    // Asleep for memory: what goes for it must not be taken for anything else before it wakes.
+    bool layer_waits() const { return n_served != n_arrived; }
 
     std::vector<int> reserved() const;
     uint64_t needed_budget(const std::vector<int> & reserved) const;
