@@ -139,6 +139,8 @@ typedef struct pyorch_layer_info {
     char     type[PYORCH_MAX_ROLES][16];  // ggml type
     uint64_t expert_bytes;                // one expert, as it lies in the file
     uint64_t slot_bytes;                  // one expert, resident
+    char     layout[PYORCH_MAX_ROLES][48]; // in which the kernels are fastest: "plain", as in the file, or a name of
+                                           // the order that pyorch_model_map_repack makes on this processor
 } pyorch_layer_info;
 
 // Reads the metadata of a GGUF, shards included. A model without routed experts has n_moe_layers 0.
@@ -153,6 +155,11 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
 // Where a matrix of an expert lies: path (owned by the map), offset and size in bytes.
 pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
                                          const char ** path, uint64_t * offset, uint64_t * size);
+
+// Brings a matrix of any expert of the layer, as it lies in the file, into the order that layout names. In place, as
+// many bytes: size. PYORCH_INVALID where that is "plain". May be called by several threads at once.
+pyorch_status pyorch_model_map_repack(const pyorch_model_map * map, int32_t il, int32_t role, void * matrix,
+                                      uint64_t size);
 
 // An integer of the metadata. Of an array: the element at index. PYORCH_INVALID where there is none.
 pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char * key, int32_t index, int64_t * value);
@@ -197,6 +204,8 @@ typedef struct pyorch_config {
     pyorch_read_fn read;         // NULL: the files of the map
     void *         read_user;
     int32_t        simulated;    // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
+    uint64_t       plain;        // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                                 // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
 } pyorch_config;
 
 pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);

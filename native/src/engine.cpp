@@ -24,10 +24,14 @@ static std::unique_ptr<pyorch::Bank> make_bank(const pyorch::ModelMap & map, con
     return std::make_unique<pyorch::HostBank>(map, budget);
 }
 
+static pyorch::Codecs codecs_of(const pyorch_config & config) {
+    return config.simulated ? pyorch::simulated_codec : config.plain ? pyorch::plain_codec : pyorch::repacking_codec;
+}
+
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         simulated(config.simulated != 0),
-        table(map, make_bank(map, config), make_source(map, config), config.simulated ? pyorch::simulated_codec : pyorch::codec_of, config),
+        table(map, make_bank(map, config), make_source(map, config), codecs_of(config), config),
         routers((int) map.layers.size()),
         prefetcher(table, routers),
-        routing(table, prefetcher, routers),
+        routing(table, prefetcher, routers, config.plain == 0),
         readers(simulated ? nullptr : std::make_unique<pyorch::ReaderThreads>(table.loader(), config.n_readers > 0 ? config.n_readers : default_readers())) {}

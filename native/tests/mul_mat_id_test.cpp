@@ -1,14 +1,21 @@
-// mul_mat_id computes as before with more experts than the mask of deferred ones holds, and with none to defer.
+// mul_mat_id computes as before: with any number of experts, and with repacked experts that lie anywhere and come late.
 
+#include "model/layout.h"
+
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
-int main() {
+// With more experts than the mask of deferred ones holds, and with none to defer.
+static bool computes_any_number_of_experts() {
     constexpr int n_expert = 1500, n_used = 3, n_tokens = 5, n_in = 32, n_out = 8;
     ggml_context * ctx = ggml_init({ (size_t) 64 << 20, nullptr, false });
     ggml_tensor *  experts = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, n_out, n_expert);
@@ -31,7 +38,7 @@ int main() {
     ggml_build_forward_expand(graph, out);
     if (ggml_graph_compute_with_ctx(ctx, graph, 2) != GGML_STATUS_SUCCESS) {
         fprintf(stderr, "the graph failed\n");
-        return 1;
+        return false;
     }
     for (int slot = 0; slot < n_used * n_tokens; ++slot) {
         for (int row = 0; row < n_out; ++row) {
@@ -42,10 +49,135 @@ int main() {
             const float got = ((const float *) out->data)[slot * n_out + row];
             if (!(std::abs(got - sum) < 1e-4)) {
                 fprintf(stderr, "slot %d, expert %d, row %d: %g is not %g\n", slot, chosen[slot], row, got, sum);
-                return 1;
+                return false;
             }
         }
     }
     ggml_free(ctx);
+    return true;
+}
+
+// Experts of the second half are not there until they are waited for.
+struct Repacked {
+    std::vector<std::vector<char>> matrices;
+    std::atomic<int>               n_late{0};
+};
+
+static Repacked * there = nullptr;
+
+static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
+    if (!wait && expert >= (int64_t) there->matrices.size() / 2) {
+        ++there->n_late;
+        return nullptr;
+    }
+    return there->matrices[expert].data();
+}
+
+static bool repacked(const ggml_tensor *) {
+    return true;
+}
+
+static ggml_backend_buffer_type_t repack_buffers() {
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    const auto         get = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(cpu), "ggml_backend_dev_get_extra_bufts");
+    for (ggml_backend_buffer_type_t * type = get ? get(cpu) : nullptr; type && *type; ++type) {
+        if (!strcmp(ggml_backend_buft_name(*type), "CPU_REPACK")) {
+            return *type;
+        }
+    }
+    return nullptr;
+}
+
+// Bit for bit what CPU_REPACK buffers give, for one token and for a prompt.
+static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_tokens) {
+    constexpr int64_t n_in = 512, n_expert = 6, n_used = 4;
+    const size_t      matrix_bytes = ggml_row_size(type, n_in) * n_out;
+    const pyorch::ExpertTensor layout = { "", "", ggml_type_name(type), 0, 0, matrix_bytes, n_in, n_out };
+    if (!pyorch::can_repack(layout)) {
+        return true;
+    }
+    const std::string name = std::string(ggml_type_name(type)) + " [" + std::to_string(n_out) + "]";
+    if (pyorch::layout_name(layout) == "plain") {
+        fprintf(stderr, "%s: the layout has no name\n", name.c_str());
+        return false;
+    }
+
+    std::vector<float> numbers(n_in * n_out * n_expert);
+    for (size_t i = 0; i < numbers.size(); ++i) {
+        numbers[i] = std::sin(0.37f * (float) i) + 0.2f * std::cos(1.7f * (float) i);
+    }
+    std::vector<char> file(matrix_bytes * n_expert);
+    ggml_quantize_chunk(type, numbers.data(), file.data(), 0, n_out * n_expert, n_in, nullptr);
+
+    std::vector<float> results[2];
+    for (const bool hooked : { false, true }) {
+        ggml_context * weights = ggml_init({ ggml_tensor_overhead(), nullptr, true });
+        ggml_tensor *  experts = ggml_new_tensor_3d(weights, type, n_in, n_out, n_expert);
+        ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(weights, hooked ? ggml_backend_cpu_buffer_type() : repack_buffers());
+        Repacked               kept;
+        ggml_cpu_expert_hooks  hooks = { address, nullptr, repacked };
+        if (hooked) {
+            ggml_backend_buffer_clear(buffer, 0xFF); // nobody looks there
+            for (int e = 0; e < n_expert; ++e) {
+                // As a loader does it: what was read lies behind the place of what it becomes.
+                std::vector<char> block(matrix_bytes + 64);
+                memcpy(block.data() + 64, file.data() + e * matrix_bytes, matrix_bytes);
+                pyorch::repack(layout, block.data() + 64, block.data());
+                kept.matrices.push_back(block);
+            }
+            there = &kept;
+        } else {
+            ggml_backend_tensor_set(experts, file.data(), 0, file.size());
+        }
+        ggml_cpu_set_expert_hooks(hooked ? &hooks : nullptr);
+
+        ggml_context * ctx    = ggml_init({ (size_t) 8 << 20, nullptr, false });
+        ggml_tensor *  inputs = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, 1, n_tokens);
+        ggml_tensor *  ids    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_used, n_tokens);
+        for (int i = 0; i < n_in * n_tokens; ++i) {
+            ((float *) inputs->data)[i] = std::cos(0.11f * (float) i);
+        }
+        for (int i = 0; i < n_used * n_tokens; ++i) {
+            ((int32_t *) ids->data)[i] = (int32_t) ((i * 5 + i / n_used) % n_expert);
+        }
+        ggml_tensor * out   = ggml_mul_mat_id(ctx, experts, inputs, ids);
+        ggml_cgraph * graph = ggml_new_graph(ctx);
+        ggml_build_forward_expand(graph, out);
+        if (ggml_graph_compute_with_ctx(ctx, graph, 2) != GGML_STATUS_SUCCESS) {
+            fprintf(stderr, "%s: the graph failed\n", name.c_str());
+            return false;
+        }
+        results[hooked].assign((const float *) out->data, (const float *) out->data + ggml_nelements(out));
+        ggml_free(ctx);
+        ggml_cpu_set_expert_hooks(nullptr);
+        ggml_backend_buffer_free(buffer);
+        ggml_free(weights);
+        if (hooked && kept.n_late == 0) {
+            fprintf(stderr, "%s: no expert was left for the second round\n", name.c_str());
+            return false;
+        }
+    }
+    if (memcmp(results[0].data(), results[1].data(), results[0].size() * sizeof(float)) != 0) {
+        fprintf(stderr, "%s, %d tokens: experts that are repacked one by one compute otherwise\n", name.c_str(), n_tokens);
+        return false;
+    }
+    return true;
+}
+
+int main() {
+    if (!computes_any_number_of_experts()) {
+        return 1;
+    }
+    for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
+        if (!ggml_is_quantized((ggml_type) type) || ggml_quantize_requires_imatrix((ggml_type) type)) {
+            continue;
+        }
+        for (const int64_t n_out : { 64, 40, 20 }) { // groups of 16, 8 and 4 rows
+            if (!computes_repacked_experts((ggml_type) type, n_out, 1) || !computes_repacked_experts((ggml_type) type, n_out, 9)) {
+                return 1;
+            }
+        }
+    }
     return 0;
 }

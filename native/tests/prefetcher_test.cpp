@@ -29,7 +29,7 @@ struct House {
 
     House() :
         map(synthetic_map(path, N_LAYERS, N_EXPERT, [](int) { return 64; })),
-        table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), codec_of, {}),
+        table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec, {}),
         reader(table.loader()), routers(N_LAYERS), prefetcher(table, routers) {
         auto history = std::make_shared<ExpertMaps>(N_LAYERS, N_EXPERT, 0, 4, 1, 4);
         std::vector<float> counts(N_LAYERS * N_EXPERT);

@@ -32,7 +32,7 @@ struct House {
     static constexpr int N_EXPERT = 16;
 
     template <typename Rows>
-    House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = codec_of) :
+    House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = plain_codec) :
         map(synthetic_map(path, n_layers, N_EXPERT, rows)),
         table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr),
             std::move(codecs), config(share, policy)),
@@ -566,7 +566,7 @@ static void experts_that_the_router_asks_for_count_as_used_whatever_took_their_p
 
 static void nobody_waits_for_reads_that_nobody_makes() {
     const ModelMap map = synthetic_map(path, 2, House::N_EXPERT, [](int) { return SMALL; });
-    Table table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), codec_of, {});
+    Table table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec, {});
     table.prefetch(map.layers[0].il, ALL.data(), (int) ALL.size());
     table.wait_idle();
     pyorch_stats stats;

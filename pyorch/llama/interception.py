@@ -203,7 +203,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
     else:
         managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.sidecars)
         managed.engine = Engine(
-            managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source
+            managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source,
+            plain=True,
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):

@@ -29,6 +29,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         direct_io: read around the page cache where the file system can.
         source: reads in place of the map's files.
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
+        plain: compute with experts as they lie in the file, not repacked for faster kernels (Role.layout).
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         direct_io: bool = True,
         source: Source | None = None,
         simulated: bool = False,
+        plain: bool = False,
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
@@ -48,7 +50,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}  # by il
         config = default(
             "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info), n_readers=n_readers,
-            direct_io=direct_io, read=self._read, simulated=simulated,
+            direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
         )
         if policy is not None:
             config.policy = policies().choose(policy, simulated).value

@@ -31,10 +31,15 @@ class MapInfo:
 
 @dataclass(frozen=True)
 class Role:
-    """One matrix of an expert: what it is for (gate, up, down or gate_up) and its ggml type."""
+    """One matrix of an expert: what it is for (gate, up, down or gate_up) and its ggml type.
+
+    layout: the order in which this processor's kernels are fastest with it, "plain" as in the file or one that
+    ModelMap.repack() makes; as many bytes.
+    """
 
     name: str
     type: str
+    layout: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,14 @@ class ModelMap:
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
         return ByteRange(string(path[0]), offset[0], size[0])
+
+    def repack(self, il: int, role: int, matrix: bytearray | memoryview) -> None:
+        """Brings a matrix of any expert of a layer from the file's order into Role.layout, in place.
+
+        PyorchError where that is plain, or the size is not that of one matrix.
+        """
+        buffer = ffi.from_buffer(matrix, require_writable=True)
+        check(lib.pyorch_model_map_repack(self.handle, il, role, buffer, len(buffer)))
 
     def tensor_range(self, name: str) -> ByteRange:
         """Where any tensor lies. PyorchError if there is none of that name."""
@@ -189,5 +202,5 @@ class ModelMap:
     def _read_layer(self, index: int) -> LayerInfo:
         raw = new("pyorch_layer_info")
         check(lib.pyorch_model_map_get_layer(self.handle, index, raw))
-        roles = tuple(Role(string(raw.role[i]), string(raw.type[i])) for i in range(raw.n_roles))
+        roles = tuple(Role(*map(string, (raw.role[i], raw.type[i], raw.layout[i]))) for i in range(raw.n_roles))
         return LayerInfo(raw.il, raw.n_expert, roles, raw.expert_bytes, raw.slot_bytes)

@@ -2,6 +2,8 @@
 #include "api/handles.h"
 #include "api/structs.h"
 
+#include "model/layout.h"
+
 #include "llama-hparams.h"
 
 #include <algorithm>
@@ -87,6 +89,7 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
         for (size_t r = 0; r < layer.tensors.size(); ++r) {
             copy_text(out.role[r], layer.tensors[r].role);
             copy_text(out.type[r], layer.tensors[r].type);
+            copy_text(out.layout[r], layout_name(layer.tensors[r]));
         }
         write_struct(info, "pyorch_layer_info", out);
     });
@@ -103,6 +106,24 @@ pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t i
         *path   = map->map.files[t.file].path.c_str();
         *offset = t.offset + expert * t.stride;
         *size   = t.stride;
+    });
+}
+
+pyorch_status pyorch_model_map_repack(const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size) {
+    return guarded([&] {
+        const auto & layer = layer_at(map, il);
+        if (role < 0 || (size_t) role >= layer.tensors.size()) {
+            throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d", il, role));
+        }
+        const auto & t = layer.tensors[role];
+        if (size != t.stride) {
+            throw Failure(PYORCH_INVALID, format("a matrix of %s has %llu bytes, not %llu", t.name.c_str(),
+                (unsigned long long) t.stride, (unsigned long long) size));
+        }
+        if (!can_repack(t)) {
+            throw Failure(PYORCH_INVALID, format("the layout of %s is plain: there is nothing to repack", t.name.c_str()));
+        }
+        repack(t, (const char *) matrix, (char *) matrix);
     });
 }
 

@@ -1,9 +1,10 @@
 #include "loading/codec.h"
 
+#include "model/layout.h"
+
 namespace pyorch {
 namespace {
 
-// Kernels compute with what lies in the file.
 class Plain : public Codec {
 public:
     const char * decode(const ExpertTensor &, char *, char * read) const override {
@@ -15,11 +16,28 @@ public:
     }
 };
 
+// The block begins at a page or a cache line, the file's alignment is less.
+class Repacking : public Codec {
+public:
+    const char * decode(const ExpertTensor & tensor, char * block, char * read) const override {
+        if (!can_repack(tensor)) {
+            return read;
+        }
+        repack(tensor, read, block);
+        return block;
+    }
+};
+
 } // namespace
 
-const Codec & codec_of(Form) {
+const Codec & plain_codec(Form) {
     static const Plain plain;
     return plain;
+}
+
+const Codec & repacking_codec(Form) {
+    static const Repacking repacking;
+    return repacking;
 }
 
 } // namespace pyorch

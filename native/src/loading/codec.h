@@ -23,9 +23,13 @@ public:
     virtual bool computes() const { return true; }
 };
 
-const Codec & codec_of(Form form);
+// Matrices stay as they were read.
+const Codec & plain_codec(Form form);
 
-// Another choice of codecs than codec_of: where nothing is read, or something else than the files of the map.
+// Matrices as they lie in the file come into the order in which the kernels are fastest (model/layout.h).
+const Codec & repacking_codec(Form form);
+
+// Which codec each form has.
 using Codecs = std::function<const Codec & (Form form)>;
 
 } // namespace pyorch

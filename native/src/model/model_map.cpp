@@ -117,7 +117,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
             throw Failure(PYORCH_FORMAT, format("%s: tensor %s has %lld experts, the others of its layer have %d", path.c_str(),
                 tensor_name, (long long) t->ne[2], layer->n_expert));
         }
-        layer->tensors.push_back({ tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2] });
+        layer->tensors.push_back({ tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2], t->ne[0], t->ne[1] });
     }
     return ctx;
 }

@@ -26,6 +26,8 @@ struct ExpertTensor {
     int         file;     // index into ModelMap::files
     uint64_t    offset;   // of expert 0, from the start of the file
     uint64_t    stride;   // bytes of one expert
+    int64_t     n_in  = 0; // numbers in a row
+    int64_t     n_out = 0; // rows
 };
 
 struct MoeLayer {

@@ -1,5 +1,6 @@
 #include "routing/routing.h"
 
+#include "model/layout.h"
 #include "routing/contexts.h"
 
 #include <algorithm>
@@ -18,15 +19,17 @@ static std::vector<int> n_experts(const ModelMap & map) {
     return n;
 }
 
-Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers) :
+Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, bool repack) :
         table(table), prefetcher(prefetcher), routers(routers),
         substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
+        const auto & of_layer = table.map.layers[i].tensors;
         for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {
             auto t = std::make_unique<ManagedTensor>();
-            t->routing = this;
-            t->layer   = (int) i;
-            t->role    = (int) r;
+            t->routing  = this;
+            t->layer    = (int) i;
+            t->role     = (int) r;
+            t->repacked = repack && r < of_layer.size() && can_repack(of_layer[r]);
             tensors.push_back(std::move(t));
         }
     }

@@ -26,6 +26,7 @@ struct ManagedTensor {
     Routing * routing;
     int       layer; // index into the layers with experts
     int       role;
+    bool      repacked; // in the table: its order is not the file's, see model/layout.h
 };
 
 // Who is shown each batch.
@@ -36,7 +37,8 @@ struct Observer {
 };
 
 struct Routing {
-    Routing(Table & table, Prefetcher & prefetcher, Routers & routers);
+    // repack: what can be repacked is.
+    Routing(Table & table, Prefetcher & prefetcher, Routers & routers, bool repack);
     ~Routing(); // contexts that are left are not known any more: nothing is done when they end
 
     Routing(const Routing &) = delete;

@@ -70,6 +70,11 @@ const void * on_address(const ggml_tensor * src0, int64_t expert, bool wait) {
     return m->routing->table.address(m->layer, (int) expert, m->role, wait);
 }
 
+bool on_repacked(const ggml_tensor * src0) {
+    const ManagedTensor * m = managed(src0);
+    return m && m->repacked;
+}
+
 bool on_failed() {
     return release_failed();
 }
@@ -137,7 +142,7 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
 
 // Set once, when the library is loaded: later, another model might be computing.
 const bool hooked = [] {
-    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed };
+    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_begin, end_context };
     ggml_cpu_set_expert_hooks(&cpu_hooks);
     llama_set_moe_hooks(&moe_hooks);
