@@ -114,6 +114,41 @@ def publish(files: list[Path], directory: Path) -> list[Path]:
     return published
 
 
+def replace(file: Path, target: Path) -> None:
+    """Gives a finished file its name, when it is on the disk."""
+    _sync(file)
+    os.replace(file, target)
+    _sync(target.parent)
+
+
+@contextmanager
+def continued(target: Path) -> Iterator[tuple[Path, int]]:
+    """The file in which a long run makes `target`, and a descriptor of it: what an earlier run left there, or empty.
+
+    It stays where the run does not end by replace(). A lock on it, which ends with its process, keeps others out:
+    PyorchError while somebody holds it.
+    """
+    part = target.with_name(f".{target.name}.part")
+    while True:
+        try:
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise PyorchError(f"{part} cannot be written: {error.strerror}") from None
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise PyorchError(f"another process is writing {target}: wait until it has ended") from None
+            # Between its opening and its lock another process may have finished it.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(part), os.fstat(descriptor)):
+                    yield part, descriptor
+                    return
+        finally:
+            os.close(descriptor)
+
+
 def write_text(target: str | os.PathLike[str], text: str) -> None:
     """Writes a small file. Raises PyorchError if it cannot."""
     target = Path(target).absolute()

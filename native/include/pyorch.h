@@ -102,6 +102,9 @@ pyorch_status pyorch_get_choice(int32_t choices, int32_t index, pyorch_choice * 
 // redirected its stderr, as llama-cpp-python does when it loads a model.
 void pyorch_show_fatal_errors(void);
 
+// A line "pyorch: ..." for people, to that stderr.
+void pyorch_notice(const char * line);
+
 // on, until as many calls with 0: on the calling thread they are exceptions instead. llama.cpp turns these into a
 // failure where it loads or quantizes a model and where it makes a context, with the sentence in its log. REQUIRES:
 // nothing else of llama.cpp is called in between.
@@ -146,6 +149,14 @@ typedef struct pyorch_layer_info {
 // Reads the metadata of a GGUF, shards included. A model without routed experts has n_moe_layers 0.
 pyorch_status pyorch_model_map_open(const char * path, pyorch_model_map ** map);
 void          pyorch_model_map_free(pyorch_model_map * map); // engines keep their own copy
+
+// Experts are read from the pack at path (docs/packs.md) by engines that are made of the map afterwards; sizes of slots
+// are those of the pack from now on. The caller has made sure that the pack is this model's. PYORCH_FORMAT when it is
+// damaged, for other kernels, or does not hold these experts.
+pyorch_status pyorch_model_map_attach_pack(pyorch_model_map * map, const char * path);
+
+// XXH3 with 64 bits: the checksum that a pack has of each matrix.
+uint64_t pyorch_checksum(const void * data, size_t size);
 
 pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_model_map_info * info);
 

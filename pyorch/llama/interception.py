@@ -31,6 +31,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, MAPPED, Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
+from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.history import ExpertMaps
@@ -83,6 +84,7 @@ _models: dict[int, ManagedModel] = {}  # by llama_model *
 # a model at any moment.
 _lock = threading.RLock()
 _process_settings: list[Settings] = []
+_refused_packs: set[str] = set()  # of which people were told
 _thread = threading.local()
 
 
@@ -180,6 +182,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
 @contextlib.contextmanager
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts mapped."""
+    use_pack(managed.map, managed.settings)
     info = managed.map.info
     if managed.settings.tuned is not None:
         tuned = read_tuned(managed.settings.tuned, managed.map)
@@ -219,6 +222,16 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             raise
         with managed.engine.capture():
             yield
+
+
+def use_pack(model_map: ModelMap, settings: Settings) -> None:
+    """Has experts read from the pack that lies beside the model; says once why not where one is there and refused."""
+    if not settings.packed or settings.source is not None or settings.budget == MAPPED:
+        return
+    refusal = packs.attach(model_map)
+    if refusal and refusal not in _refused_packs:
+        _refused_packs.add(refusal)
+        fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")
 
 
 def _free_model(free: Callable, model: int) -> None:

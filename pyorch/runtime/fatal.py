@@ -13,6 +13,11 @@ def show() -> None:
     lib.pyorch_show_fatal_errors()
 
 
+def notice(line: str) -> None:
+    """A line "pyorch: ..." to that stderr."""
+    lib.pyorch_notice(line.encode())
+
+
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
     """Inside, loading or quantizing a model and making a context fail, with the sentence in llama.cpp's log.

@@ -66,7 +66,7 @@ class ModelMap:
     """The map of one GGUF, shards included.
 
     Raises FormatError if the file is missing, truncated, incomplete or no GGUF. `info` and `layers` are
-    plain data that outlive close(). A model without routed experts has no layers.
+    plain data that outlive close(). pack: that was attached, None: experts are read from the model. A model without routed experts has no layers.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,9 +76,18 @@ class ModelMap:
         out = ffi.new("pyorch_model_map **")
         check(lib.pyorch_model_map_open(os.fsencode(self.path), out))
         self._map = ffi.gc(out[0], lib.pyorch_model_map_free)
-        self.info = self._read_info()
-        self.layers = tuple(self._read_layer(i) for i in range(self.info.n_moe_layers))
-        self._by_il = {layer.il: layer for layer in self.layers}
+        self.pack: Path | None = None
+        self._read_sizes()
+
+    def attach_pack(self, path: str | os.PathLike[str]) -> None:
+        """Engines made of this map read experts from a pack of the model from now on, and slots are laid out for that.
+
+        See pyorch.sidecars.packs.attach, which makes sure that it is this model's. Raises FormatError for a pack that
+        is damaged, for other kernels, or does not hold these experts.
+        """
+        check(lib.pyorch_model_map_attach_pack(self.handle, os.fsencode(path)))
+        self.pack = Path(path)
+        self._read_sizes()
 
     @property
     def handle(self):
@@ -191,6 +200,11 @@ class ModelMap:
     def _hparam(self, key: str, il: int = 0) -> int | None:
         # A hyperparameter is a scalar, or an array with an element for each layer.
         return self.metadata_int(f"{self.info.arch}.{key}", il)
+
+    def _read_sizes(self) -> None:
+        self.info = self._read_info()
+        self.layers = tuple(self._read_layer(i) for i in range(self.info.n_moe_layers))
+        self._by_il = {layer.il: layer for layer in self.layers}
 
     def _read_info(self) -> MapInfo:
         raw = new("pyorch_model_map_info")

@@ -60,6 +60,10 @@ class Settings:
         True, flag, "true or false", flag="--buffered",
         help="read experts through the page cache of the system, not around it",
     )
+    packed: bool = option(
+        True, flag, "true or false", flag="--no-pack",
+        help="read experts from the model itself, even where a pack of them lies beside it",
+    )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
         help="make room for N tokens of context",

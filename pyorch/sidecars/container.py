@@ -72,12 +72,7 @@ def write(
     check_target(path)
     with staging(path) as directory:
         try:
-            writer = gguf.GGUFWriter(directory / path.name, _ARCH)
-            writer.add_string(_KIND, kind)
-            writer.add_uint32(_VERSION, version)
-            writer.add_string(_FINGERPRINT, fingerprint(model_map))
-            for key, value in metadata.items():
-                _add(writer, f"{kind}.{key}", value)
+            writer = new_writer(directory / path.name, kind, version, model_map, metadata)
             for name, array in arrays.items():
                 writer.add_tensor(name, np.ascontiguousarray(array).view(_Tensor))
             writer.write_header_to_file()
@@ -87,6 +82,19 @@ def write(
             publish([directory / path.name], path.parent)
         except OSError as error:
             raise PyorchError(f"writing {path} failed: {error.strerror}; nothing was left there") from None
+
+
+def new_writer(
+    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, metadata: Metadata
+) -> gguf.GGUFWriter:
+    """A writer that knows whose sidecar it writes, and has nothing written yet."""
+    writer = gguf.GGUFWriter(path, _ARCH)
+    writer.add_string(_KIND, kind)
+    writer.add_uint32(_VERSION, version)
+    writer.add_string(_FINGERPRINT, fingerprint(model_map))
+    for key, value in metadata.items():
+        _add(writer, f"{kind}.{key}", value)
+    return writer
 
 
 def read(

@@ -1,3 +1,4 @@
+#include "base/notice.h"
 #include "model/fatal.h"
 
 #include "pyorch.h"
@@ -8,6 +9,10 @@ extern "C" {
 
 void pyorch_show_fatal_errors(void) {
     show_fatal_errors();
+}
+
+void pyorch_notice(const char * line) {
+    notice(line);
 }
 
 void pyorch_refuse_fatal_errors(int32_t on) {

@@ -1,6 +1,7 @@
 #include "api/api.h"
 #include "api/handles.h"
 #include "api/structs.h"
+#include "base/checksum.h"
 
 #include "model/layout.h"
 
@@ -54,13 +55,21 @@ void pyorch_model_map_free(pyorch_model_map * map) {
     delete map;
 }
 
+pyorch_status pyorch_model_map_attach_pack(pyorch_model_map * map, const char * path) {
+    return guarded([&] { map->map.attach_pack(path); });
+}
+
+uint64_t pyorch_checksum(const void * data, size_t size) {
+    return checksum(data, size);
+}
+
 pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_model_map_info * info) {
     return guarded([&] {
         const auto & m = map->map;
         pyorch_model_map_info out = {};
         copy_text(out.arch, m.arch);
         copy_text(out.name, m.name);
-        out.n_files       = (int32_t) m.files.size();
+        out.n_files       = m.n_shards;
         out.n_layers      = m.n_layers;
         out.n_moe_layers  = (int32_t) m.layers.size();
         out.n_expert_used = m.n_expert_used;

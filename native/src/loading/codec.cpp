@@ -1,8 +1,15 @@
 #include "loading/codec.h"
 
+#include "base/checksum.h"
 #include "model/layout.h"
 
 namespace pyorch {
+
+bool Codec::intact(const MoeLayer & layer, int role, int expert, const char * read) const {
+    const size_t index = expert * layer.tensors.size() + role;
+    return checksum(read, layer.tensors[role].stride) == layer.pack->checksum[index];
+}
+
 namespace {
 
 class Plain : public Codec {

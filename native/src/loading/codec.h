@@ -21,6 +21,9 @@ public:
 
     // False: decode returns at once, on whatever thread. Else who starts reads leaves it to another thread.
     virtual bool computes() const { return true; }
+
+    // Before that, of what was read from a pack: whether the checksum is that of the pack.
+    virtual bool intact(const MoeLayer & layer, int role, int expert, const char * read) const;
 };
 
 // Matrices stay as they were read.

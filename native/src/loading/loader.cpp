@@ -1,5 +1,6 @@
 #include "loading/loader.h"
 
+#include "base/notice.h"
 #include "loading/reader.h"
 
 #include <algorithm>
@@ -18,23 +19,56 @@ Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs code
         orders(orders),
         read_by_layer(map.layers.size()) {}
 
-void Loader::start(Load & load, std::deque<ReadRequest> & queue) {
-    const MoeLayer & layer = map.layers[load.layer];
-    load.failed = false;
-    for (int role = 0; role < (int) layer.tensors.size(); ++role) {
-        const Extent   e      = extent(layer.tensors[role], load.expert, load.form);
-        const uint64_t end    = e.offset + e.bytes;
-        const bool     direct = e.direct && source->direct(e.file);
-        const uint64_t first  = direct ? e.offset / PAGE * PAGE : e.offset;
-        const uint64_t last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
-        char *         block  = load.slot.memory + block_offset(layer, role, load.form);
-        load.unread[role] = 0;
-        for (uint64_t at = first; at < end; at += read_bytes) {
-            const uint64_t size = std::min(read_bytes, last - at);
-            queue.push_back({ &load, role, e.file, at, size, std::min(at + size, end) - at, block + (at - first), direct });
-            ++load.unread[role];
-            ++load.queued;
+// The end of a request of at most so many bytes that begins at `at`, before last. Where a matrix ends within reach the
+// request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by one.
+static uint64_t request_end(const MoeLayer & layer, Form form, const Extent & e, uint64_t at, uint64_t last,
+                            uint64_t most) {
+    if (last - at <= most) {
+        return last;
+    }
+    for (int role = e.last_role - 1; role >= e.role; --role) {
+        const uint64_t begin = e.offset + block_offset(layer, role, form) - block_offset(layer, e.role, form);
+        const uint64_t end   = (begin + layer.tensors[role].stride + PAGE - 1) / PAGE * PAGE;
+        if (end > at && end - at <= most) {
+            return end;
         }
+    }
+    return at + most;
+}
+
+void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue) {
+    const MoeLayer & layer  = map.layers[load.layer];
+    const uint64_t   end    = e.offset + e.bytes;
+    const bool       direct = e.direct && source->direct(e.file);
+    const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
+    const uint64_t   last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
+    const uint64_t   block  = block_offset(layer, e.role, load.form);
+    for (uint64_t at = first; at < end;) {
+        const uint64_t next = request_end(layer, load.form, e, at, last, read_bytes);
+        ReadRequest request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
+            load.slot.memory + block + (at - first), direct, layer.pack != nullptr, 0 };
+        for (int role = e.role; role <= e.last_role; ++role) {
+            const uint64_t begin = e.offset + block_offset(layer, role, load.form) - block;
+            if (begin < next && begin + layer.tensors[role].stride > at) {
+                request.role      = std::min(request.role, role);
+                request.last_role = role;
+                ++load.unread[role];
+            }
+        }
+        queue.push_back(request);
+        ++load.queued;
+        at = next;
+    }
+}
+
+void Loader::start(Load & load, std::deque<ReadRequest> & queue) {
+    load.failed = false;
+    for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
+        load.unread[role] = 0;
+        load.missed[role] = false;
+    }
+    for (const Extent & e : extents(map.layers[load.layer], load.expert, load.form)) {
+        cut(load, e, queue);
     }
 }
 
@@ -105,17 +139,44 @@ bool Loader::try_next(ReadRequest & request) {
     return pop(request);
 }
 
-void Loader::fail(Load & load, int role, const std::string & why) {
-    const ExpertTensor & tensor = map.layers[load.layer].tensors[role];
+void Loader::fail(Load & load, int role, int file, const std::string & why) {
     load.failed = true;
     take_back(load);
-    orders.failed(load, format("cannot read expert %d of %s from %s: %s", load.expert, tensor.name.c_str(),
-        map.files[tensor.file].path.c_str(), why.c_str()));
+    orders.failed(load, format("cannot read expert %d of %s from %s: %s", load.expert,
+        map.layers[load.layer].tensors[role].name.c_str(), map.files[file].path.c_str(), why.c_str()));
 }
 
-bool Loader::read(const ReadRequest & request, int64_t result, uint64_t ns) {
-    Load &    load = *request.load;
-    const int role = request.role;
+// What a request was to bring of a matrix is not there, or damaged: the model's own file has it too.
+void Loader::missing(const ReadRequest & request, int role, const char * why) {
+    Load & load = *request.load;
+    if (!request.from_pack || map.slim) {
+        fail(load, role, request.file, why);
+        return;
+    }
+    const MoeLayer & layer = map.layers[load.layer];
+    const Extent     e     = in_model(layer, role, load.expert);
+    if (!said) {
+        said = true;
+        notice(format("note: cannot read expert %d of %s from %s: %s; it is read from %s, and so is all that cannot be "
+            "read there: see `pyorch pack --check`", load.expert, layer.tensors[role].name.c_str(),
+            map.files[request.file].path.c_str(), why, map.files[e.file].path.c_str()));
+    }
+    // The block has no room for the pages around the matrix: so it is read through the page cache.
+    demanded.push_front({ &load, role, role, e.file, e.offset, e.bytes, e.bytes,
+        load.slot.memory + block_offset(layer, role, load.form), false, false, 0 });
+    ++load.queued;
+    ++load.unread[role];
+    load.missed[role] = false;
+    wake();
+}
+
+static const char * reason(int64_t result) {
+    return result == -ESTALE ? "the file was changed after it was loaded" :
+        result < 0 ? strerror((int) -result) : "the file ends before it";
+}
+
+bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns) {
+    Load & load = *request.load;
     std::lock_guard<std::mutex> lock(mutex);
     --n_reading;
     ns_read += ns;
@@ -124,30 +185,56 @@ bool Loader::read(const ReadRequest & request, int64_t result, uint64_t ns) {
         recent_bytes += (double) result - 0.02 * recent_bytes;
         recent_ns    += (double) ns - 0.02 * recent_ns;
     }
-    if (result < (int64_t) request.needed) {
-        fail(load, role, result == -ESTALE ? "the file was changed after it was loaded" :
-            result < 0 ? strerror((int) -result) : "the file ends before it");
-    } else if (--load.unread[role] == 0 && !load.failed) {
+    request.complete = 0;
+    const bool is_short = result < (int64_t) request.needed;
+    for (int role = request.role; role <= request.last_role && !load.failed; ++role) {
+        load.missed[role] |= is_short;
+        if (--load.unread[role] > 0) {
+            continue;
+        }
+        if (load.missed[role]) {
+            missing(request, role, is_short ? reason(result) : "another part of it could not be read");
+        } else {
+            request.complete |= 1u << role;
+        }
+    }
+    if (request.complete) {
         return true;
     }
     end(request);
     return false;
 }
 
-void Loader::decode(const ReadRequest & request) {
+// Verifies and decodes a matrix of which everything was read, and publishes it. False if it is damaged.
+bool Loader::arrived(const ReadRequest & request, int role) {
     Load &           load  = *request.load;
-    const int        role  = request.role;
     const MoeLayer & layer = map.layers[load.layer];
-    const Extent     e     = extent(layer.tensors[role], load.expert, load.form);
+    const Codec &    codec = codecs(load.form);
     char *           block = load.slot.memory + block_offset(layer, role, load.form);
-    // The reads of a block begin where its extent does, or at the page before.
-    char *           begin   = block + (request.direct ? e.offset % PAGE : 0);
-    const char *     address = codecs(load.form).decode(layer.tensors[role], block, begin);
+    // Reads of a block begin where the matrix does, or at the page before, which for what a pack holds is the same.
+    const bool       widened = request.direct && !layer.pack;
+    char *           begin   = block + (widened ? in_model(layer, role, load.expert).offset % PAGE : 0);
+    const bool       intact  = !request.from_pack || codec.intact(layer, role, load.expert, begin);
+    const char *     address = intact ? codec.decode(layer.tensors[role], block, begin) : nullptr;
     std::lock_guard<std::mutex> lock(mutex);
-    if (!address) {
-        fail(load, role, "what was read is damaged");
-    } else if (!load.failed) {
+    if (address && !load.failed) {
         orders.published(load, role, address);
+    }
+    return address != nullptr;
+}
+
+void Loader::decode(const ReadRequest & request) {
+    uint32_t damaged = 0;
+    for (int role = request.role; role <= request.last_role; ++role) {
+        if ((request.complete >> role & 1) && !arrived(request, role)) {
+            damaged |= 1u << role;
+        }
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int role = request.role; role <= request.last_role; ++role) {
+        if ((damaged >> role & 1) && !request.load->failed) {
+            missing(request, role, "what was read is damaged");
+        }
     }
     end(request);
 }

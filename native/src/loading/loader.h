@@ -6,11 +6,13 @@
 //
 //     start --next--> request --read--> read --decode--> decoded --published()--> ... --finished()
 //
+// A matrix of a pack that is not as it was packed is read once more, from the model's own file, if that has it.
+//
 // Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
-// second, then all third, experts ascending, as mul_mat_id goes through them. What is read ahead is asked for only
-// when a reader has nothing better to do (Orders::order_ahead), and guesses last. A guess delays what is demanded
-// after it by no more than the requests of it that are under way, so those begin only while fewer than guess_depth
-// requests are, of whatever kind.
+// second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
+// request reads several. What is read ahead is asked for only when a reader has nothing better to do
+// (Orders::order_ahead), and guesses last. A guess delays what is demanded after it by no more than the requests of it
+// that are under way, so those begin only while fewer than guess_depth requests are, of whatever kind.
 //
 // The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
 // across a read or a decode.
@@ -42,19 +44,23 @@ struct Load {
     int  queued    = 0; // requests that no reader works on yet
     int  in_flight = 0; // that one does
     int  unread[PYORCH_MAX_ROLES] = {}; // requests of each matrix that have not been read yet
+    bool missed[PYORCH_MAX_ROLES] = {}; // the pack could not be read there
 
     bool ended() const { return queued == 0 && in_flight == 0; }
 };
 
 struct ReadRequest {
     Load *   load;
-    int      role;
+    int      role;      // the first matrix of which it reads something
+    int      last_role; // and the last
     int      file;
     uint64_t offset;
     uint64_t size;   // to read
     uint64_t needed; // of them, the rest is alignment
     char *   buf;
-    bool     direct; // around the page cache
+    bool     direct;    // around the page cache
+    bool     from_pack; // what it reads has a checksum
+    uint32_t complete;  // bits: the matrices of which it was the last request, when it was read
 };
 
 class Loader {
@@ -91,13 +97,13 @@ public:
     bool try_next(ReadRequest & request);
 
     // A request was read. result: bytes read or negative errno; ns: of the time that the reader spent with reads under
-    // way, what fell to this one. True: it was the last of its matrix, and ends with decode(), on any thread. Else it
+    // way, what fell to this one. True: it was the last of a matrix, and ends with decode(), on any thread. Else it
     // has ended.
-    bool read(const ReadRequest & request, int64_t result, uint64_t ns);
+    bool read(ReadRequest & request, int64_t result, uint64_t ns);
     void decode(const ReadRequest & request);
 
     // Both, on this thread.
-    void finish(const ReadRequest & request, int64_t result, uint64_t ns) {
+    void finish(ReadRequest request, int64_t result, uint64_t ns) {
         if (read(request, result, ns)) {
             decode(request);
         }
@@ -106,7 +112,7 @@ public:
     void stop();
 
     Source & bytes() { return *source; }
-    bool     computes(Form form) const { return codecs(form).computes(); }
+    bool     computes(Form form) const { return codecs(form).computes() || map.layers[0].pack; } // packs have checksums
 
     // For who orders.
 
@@ -178,10 +184,14 @@ private:
     uint64_t                ns_read      = 0;
     double                  recent_bytes = 0; // fading sums
     double                  recent_ns    = 0;
+    bool                    said         = false; // that a pack is damaged
 
     void start(Load & load, std::deque<ReadRequest> & queue);
+    void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue);
     bool pop(ReadRequest & request);
-    void fail(Load & load, int role, const std::string & why);
+    bool arrived(const ReadRequest & request, int role);
+    void missing(const ReadRequest & request, int role, const char * why);
+    void fail(Load & load, int role, int file, const std::string & why);
     void end(const ReadRequest & request);
 };
 

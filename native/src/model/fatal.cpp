@@ -1,25 +1,23 @@
 #include "model/fatal.h"
 
+#include "base/notice.h"
+
 #include "ggml.h"
 
-#include <cstdio>
 #include <cstring>
 #include <exception>
-#include <fcntl.h>
 #include <stdexcept>
 #include <string>
-#include <unistd.h>
 
 namespace pyorch {
 namespace {
 
 thread_local int n_guards = 0;
 
-int                    stderr_fd         = -1;
 std::terminate_handler default_terminate = nullptr;
 
 void say(const char * what) {
-    dprintf(stderr_fd >= 0 ? stderr_fd : STDERR_FILENO, "pyorch: fatal error in llama.cpp: %s\n", what);
+    notice(std::string("fatal error in llama.cpp: ") + what);
 }
 
 // "/home/me/llama.cpp/src/llama-model.cpp:1328: GGML_ASSERT(...) failed": whose directories these are tells nothing.
@@ -57,8 +55,8 @@ void on_terminate() {
 } // namespace
 
 void show_fatal_errors() {
-    if (stderr_fd < 0) {
-        stderr_fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
+    if (!default_terminate) {
+        keep_stderr();
         ggml_set_abort_callback(on_fatal);
         default_terminate = std::set_terminate(on_terminate);
     }

@@ -44,7 +44,7 @@ static int parse_name(const char * name, int & il, std::string & role) {
     return -1;
 }
 
-static void check_readable(const std::string & path) {
+void check_readable(const std::string & path) {
     struct stat st;
     if (stat(path.c_str(), &st) != 0) {
         throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), errno == ENOENT ? "no such file" : strerror(errno)));
@@ -167,6 +167,8 @@ ModelMap::ModelMap(const std::string & path) {
         }
     }
 
+    n_shards = (int) files.size();
+
     std::sort(layers.begin(), layers.end(), [](const MoeLayer & a, const MoeLayer & b) { return a.il < b.il; });
     if (n_layers > 0 && !layers.empty() && layers.back().il >= n_layers) {
         throw Failure(PYORCH_FORMAT, format("%s: there are experts of layer %d, and %s.block_count is %d", path.c_str(),
@@ -208,8 +210,8 @@ int64_t ModelMap::checked_int(const std::string & path, const char * name, int64
 
 uint64_t ModelMap::file_bytes() const {
     uint64_t n = 0;
-    for (const auto & f : files) {
-        n += f.bytes;
+    for (int i = 0; i < n_shards; ++i) {
+        n += files[i].bytes;
     }
     return n;
 }

@@ -30,10 +30,18 @@ struct ExpertTensor {
     int64_t     n_out = 0; // rows
 };
 
+// Where a pack holds the experts of a layer: expert by expert, the matrices of one together in its record.
+struct PackedLayer {
+    int                   file;     // index into ModelMap::files
+    std::vector<uint64_t> offset;   // of each expert's record, from the start of the file: whole pages
+    std::vector<uint64_t> checksum; // of each matrix, [n_expert * matrices]
+};
+
 struct MoeLayer {
     int                       il;
     int                       n_expert;
     std::vector<ExpertTensor> tensors; // in the order in which the kernels need them
+    std::shared_ptr<const PackedLayer> pack = nullptr; // null: only the model's own files have them
 
     uint64_t expert_bytes() const;
     uint64_t slot_bytes() const; // of one expert that kernels can compute with
@@ -55,6 +63,9 @@ struct TensorRange {
     std::string type; // ggml type
 };
 
+// Throws Failure where a file cannot be read or does not begin as a GGUF does.
+void check_readable(const std::string & path);
+
 // Which matrices a tensor holds.
 struct ExpertPlace {
     int layer; // index into ModelMap::layers
@@ -66,7 +77,14 @@ public:
     // Throws Failure: PYORCH_IO when a file cannot be opened, PYORCH_FORMAT when it is not a whole GGUF.
     explicit ModelMap(const std::string & path);
 
-    std::vector<MapFile>  files;
+    // From now on experts are read from a pack (docs/packs.md) of this model, which the caller has made sure of. Throws
+    // Failure, and leaves the map as it was: PYORCH_IO when the pack cannot be opened, PYORCH_FORMAT when it is damaged,
+    // written for other kernels, or does not hold just these experts.
+    void attach_pack(const std::string & path);
+
+    std::vector<MapFile>  files; // the model's own, and a pack behind them
+    int                   n_shards = 0; // the model's own
+    bool                  slim     = false; // its own files lack the bytes of the experts: a pack has them
     std::vector<MoeLayer> layers; // by ascending il; only those with routed experts
     std::map<std::string, TensorRange> tensors; // all of them
     std::string           arch;
@@ -75,7 +93,7 @@ public:
     int                   n_expert_used = 0;
     uint64_t              tensor_bytes  = 0;
 
-    uint64_t file_bytes() const;
+    uint64_t file_bytes() const; // the model's own
     uint64_t expert_bytes() const;
     uint64_t slots_bytes() const;
     uint64_t floor_bytes() const;

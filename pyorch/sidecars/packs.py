@@ -1,0 +1,59 @@
+"""Packs: the sidecar model.experts.gguf, which holds the experts of a model one after another, each with checksums.
+
+`pyorch pack` makes it (pyorch.convert.pack), the library reads it; the format is in docs/packs.md. Here a pack that
+lies beside a model is found, and refused where it does not belong there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyorch.errors import FormatError
+from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.sidecars import container
+
+KIND = "experts"
+VERSION = 1
+PAGE = 4096  # what records begin at
+ALIGNMENT = 64  # what matrices in a record begin at
+LAYOUT = "layout"
+PLAIN = "plain"  # the layout in which matrices lie as in the model
+
+# A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
+# one. expert, role: whose. codec: 0, stored as it is. offset: in the tensor blk.N.experts. stored, raw: bytes in the
+# pack, and of the matrix. checksum: XXH3 with 64 bits of what is stored.
+CHUNK = np.dtype([(name, np.int64) for name in ("expert", "role", "plane", "codec", "offset", "stored", "raw")]
+                 + [("checksum", np.uint64)])
+
+
+def data_name(il: int) -> str:
+    return f"blk.{il}.experts"
+
+
+def index_name(il: int) -> str:
+    return f"blk.{il}.index"
+
+
+def role_offsets(model_map: ModelMap, layer: LayerInfo) -> tuple[list[int], int]:
+    """Where in a record the matrices of an expert begin, and how long a record is."""
+    offsets, end = [], 0
+    for role in range(len(layer.roles)):
+        offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = offsets[-1] + model_map.expert_range(layer.il, 0, role).size
+    return offsets, -(-end // PAGE) * PAGE
+
+
+def attach(model_map: ModelMap) -> str:
+    """Has engines of a model read its experts from the pack beside it, if one lies there.
+
+    Returns why one that lies there is not used; "" otherwise.
+    """
+    path = model_map.sidecars().get(KIND)
+    if path is None or model_map.pack is not None or not model_map.layers:
+        return ""
+    try:
+        container.read(path, KIND, VERSION, model_map)
+        model_map.attach_pack(path)
+    except FormatError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,189 @@
+"""Packs are written whole or gone on with, and hold every byte of every expert."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from architectures import Zoo
+from ggufs import split
+
+from pyorch.cli import main
+from pyorch.convert import pack as packing
+from pyorch.errors import FormatError, PyorchError
+from pyorch.sidecars import container, packs
+
+
+@pytest.fixture
+def model(small_moe: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+
+
+def part_of(model: Path) -> Path:
+    return model.with_name(".model.experts.gguf.part")
+
+
+@pytest.mark.parametrize(("name", "type_name"), [("olmoe", "Q4_0"), ("olmoe", "Q8_0"), ("mixtral", "F32"),
+                                                 ("gpt-oss-mxfp4", "MXFP4"), ("qwen3-next-fused", "BF16")])
+def test_every_matrix_is_found_by_the_index(zoo: Zoo, tmp_path: Path, name: str, type_name: str) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(zoo.path(name, type_name))
+    made = packing.pack(model)
+    assert made.path == tmp_path / "model.experts.gguf" and made.n_continued == 0
+    assert packing.check(model).damaged == ()
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(made.path).tensors}
+    of_model = {tensor.name: tensor.data for tensor in gguf.GGUFReader(model).tensors}
+    with packing.ModelMap(model) as model_map:
+        for layer in model_map.layers:
+            records = tensors[packs.data_name(layer.il)]
+            assert records.data_offset % packs.PAGE == 0
+            data = records.data.view(np.uint8)
+            index = tensors[packs.index_name(layer.il)].data.view(packs.CHUNK)[:, 0]
+            assert sorted({(row["expert"], row["role"]) for row in index}) == [
+                (expert, role) for expert in range(layer.n_expert) for role in range(len(layer.roles))]
+            for row in index:
+                name = f"blk.{layer.il}.ffn_{layer.roles[row['role']].name}_exps.weight"
+                expected = of_model[name][row["expert"]].reshape(-1).view(np.uint8)
+                assert np.array_equal(data[row["offset"] :][: row["stored"]], expected)
+            # One read: the matrices of an expert lie in order, and share no page with another expert's.
+            ends = {}
+            for row in sorted(index, key=lambda row: row["offset"]):
+                page = row["offset"] // packs.PAGE
+                assert ends.get(page, row["expert"]) == row["expert"]
+                ends[(row["offset"] + row["stored"] - 1) // packs.PAGE] = row["expert"]
+
+
+def test_a_split_model_has_one_pack(small_moe: Path, tmp_path: Path) -> None:
+    shards = split(small_moe, tmp_path / "model.gguf", max_tensors=20)
+    assert len(shards) > 2
+    made = packing.pack(shards[0])
+    assert packing.check(shards[0]).damaged == ()
+    whole = packing.pack(small_moe, tmp_path / "whole.experts.gguf")
+    assert made.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_check_finds_a_flipped_bit_and_says_where(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", str(model)]) == 0
+    assert main(["pack", str(model), "--check"]) == 0
+    assert "512 experts of 8 layers" in capsys.readouterr().out
+    path = container.default_path(model, packs.KIND)
+    tensor = next(it for it in gguf.GGUFReader(path).tensors if it.name == packs.data_name(3))
+    flip(path, tensor.data_offset + tensor.n_bytes // 2 + 5)
+    assert main(["pack", str(model), "--check"]) == 2
+    assert "is damaged in 1 places: expert 32 of blk.3.ffn_up_exps" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = packing.pack(model, model.with_name("whole.experts.gguf")).path.read_bytes()
+    n_seen = 0
+
+    def interrupt(_step: str, done: int, total: int) -> None:
+        nonlocal n_seen
+        n_seen += 1
+        if done > total // 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(model, on_progress=interrupt)
+    assert part_of(model).exists() and not container.default_path(model, packs.KIND).exists()
+    made = packing.pack(model)
+    assert n_seen - 1 <= made.n_continued < made.n_experts and made.path.read_bytes() == whole
+    assert not part_of(model).exists()
+
+
+def test_what_a_killed_run_had_not_counted_is_packed_again(model: Path, tmp_path: Path) -> None:
+    """Killed between two steps: data may be there or not, the rows of the index are not."""
+    program = (
+        "import os, sys; from pyorch.convert import pack; pack._STEP_BYTES = 4 << 20\n"
+        "def die(_, done, total):\n    if done > total // 2: os._exit(9)\n"
+        f"pack.pack({str(model)!r}, on_progress=die)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 9
+    made = packing.pack(model)
+    assert 0 < made.n_continued < made.n_experts // 2
+    assert packing.check(model).damaged == ()
+
+
+def test_what_another_model_left_is_not_gone_on_with(model: Path, small_moe_q4: Path) -> None:
+    def interrupt(_step: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(model, on_progress=interrupt)
+    shutil.copy(small_moe_q4, model)
+    assert packing.pack(model).n_continued == 0
+    assert packing.check(model).damaged == ()
+
+
+def test_two_runs_do_not_write_one_pack(model: Path) -> None:
+    with part_of(model).open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(PyorchError, match="another process is writing .*model.experts.gguf"):
+            packing.pack(model)
+    assert packing.pack(model).n_experts == 512
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, n_left = os.pwrite, [8 << 20]
+
+    def pwrite(descriptor: int, data: object, offset: int) -> int:
+        n_left[0] -= len(data)
+        if n_left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "_STEP_BYTES", 1 << 20)
+        patched.setattr(os, "pwrite", pwrite)
+        with pytest.raises(PyorchError, match="No space left on device; what was packed stays there"):
+            packing.pack(model)
+    assert packing.pack(model).n_continued > 0
+    assert packing.check(model).damaged == ()
+
+
+def test_a_limit_on_file_sizes_is_said(model: Path) -> None:
+    program = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+               "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+               f"from pyorch.cli import main; sys.exit(main(['pack', {str(model)!r}]))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2 and "File too large" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dense_model_has_nothing_to_pack(dense_model: Path) -> None:
+    with pytest.raises(PyorchError, match="no routed experts"):
+        packing.pack(dense_model)
+    with pytest.raises(FormatError, match="no such file"):
+        packing.check(dense_model)
+
+
+def test_memory_does_not_grow_with_the_model(model: Path) -> None:
+    """12 MiB of experts are packed with less than 4 MiB more than packing nothing takes."""
+    program = (
+        "import resource, sys, gc; from pyorch.convert import pack\n"
+        "from pyorch.runtime.model_map import ModelMap\n"
+        "pack._STEP_BYTES = 1 << 20\n"
+        f"path = {str(model)!r}\n"
+        "with ModelMap(path) as m: pack._Plan(m)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "pack.pack(path)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4096  # KiB
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))

@@ -1,0 +1,145 @@
+"""Experts come from the pack beside a model, with the same bits; and from the model where the pack is no good."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from architectures import Zoo
+from models import assert_same_bits, small_model
+from processes import python
+
+from pyorch.convert import pack as packing
+from pyorch.errors import PyorchError
+from pyorch.llama import interception
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.sidecars import container, packs
+
+
+@pytest.fixture
+def model(small_moe: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+
+
+@pytest.fixture
+def packed(model: Path) -> Path:
+    packing.pack(model)
+    return model
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What people are told about packs that are refused."""
+    lines: list[str] = []
+    monkeypatch.setattr(interception.fatal, "notice", lines.append)
+    monkeypatch.setattr(interception, "_refused_packs", set())
+    return lines
+
+
+def pack_of(model: Path) -> Path:
+    return container.default_path(model, packs.KIND)
+
+
+def logits(model: Model, tokens: list[int]) -> np.ndarray:
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16) as it:
+        return np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
+
+
+def test_logits_are_those_of_the_resident_model(packed: Path, resident: Model, prompt_tokens: list[int]) -> None:
+    expected = logits(resident, prompt_tokens)
+    plain_slots = resident.map.info.slots_bytes
+    for options in ({}, {"direct_io": False}, {"n_readers": 3}, {"prefetch": "next-router:2:0"}):
+        with small_model(packed, "30%", **options) as model:
+            assert model.map.pack == pack_of(packed)
+            assert_same_bits(logits(model, prompt_tokens), expected)
+            experts = model.stats().experts
+            assert experts.misses > 0 and experts.evictions > 0
+            assert experts.peak_bytes <= experts.budget_bytes <= 0.31 * plain_slots
+    with small_model(packed, "30%", packed=False) as model:
+        assert model.map.pack is None
+        assert_same_bits(logits(model, prompt_tokens), expected)
+
+
+@pytest.mark.parametrize(("name", "type_name"), [("mixtral", "F32"), ("gpt-oss-mxfp4", "MXFP4"), ("qwen3-next-fused", "BF16")])
+def test_logits_of_other_architectures_are_too(zoo: Zoo, tmp_path: Path, name: str, type_name: str) -> None:
+    """Large experts, which are read directly; biases, which stay in the model; gate and up in one matrix."""
+    model = tmp_path / "model.gguf"
+    model.symlink_to(zoo.path(name, type_name))
+    tokens = [1, 5, 9, 2, 30, 7, 4, 3, 8, 11]
+    with small_model(model, "30%", prefetch="none") as plain:
+        expected = logits(plain, tokens)
+    packing.pack(model)
+    with small_model(model, "30%", prefetch="none") as from_pack:
+        assert_same_bits(logits(from_pack, tokens), expected)
+        experts, layer = from_pack.stats().experts, from_pack.map.layers[0]
+        assert experts.bytes_read == experts.loads * layer.slot_bytes and layer.slot_bytes - layer.expert_bytes < packs.PAGE
+
+
+def damage(pack: Path, il: int) -> None:
+    """Changes a bit of every matrix of a layer."""
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(pack, "r+").tensors}
+    index = tensors[packs.index_name(il)].data.view(packs.CHUNK)[:, 0]
+    data = tensors[packs.data_name(il)].data.view(np.uint8)
+    data[index["offset"] + index["stored"] // 2] ^= 4
+
+
+def test_damaged_experts_are_read_from_the_model_and_that_is_said_once(packed: Path, resident: Model, prompt_tokens: list[int]) -> None:
+    damage(pack_of(packed), 3)
+    program = f"""
+import numpy as np
+from pathlib import Path
+from pyorch.llama.model import load
+from pyorch.llama.context import Context
+with load({str(packed)!r}, budget="30%", n_ctx=256, n_batch=256, n_threads=2) as model:
+    assert model.map.pack
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16) as it:
+        tokens = {prompt_tokens}
+        np.save({str(packed.parent / "logits.npy")!r}, np.concatenate([it.decode(tokens), *(it.decode([t]) for t in tokens[:12])]))
+    assert model.stats().experts.failures == 0
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    assert_same_bits(np.load(packed.parent / "logits.npy"), logits(resident, prompt_tokens))
+    lines = [line for line in done.stderr.splitlines() if "note" in line]
+    assert len(lines) == 1 and "ffn_" in lines[0] and str(pack_of(packed)) in lines[0] and "what was read is damaged" in lines[0]
+
+
+def test_a_pack_that_does_not_belong_there_is_refused_once(
+    packed: Path, small_moe_q4: Path, resident: Model, prompt_tokens: list[int], told: list[str]
+) -> None:
+    expected = logits(resident, prompt_tokens)
+    whole = pack_of(packed).read_bytes()
+    other = Path(shutil.copy(small_moe_q4, packed.with_name("other.gguf")))
+    packing.pack(other)
+    cases = {
+        "belongs to another model": pack_of(other).read_bytes(),
+        "is damaged or cut off": whole[: len(whole) // 2],
+        "the layout \"wheat\"": whole.replace(b"\x05\0\0\0\0\0\0\0plain", b"\x05\0\0\0\0\0\0\0wheat", 1),
+        "does not begin with GGUF": b"",
+    }
+    for sentence, content in cases.items():
+        pack_of(packed).write_bytes(content)
+        told.clear()
+        for _ in range(2):
+            with small_model(packed, "30%") as model:
+                assert model.map.pack is None
+                assert_same_bits(logits(model, prompt_tokens), expected)
+        assert len(told) == 1 and sentence in told[0] and str(pack_of(packed)) in told[0], (sentence, told)
+        assert told[0].endswith(f"the experts are read from {packed}")
+
+
+@pytest.mark.parametrize("column", packs.CHUNK.names[:-1])
+@pytest.mark.parametrize("value", [-1, 1, 1 << 40])
+def test_an_index_that_lies_is_refused(packed: Path, told: list[str], column: str, value: int) -> None:
+    pack = pack_of(packed)
+    reader = gguf.GGUFReader(pack, "r+")
+    rows = next(it for it in reader.tensors if it.name == packs.index_name(5)).data.view(packs.CHUNK)
+    rows[column][8, 0] = value + (rows[column][8, 0] if column in ("offset", "stored", "raw") else 0)
+    reader.data.flush()
+    with pytest.raises(PyorchError) as refused, packing.ModelMap(packed) as model_map:
+        model_map.attach_pack(pack)
+    assert str(pack) in str(refused.value)
