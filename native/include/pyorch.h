@@ -205,23 +205,32 @@ typedef enum pyorch_policy {
 // short only at the end of the file, or a negative errno. Called by several threads at once.
 typedef int64_t (*pyorch_read_fn)(void * user, int32_t file, uint64_t offset, void * buf, uint64_t size);
 
+// Who reads the files of the map. A callback is always called by threads.
+typedef enum pyorch_reader {
+    PYORCH_READER_AUTO     = 0, // io_uring where the kernel allows it and reads are direct, else threads
+    PYORCH_READER_IO_URING = 1, // one thread starts the reads; PYORCH_INVALID where that cannot be
+    PYORCH_READER_THREADS  = 2, // each waits for its read
+} pyorch_reader;
+
 typedef struct pyorch_config {
     uint64_t       struct_size;
     uint64_t       budget_bytes; // for all expert memory; above slots_bytes means all, the default
     int32_t        policy;       // pyorch_policy; default PYORCH_FINEMOE
-    int32_t        n_readers;    // reader threads, 0: as many as suit the processor
+    int32_t        read_depth;   // requests under way at once, of threads one each; 0: 4, or as many threads as suit
+                                 // the processor
     int32_t        direct_io;    // nonzero, the default: O_DIRECT where files have it and experts are large enough
-    uint64_t       read_bytes;   // one read request at most, 0: 4 MiB
+    uint64_t       read_bytes;   // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;         // NULL: the files of the map
     void *         read_user;
     int32_t        simulated;    // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
+    int32_t        reader;       // pyorch_reader; default PYORCH_READER_AUTO
     uint64_t       plain;        // nonzero: experts stay as they lie in the file; default: they are repacked when they
                                  // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
 } pyorch_config;
 
 pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);
 
-// Starts the reader threads. The map is copied. PYORCH_BUDGET below floor_bytes.
+// Starts the reader. The map is copied. PYORCH_BUDGET below floor_bytes.
 pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine);
 
 // REQUIRES: the models loaded under this engine, and their contexts, are freed. Does nothing in a process that was forked
@@ -246,6 +255,25 @@ pyorch_status pyorch_decode_error(char * buf, size_t size);
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
+
+//
+// disk
+//
+
+typedef struct pyorch_disk_speed {
+    uint64_t struct_size;
+    double   bytes_per_second;
+    double   cores;      // that this process kept busy meanwhile
+    uint64_t read_bytes; // as it was read: as pyorch_config
+    int32_t  read_depth;
+    int32_t  reader;     // pyorch_reader, which is never PYORCH_READER_AUTO
+    int32_t  direct;     // around the page cache
+    int32_t  reserved;   // 0
+} pyorch_disk_speed;
+
+// Reads experts in random order for so many seconds, as an engine with this configuration would, and computes nothing.
+pyorch_status pyorch_measure_disk(const pyorch_model_map * map, const pyorch_config * config, double seconds,
+                                  pyorch_disk_speed * speed);
 
 //
 // residency
@@ -289,7 +317,7 @@ typedef struct pyorch_stats {
     uint64_t prefetch_wasted; // experts read ahead on a prediction that did not come true
     uint64_t evictions;
     uint64_t bytes_read;
-    uint64_t read_ns;         // sum over readers of the time spent in reads
+    uint64_t read_ns;         // time with reads under way; of threads, the sum of their times
     uint64_t stall_ns;        // time in which at least one compute thread slept for an expert
     uint64_t failures;        // decodes failed
     uint64_t layer_passes;    // layers computed (per ubatch)

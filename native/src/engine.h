@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "loading/reader_threads.h"
+#include "loading/reader.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
 #include "routing/routing.h"
@@ -21,5 +21,5 @@ struct pyorch_engine {
     pyorch::Routers        routers;
     pyorch::Prefetcher     prefetcher;
     pyorch::Routing        routing;
-    std::unique_ptr<pyorch::Reader> readers; // last: stops before the table goes; none in a simulated engine
+    std::unique_ptr<pyorch::Reader> reader; // last: stops before the table goes; none in a simulated engine
 };

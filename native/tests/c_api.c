@@ -303,7 +303,7 @@ static void test_a_read_callback_is_refused_what_would_wait_for_it(calls c) {
     OK(pyorch_config_default(&config, sizeof(config)));
     config.read      = read_nothing;
     config.read_user = &c;
-    config.n_readers = 1;
+    config.read_depth = 1;
     OK(pyorch_engine_new(c.map, &config, &c.engine));
     OK(pyorch_prefetch(c.engine, c.il, &expert, 1));
     OK(pyorch_wait_idle(c.engine));

@@ -2,12 +2,13 @@
 // fail now and then. Every matrix must hold its own bytes while it is held, and the budget must hold.
 // Built with a sanitizer:
 //
-//     residency_stress FILE.gguf SEED N_PASSES
+//     residency_stress FILE.gguf SEED N_PASSES threads|io_uring
 //
-// FILE.gguf is written, used and left.
+// FILE.gguf is written, used and left. Exit status 77: this system has no io_uring.
 
 #include "banks/host_bank.h"
 #include "loading/reader_threads.h"
+#include "loading/uring_reader.h"
 #include "residency/table.h"
 
 #include "ggml.h"
@@ -15,9 +16,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <fstream>
+#include <memory>
 #include <random>
+#include <string>
 #include <thread>
 
 using namespace pyorch;
@@ -100,6 +105,12 @@ public:
     }
 
     bool direct(int file) const override { return files->direct(file); }
+    int  descriptor(int file, bool direct) const override { return files->descriptor(file, direct); }
+
+    int check(int file) override {
+        const unsigned n = count.fetch_add(1);
+        return n % 997 == 996 ? -EIO : files->check(file);
+    }
 
 private:
     std::unique_ptr<Source> files;
@@ -212,8 +223,19 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
     }
 }
 
+// Memory of this process that the kernel has hold of for a reader.
+static uint64_t pinned_bytes() {
+    std::ifstream status("/proc/self/status");
+    for (std::string line; std::getline(status, line);) {
+        if (line.rfind("VmPin:", 0) == 0) {
+            return 1024 * strtoull(line.c_str() + 6, nullptr, 10);
+        }
+    }
+    return 0;
+}
+
 int main(int argc, char ** argv) {
-    CHECK(argc == 4);
+    CHECK(argc == 5);
     const int seed     = atoi(argv[2]);
     const int n_passes = atoi(argv[3]);
     write_model(argv[1]);
@@ -227,7 +249,15 @@ int main(int argc, char ** argv) {
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
         flipping_codec, config);
     {
-        ReaderThreads readers(table.loader(), 3);
+        std::unique_ptr<Reader> reader;
+        if (std::string(argv[4]) == "io_uring") {
+            reader = UringReader::create(table.loader(), 3);
+            if (!reader) {
+                return 77;
+            }
+        } else {
+            reader = std::make_unique<ReaderThreads>(table.loader(), 3);
+        }
         std::atomic<bool> done { false };
         std::atomic<int>  n_failed { 0 };
         std::thread orders([&] { order_about(table, seed, done); });
@@ -252,6 +282,12 @@ int main(int argc, char ** argv) {
             for (uint8_t m : mask) {
                 CHECK((m & ~PYORCH_RESIDENT) == 0); // nothing is held, pinned or on its way
             }
+        }
+        // What slots gave up, the reader lets go of when it is told, on its thread.
+        const auto until = std::chrono::steady_clock::now() + std::chrono::minutes(5);
+        while (pinned_bytes() > stats.used_bytes) {
+            CHECK(std::chrono::steady_clock::now() < until);
+            std::this_thread::yield();
         }
         printf("%llu hits, %llu misses, %llu loads, %d failed layers\n", (unsigned long long) stats.hits,
             (unsigned long long) stats.misses, (unsigned long long) stats.loads, (int) n_failed);

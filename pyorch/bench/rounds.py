@@ -71,10 +71,20 @@ def run_rounds(
     A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
     """
     with ModelMap(job_for(configs[0]).model) as model_map:
-        ranges = disk.expert_ranges(model_map)
-    paths = sorted({where.path for where in ranges})
+        return _run_rounds(job_for, configs, n_rounds, on_progress, say, model_map)
+
+
+def _run_rounds(
+    job_for: Callable[[Config], Job],
+    configs: Sequence[Config],
+    n_rounds: int,
+    on_progress: OnProgress,
+    say: Callable[[str], None],
+    model_map: ModelMap,
+) -> Results:
+    paths = disk.paths_of(model_map)
     runs: list[Run] = []
-    bandwidths = [disk.measure_bandwidth(ranges, BANDWIDTH_SECONDS)]
+    bandwidths = [disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS)]
     for i in range(n_rounds):
         # There and back: what drifts in one direction favours no configuration.
         for config in configs if i % 2 == 0 else reversed(configs):
@@ -82,7 +92,7 @@ def run_rounds(
             disk.drop_page_cache(paths)
             with _Processors() as processors:
                 failure, measurement, peak_group_bytes = _measure(job_for(config))
-            bandwidths.append(disk.measure_bandwidth(ranges, BANDWIDTH_SECONDS))
+            bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
             bandwidth = max(bandwidth.bytes_per_second for bandwidth in bandwidths[-2:])
             runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
             if failure and len(runs) == 1 and not config.limit_bytes:

@@ -75,7 +75,7 @@ def footer(results: Results, resident: Summary | None, summaries: Sequence[Summa
         (
             "disk",
             f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
-            f"the benchmark (best with {best.n_threads} threads, {best.request_bytes // MiB} MiB requests, {how})",
+            f"the benchmark (best with {best.reader}, {best.depth} requests of {format_bytes(best.request_bytes)} at once, {how})",
         )
     )
     if resident is not None and resident.n_rounds:

@@ -203,7 +203,7 @@ def _measured_conditions(args: argparse.Namespace, given: _Given, model_map, pro
     bandwidth, compute_ms = given.read_bandwidth, args.compute_ms
     if bandwidth is None:
         progress.update("disk", 0, 1)
-        bandwidth = disk.measure_bandwidth(disk.expert_ranges(model_map), 3.0).bytes_per_second
+        bandwidth = disk.measure_bandwidth(model_map, 3.0).bytes_per_second
     if compute_ms is None:
         progress.update("computing", 0, 1)
         compute_ms = prefetch_measure.compute_ms(args.model, args.data, args.threads)

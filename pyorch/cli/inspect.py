@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.tables import Facts, Table, show
+from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.runtime.disk import Bandwidth
+
+_DISK_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -33,10 +40,15 @@ class Inspection:
     n_ctx: int
     kv_cache_bytes: int
     sidecars: dict[str, Path]
+    disk: Bandwidth | None  # what the file system was found to need; None: not measured yet
+    disk_ways: list[Bandwidth]  # all that was measured now
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose")
+    parser.add_argument("--disk", action="store_true",
+                        help="measure how experts are read fastest from this file system, keep that for all models on it, "
+                             "and show it")
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
                         help="show the size of the KV cache for N tokens (default: 4096)")
@@ -50,16 +62,23 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.model_map import ModelMap
 
     with ModelMap(args.model) as model_map:
-        inspection = _inspect(model_map, args.ctx)
+        inspection = _inspect(model_map, args.ctx, args.disk)
         layers = model_map.layers
     if args.json:
         print_json(inspection)
         return 0
-    show([_facts(inspection), *(["", _layers(layers)] if args.verbose else [])])
+    show([_facts(inspection), *(["", _ways(inspection)] if args.disk else []),
+          *(["", _layers(layers)] if args.verbose else [])])
     return 0
 
 
-def _inspect(model_map, n_ctx: int) -> Inspection:
+def _inspect(model_map, n_ctx: int, measures_disk: bool) -> Inspection:
+    from pyorch.runtime import disk
+
+    if measures_disk and not model_map.layers:
+        raise PyorchError(f"{model_map.path}: a dense model has no experts to read")
+    chosen, ways = disk.measure_and_keep(model_map, seconds=_DISK_SECONDS) if measures_disk else (
+        disk.kept_bandwidth(model_map) if model_map.layers else None, [])
     info, layers = model_map.info, model_map.layers
     return Inspection(
         path=model_map.path,
@@ -80,6 +99,8 @@ def _inspect(model_map, n_ctx: int) -> Inspection:
         n_ctx=n_ctx,
         kv_cache_bytes=model_map.kv_bytes(n_ctx),
         sidecars=model_map.sidecars(),
+        disk=chosen,
+        disk_ways=ways,
     )
 
 
@@ -107,7 +128,24 @@ def _facts(model: Inspection) -> Facts:
                                 f"to {format_bytes(model.slots_bytes, round_up=True)} (100%)"))
     else:
         facts.append(("budget", "none: a dense model has no experts to manage"))
+    if model.disk is not None:
+        best = model.disk
+        facts.append(("disk", f"{best.bytes_per_second / 1e9:.2f} GB/s with {best.reader}, {best.depth} requests of "
+                              f"{format_bytes(best.request_bytes)} at once"))
     return Facts([*facts, *((kind, str(path)) for kind, path in model.sidecars.items())])
+
+
+def _ways(model: Inspection) -> Table:
+    from pyorch.sizes import format_bytes
+
+    return Table(
+        ("reader", "at once", "each", "GB/s", "of a core", ""),
+        [(way.reader, str(way.depth), format_bytes(way.request_bytes), f"{way.bytes_per_second / 1e9:.2f}",
+          f"{way.cores:.1%}", "suffices" if way == model.disk else "") for way in model.disk_ways],
+        left=("reader", ""),
+        title="experts in random order" if all(way.direct for way in model.disk_ways) else
+              "experts in random order, through the page cache",
+    )
 
 
 def _layers(layers) -> Table:

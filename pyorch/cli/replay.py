@@ -108,7 +108,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.runtime.disk import expert_ranges, measure_bandwidth
+    from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
         predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
-        bandwidth = given or measure_bandwidth(expert_ranges(model_map), PROBE_SECONDS).bytes_per_second
+        bandwidth = given or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second
         share = default_route_share(model_map) if args.route_share is None else args.route_share
         combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
         rows = []

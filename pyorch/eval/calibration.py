@@ -15,7 +15,7 @@ from pyorch.errors import PyorchError
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
-from pyorch.runtime.disk import expert_ranges, measure_bandwidth
+from pyorch.runtime.disk import measure_bandwidth
 from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 from pyorch.traces.data import read_documents
@@ -123,7 +123,7 @@ def _trials(
     info = model.map.info
     settings = ReplaySettings(
         budget=max(info.floor_bytes, int(_BUDGET * info.slots_bytes)),
-        read_bandwidth=measure_bandwidth(expert_ranges(model.map), _DISK_SECONDS).bytes_per_second,
+        read_bandwidth=measure_bandwidth(model.map, _DISK_SECONDS).bytes_per_second,
         compute_ms=_compute_ms(model, context, pieces[0]),
         n_warm_tokens=len(recording) // 4,
     )

@@ -24,6 +24,7 @@ from pyorch.llama import logs, measure, memory
 from pyorch.llama.closed import closing
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
 from pyorch.runtime import fatal
+from pyorch.runtime.disk import reads_for
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held
@@ -205,9 +206,11 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             check(lib.pyorch_engine_capture(ffi.NULL))
     else:
         managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.sidecars)
+        reads = settings.reads
+        if settings.source is None:
+            reads = reads_for(managed.map, reads, settings.direct_io)
         managed.engine = Engine(
-            managed.map, budget, settings.policy, settings.n_readers, settings.direct_io, settings.source,
-            plain=True,
+            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=True,
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):

@@ -1,101 +1,153 @@
-"""How fast the model's file can be read, and how to forget that it was."""
+"""How fast the model's file can be read, by how many requests at once, and how to forget that it was.
+
+What a disk needs is measured once for each file system, and kept in the user's cache directory.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import json
 import os
-import random
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pyorch.sizes import MiB
-from pyorch.runtime.model_map import ByteRange, ModelMap
+from pyorch.errors import PyorchError
+from pyorch.files import write_text
+from pyorch.library.bindings import check, default, lib, new
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.reads import READERS, Reads
+from pyorch.sizes import KiB, MiB
 
-_ALIGNMENT = 4096
-_SETTINGS = [(n_threads, size) for n_threads in (1, 2, 4) for size in (1 * MiB, 4 * MiB)]
+ENOUGH = 0.97  # of the most that any way of reading gives
+
+# With what it takes to begin and to end, a second in all. Ways to ask, by what is under way at once: more of it makes
+# what is needed first arrive later.
+MEASURE_SECONDS = 0.8
+_RING = [(1, MiB), (2, MiB), (4, 512 * KiB), (4, MiB), (8, 512 * KiB), (16, 512 * KiB), (16, MiB)]
+_THREADS = [(1, MiB), (2, MiB), (1, 4 * MiB), (4, MiB), (2, 4 * MiB), (4, 4 * MiB)]
+
+# A disk is worth measuring where there is much to read.
+_WORTH_BYTES = 256 * MiB
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The best of several ways to read. direct: around the page cache."""
+    """What one way to read gives.
+
+    bytes_per_second: of experts in random order, by requests of request_bytes at most, depth of them at once. cores:
+    that this process kept busy meanwhile. direct: around the page cache.
+    """
 
     bytes_per_second: float
-    n_threads: int
+    reader: str
+    depth: int
     request_bytes: int
     direct: bool
+    cores: float
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(self.reader, self.depth, self.request_bytes)
 
 
-def expert_ranges(model_map: ModelMap) -> list[ByteRange]:
-    """Where all matrices of all experts lie, in random order."""
-    ranges = [
-        model_map.expert_range(layer.il, expert, role)
-        for layer in model_map.layers
-        for expert in range(layer.n_expert)
-        for role in range(len(layer.roles))
-    ]
-    random.Random(0).shuffle(ranges)
-    return ranges
+def measure(model_map: ModelMap, reads: Reads, seconds: float, direct_io: bool = True) -> Bandwidth:
+    """Reads for so long, as an engine would. PyorchError if this system has no such reader."""
+    if not direct_io or not hasattr(os, "O_DIRECT"):
+        for path in paths_of(model_map):
+            _forget(path)
+    config = default("pyorch_config", reader=READERS.index(reads.reader), read_depth=reads.depth,
+                     read_bytes=reads.request_bytes, direct_io=direct_io)
+    speed = new("pyorch_disk_speed")
+    check(lib.pyorch_measure_disk(model_map.handle, config, seconds, speed))
+    return Bandwidth(speed.bytes_per_second, READERS[speed.reader], speed.read_depth, speed.read_bytes,
+                     bool(speed.direct), speed.cores)
 
 
-def measure_bandwidth(ranges: Sequence[ByteRange], seconds: float) -> Bandwidth:
-    """Reads from the offsets of experts on, in requests of 1 and 4 MiB, with 1, 2 and 4 threads.
+def measure_ways(model_map: ModelMap, seconds: float, reader: str = "auto", direct_io: bool = True) -> list[Bandwidth]:
+    """Several ways to read, each twice, the better one counts: others use the disk too. seconds: for all of it."""
+    reader = measure(model_map, Reads(reader, 1, MiB), 1e-3, direct_io).reader
+    ways = [Reads(reader, depth, size) for depth, size in (_RING if reader == "io_uring" else _THREADS)]
+    rounds = [[measure(model_map, way, seconds / len(ways) / 2, direct_io) for way in ways] for _ in range(2)]
+    return [max(pair, key=lambda one: one.bytes_per_second) for pair in zip(*rounds)]
 
-    seconds: for all of it.
+
+def measure_bandwidth(model_map: ModelMap, seconds: float) -> Bandwidth:
+    """The best of several ways to read."""
+    return max(measure_ways(model_map, seconds), key=lambda one: one.bytes_per_second)
+
+
+def least_that_suffices(ways: Iterable[Bandwidth]) -> Bandwidth:
+    """The one with the fewest bytes under way at once, of those that give nearly the most."""
+    ways = list(ways)
+    enough = ENOUGH * max(one.bytes_per_second for one in ways)
+    return min((one for one in ways if one.bytes_per_second >= enough),
+               key=lambda one: (one.depth * one.request_bytes, one.depth))
+
+
+def reads_for(model_map: ModelMap, reads: Reads, direct_io: bool) -> Reads:
+    """What was asked for; where that leaves it open, what the file system of the model needs.
+
+    That is measured now, in a second, where it was not before, is worth it, and can be kept.
     """
-    best = None
-    for n_threads, size in _SETTINGS:
-        rate, direct = _read_for(ranges, n_threads, size, seconds / len(_SETTINGS))
-        if best is None or rate > best.bytes_per_second:
-            best = Bandwidth(rate, n_threads, size, direct)
-    return best
+    if reads.depth or reads.request_bytes or not direct_io or model_map.info.expert_bytes < _WORTH_BYTES:
+        return reads
+    kept = kept_bandwidth(model_map, reads.reader)
+    if kept is None and _can_keep(model_map, reads.reader):
+        kept = measure_and_keep(model_map, reads.reader)[0]
+    return kept.reads if kept is not None else reads
 
 
-def _read_for(ranges: Sequence[ByteRange], n_threads: int, size: int, seconds: float) -> tuple[float, bool]:
-    """Bytes per second of all threads together, and whether the reads were direct."""
-    paths = sorted({where.path for where in ranges})
-    opened = {path: _open(path) for path in paths}
-    direct = all(is_direct for _, is_direct in opened.values())
-    files = {path: (fd, os.fstat(fd).st_size) for path, (fd, _) in opened.items()}
-    deadline = time.perf_counter() + seconds
+def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | None:
+    """What was measured before, if anything was."""
+    with contextlib.suppress(OSError, ValueError, TypeError, PyorchError):
+        kept = Bandwidth(**json.loads(_kept_in(model_map, reader).read_text(encoding="utf-8")))
+        if kept.bytes_per_second > 0 and kept.reads.depth and kept.reads.request_bytes:
+            return kept
+    return None
 
-    def reader(first: int) -> tuple[int, float]:
-        buffer, n, i = mmap.mmap(-1, size), 0, first
-        while True:
-            where = ranges[i % len(ranges)]
-            fd, file_bytes = files[where.path]
-            end = max(0, file_bytes - size)
-            n += os.preadv(fd, [buffer], min(where.offset, end) // _ALIGNMENT * _ALIGNMENT)
-            i += n_threads
-            if time.perf_counter() >= deadline:
-                return n, time.perf_counter()
 
+def measure_and_keep(
+    model_map: ModelMap, reader: str = "auto", seconds: float = MEASURE_SECONDS
+) -> tuple[Bandwidth, list[Bandwidth]]:
+    """What suffices, and all that was measured. It is kept if it can be."""
+    ways = measure_ways(model_map, seconds, reader)
+    chosen = least_that_suffices(ways)
+    if _can_keep(model_map, reader):
+        with contextlib.suppress(PyorchError):
+            write_text(_kept_in(model_map, reader), json.dumps(asdict(chosen)) + "\n")
+    return chosen, ways
+
+
+def paths_of(model_map: ModelMap) -> list[str]:
+    """The files that experts lie in."""
+    return sorted({model_map.expert_range(layer.il, 0, role).path for layer in model_map.layers
+                   for role in range(len(layer.roles))})
+
+
+def _kept_in(model_map: ModelMap, reader: str) -> Path:
+    """The file system is known by its identity, and by the device where it has none."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    directory = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+    path = paths_of(model_map)[0]
+    return directory / "pyorch" / f"disk-{os.statvfs(path).f_fsid:x}-{os.stat(path).st_dev:x}-{reader}.json"
+
+
+def _can_keep(model_map: ModelMap, reader: str) -> bool:
     try:
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(n_threads) as pool:
-            results = list(pool.map(reader, range(n_threads)))
-    finally:
-        for fd, _ in opened.values():
-            os.close(fd)
-    return sum(n for n, _ in results) / (max(end for _, end in results) - begin), direct
+        directory = _kept_in(model_map, reader).parent
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        return False
+    return os.access(directory, os.W_OK | os.X_OK)
 
 
-def _open(path: str) -> tuple[int, bool]:
-    if hasattr(os, "O_DIRECT"):
-        with contextlib.suppress(OSError):  # not on every file system
-            return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    fd = os.open(path, os.O_RDONLY)
-    forget(fd)
-    return fd, False
-
-
-def forget(fd: int) -> None:
+def _forget(path: str) -> None:
     """Asks the kernel to drop a file from the page cache."""
     if hasattr(os, "posix_fadvise"):
+        fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
 
 
 def drop_page_cache(paths: Sequence[str]) -> None:
@@ -105,6 +157,4 @@ def drop_page_cache(paths: Sequence[str]) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("1")
     except OSError:
         for path in paths:
-            fd = os.open(path, os.O_RDONLY)
-            forget(fd)
-            os.close(fd)
+            _forget(path)

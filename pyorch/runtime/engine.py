@@ -16,6 +16,7 @@ from pyorch.runtime.residency import ResidencyCalls
 from pyorch.runtime.sources import Source, read_callback
 from pyorch.runtime.substitution import SubstitutionCalls
 from pyorch.settings.budget import Budget
+from pyorch.settings.reads import READERS, Reads
 
 
 class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
@@ -25,7 +26,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         model_map: the model's map; copied.
         budget: bytes, a share such as "40%", or a size such as "1.5GiB". BudgetError below the floor.
         policy: which expert goes first: one of pyorch.library.choices.policies(), None: default_policy() of them.
-        n_readers: reader threads, 0 for the default.
+        reads: who reads, and how much at once.
         direct_io: read around the page cache where the file system can.
         source: reads in place of the map's files.
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
@@ -37,7 +38,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         model_map: ModelMap,
         budget: Budget | int | str,
         policy: str | None = None,
-        n_readers: int = 0,
+        reads: Reads | str = "auto",
         direct_io: bool = True,
         source: Source | None = None,
         simulated: bool = False,
@@ -48,8 +49,10 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         self.simulated = simulated
         self.history = None
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}  # by il
+        how = Reads.parse(reads)
         config = default(
-            "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info), n_readers=n_readers,
+            "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info),
+            reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes,
             direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
         )
         if policy is not None:

@@ -15,7 +15,7 @@ class Source(Protocol):
     def read(self, file: int, offset: int, size: int) -> bytes:
         """Bytes of shard `file` from offset, fewer than size only at its end. An OSError fails the decode.
 
-        Called by several reader threads at once. It may ask the engine, but not wait for it (see pyorch.h).
+        Called by several threads at once. It may ask the engine, but not wait for it (see pyorch.h).
         """
 
 

@@ -13,6 +13,7 @@ from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.reads import Reads
 from pyorch.settings.substitution import Substitution
 
 
@@ -52,9 +53,11 @@ class Settings:
              "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been "
              "right); or auto, which takes one of them, and only while it makes decoding faster",
     )
-    n_readers: int = option(
-        0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), flag="--readers", metavar="N",
-        help="read experts with N threads", default_text="as the disk needs",
+    reads: Reads = option(
+        Reads(), Reads.parse, "text or a Reads", metavar="HOW",
+        help="what reads experts: io_uring, or threads that wait for the disk each; also as READER:DEPTH:SIZE, so many "
+             "requests at once, of so many bytes; or auto, which takes io_uring where the system allows it, and what "
+             "the disk was measured to need (see pyorch inspect --disk)",
     )
     direct_io: bool = option(
         True, flag, "true or false", flag="--buffered",

@@ -69,11 +69,11 @@ def test_logits_are_bit_identical_at_any_budget(
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("direct_io", [True, False], ids=["direct", "buffered"])
-@pytest.mark.parametrize("n_readers", [1, 4])
+@pytest.mark.parametrize("reads", ["io_uring:4:64KiB", "threads:4"])
 def test_no_setting_changes_the_logits(
-    small_moe: Path, resident: Model, prompt_tokens: list[int], policy: str, direct_io: bool, n_readers: int
+    small_moe: Path, resident: Model, prompt_tokens: list[int], policy: str, direct_io: bool, reads: str
 ) -> None:
-    with small_model(small_moe, "15%", policy=policy, direct_io=direct_io, n_readers=n_readers) as model:
+    with small_model(small_moe, "15%", policy=policy, direct_io=direct_io, reads=reads) as model:
         for shape in SHAPES:
             assert_same_bits(logits(model, shape, prompt_tokens), logits(resident, shape, prompt_tokens))
 

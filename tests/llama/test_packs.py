@@ -52,7 +52,7 @@ def logits(model: Model, tokens: list[int]) -> np.ndarray:
 def test_logits_are_those_of_the_resident_model(packed: Path, resident: Model, prompt_tokens: list[int]) -> None:
     expected = logits(resident, prompt_tokens)
     plain_slots = resident.map.info.slots_bytes
-    for options in ({}, {"direct_io": False}, {"n_readers": 3}, {"prefetch": "next-router:2:0"}):
+    for options in ({}, {"direct_io": False}, {"reads": "threads:3"}, {"prefetch": "next-router:2:0"}):
         with small_model(packed, "30%", **options) as model:
             assert model.map.pack == pack_of(packed)
             assert_same_bits(logits(model, prompt_tokens), expected)

@@ -61,7 +61,7 @@ class WatchedSource:
 @pytest.fixture
 def watched(small_moe: Path):
     source = WatchedSource(small_moe)
-    with pyorch.load(small_moe, budget="30%", prefetch="none", n_readers=1, source=source, n_ctx=256, n_threads=1) as model:
+    with pyorch.load(small_moe, budget="30%", prefetch="none", reads="threads:1", source=source, n_ctx=256, n_threads=1) as model:
         source.model = model
         model.engine.set_prefetch("layer-all", 1, 0.0)
         model.engine.set_observer(source.routed)

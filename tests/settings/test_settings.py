@@ -43,7 +43,7 @@ def test_a_value_is_read_as_its_text_is() -> None:
 
 @pytest.mark.parametrize("refused", [
     {"budget": "much"}, {"budget": "300%"}, {"prefetch": "hybrid:two"}, {"n_ctx": -1}, {"n_threads": "all"},
-    {"n_readers": -1},
+    {"reads": "tape"}, {"reads": "threads:513"}, {"reads": "threads:two"}, {"reads": "io_uring:1:1%"}, {"reads": 4},
     {"substitution": "rho=x"}, {"substitution": "unheard=1"}, {"speculate": "perhaps"},
     *({name: given} for name in options(Settings) for given in (b"1", 3.7, [], object(), np.arange(2))
       if name != "buddies" or isinstance(given, (bytes, float, list))),
@@ -73,7 +73,7 @@ def test_no_flag_means_the_default_that_is_declared() -> None:
 @given(
     budget=st.sampled_from(["auto", "25%", "12.5%", "1.5GiB", "4096"]), policy=st.sampled_from([None, "lru", "lfu"]),
     prefetch=st.sampled_from(["auto", "none", "next-router", "next-router:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),
-    n_readers=st.integers(0, 9), direct_io=st.booleans(), n_ctx=st.integers(0, 9000),
+    reads=st.sampled_from(["auto", "threads:3", "io_uring:2:64KiB"]), direct_io=st.booleans(), n_ctx=st.integers(0, 9000),
     n_threads=st.integers(0, 64), buddies=st.sampled_from([None, "lists.gguf"]),
     substitution=st.sampled_from([None, "default", "alpha=0.95,rho=3,tau=p15", "mode=random,seed=4,prefill", "mode=none,miss=drop"]),
 )
@@ -84,7 +84,7 @@ def test_settings_survive_being_told_to_another_process(**given: object) -> None
 
 
 @pytest.mark.parametrize("flags", [
-    ("--budget", "40%", "--policy", "lru", "--prefetch", "none", "--readers", "2", "--buffered"),
+    ("--budget", "40%", "--policy", "lru", "--prefetch", "none", "--reads", "threads:2", "--buffered"),
     ("--ctx", "64", "--ubatch", "32", "--threads", "3"),
     ("--buddies", "rho=3", "--buddies-file", "a.gguf"), ("--speculate",), ("--tuned", "a.json"),
 ])

@@ -8,7 +8,6 @@
 #include <cstring>
 
 namespace pyorch {
-namespace {
 
 pyorch_config default_config() {
     pyorch_config config = {};
@@ -17,6 +16,8 @@ pyorch_config default_config() {
     config.direct_io    = 1;
     return config;
 }
+
+namespace {
 
 void copy_sentence(const std::string & sentence, char * buf, size_t size) {
     if (size > 0) {

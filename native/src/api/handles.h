@@ -18,6 +18,9 @@ struct pyorch_history {
 
 namespace pyorch {
 
+// What pyorch_config_default gives.
+pyorch_config default_config();
+
 inline void check_experts(const pyorch_engine * engine, int layer, int n_expert) {
     const MoeLayer & l = engine->table.map.layers[layer];
     if (n_expert != l.n_expert) {

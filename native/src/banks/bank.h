@@ -12,6 +12,7 @@
 #include "model/form.h"
 
 #include <cstdint>
+#include <functional>
 
 namespace pyorch {
 
@@ -39,6 +40,9 @@ public:
     // What is taken may exceed a lowered budget until it is given back.
     virtual void     set_budget(uint64_t bytes) = 0;
     virtual uint64_t budget() const = 0;
+
+    // Called with the memory of each slot whose pages go back to the system.
+    virtual void on_give_up(std::function<void(char * slot)> given_up) = 0;
 
     virtual uint64_t taken() const = 0; // bytes in slots that are taken
     virtual uint64_t used() const = 0;  // the same, and those kept for the next who takes one

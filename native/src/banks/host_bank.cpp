@@ -41,6 +41,10 @@ bool HostBank::reserve(int size_class, uint64_t n_slots) {
     // A huge page would bring memory for slots that nobody has taken.
     madvise(p, bytes, MADV_NOHUGEPAGE);
 #endif
+#ifdef MADV_DONTFORK
+    // A child process has no use for experts, and of the memory that a reader has hold of it would get a copy.
+    madvise(p, bytes, MADV_DONTFORK);
+#endif
     char * begin = (char *) p;
     regions[size_class].push_back({ begin, begin, begin, begin + bytes });
     return true;

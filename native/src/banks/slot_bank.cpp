@@ -60,7 +60,7 @@ void SlotBank::give(const Slot & slot) {
     SizeClass & c = classes[slot.size_class];
     taken_bytes -= c.slot_bytes;
     if (used() + c.slot_bytes > limit) {
-        strip(slot.size_class, slot.memory); // the budget was lowered meanwhile
+        give_up(slot.size_class, slot.memory); // the budget was lowered meanwhile
         c.bare.push_back(slot.memory);
         return;
     }
@@ -68,11 +68,18 @@ void SlotBank::give(const Slot & slot) {
     c.kept.push_back(slot.memory);
 }
 
+void SlotBank::give_up(int size_class, char * slot) {
+    strip(size_class, slot);
+    if (given_up) {
+        given_up(slot);
+    }
+}
+
 void SlotBank::strip_kept(uint64_t until) {
     for (int i = 0; i < (int) classes.size(); ++i) {
         SizeClass & c = classes[i];
         while (!c.kept.empty() && used() > until) {
-            strip(i, c.kept.back());
+            give_up(i, c.kept.back());
             c.bare.push_back(c.kept.back());
             c.kept.pop_back();
             kept_bytes -= c.slot_bytes;

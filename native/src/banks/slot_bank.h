@@ -22,6 +22,7 @@ public:
     void     give(const Slot & slot) override;
     void     set_budget(uint64_t bytes) override;
     uint64_t budget() const override { return limit; }
+    void     on_give_up(std::function<void(char * slot)> f) override { given_up = std::move(f); }
     uint64_t taken() const override { return taken_bytes; }
     uint64_t used() const override { return taken_bytes + kept_bytes; }
     uint64_t peak() const override { return peak_bytes; }
@@ -43,12 +44,15 @@ private:
     uint64_t                      taken_bytes = 0;
     uint64_t                      kept_bytes  = 0;
     uint64_t                      peak_bytes  = 0;
+    std::function<void(char *)>   given_up;
 
     // A place for one more slot of the class, without memory yet. Null where the system has none.
     virtual char * extend(int size_class) = 0;
 
     // Gives the memory of a slot to the system; the place stays.
     virtual void strip(int size_class, char * slot) = 0;
+
+    void give_up(int size_class, char * slot);
 
     // Until so many bytes are in use, or nothing is kept.
     void strip_kept(uint64_t until);

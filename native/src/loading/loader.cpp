@@ -136,7 +136,32 @@ bool Loader::next(ReadRequest & request) {
 
 bool Loader::try_next(ReadRequest & request) {
     std::lock_guard<std::mutex> lock(mutex);
-    return pop(request);
+    return !stopped && pop(request);
+}
+
+uint64_t Loader::slot_bytes(const ReadRequest & request) const {
+    return pyorch::slot_bytes(map.layers[request.load->layer], request.load->form);
+}
+
+void Loader::watch_memory() {
+    std::lock_guard<std::mutex> lock(mutex);
+    watched = true;
+}
+
+void Loader::given_up(char * slot) {
+    if (watched) {
+        stripped.push_back(slot);
+        any_stripped = true;
+    }
+}
+
+void Loader::take_given_up(std::vector<char *> & slots) {
+    slots.clear();
+    if (any_stripped) {
+        std::lock_guard<std::mutex> lock(mutex);
+        slots.swap(stripped);
+        any_stripped = false;
+    }
 }
 
 void Loader::fail(Load & load, int role, int file, const std::string & why) {

@@ -23,6 +23,7 @@
 #include "loading/codec.h"
 #include "loading/source.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -112,7 +113,16 @@ public:
     void stop();
 
     Source & bytes() { return *source; }
+    int      n_files() const { return (int) map.files.size(); }
     bool     computes(Form form) const { return codecs(form).computes() || map.layers[0].pack; } // packs have checksums
+
+    // Bytes of the slot that a request is for.
+    uint64_t slot_bytes(const ReadRequest & request) const;
+
+    // For a reader that takes hold of the memory of slots: from watch_memory() on, what slots give up is kept in a
+    // list. Who reads into a slot takes the list before.
+    void watch_memory();
+    void take_given_up(std::vector<char *> & slots);
 
     // For who orders.
 
@@ -144,6 +154,9 @@ public:
         }
         return nullptr;
     }
+
+    // A slot, by its memory, gave that up.
+    void given_up(char * slot);
 
     // New requests may be there, or memory for some.
     void wake();
@@ -180,6 +193,9 @@ private:
     int                     n_reading   = 0; // requests under way
     int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
     bool                    stopped     = false;
+    bool                    watched     = false;
+    std::atomic<bool>       any_stripped { false };
+    std::vector<char *>     stripped;
     std::vector<uint64_t>   read_by_layer;
     uint64_t                ns_read      = 0;
     double                  recent_bytes = 0; // fading sums

@@ -41,7 +41,7 @@ public:
         }
     }
 
-    int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
+    int check(int file) override {
         const File & f = *files[file];
 
         // Half of an expert from before a change and half from after it would be silent garbage.
@@ -57,10 +57,21 @@ public:
         if (now.st_nlink == f.opened.st_nlink && differ(now.st_ctim, f.opened.st_ctim)) {
             return -ESTALE;
         }
+        return 0;
+    }
 
-        const bool aligned = (offset | size | (uintptr_t) buf) % 4096 == 0;
-        const int  fd      = f.direct_fd >= 0 && aligned ? f.direct_fd : f.fd;
-        uint64_t   done    = 0;
+    int descriptor(int file, bool direct) const override {
+        return direct ? files[file]->direct_fd : files[file]->fd;
+    }
+
+    int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
+        if (const int error = check(file)) {
+            return error;
+        }
+        const File & f       = *files[file];
+        const bool   aligned = (offset | size | (uintptr_t) buf) % 4096 == 0;
+        const int    fd      = f.direct_fd >= 0 && aligned ? f.direct_fd : f.fd;
+        uint64_t     done    = 0;
         while (done < size) {
             const ssize_t n = pread(fd, (char *) buf + done, size - done, (off_t) (offset + done));
             if (n < 0 && errno == EINTR) {
@@ -126,6 +137,10 @@ std::unique_ptr<Source> open_files(const ModelMap & map, bool direct_io) {
 
 std::unique_ptr<Source> call_source(pyorch_read_fn read, void * user) {
     return std::make_unique<CallSource>(read, user);
+}
+
+std::unique_ptr<Source> open_source(const ModelMap & map, const pyorch_config & config) {
+    return config.read ? call_source(config.read, config.read_user) : open_files(map, config.direct_io != 0);
 }
 
 } // namespace pyorch

@@ -19,6 +19,13 @@ public:
 
     // Direct reads want page-aligned offset, buf and size.
     virtual bool direct(int file) const = 0;
+
+    // The open file, for a reader that starts reads itself: around the page cache if direct. It calls check() before
+    // each. -1: only read() brings the bytes.
+    virtual int descriptor(int, bool) const { return -1; }
+
+    // Whether a file may still be read: 0, or the negative errno with which read() would fail.
+    virtual int check(int) { return 0; }
 };
 
 // The files of the map, opened again: O_DIRECT where asked and possible, buffered otherwise. A file
@@ -26,5 +33,8 @@ public:
 std::unique_ptr<Source> open_files(const ModelMap & map, bool direct_io);
 
 std::unique_ptr<Source> call_source(pyorch_read_fn read, void * user);
+
+// What a configuration asks for.
+std::unique_ptr<Source> open_source(const ModelMap & map, const pyorch_config & config);
 
 } // namespace pyorch

@@ -2,6 +2,8 @@
 
 #include "residency/table.h"
 
+#include "loading/readers.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -13,9 +15,6 @@ namespace pyorch {
 // A batch this wide is a prompt: it touches most experts once, and says little about which ones
 // decoding will need.
 static constexpr int SCAN_TOKENS = 8;
-
-// Large enough for a disk's full bandwidth, small enough that a demand does not wait long behind what is read ahead.
-static constexpr uint64_t DEFAULT_READ_BYTES = 4u << 20;
 
 static uint64_t clock_ns() {
     using namespace std::chrono;
@@ -35,7 +34,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         map(map_),
         policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())),
         bank(std::move(bank_)),
-        loads(map, std::move(source), std::move(codecs), config.read_bytes ? config.read_bytes : DEFAULT_READ_BYTES,
+        loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes,
             mutex, *this),
         layers(map.layers.size()),
         victims(n_experts(map)),
@@ -65,6 +64,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
             zeros_size = std::max(zeros_size, t.stride);
         }
     }
+    bank->on_give_up([this](char * slot) { loads.given_up(slot); });
     if (zeros_size) {
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

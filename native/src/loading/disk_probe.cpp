@@ -1,0 +1,163 @@
+#include "loading/disk_probe.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <tuple>
+
+namespace pyorch {
+namespace {
+
+double now_seconds() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double cpu_seconds() {
+    rusage usage = {};
+    getrusage(RUSAGE_SELF, &usage);
+    auto seconds = [](const timeval & t) { return (double) t.tv_sec + (double) t.tv_usec * 1e-6; };
+    return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+class NothingDecoded : public Codec {
+public:
+    const char * decode(const ExpertTensor &, char *, char * read) const override { return read; }
+    bool         computes() const override { return false; }
+    bool         intact(const MoeLayer &, int, int, const char *) const override { return true; }
+};
+
+const Codec & no_codec(Form) {
+    static const NothingDecoded codec;
+    return codec;
+}
+
+// Orders experts without end.
+class Probe : private Loader::Orders {
+public:
+    Probe(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan) :
+            map(map), loader(map, std::move(source), no_codec, plan.bytes,
+            mutex, *this) {
+        for (const MoeLayer & l : map.layers) {
+            slot = std::max(slot, slot_bytes(l, COMPUTABLE));
+        }
+        slot = (slot + PAGE - 1) / PAGE * PAGE;
+        in_flight = plan.depth * std::min(plan.bytes, slot);
+        // While the last expert of a round is read, the next is there to be begun.
+        const int n = (int) std::clamp<uint64_t>((2 * in_flight + slot - 1) / slot, 2, 1024);
+        memory_bytes = n * slot;
+        void * p = mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p == MAP_FAILED) {
+            throw Failure(PYORCH_MEMORY, format("no memory for %s of reads under way",
+                mebibytes(memory_bytes).c_str()));
+        }
+        memory = (char *) p;
+        memset(memory, 1, memory_bytes); // a page that is first written is no part of a read
+        loads.resize(n);
+        for (int i = 0; i < n; ++i) {
+            loads[i].slot = { 0, memory + i * slot };
+            idle.push_back(&loads[i]);
+        }
+        for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
+            for (int expert = 0; expert < map.layers[layer].n_expert; ++expert) {
+                order.emplace_back(layer, expert);
+            }
+        }
+        std::shuffle(order.begin(), order.end(), std::mt19937(std::random_device()()));
+    }
+
+    ~Probe() override { munmap(memory, memory_bytes); }
+
+    DiskSpeed measure(const ReadPlan & plan, double seconds) {
+        const auto reader = make_reader(loader, plan);
+        std::unique_lock<std::mutex> lock(mutex);
+        const auto until = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
+            std::chrono::duration<double>(seconds));
+        // After so much, as much ends at any time as begins. A disk that is slow has half of the time for that.
+        wanted = 2 * in_flight;
+        started = true;
+        loader.wake();
+        changed.wait_for(lock, std::chrono::duration<double>(seconds / 2),
+            [this] { return n_read() >= wanted || !error.empty(); });
+        const double   cpu   = cpu_seconds();
+        const double   begin = now_seconds();
+        const uint64_t bytes = n_read();
+        wanted = UINT64_MAX;
+        changed.wait_until(lock, until, [this] { return !error.empty(); });
+        const double took = now_seconds() - begin;
+        started = false;
+        if (!error.empty()) {
+            throw Failure(PYORCH_IO, error);
+        }
+        return { (double) (n_read() - bytes) / took, (cpu_seconds() - cpu) / took, direct };
+    }
+
+private:
+    const ModelMap &                 map;
+    std::mutex                       mutex;
+    std::condition_variable          changed;
+    Loader                           loader;
+    uint64_t                         slot = 0;      // bytes of the largest expert
+    uint64_t                         in_flight = 0; // bytes
+    char *                           memory = nullptr;
+    uint64_t                         memory_bytes = 0;
+    std::vector<Load>                loads;
+    std::vector<Load *>              idle;
+    std::vector<std::pair<int, int>> order;
+    size_t                           next    = 0;
+    bool                             started = false;
+    bool                             direct  = true;
+    uint64_t                         wanted  = 0;
+    std::string                      error;
+
+    uint64_t n_read() const {
+        uint64_t n = 0;
+        for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
+            n += loader.bytes_read(layer);
+        }
+        return n;
+    }
+
+    bool order_ahead() override {
+        if (!started || !error.empty() || idle.empty()) {
+            return false;
+        }
+        Load & load = *idle.back();
+        idle.pop_back();
+        std::tie(load.layer, load.expert) = order[next++ % order.size()];
+        load.form = COMPUTABLE;
+        for (const Extent & e : extents(map.layers[load.layer], load.expert, load.form)) {
+            direct = direct && e.direct && loader.bytes().direct(e.file);
+        }
+        loader.read_ahead(load);
+        return true;
+    }
+
+    bool order_guess() override { return false; }
+
+    void published(Load &, int, const char *) override {}
+
+    void failed(Load &, const std::string & sentence) override {
+        error = sentence;
+        changed.notify_all();
+    }
+
+    void finished(Load & load) override {
+        if (load.ended()) {
+            idle.push_back(&load);
+        }
+        if (n_read() >= wanted) {
+            changed.notify_all();
+        }
+    }
+};
+
+} // namespace
+
+DiskSpeed probe_disk(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan, double seconds) {
+    return Probe(map, std::move(source), plan).measure(plan, seconds);
+}
+
+} // namespace pyorch

@@ -1,0 +1,61 @@
+#include "loading/readers.h"
+
+#include "loading/reader_threads.h"
+#include "loading/uring_reader.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace pyorch {
+
+// Deep enough for most disks: a disk that was measured says it better. Requests are small, so that what is read ahead
+// delays what is needed by little.
+static constexpr int      RING_DEPTH = 4;
+static constexpr uint64_t RING_BYTES = 1u << 20;
+
+// A thread that waits for the disk asks for nothing meanwhile, so its requests are larger. Threads compete with the
+// compute threads for cores, and each further one makes the matrix that is needed first arrive later.
+static constexpr uint64_t THREAD_BYTES = 4u << 20;
+
+static constexpr int MAX_DEPTH = 512;
+
+static int default_threads() {
+    return std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4);
+}
+
+ReadPlan plan_reads(const pyorch_config & config) {
+    if (config.reader < PYORCH_READER_AUTO || config.reader > PYORCH_READER_THREADS) {
+        throw Failure(PYORCH_INVALID, format("there is no reader %d", config.reader));
+    }
+    if (config.read_depth < 0 || config.read_depth > MAX_DEPTH) {
+        throw Failure(PYORCH_INVALID, format("%d requests cannot be under way at once: 1 to %d can", config.read_depth,
+            MAX_DEPTH));
+    }
+    // What comes out of the page cache is copied, which threads share.
+    const bool suits    = config.direct_io || config.reader == PYORCH_READER_IO_URING;
+    bool       io_uring = config.reader != PYORCH_READER_THREADS && suits && !config.read && !config.simulated;
+    if (io_uring && !Ring::open(1)) {
+        if (config.reader == PYORCH_READER_IO_URING) {
+            throw Failure(PYORCH_INVALID, format("io_uring cannot be used here (%s): let threads read",
+                strerror(errno)));
+        }
+        io_uring = false;
+    }
+    return {
+        io_uring,
+        config.read_depth > 0 ? config.read_depth : io_uring ? RING_DEPTH : default_threads(),
+        config.read_bytes > 0 ? config.read_bytes : io_uring ? RING_BYTES : THREAD_BYTES,
+    };
+}
+
+std::unique_ptr<Reader> make_reader(Loader & loader, const ReadPlan & plan) {
+    if (plan.io_uring) {
+        if (auto reader = UringReader::create(loader, plan.depth)) {
+            return reader;
+        }
+    }
+    return std::make_unique<ReaderThreads>(loader, plan.depth);
+}
+
+} // namespace pyorch

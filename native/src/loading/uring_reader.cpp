@@ -1,0 +1,231 @@
+#include "loading/uring_reader.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <unistd.h>
+
+#ifdef __linux__
+#include <sys/eventfd.h>
+#endif
+
+namespace pyorch {
+
+static constexpr uint64_t BELL = UINT64_MAX;
+
+// The kernel's table has no more numbers.
+static constexpr unsigned MAX_BUFFERS = 1 << 14;
+
+static uint64_t now_ns() {
+    using namespace std::chrono;
+    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+static int make_bell() {
+#ifdef __linux__
+    return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+#else
+    return -1;
+#endif
+}
+
+static int file_index(const ReadRequest & request) {
+    return 2 * request.file + request.direct;
+}
+
+std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
+    std::vector<int> files;
+    for (int file = 0; file < loader.n_files(); ++file) {
+        files.push_back(loader.bytes().descriptor(file, false));
+        if (files.back() < 0) {
+            return nullptr;
+        }
+        files.push_back(loader.bytes().direct(file) ? loader.bytes().descriptor(file, true) : -1);
+    }
+    std::unique_ptr<Ring> ring = Ring::open((unsigned) depth);
+    const int             bell = ring ? make_bell() : -1;
+    if (bell < 0) {
+        return nullptr;
+    }
+    ring->queue_poll(bell, BELL);
+    if (!ring->submit()) { // forbidden, though the ring was not
+        close(bell);
+        return nullptr;
+    }
+    const bool registered = ring->register_files(files);
+    std::unique_ptr<UringReader> reader(new UringReader(loader, depth, std::move(ring), bell));
+    reader->registered_files = registered;
+    reader->registers        = reader->ring->reserve_buffers(MAX_BUFFERS);
+    if (reader->registers) {
+        loader.watch_memory();
+        for (unsigned i = MAX_BUFFERS; i > 0; --i) {
+            reader->unused.push_back(i - 1);
+        }
+    }
+    if (loader.computes(COMPUTABLE)) {
+        const int n_threads = std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4);
+        reader->decoders = std::make_unique<DecodeThreads>(loader, n_threads);
+    }
+    reader->thread = std::thread([r = reader.get()] { r->run(); });
+    return reader;
+}
+
+UringReader::UringReader(Loader & loader, int depth, std::unique_ptr<Ring> ring, int bell) :
+        Reader(loader), ring(std::move(ring)), bell(bell), under_way(depth) {
+    for (int i = 0; i < depth; ++i) {
+        idle.push_back(i);
+    }
+}
+
+UringReader::~UringReader() {
+    ending = true;
+    loader.stop();
+    if (thread.joinable()) {
+        thread.join();
+    }
+    decoders.reset();
+    attach(nullptr); // wake() is called no more
+    close(bell);
+}
+
+void UringReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) {
+    changed.wait(lock);
+}
+
+void UringReader::wake() {
+    if (asleep.exchange(false)) {
+        const uint64_t one = 1;
+        const ssize_t  n   = write(bell, &one, sizeof(one));
+        (void) n; // it fails only where it rings already
+    }
+}
+
+void UringReader::run() {
+    for (;;) {
+        if (!idle.empty() && !ending && start_one()) {
+            continue;
+        }
+        if (!idle.empty()) {
+            // Who orders something from here on rings; what was ordered before is seen now.
+            asleep = true;
+            if (!ending && start_one()) {
+                asleep = false;
+                continue;
+            }
+        }
+        if (ending && idle.size() == under_way.size()) {
+            return;
+        }
+        ring->submit_and_wait();
+        asleep = false;
+        for (Ring::Result result; ring->take(result);) {
+            if (result.tag != BELL) {
+                ended(under_way[result.tag], result.value);
+            } else {
+                listen();
+            }
+        }
+    }
+}
+
+void UringReader::listen() {
+    uint64_t      n_rung;
+    const ssize_t n = read(bell, &n_rung, sizeof(n_rung));
+    (void) n;
+    ring->queue_poll(bell, BELL);
+}
+
+// The next request. False if there is none.
+bool UringReader::start_one() {
+    ReadRequest request;
+    const bool  any = loader.try_next(request);
+    loader.take_given_up(given_up);
+    for (char * slot : given_up) {
+        const auto place = buffers.find(slot);
+        if (place != buffers.end()) {
+            ring->clear_buffer(place->second);
+            unused.push_back(place->second);
+            buffers.erase(place);
+        }
+    }
+    if (!any) {
+        return false;
+    }
+    if (idle.size() == under_way.size()) {
+        last_ns = now_ns();
+    }
+    UnderWay & u = under_way[idle.back()];
+    idle.pop_back();
+    u = { request, 0, buffer_of(request), false };
+    if (const int error = loader.bytes().check(request.file)) {
+        end(u, error);
+    } else {
+        start(u);
+    }
+    return true;
+}
+
+int UringReader::buffer_of(const ReadRequest & request) {
+    if (!registers || !request.direct) {
+        return -1;
+    }
+    char *     slot  = request.load->slot.memory;
+    const auto place = buffers.find(slot);
+    if (place != buffers.end()) {
+        return (int) place->second;
+    }
+    if (unused.empty()) {
+        return -1;
+    }
+    if (!ring->set_buffer(unused.back(), slot, loader.slot_bytes(request))) {
+        registers = false; // no more of them: the limit on locked memory is reached
+        return -1;
+    }
+    buffers.emplace(slot, unused.back());
+    unused.pop_back();
+    return buffers[slot];
+}
+
+void UringReader::start(UnderWay & u) {
+    const ReadRequest & r    = u.request;
+    const int           file = registered_files ? file_index(r) : loader.bytes().descriptor(r.file, r.direct);
+    ring->queue({ file, r.offset + u.done, r.buf + u.done, (uint32_t) (r.size - u.done), u.buffer, u.may_block },
+        (uint64_t) (&u - under_way.data()));
+}
+
+void UringReader::ended(UnderWay & u, int32_t value) {
+    if (value == -EINTR || (value == -EAGAIN && !u.may_block)) {
+        u.may_block = true;
+        start(u);
+        return;
+    }
+    if (value < 0) {
+        end(u, value);
+        return;
+    }
+    u.done += (uint64_t) value;
+    // A direct read that stops off a page boundary has met the end of the file.
+    if (value > 0 && u.done < u.request.size && !(u.request.direct && u.done % PAGE != 0)) {
+        start(u);
+        return;
+    }
+    end(u, (int64_t) u.done);
+}
+
+void UringReader::end(UnderWay & u, int64_t result) {
+    ReadRequest    request = u.request;
+    const uint64_t now     = now_ns();
+    const uint64_t ns      = now - last_ns;
+    last_ns = now;
+    idle.push_back((int) (&u - under_way.data()));
+    if (!loader.read(request, result, ns)) {
+        return;
+    }
+    if (decoders && loader.computes(request.load->form)) {
+        decoders->push(request);
+    } else {
+        loader.decode(request);
+    }
+}
+
+} // namespace pyorch

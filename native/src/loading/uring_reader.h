@@ -1,0 +1,69 @@
+// One thread that starts reads by io_uring and takes their results: the disk has as many requests at once as it needs,
+// and the processor next to nothing to do.
+//
+// Files are registered, and the memory of a slot when it is first read into, where the limit on locked memory allows
+// it: to take hold of its pages for each read anew costs more than all the rest of a read. A slot that gives up its
+// memory is let go of before anything more is read.
+//
+// The thread sleeps in one place, in the kernel, until a read ends or wake() rings: it writes to a descriptor that the
+// kernel watches. A decode stage that computes runs on other threads.
+
+#pragma once
+
+#include "loading/decode_threads.h"
+#include "loading/reader.h"
+#include "loading/ring.h"
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace pyorch {
+
+class UringReader : public Reader {
+public:
+    // depth: requests under way at once, at least 1. Null where io_uring, or a file of the source, cannot be had.
+    static std::unique_ptr<UringReader> create(Loader & loader, int depth);
+
+    ~UringReader() override; // ends the requests under way, leaves the rest
+
+    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override;
+    void wake() override;
+
+private:
+    struct UnderWay {
+        ReadRequest request;
+        uint64_t    done;
+        int         buffer;
+        bool        may_block;
+    };
+
+    UringReader(Loader & loader, int depth, std::unique_ptr<Ring> ring, int bell);
+
+    std::unique_ptr<Ring>                 ring;
+    const int                             bell;      // that wake() rings
+    bool                                  registered_files = false;
+    bool                                  registers  = false; // the memory of slots
+    std::unordered_map<char *, unsigned>  buffers;   // registered slots
+    std::vector<unsigned>                 unused;    // numbers of buffers
+    std::vector<char *>                   given_up;
+    std::vector<UnderWay>                 under_way; // [depth]
+    std::vector<int>                      idle;      // indices into it
+    uint64_t                              last_ns = 0; // when a read last ended, or the first began
+    std::atomic<bool>                     asleep { false };
+    std::atomic<bool>                     ending { false };
+    std::unique_ptr<DecodeThreads>        decoders;
+    std::thread                           thread;
+
+    void run();
+    void listen();
+    bool start_one();
+    void start(UnderWay & u);
+    int  buffer_of(const ReadRequest & request);
+    void ended(UnderWay & u, int32_t value);
+    void end(UnderWay & u, int64_t result);
+};
+
+} // namespace pyorch

@@ -1,0 +1,126 @@
+"""Compares ways to read experts on a disk that is fast by construction: an ext4 file system in memory.
+
+    sudo .venv/bin/python scripts/bench_reads.py [--reads threads:1:4MiB io_uring ...] [--matrix 0.84MiB] [--rounds 3]
+
+A file in a tmpfs becomes a block device (losetup, with direct reads), for tmpfs itself would only copy: its speed is
+that of the kernel's threads that copy, one for each request under way. On it lies a GGUF of random bytes with matrices of
+the size that Qwen3-30B has in Q4_0. Each way is measured in turn, round after round; medians are printed. Needs root, and
+Linux. With --model MODEL.gguf experts of that file are read, wherever it lies, and nothing is mounted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.reads import Reads
+from pyorch.sizes import Amount, MiB, format_bytes
+
+WIDTH = 2048  # of a matrix, in weights
+N_EXPERT = 128
+MARGIN = 160 * MiB  # of the file system, beside the model
+
+
+def write_model(path: Path, matrix_bytes: int, total_bytes: int) -> None:
+    """A GGUF whose experts have three matrices of about matrix_bytes in Q4_0; random bytes, total_bytes of them."""
+    row = WIDTH // 32 * 18
+    n_rows = max(1, round(matrix_bytes / row))
+    n_layers = max(1, total_bytes // (3 * N_EXPERT * n_rows * row))
+    writer = gguf.GGUFWriter(path, "qwen3moe", use_temp_file=False)
+    writer.add_block_count(n_layers)
+    writer.add_expert_count(N_EXPERT)
+    writer.add_expert_used_count(8)
+    shape = (N_EXPERT, n_rows, row)
+    names = [f"blk.{layer}.ffn_{role}_exps.weight" for layer in range(n_layers) for role in ("up", "gate", "down")]
+    for name in names:
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), N_EXPERT * n_rows * row, gguf.GGMLQuantizationType.Q4_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = np.random.default_rng(0)
+    for _ in names:
+        writer.write_tensor_data(np.frombuffer(rng.bytes(N_EXPERT * n_rows * row), np.uint8).reshape(shape))
+    writer.close()
+
+
+@contextlib.contextmanager
+def file_system_in_memory(n_bytes: int) -> Iterator[Path]:
+    """The directory of an ext4 file system whose device is a file in memory."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        memory, mounted = Path(directory) / "memory", Path(directory) / "mounted"
+        for path in (memory, mounted):
+            path.mkdir()
+        _run("mount", "-t", "tmpfs", "-o", f"size={n_bytes + 16 * MiB}", "tmpfs", memory)
+        stack.callback(_run, "umount", "--lazy", memory)  # the device lets go of it a little later
+        image = memory / "image"
+        with image.open("wb") as file:
+            file.truncate(n_bytes)
+        device = _run("losetup", "--find", "--show", "--direct-io=on", image)
+        stack.callback(_run, "losetup", "--detach", device)
+        _run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", device)
+        _run("mount", device, mounted)
+        stack.callback(_run, "umount", mounted)
+        yield mounted
+
+
+def _run(*command: str | Path) -> str:
+    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def compare(model: Path, ways: list[Reads], n_rounds: int, seconds: float) -> None:
+    """Prints the median of each way."""
+    with ModelMap(model) as model_map:
+        layer = model_map.layers[0]
+        print(f"matrices of {layer.expert_bytes / len(layer.roles) / MiB:.2f} MiB")
+        all_ways = disk.measure_ways(model_map, 3.0)
+        suits = disk.least_that_suffices(all_ways)
+        peak = max(way.bytes_per_second for way in all_ways)
+        if suits.reads not in ways:
+            ways = [*ways, suits.reads]
+        measured: dict[Reads, list[disk.Bandwidth]] = {way: [] for way in ways}
+        for i in range(n_rounds):
+            for way in ways if i % 2 == 0 else reversed(ways):
+                measured[way].append(disk.measure(model_map, way, seconds))
+    first = None
+    for way, runs in measured.items():
+        rate = statistics.median(run.bytes_per_second for run in runs)
+        cores = statistics.median(run.cores for run in runs)
+        first = first or rate
+        print(f"{runs[0].reader:9} {runs[0].depth:3} x {format_bytes(runs[0].request_bytes):9} {rate / 1e9:6.2f} GB/s "
+              f"({rate / first:.2f}x)  {cores:6.1%} of a core, {cores / rate * MiB * 1e6:6.1f} us/MiB"
+              f"{'   measured to suit' if way == suits.reads else ''}")
+    print(f"the most that any way gave, while measuring which suits: {peak / 1e9:.2f} GB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--reads", nargs="+", default=["threads:1:4MiB", "threads:2:4MiB"], type=Reads.parse)
+    parser.add_argument("--matrix", default="864KiB", type=lambda text: Amount.parse(text).n_bytes)
+    parser.add_argument("--size", default="1.2GiB", type=lambda text: Amount.parse(text).n_bytes)
+    parser.add_argument("--rounds", default=3, type=int)
+    parser.add_argument("--seconds", default=1.0, type=float, help="of each measurement")
+    args = parser.parse_args()
+    ways = [Reads.parse(way) for way in args.reads]
+    if args.model:
+        compare(args.model, ways, args.rounds, args.seconds)
+        return
+    with file_system_in_memory(args.size + MARGIN) as directory:
+        write_model(directory / "model.gguf", args.matrix, args.size)
+        _run("sync")
+        compare(directory / "model.gguf", ways, args.rounds, args.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

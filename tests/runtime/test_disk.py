@@ -1,0 +1,76 @@
+"""What a disk needs is measured once for each file system, and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pyorch.cli import main
+from pyorch.errors import PyorchError
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.reads import Reads
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "pyorch"
+
+
+@pytest.fixture
+def model_map(small_moe: Path):
+    with ModelMap(small_moe) as model_map:
+        yield model_map
+
+
+def test_what_was_measured_is_found_again(model_map: ModelMap, cache: Path) -> None:
+    assert disk.kept_bandwidth(model_map) is None
+    chosen, ways = disk.measure_and_keep(model_map, seconds=0.05)
+    assert chosen in ways and disk.kept_bandwidth(model_map) == chosen
+    assert disk.kept_bandwidth(model_map, "threads") is None  # another reader needs something else
+
+
+def test_the_least_that_suffices_is_chosen() -> None:
+    def way(rate: float, depth: int, size: int) -> disk.Bandwidth:
+        return disk.Bandwidth(rate, "io_uring", depth, size, True, 0.1)
+
+    least = way(98, 4, 1 << 20)
+    ways = [way(90, 1, 1 << 20), way(96, 4, 1 << 19), way(100, 8, 1 << 20), least, way(99, 8, 1 << 19)]
+    assert disk.least_that_suffices(ways) == least
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"bytes_per_second": 1}', "\0"])
+def test_a_damaged_file_counts_as_none(model_map: ModelMap, cache: Path, damage: str) -> None:
+    disk.measure_and_keep(model_map, seconds=0.05)
+    (kept,) = cache.iterdir()
+    kept.write_text(damage)
+    assert disk.kept_bandwidth(model_map) is None
+
+
+def test_a_small_model_is_not_worth_a_second(model_map: ModelMap, cache: Path) -> None:
+    assert disk.reads_for(model_map, Reads(), direct_io=True) == Reads()
+    assert not cache.exists()
+
+
+def test_what_cannot_be_kept_is_no_error(model_map: ModelMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert disk.measure_and_keep(model_map, seconds=0.05)[0].bytes_per_second > 0
+    assert disk.kept_bandwidth(model_map) is None
+
+
+def test_a_disk_is_not_measured_for_no_time(model_map: ModelMap) -> None:
+    with pytest.raises(PyorchError, match="more than 0 seconds"):
+        disk.measure(model_map, Reads(), 0)
+
+
+def test_inspect_shows_what_the_disk_needs(small_moe: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(small_moe), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["disk"] is None
+    assert main(["inspect", str(small_moe), "--disk"]) == 0
+    assert "suffices" in capsys.readouterr().out
+    assert main(["inspect", str(small_moe)]) == 0
+    assert "GB/s with" in capsys.readouterr().out

@@ -1,0 +1,45 @@
+"""Who reads: io_uring where the system allows it, threads elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A sandbox as containers have it: seccomp answers io_uring_setup with EPERM.
+FORBIDDEN = """
+import ctypes, struct, sys
+
+class Program(ctypes.Structure):
+    _fields_ = [("n", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+EPERM, IO_URING_SETUP, ALLOW, ERRNO = 1, 425, 0x7fff0000, 0x00050000
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, IO_URING_SETUP), (0x06, 0, 0, ERRNO | EPERM), (0x06, 0, 0, ALLOW)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+libc = ctypes.CDLL(None, use_errno=True)
+program = Program(len(rules), ctypes.addressof(code))
+assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program), 0, 0) == 0
+
+from pyorch.errors import PyorchError
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.reads import Reads
+
+with ModelMap(sys.argv[1]) as model_map:
+    print(disk.measure(model_map, Reads("auto"), 0.01).reader)
+    try:
+        disk.measure(model_map, Reads("io_uring"), 0.01)
+    except PyorchError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is of Linux")
+def test_where_io_uring_is_forbidden_threads_read(small_moe: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", FORBIDDEN, str(small_moe)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    reader, refusal = result.stdout.splitlines()
+    assert reader == "threads"
+    assert refusal == "io_uring cannot be used here (Operation not permitted): let threads read"
