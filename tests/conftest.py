@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def converted(request: pytest.FixtureRequest) -> Path:
     """The directory of the models that are made of checkpoints. Others than this session uses are not there.
 
-    All are converted in one process: to start torch costs more than to convert.
+    All are converted in one process, which has torch already: to start it costs more than to convert.
     """
     used = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
 
@@ -48,9 +49,17 @@ def converted(request: pytest.FixtureRequest) -> Path:
                 })
         if "zoo" in used:
             jobs += Zoo(directory, asked_for(request.session.items)).make_checkpoints()
-        children.run_converter(jobs)
+        with shared.torch_at_hand():
+            children.run_converter(jobs)
 
     return shared.made_once("converted", make)
+
+
+@pytest.fixture
+def torch_at_hand() -> Iterator[None]:
+    """Converters and trainings of this test need not import torch."""
+    with shared.torch_at_hand():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import atexit
-import json
+import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+import torch_client
 from filelock import FileLock
-
 from processes import HANG_SECONDS
 
+_SOCKET = "torch.socket"
 _VARIABLE = "PYORCH_TESTS_SHARED"  # names the directory to processes that the first one starts
 
 
@@ -49,19 +52,33 @@ def made_once(name: str, make: Callable[[Path], None]) -> Path:
 
 def with_torch(program: Path, *arguments: object) -> str:
     """Runs a program that needs torch in a fork of a process that has imported torch. Returns what it printed."""
-    with _connection() as connection, connection.makefile("rw", encoding="utf-8") as stream:
-        stream.write(json.dumps({"program": str(program), "arguments": [str(it) for it in arguments]}) + "\n")
-        stream.flush()
-        reply = stream.readline()
-    assert reply, f"{program} died"
-    answer = json.loads(reply)
-    assert not answer["failure"], answer["failure"]
-    return answer["output"]
+    with _connection() as connection, open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as output:
+        descriptors = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
+        status = torch_client.run(connection, str(program), [str(it) for it in arguments], descriptors)
+        output.seek(0)
+        text = output.read()
+    assert status == 0, f"{program}: status {status}\n{text}"
+    return text
+
+
+@contextlib.contextmanager
+def torch_at_hand() -> Iterator[None]:
+    """Programs that this process starts with its interpreter are forks of that process too: not one by one do they import
+    torch, which takes seconds, and otherwise they are as ever."""
+    _connection().close()
+    program = directory() / f"python-{os.getpid()}"
+    client = Path(torch_client.__file__)
+    command = [sys.executable, "-S", "-E", str(client), str(directory() / _SOCKET), sys.executable]
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    program.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(program))
+        yield
 
 
 def _connection() -> socket.socket:
     """To the server. It ends with the process that started it; then the next one starts another."""
-    path = directory() / "torch.socket"
+    path = directory() / _SOCKET
     with FileLock(f"{path}.lock"):
         connection = _connected(path)
         if connection is None:

@@ -4,37 +4,78 @@ torch and transformers take seconds to import, and must not share a process with
 
     python torch_server.py SOCKET
 
-A client sends one line of JSON, {"program": path, "arguments": [text]}, and gets one back, {"failure": text, "output":
-text}: what went wrong, empty if nothing did, and what the program printed. The server ends when its standard input does.
+Clients are torch_client.py's. The server ends when its standard input does.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
+import fcntl
 import json
 import os
+import resource
 import runpy
 import select
 import socket
 import sys
+import threading
 import traceback
+from pathlib import Path
 
 import torch
 import transformers
 
+_OUT_OF_THE_WAY = 500  # a program may want its descriptors at any small number
 
-def answer(connection: socket.socket) -> None:
-    with connection, connection.makefile("rw", encoding="utf-8") as stream:
-        request = json.loads(stream.readline())
-        sys.argv = [request["program"], *request["arguments"]]
-        output, failure = io.StringIO(), ""
-        with contextlib.redirect_stdout(output):
-            try:
-                runpy.run_path(request["program"], run_name="__main__")
-            except BaseException:
-                failure = traceback.format_exc()
-        stream.write(json.dumps({"failure": failure, "output": output.getvalue()}) + "\n")
+
+def run(connection: socket.socket) -> int:
+    """Becomes the process that was asked for, as far as a program can tell. Returns its exit status."""
+    head, received, _, _ = socket.recv_fds(connection, 8, 253)
+    with connection.makefile("rb") as stream:
+        request = json.loads(stream.read(int.from_bytes(head, "little")))
+    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _OUT_OF_THE_WAY) for descriptor in received]
+    for descriptor in received:
+        os.close(descriptor)
+    for number, descriptor in zip(request["descriptors"], moved):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin, sys.stdout, sys.stderr = open(0, closefd=False), open(1, "w", closefd=False), open(2, "w", closefd=False)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    resource.setrlimit(resource.RLIMIT_FSIZE, tuple(request["file_size"]))
+    sys.argv = [request["program"], *request["arguments"]]
+    sys.path.insert(0, str(Path(request["program"]).parent))
+    try:
+        runpy.run_path(request["program"], run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        return ended.code if isinstance(ended.code, int) else int(bool(ended.code))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+def end_with(connection: socket.socket) -> None:
+    """Who ends a program kills the client: the fork that runs it ends, too."""
+    connection.recv(1)
+    os._exit(1)
+
+
+def serve(connection: socket.socket) -> None:
+    """The work of a fork."""
+    connection = socket.socket(fileno=fcntl.fcntl(connection, fcntl.F_DUPFD, _OUT_OF_THE_WAY))
+    status = 1
+    try:
+        status = run(connection)
+    finally:
+        connection.send(bytes([status]))
+        os._exit(status)
 
 
 def main() -> None:
@@ -49,8 +90,7 @@ def main() -> None:
                 connection, _ = listener.accept()
                 pid = os.fork()
                 if pid == 0:
-                    answer(connection)
-                    os._exit(0)
+                    serve(connection)
                 connection.close()
                 forks.add(pid)
             forks = {pid for pid in forks if os.waitpid(pid, os.WNOHANG) == (0, 0)}

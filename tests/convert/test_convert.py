@@ -22,6 +22,7 @@ from ggufs import write_moe_model
 from mutations import nested, set_metadata
 from processes import HANG_SECONDS, pyorch
 
+from pyorch.cli import main
 from pyorch.convert import children, convert, quantization
 from pyorch import files
 from pyorch.convert.checkpoint import open_checkpoint
@@ -70,7 +71,7 @@ def test_command_converts_and_quantizes(checkpoint, out):
     assert not any(kind in kinds for kind in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32))
 
 
-def test_auto_keeps_the_type_of_the_checkpoint_and_splits(checkpoint, out):
+def test_auto_keeps_the_type_of_the_checkpoint_and_splits(checkpoint, out, torch_at_hand):
     steps = []
     result = convert(checkpoint, out / "model.gguf", pre_tokenizer="gpt-2", split_max_size="4M",
                      on_progress=lambda step, done, total: steps.append((step, done, total)))
@@ -99,7 +100,7 @@ def test_quantization_names_are_those_of_llama_cpp():
     assert known | {"F32"} == set(quantization.names())
 
 
-def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_moe, tmp_path, out):
+def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_moe, tmp_path, out, torch_at_hand):
     again = Path(shutil.copytree(CHECKPOINT, tmp_path / CHECKPOINT.name))
     path = again / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -143,10 +144,9 @@ def test_refusal_is_one_line_and_status_2(tmp_path):
     assert "does not exist" in done.stderr
 
 
-def test_unknown_tokenizer_is_refused_with_the_option_and_its_values(checkpoint, out):
-    done = pyorch("convert", checkpoint, "-o", out / "model.gguf", "--verbose")
-    assert done.returncode == 2
-    log, error = done.stderr.rstrip().rsplit("\n", 1)
+def test_unknown_tokenizer_is_refused_with_the_option_and_its_values(checkpoint, out, torch_at_hand, capfd):
+    assert main(["convert", str(checkpoint), "-o", str(out / "model.gguf"), "--verbose"]) == 2
+    log, error = capfd.readouterr().err.rstrip().rsplit("\n", 1)
     assert error.startswith("pyorch: error: ") and "--pre-tokenizer NAME" in error and "qwen2" in error
     assert "hf-to-gguf" in log  # which is what --verbose shows
     assert list(out.iterdir()) == []
@@ -208,7 +208,7 @@ def test_damaged_weights_are_refused(copy, out, damage):
     refuse(copy, out / "model.gguf", "model.safetensors is damaged", error=FormatError)
 
 
-def test_missing_tensor_is_refused_by_name_of_the_tool(copy, out):
+def test_missing_tensor_is_refused_by_name_of_the_tool(copy, out, torch_at_hand):
     edit_config(copy, num_experts=9)
     refuse(copy, out / "model.gguf", "llama.cpp's converter failed", "--verbose", pre_tokenizer="gpt-2")
     assert list(out.iterdir()) == []
@@ -246,7 +246,7 @@ def test_small_disk_is_refused_before_work_begins(checkpoint, out, monkeypatch):
 
 # Whole or not at all.
 
-def test_full_disk_leaves_nothing(checkpoint, plain, out):
+def test_full_disk_leaves_nothing(checkpoint, plain, out, torch_at_hand):
     """A limit on the size of files acts as a full disk: at first while converting, then while quantizing."""
     (out / "model.gguf").write_bytes(b"the old one")
     previous = resource.getrlimit(resource.RLIMIT_FSIZE)

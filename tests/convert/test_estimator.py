@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import os
 import shutil
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from models import CHECKPOINT, PROMPT, small_model
 from processes import pyorch as pyorch_command
-from shared import with_torch
+from shared import torch_at_hand, with_torch
 
 import pyorch
 from pyorch.eval.calibration import Calibrated, Trial
@@ -56,12 +58,16 @@ def made(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     assert main(["calibrate", str(model), "--data", str(FACTS), "--tokens", "2000", "--threads", "2"]) == 0
     assert main(["profile", str(model), "--data", str(FACTS), "--tokens", "3000", "--router", "full", "--states",
                  "--threads", "2", "-o", str(trace)]) == 0
-    return Made(model, trace, trained(model, trace, "--epochs", "4", *SIZES))
+    command = ("train-predictor", model, trace, "--json", "--epochs", "4", *SIZES)
+    return Made(model, trace, json.loads(pyorch_command(*command, check=True).stdout))
 
 
 def trained(model: Path, trace: Path, *options: str) -> dict:
     """The report of a training."""
-    return json.loads(pyorch_command("train-predictor", model, trace, "--json", *options, check=True).stdout)
+    printed = io.StringIO()
+    with torch_at_hand(), contextlib.redirect_stdout(printed):
+        assert main(["train-predictor", str(model), str(trace), "--json", *options]) == 0
+    return json.loads(printed.getvalue())
 
 
 # Training

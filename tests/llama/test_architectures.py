@@ -21,8 +21,14 @@ from ggufs import split
 import pyorch
 from pyorch.llama.context import Context
 
-BUDGETS = ("floor", "30%", "100%")
-CASES = [(name, type_name) for name in NAMES for type_name in types_of(name)]
+# Where an expert lies is the budget's matter, what is computed with it the type's: each model is run at the budget that
+# moves most, and each architecture and each type at the other budgets.
+CASES = [
+    (name, type_name, budget)
+    for i, name in enumerate(NAMES) for j, type_name in enumerate(types_of(name))
+    for k, budget in enumerate(("floor", "30%", "100%"))
+    if budget == "floor" or j == (i + k) % len(types_of(name))
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +63,7 @@ def resident(path: Path) -> dict[str, str]:
         return digests(model)
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name, type_name", CASES)
+@pytest.mark.parametrize("name, type_name, budget", CASES)
 def test_logits_are_bit_identical_at_any_budget(zoo, name, type_name, budget):
     path = zoo.path(name, type_name)
     with load(path, budget) as model:
