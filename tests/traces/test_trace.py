@@ -31,6 +31,7 @@ from pyorch.traces.statistics import analyze
 FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
 
+N_PIECES = 4  # of prose, that fill a context of 256 tokens
 HEADER = TraceHeader("f" * 64, "qwen2moe", (1, 2, 5), n_expert=16, n_expert_used=4, n_embd=8, n_inputs=5, seed=3)
 OPTIONS = dict(budget="50%", n_threads=2)
 
@@ -234,12 +235,14 @@ def test_every_token_is_sampled_alike(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def recorded(small_moe_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     """Prose and questions, the whole distribution and a sample of inputs, in more than one ubatch."""
-    return record(small_moe_f32, tmp_path_factory.mktemp("trace") / "small.trace")
+    path = tmp_path_factory.mktemp("trace") / "small.trace"
+    record(small_moe_f32, path, TEXT)
+    return record(small_moe_f32, path, FACTS, append=True)
 
 
 @pytest.fixture(scope="module")
 def recorded_with_float32_attention(small_moe_f32: Path, tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    """The same without what llama.cpp rounds to float16: the KV cache, and the queries of flash attention."""
+    """Prose without what llama.cpp rounds to float16: the KV cache, and the queries of flash attention."""
 
     def in_float32() -> llama.llama_context_params:
         params = defaults()
@@ -250,13 +253,12 @@ def recorded_with_float32_attention(small_moe_f32: Path, tmp_path_factory: pytes
     defaults = llama.llama_context_default_params
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "llama_context_default_params", in_float32)
-        return record(small_moe_f32, tmp_path_factory.mktemp("trace") / "small.trace")
+        return record(small_moe_f32, tmp_path_factory.mktemp("trace") / "small.trace", TEXT)
 
 
-def record(model: Path, path: Path) -> Trace:
-    for data, append in ((TEXT, False), (FACTS, True)):
-        profile(model, [data], path, n_tokens=2048, router="full", n_inputs=64, append=append, n_ctx=256,
-                n_ubatch=100, **OPTIONS)
+def record(model: Path, path: Path, data: Path, append: bool = False) -> Trace:
+    profile(model, [data], path, n_tokens=N_PIECES * 256, router="full", n_inputs=64, append=append, n_ctx=256,
+            n_ubatch=100, **OPTIONS)
     return Trace(path)
 
 
@@ -275,7 +277,7 @@ def router_logits(recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> 
 def prose(trace: Trace) -> list[np.ndarray]:
     """Requests that fill the context."""
     pieces = [it for it in requests_of(trace).values() if len(it) == 256]
-    assert len(pieces) == 8
+    assert len(pieces) == N_PIECES
     return pieces
 
 
@@ -304,7 +306,7 @@ def compare(trace: Trace, logits: np.ndarray) -> tuple[float, float]:
     chosen = np.take_along_axis(probs, ours["experts"].astype(int), -1)
     assert np.abs(ours["probs"] - chosen).mean() < 1e-4 and np.abs(ours["router"] - probs).mean() < 1e-5
     gaps = []
-    for request, gap in zip(same.reshape(8, 256, 8), (ordered[..., 5] - ordered[..., 6]).reshape(8, 256, 8)):
+    for request, gap in zip(same.reshape(-1, 256, 8), (ordered[..., 5] - ordered[..., 6]).reshape(-1, 256, 8)):
         differs = np.flatnonzero(~request.all(axis=0))
         if len(differs):
             gaps += gap[:, differs[0]][~request[:, differs[0]]].tolist()
@@ -336,7 +338,7 @@ def test_sampled_inputs_give_the_recorded_routing(recorded: Trace, small_moe_f32
 
     weights = {tensor.name: tensor.data for tensor in gguf.GGUFReader(small_moe_f32).tensors}
     indices, inputs = recorded.inputs
-    assert len(set(indices)) == 64 and indices.max() > 2048  # of both recordings
+    assert len(set(indices)) == 64 and indices.max() > N_PIECES * 256  # of both recordings
     for layer, il in enumerate(recorded.header.layers):
         logits = inputs[:, layer].astype(np.float32) @ weights[f"blk.{il}.ffn_gate_inp.weight"].T
         probs = np.exp(logits - logits.max(-1, keepdims=True))
@@ -374,20 +376,20 @@ def test_requests_in_one_batch_are_recorded_as_if_alone(
 ) -> None:
     prose = TEXT.read_text()
     data = tmp_path / "data.jsonl"  # texts of different lengths that do not end
-    data.write_text("".join(json.dumps({"text": prose[80 * i :][: 40 + i]}) + "\n" for i in range(60)))
+    data.write_text("".join(json.dumps({"text": prose[80 * i :][: 40 + 2 * i]}) + "\n" for i in range(30)))
     traces = []
     for together, n_ubatch in ((64, 50), (1, 512)):
         monkeypatch.setattr(profiling, "MAX_REQUESTS_TOGETHER", together)
         path = tmp_path / f"{together}.trace"
         done = profile(small_moe_f32, [data], path, n_ubatch=n_ubatch, n_decode=2, **OPTIONS)
-        assert done.n_requests == 60 and done.prefill_tokens > 1000 and done.decode_tokens > 110
+        assert done.n_requests == 30 and done.prefill_tokens > 500 and done.decode_tokens > 55
         traces.append(requests_of(Trace(path)))
     assert traces[0].keys() == traces[1].keys()
     for field in ("request", "position", "phase"):
         assert all(np.array_equal(a[field], b[field]) for a, b in zip(*map(dict.values, traces))), field
     # Other batch shapes round differently: a near tie may give another expert, or another token in an answer.
     pairs = [(a, b) for a, b in zip(*map(dict.values, traces)) if np.array_equal(a["token"], b["token"])]
-    assert len(pairs) >= 54
+    assert len(pairs) >= 27
     a, b = (np.concatenate(it) for it in zip(*pairs))
     same = same_choice(a["experts"], b["experts"])
     assert same.mean() > 0.99
