@@ -137,7 +137,7 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
 def test_tune_for_a_divergence_needs_no_questions(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, text = tmp_path / "small.tuned.json", write_text(tmp_path / "text.txt", 800)
+    path, text = tmp_path / "small.tuned.json", write_text(tmp_path / "text.txt", 400)
     assert main([str(it) for it in (
         "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 5, "--speed-tokens", 0,
         "--threads", 1, "--cache-rate", 0.75, "--max-kl", 5, "-o", path)]) == 0
@@ -151,9 +151,9 @@ def test_tune_says_what_comes_closest(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "small.tuned.json"
-    text = write_text(tmp_path / "text.txt", 800)
+    text = write_text(tmp_path / "text.txt", 400)
     assert main([str(it) for it in (
-        "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 8, "--threads", 1,
+        "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 5, "--threads", 1,
         "--cache-rate", 0.25, "--max-kl", 0, "-o", path)]) == 2
     error = capsys.readouterr().err
     assert "keeps a KL divergence of 0 nats; the closest, " in error and error.count("\n") == 1
