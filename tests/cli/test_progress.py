@@ -174,7 +174,7 @@ def test_json_is_clean_where_a_bar_is_shown(small_moe: Path, terminal: Terminal)
 ])
 def test_long_commands_show_how_far_they_are(
     command: str, steps: list[str], small_moe: Path, text: Path, trace: Path, tmp_path: Path, terminal: Terminal,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, torch_at_hand: None,
 ) -> None:
     fixtures = Path(__file__).parents[1] / "fixtures"
     words = {"MODEL": small_moe, "TEXT": text, "TRACE": trace, "OUT": tmp_path / "out", "HF_DIR": fixtures / "small-moe"}
