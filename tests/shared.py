@@ -63,8 +63,8 @@ def with_torch(program: Path, *arguments: object) -> str:
 
 @contextlib.contextmanager
 def torch_at_hand() -> Iterator[None]:
-    """Programs that this process starts with its interpreter are forks of that process too: not one by one do they import
-    torch, which takes seconds, and otherwise they are as ever."""
+    """Programs that this process starts with its interpreter are forks of that process, too. They are as ever, but for
+    the seconds that each would take to import torch."""
     _connection().close()
     program = directory() / f"python-{os.getpid()}"
     client = Path(torch_client.__file__)

@@ -98,7 +98,8 @@ def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(sm
     with ModelMap(small_moe) as model_map:
         asked = plan.Plan(budgets=(BUDGET.settings.budget,), busy=(0, 2))
         configs, pairs = plan.configurations(asked, model_map.info)
-    assert [(it.label, it.n_busy) for it in configs[2:]] == [("budget 40%", 0), ("budget 40%, beside 2 busy processes", 2)]
+    labels = ("budget 40%", "budget 40%, beside 2 busy processes")
+    assert [(it.label, it.n_busy) for it in configs[2:]] == list(zip(labels, (0, 2)))
     results = Results(tuple(run_of(it, 1.0 + it.n_busy) for it in configs), ())
     assert table.ratio_lines(results, pairs) == [
         f"{label}, beside 2 busy processes: decode 0.33x {label}" for label in ("all resident", "budget 40%")]

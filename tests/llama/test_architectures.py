@@ -21,9 +21,10 @@ from ggufs import split
 import pyorch
 from pyorch.llama.context import Context
 
-# Where an expert lies is the budget's matter, what is computed with it the type's: each model is run at the budget that
-# moves most, and each architecture and each type at the other budgets. To quantize to Q4_K takes longer than all else here:
-# it is done for each layout of experts, which are apart, with biases, in one matrix, beside a shared one, weighted before.
+# Where an expert lies is the budget's matter, what is computed with it the type's: each model is run at the budget
+# that moves most, and each architecture and each type at the other budgets. To quantize to Q4_K takes longer than all
+# else here: it is done for each layout of experts: apart, with biases, in one matrix, beside a shared one, weighted
+# before.
 Q4_K_NAMES = ("mixtral", "gpt-oss", "qwen3-next-fused", "deepseek-v3", "llama4")
 
 
