@@ -1,5 +1,6 @@
 // What the residency table costs the compute threads and the readers, without a disk: by layer of a token whose experts
-// are all absent, by guess, and by load where layers have experts of one size or of several.
+// are all absent, by guess, and by load where layers have experts of one size or of several. Then what the policy learned
+// costs: the arithmetic of a token, and a layer that follows on one without a miss, whose wait would have hidden it.
 //
 //     residency_bench [DIRECTORY]
 //
@@ -150,6 +151,58 @@ static void measure_loads(const std::string & path, const char * what, int rows_
         1e6 * (seconds() - begin) / (double) n, (unsigned long long) n);
 }
 
+// What a token's visits teach.
+static double learning_seconds(int n_layers, int n_expert, int n_tables) {
+    constexpr int N_TOKENS = 60;
+    LearnedValue learned(std::vector<int>(n_layers, n_expert), N_USED, n_tables);
+    std::mt19937 rng(1);
+    std::vector<double> times;
+    for (int token = 0; token < N_TOKENS; ++token) {
+        double spent = 0;
+        for (int layer = 0; layer < n_layers; ++layer) {
+            Visit visit = { &learned, layer, true, 0, {} };
+            while ((int) visit.experts.size() < N_USED) {
+                const int id = (int) (rng() % n_expert);
+                if (std::find(visit.experts.begin(), visit.experts.end(), id) == visit.experts.end()) {
+                    visit.experts.push_back(id);
+                }
+            }
+            const double begin = seconds();
+            learned.visit(visit);
+            spent += seconds() - begin;
+        }
+        times.push_back(spent);
+    }
+    return median(times);
+}
+
+// A layer whose experts are resident, where nothing hides what the layer before taught.
+static double resident_layer_seconds(const ModelMap & map, pyorch_policy policy) {
+    pyorch_config config = make_config(map, 0.99);
+    config.policy = policy;
+    Table table = make_table(map, config);
+    Bench bench(table);
+    std::vector<double> times;
+    for (int token = 0; token < 40; ++token) {
+        for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
+            const double time = bench.pass(layer, token ? bench.choose(layer, N_USED, false) :
+                bench.choose(layer, map.layers[layer].n_expert, true));
+            if (token > 1) {
+                times.push_back(time);
+            }
+        }
+    }
+    return median(times);
+}
+
+static void measure_learning(const std::string & path, int n_layers, int n_expert) {
+    const ModelMap map = synthetic_map(path, n_layers, n_expert, [](int) { return 2; });
+    printf("%3d layers x %3d experts, policy learned: %.0f us a token with three tables, %.0f with one; a layer whose %d "
+        "experts are resident %.1f us, %.1f with finemoe\n", n_layers, n_expert,
+        1e6 * learning_seconds(n_layers, n_expert, 3), 1e6 * learning_seconds(n_layers, n_expert, 1), N_USED,
+        1e6 * resident_layer_seconds(map, PYORCH_LEARNED), 1e6 * resident_layer_seconds(map, PYORCH_FINEMOE));
+}
+
 int main(int argc, char ** argv) {
     const std::string directory = argc > 1 ? argv[1] : "/tmp";
     const std::string path      = directory + "/residency_bench." + std::to_string(getpid()) + ".gguf";
@@ -158,5 +211,8 @@ int main(int argc, char ** argv) {
     // Of 1 MiB a matrix; and of 1 and 1.25 MiB by turns, as where every other layer is quantized more finely.
     measure_loads(path, "experts of one size", 32768, 32768);
     measure_loads(path, "experts of two sizes", 32768, 40960);
+    measure_learning(path, 8, 64);
+    measure_learning(path, 48, 128);
+    measure_learning(path, 58, 256);
     return 0;
 }

@@ -199,6 +199,9 @@ typedef enum pyorch_policy {
     PYORCH_LFU     = 1, // least frequently used goes first, old uses fade
     PYORCH_FINEMOE = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
     PYORCH_BELADY  = 3, // needed last goes first: in a replay, which knows
+    PYORCH_LEARNED = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
+    PYORCH_BANDIT  = 5, // least frequently used goes first, fading as fast as lately hit most often
+    PYORCH_LEAST_STALE = 6, // not used by its layer's last pass goes first, of the layer whose turn comes last
 } pyorch_policy;
 
 // Bytes of shard file (0-based) from offset into buf. Returns the number of bytes read, which may be
@@ -255,6 +258,25 @@ pyorch_status pyorch_decode_error(char * buf, size_t size);
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
+
+// What the policy PYORCH_LEARNED has learned. n_expert: of the widest layer; rows of others end with numbers that mean
+// nothing.
+typedef struct pyorch_learned {
+    uint64_t struct_size;
+    int32_t  n_layers, n_expert, n_tables, n_counts, n_weights;
+    float *  weights; // [n_weights] of the features, and the sums of their squared gradients
+    float *  counts;  // [n_layers][n_counts][n_expert] fading use counts, 0 to 1
+    float *  bias;    // [n_layers][n_expert]
+    float *  tables;  // [n_layers][n_tables][n_expert][n_expert]
+} pyorch_learned;
+
+pyorch_status pyorch_learned_default(pyorch_learned * learned, uint64_t struct_size);
+
+// Fills in the sizes, and copies to those arrays that are not NULL. PYORCH_INVALID under another policy.
+pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learned);
+
+// Goes on from there. Copied. PYORCH_INVALID under another policy, for other sizes, and for numbers that cannot be.
+pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * learned);
 
 //
 // disk

@@ -150,7 +150,7 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
             const auto ids = n_tokens == 1 && !next[l].empty() ? next[l] :
                 random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
             next[l].clear();
-            table.acquire(owner, l, { ids, random_experts(rng, 3), n_tokens });
+            table.acquire(owner, l, { ids, random_experts(rng, 3), n_tokens, pass % 3 != 0 });
             if (n_tokens == 1) {
                 guess(table, owner.context, rng, (l + 1) % N_LAYERS, next[(l + 1) % N_LAYERS]);
             }
@@ -204,7 +204,12 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
                 case 1: table.unpin(il, ids.data(), 2); break;
                 case 2: table.evict(il, ids.data(), 2); break;
                 case 3: table.set_budget(floor + rng() % floor); break;
-                case 4: table.set_policy(rng() % 2 ? PYORCH_LFU : PYORCH_LRU); break;
+                case 4: {
+                    constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_BANDIT,
+                        PYORCH_LEAST_STALE };
+                    table.set_policy(POLICIES[rng() % std::size(POLICIES)]);
+                    break;
+                }
                 case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
                 case 6: table.get_residency(il, mask, N_EXPERT); break;
                 case 7: table.set_executed(rng() % 2 ? but_the_last : all); break;

@@ -151,7 +151,7 @@ static void values_keep_the_order_of_faded_frequencies_at_any_time() {
         const double fa = faded[a].frequency * std::exp2(-(double) (now - faded[a].at) / half_life);
         const double fb = faded[b].frequency * std::exp2(-(double) (now - faded[b].at) / half_life);
         if (std::abs(fa - fb) > 1e-9) {
-            CHECK((fa < fb) == (policy->value(usage[a], 0) < policy->value(usage[b], 0)));
+            CHECK((fa < fb) == (policy->value(usage[a], 0, false) < policy->value(usage[b], 0, false)));
         }
     }
 }
@@ -169,6 +169,119 @@ static void what_was_used_longest_ago_goes_first() {
         CHECK(!house.resident(layer, 0) && !house.resident(layer, 1) && house.resident(layer, 2));
     }
     CHECK(house.stats().evictions == 8);
+}
+
+// what is learned
+
+static void what_follows_what_is_learned_and_valued() {
+    constexpr int N = 24, N_USED = 2;
+    for (int n_tables : { 1, 3 }) {
+        LearnedValue learned({ N, N }, N_USED, n_tables);
+        for (int token = 0; token < 600; ++token) { // a cycle of 12 pairs: all are used equally often, and equally long ago
+            for (int layer = 0; layer < 2; ++layer) {
+                const int first = 2 * ((token + layer) % 12);
+                learned.visit({ &learned, layer, true, 0, { first, first + 1 } });
+            }
+        }
+        const int  last  = 2 * (599 % 12);
+        const int  next  = (last + 2) % N;
+        const auto value = learned.values(0);
+        for (int e = 0; e < N; ++e) {
+            CHECK(value[e] > 0 && value[e] < 1);
+            CHECK(e == next || e == next + 1 || value[e] < value[next]);
+        }
+        CHECK(value[next] > 0.8);
+    }
+}
+
+static void what_does_not_follow_on_teaches_no_table() {
+    LearnedValue learned({ 16, 16 }, 2);
+    auto visit = [&](const void * context, bool continues) {
+        for (int layer = 0; layer < 2; ++layer) {
+            learned.visit({ context, layer, continues, 0, { 1, 5 } });
+        }
+    };
+    auto taught = [&] {
+        const auto tables = learned.export_state().tables;
+        return std::any_of(tables.begin(), tables.end(), [](float x) { return x != 0; });
+    };
+    int a, b;
+    visit(&a, false);
+    visit(&a, false); // another request
+    visit(&b, true);  // another context, whose first visit it is
+    CHECK(!taught());
+    learned.forget(&b);
+    visit(&b, true);
+    CHECK(!taught());
+    visit(&a, true);
+    CHECK(taught());
+    CHECK(learned.export_state().counts[5] > 0.3f); // but all of it counts as used
+}
+
+static void what_was_learned_goes_on_from_its_copy() {
+    std::mt19937 rng(4);
+    LearnedValue one({ 20, 13 }, 3), other({ 20, 13 }, 3);
+    auto visit = [&](LearnedValue & learned, int layer, const std::vector<int> & experts) {
+        learned.visit({ &learned, layer, true, 0, experts });
+    };
+    for (int token = 0; token < 100; ++token) {
+        for (int layer = 0; layer < 2; ++layer) {
+            visit(one, layer, { (int) (rng() % 4), (int) (4 + rng() % 4), (int) (8 + rng() % 5) });
+        }
+    }
+    other.import_state(one.export_state());
+    const auto a = one.export_state(), b = other.export_state();
+    CHECK(a.weights == b.weights && a.counts == b.counts && a.bias == b.bias && a.tables == b.tables);
+    CHECK(a.tables.size() == 2 * 3 * 20 * 20);
+}
+
+// No thread learns here: the layer that comes next does.
+static void a_table_has_learned_from_all_layers_before_one_comes() {
+    House house(2, 0.75, PYORCH_LEARNED); // where all fit none goes, and nothing is learned
+    auto count = [&](int expert) {
+        float of = 0;
+        house.table.with_learned([&](LearnedValue & learned) { of = learned.export_state().counts[expert]; });
+        return of;
+    };
+    const float before = count(3);
+    house.pass(0, { 3, 4 });
+    CHECK(count(3) == before);
+    house.pass(1, { 3, 4 });
+    CHECK(count(3) > before && count(5) < before);
+
+    const float after = count(3);
+    house.pass(0, ALL, 64); // a prompt
+    const std::vector<int> one = { 0 }, nothing;
+    house.table.acquire(house.owner, 1, { one, nothing, 1 }); // a warm-up
+    house.table.release(house.owner);
+    house.pass(0, ALL, 64);
+    CHECK(count(3) == after);
+    house.table.set_policy(PYORCH_LRU);
+    bool refused = false;
+    try {
+        house.table.with_learned([](LearnedValue &) {});
+    } catch (const Failure & failure) {
+        refused = failure.status == PYORCH_INVALID;
+    }
+    CHECK(refused);
+}
+
+// Stale experts are all alike, so what goes is of the layer whose turn comes last; none that no decode passes stay.
+static void where_turns_count_the_layer_whose_turn_comes_last_gives() {
+    House house(4, 0.5, PYORCH_LEAST_STALE); // 32 experts
+    for (int token = 0; token < 2; ++token) {
+        for (int layer = 0; layer < 4; ++layer) {
+            house.pass(layer, range(4 * token, 4 * token + 4));
+        }
+    }
+    CHECK(house.stats().resident_experts == 32);
+    house.pass(0, { 8, 9 });
+    CHECK(house.n_resident(0) == 8); // its own go, for its own turn comes last
+    house.pass(1, { 8, 9 });
+    CHECK(house.n_resident(1) == 8 && house.n_resident(0) == 8 && house.n_resident(2) == 8);
+    house.table.set_executed({ 0, 1, 2 });
+    house.pass(2, { 8, 9 });
+    CHECK(house.n_resident(2) == 10 && house.n_resident(3) == 6);
 }
 
 // size classes
@@ -602,6 +715,11 @@ int main(int argc, char ** argv) {
     the_index_finds_what_a_search_of_all_finds();
     values_keep_the_order_of_faded_frequencies_at_any_time();
     what_was_used_longest_ago_goes_first();
+    what_follows_what_is_learned_and_valued();
+    what_does_not_follow_on_teaches_no_table();
+    what_was_learned_goes_on_from_its_copy();
+    a_table_has_learned_from_all_layers_before_one_comes();
+    where_turns_count_the_layer_whose_turn_comes_last_gives();
     loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out();
     memory_follows_the_size_class_that_lacks_it();
     a_whole_layer_of_any_size_fits_into_the_smallest_budget();

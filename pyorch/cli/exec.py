@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         if args.verbose:
             _report(managed)
         try:
-            managed.save_maps()
+            managed.save()
         except PyorchError as error:  # said at the end: llama_cpp frees models where no exception is seen
             unsaved.append(error)
 

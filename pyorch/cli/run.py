@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
             _generate(model, prompt, sampling, args)
         if args.maps is not None and model.engine is not None and model.engine.history:
             model.save_maps(args.maps)
+        if args.learned is not None and model.engine is not None:
+            model.save_learned(args.learned)
     return 0
 
 

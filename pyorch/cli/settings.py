@@ -53,6 +53,8 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
         values |= _substitution(args, values)
     if "maps" in values:
         _check_maps(values)
+    if "learned" in values:
+        _check_learned(values)
     return values
 
 
@@ -120,3 +122,13 @@ def _check_maps(values: dict[str, Any]) -> None:
         raise PyorchError(f'--maps is for the predictors {names()["searching"]}, and --prefetch is "{prefetch}"')
     check_target(values["maps"].absolute())
 
+
+
+def _check_learned(values: dict[str, Any]) -> None:
+    from pyorch.files import check_target
+    from pyorch.library.choices import LEARNED, default_policy
+
+    policy = values.get("policy") or default_policy()
+    if policy != LEARNED:
+        raise PyorchError(f'--learned is for the policy {LEARNED}, and --policy is "{policy}"')
+    check_target(values["learned"].absolute())

@@ -90,6 +90,9 @@ class Choices(Mapping[str, Choice]):
         return choice
 
 
+LEARNED = "learned"  # the policy that learns what can be kept in a file
+
+
 @functools.cache
 def policies() -> Choices:
     """Which expert is evicted first."""

@@ -20,6 +20,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import check, decode_error, ffi, lib
+from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import logs, measure, memory
 from pyorch.llama.closed import closing
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
@@ -32,7 +33,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, MAPPED, Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
-from pyorch.sidecars import packs
+from pyorch.sidecars import eviction, packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.history import ExpertMaps
@@ -70,10 +71,14 @@ class ManagedModel:
         settings = self.settings
         return speculative(settings.prefetch, self.sidecars) if settings.speculate else settings.prefetch
 
-    def save_maps(self) -> None:
-        """Writes what was learned where settings.maps says. PyorchError if it cannot be written."""
-        if self.settings.maps is not None and self.engine is not None and self.engine.history:
+    def save(self) -> None:
+        """Writes what was learned where the settings say. PyorchError if it cannot be written."""
+        if self.engine is None:
+            return
+        if self.settings.maps is not None and self.engine.history:
             self.engine.history.write(self.settings.maps, self.map)
+        if self.settings.learned is not None:
+            eviction.write(self.settings.learned, self.engine, self.map)
 
     @property
     def automatic(self) -> bool:
@@ -215,6 +220,11 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
                 managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
+            if (settings.policy or default_policy()) == LEARNED:
+                if settings.learned is None:
+                    managed.sidecars.read_learned(managed.engine)
+                elif os.path.exists(settings.learned):
+                    eviction.read(settings.learned, managed.engine, managed.map)
             apply_prefetch(managed.prefetch, managed.engine, managed.sidecars)
             managed.engine.set_speculation("decode" if settings.speculate else "none")
             managed.speculating = settings.speculate

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from pyorch.library.bindings import check, default, ffi, lib, string
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.library.bindings import array, check, default, ffi, lib, string
 from pyorch.library.choices import policies
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
@@ -103,6 +106,32 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         """Which expert goes first from now on: one of policies()."""
         check(lib.pyorch_set_policy(self.handle, policies().choose(policy, self.simulated).value))
 
+    def learned(self) -> dict[str, np.ndarray]:
+        """A copy of what the policy "learned" has learned: the arrays of pyorch_learned, float32.
+
+        PyorchError under another policy.
+        """
+        raw = default("pyorch_learned")
+        check(lib.pyorch_get_learned(self.handle, raw))
+        arrays = {name: np.empty(shape, np.float32) for name, shape in _learned_shapes(raw).items()}
+        for name, values in arrays.items():
+            setattr(raw, name, array("float[]", values))
+        check(lib.pyorch_get_learned(self.handle, raw))
+        return arrays
+
+    def set_learned(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Goes on from what learned() gave. PyorchError under another policy, and for arrays that do not fit."""
+        raw = default("pyorch_learned")
+        check(lib.pyorch_get_learned(self.handle, raw))
+        shapes = _learned_shapes(raw)
+        given = {name: np.ascontiguousarray(arrays[name], np.float32) for name in shapes if name in arrays}
+        for name, shape in shapes.items():
+            if name not in given or given[name].shape != shape:
+                found = list(given[name].shape) if name in given else "nothing"
+                raise PyorchError(f"what was learned for eviction has {found} as {name}, the model needs {list(shape)}")
+            setattr(raw, name, array("float[]", given[name]))
+        check(lib.pyorch_set_learned(self.handle, raw))
+
     def set_observer(self, observer: Callable[[Any], None] | None, copy: bool = True) -> None:
         """Shows each routing decision to the observer, between router and experts; None removes it.
 
@@ -121,3 +150,13 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         callback = prediction_callback(observer) if observer is not None else ffi.NULL
         check(lib.pyorch_set_prediction_observer(self.handle, callback, ffi.NULL))
         self._prediction_observer = callback
+
+
+def _learned_shapes(raw) -> dict[str, tuple[int, ...]]:
+    """Of the arrays of a pyorch_learned, by name."""
+    return {
+        "weights": (raw.n_weights,),
+        "counts": (raw.n_layers, raw.n_counts, raw.n_expert),
+        "bias": (raw.n_layers, raw.n_expert),
+        "tables": (raw.n_layers, raw.n_tables, raw.n_expert, raw.n_expert),
+    }

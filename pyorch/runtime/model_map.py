@@ -9,7 +9,7 @@ from pathlib import Path
 from pyorch.errors import FormatError
 from pyorch.library.bindings import check, ffi, lib, new, string
 
-SIDECARS = ("buddies", "maps", "predictor", "experts")
+SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction")
 
 
 @dataclass(frozen=True)

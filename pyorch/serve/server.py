@@ -99,7 +99,7 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
         finally:
             if record.engine is not None:
                 try:
-                    record.save_maps()
+                    record.save()
                 finally:
                     record.engine.close()
 

@@ -86,6 +86,12 @@ class Settings:
              "exists, and write into it at the end what was learned",
         default_text="begin with MODEL.maps.gguf, write nothing",
     )
+    learned: Path | None = option(
+        None, Path, "the path of a file", group=LONG, metavar="FILE",
+        help="for the policy learned: begin with what FILE says, if FILE exists, and write into it at the end what was "
+             "learned",
+        default_text="begin with MODEL.eviction.gguf, write nothing",
+    )
     tuned: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
         help="take the lossy setting that pyorch tune found, and its budget if no other is given",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import eviction
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
@@ -28,6 +30,12 @@ class Sidecars:
         """The buddy lists, None where there are none."""
         path = self._paths.get("buddies")
         return Buddies.read(path, self.map) if path is not None else None
+
+    def read_learned(self, engine: Engine) -> None:
+        """Lets an engine that evicts by what it learns begin with what is beside the model, if there is anything."""
+        path = self._paths.get("eviction")
+        if path is not None:
+            eviction.read(path, engine, self.map)
 
     def new_maps(self, distance: int) -> ExpertMaps:
         """The expert maps, an empty store where there are none. Read anew: an engine adds to its own."""

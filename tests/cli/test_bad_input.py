@@ -204,7 +204,7 @@ def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
 
 
 def test_an_unknown_policy(small_moe: Path) -> None:
-    with pytest.raises(Exception, match='policy "random" is not known: use lru, lfu or finemoe'):
+    with pytest.raises(Exception, match='policy "random" is not known: use lru, lfu, finemoe, learned, bandit'):
         load(small_moe, budget="50%", policy="random")
 
 

@@ -24,6 +24,10 @@ std::vector<pyorch_choice> policies() {
             "the least frequently used goes first, but before it those that no predictor names",
             NOTHING, PYORCH_NEEDS_FORECASTS),
         choice(PYORCH_BELADY, "belady", "what is needed last goes first", PYORCH_NEEDS_FUTURE),
+        choice(PYORCH_LEARNED, "learned", "what will be used latest goes first, as learned while decoding"),
+        choice(PYORCH_BANDIT, "bandit", "as lfu, with the fading that lately hit most often"),
+        choice(PYORCH_LEAST_STALE, "least-stale",
+            "what the last token did not use goes first, of the layer whose turn comes last"),
     };
 }
 

@@ -204,6 +204,7 @@ private:
             }
         }
         pending.push_back({ now + config.predict_seconds, ubatch, std::move(begin) });
+        const bool continues = follows_last();
 
         for (int layer = 0; layer < n_layers; ++layer) {
             const double share = compute / n_layers;
@@ -220,7 +221,7 @@ private:
                 foresee(layer, e, ubatch + 1);
             }
             reader.run_until(now);
-            table.acquire(owner, layer, { experts, experts, n_tokens });
+            table.acquire(owner, layer, { experts, experts, n_tokens, continues });
             reader.run_until(now);
             if (predicts || (!decode && (planner.needs() & NEEDS_PREFILL))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
@@ -237,6 +238,21 @@ private:
             result.n_decoded      += n_tokens;
             result.decode_seconds += now - began;
         }
+    }
+
+    // Whether the ubatch has the next token of each sequence of the last one.
+    bool follows_last() const {
+        const int64_t n = rec.begin[ubatch + 1] - rec.begin[ubatch];
+        if (ubatch == 0 || rec.begin[ubatch] - rec.begin[ubatch - 1] != n) {
+            return false;
+        }
+        for (int64_t i = rec.begin[ubatch]; i < rec.begin[ubatch + 1]; ++i) {
+            const int64_t token = rec.order[i], before = rec.order[i - n];
+            if (token != before + 1 || rec.request[token] != rec.request[before]) {
+                return false;
+            }
+        }
+        return true;
     }
 
     void pass(double seconds) {

@@ -15,6 +15,7 @@ void Table::set_executed(const std::vector<int> & executed) {
         n_executed += layers[i].executed;
     }
     n_executed = std::max(n_executed, 1);
+    measure_turns();
 }
 
 // The layer that a decode passes after this one, -1 after the last.
@@ -213,7 +214,7 @@ bool Table::next_deferred() {
         }
         if (!bank->fits(l.size_class, 1)) {
             const Victim victim = choose_victim(e.layer(), FOR_GUESS, INFINITY);
-            if (!victim.expert || !(victim < Victim { &e, 1, policy->value(e.usage, l.probability[e.id()]) })) {
+            if (!victim.expert || !(victim < Victim { &e, 1, worth(l, value_of(e)) })) {
                 continue;
             }
         }

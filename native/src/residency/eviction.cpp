@@ -1,6 +1,10 @@
 #include "residency/eviction.h"
 
+#include "residency/decay_bandit.h"
+#include "residency/learned_value.h"
+
 #include <algorithm>
+#include <limits>
 
 namespace pyorch {
 namespace {
@@ -11,7 +15,7 @@ public:
         usage.last_use = now;
     }
 
-    double value(const Usage & usage, float) const override {
+    double value(const Usage & usage, float, bool) const override {
         return (double) usage.last_use;
     }
 };
@@ -23,12 +27,11 @@ public:
     explicit Lfu(double half_life) : half_life(half_life) {}
 
     void used(Usage & usage, uint64_t now) const override {
-        const double fading = (double) now / half_life;
-        usage.heat     = std::log2(std::exp2(usage.heat - fading) + 1) + fading;
+        usage.heat     = fading_use(usage.heat, (double) now / half_life);
         usage.last_use = now;
     }
 
-    double value(const Usage & usage, float) const override {
+    double value(const Usage & usage, float, bool) const override {
         return usage.heat;
     }
 
@@ -40,7 +43,7 @@ private:
 class FineMoe : public Lfu {
     using Lfu::Lfu;
 
-    double value(const Usage & usage, float probability) const override {
+    double value(const Usage & usage, float probability, bool) const override {
         // Experts that no forecast names are still told apart by their frequency.
         constexpr float LEAST = 1e-3f;
         return usage.heat + std::log2(std::max(probability, LEAST));
@@ -49,9 +52,41 @@ class FineMoe : public Lfu {
     bool takes_forecasts() const override { return true; }
 };
 
+// What a pass of its layer did not use (stale) goes before what the last one used, and of either what belongs to the
+// layer whose turn comes last: layers are passed in a cycle (SpecMD, Least-Stale).
+class LeastStale : public Lru {
+    double value(const Usage & usage, float, bool fresh) const override {
+        constexpr double FRESH = 1e6, OLDER = 1e-12; // within a layer, the least recently used first
+        return (fresh ? FRESH : 1) + OLDER * (double) usage.last_use;
+    }
+
+    bool counts_turns() const override { return true; }
+};
+
+// What its Learner says. What was asked for by name was not learnt from: it counts as much as can be until it is.
+class Learned : public Lru {
+public:
+    Learned(double most, bool turns) : most(most), turns(turns) {}
+
+    void used(Usage & usage, uint64_t now) const override {
+        usage.last_use = now;
+        usage.learned  = most;
+    }
+
+    double value(const Usage & usage, float, bool) const override {
+        return usage.learned;
+    }
+
+    bool counts_turns() const override { return turns; }
+
+private:
+    double most;
+    bool   turns;
+};
+
 // What is needed last goes first: the bound of what a policy can do on demand.
 class Belady : public Lru {
-    double value(const Usage & usage, float) const override {
+    double value(const Usage & usage, float, bool) const override {
         return -(double) usage.next_use;
     }
 };
@@ -65,8 +100,23 @@ std::unique_ptr<EvictionPolicy> make_policy(pyorch_policy policy, int n_moe_laye
         case PYORCH_LFU:     return std::make_unique<Lfu>(half_life);
         case PYORCH_FINEMOE: return std::make_unique<FineMoe>(half_life);
         case PYORCH_BELADY:  return std::make_unique<Belady>();
+        case PYORCH_LEARNED: return std::make_unique<Learned>(1, true);
+        case PYORCH_BANDIT:  return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false);
+        case PYORCH_LEAST_STALE: return std::make_unique<LeastStale>();
         default:             return std::make_unique<Lru>();
     }
+}
+
+std::unique_ptr<Learner> make_learner(pyorch_policy policy, const LearnerSizes & sizes) {
+    switch (policy) {
+        case PYORCH_LEARNED: return std::make_unique<LearnedValue>(sizes.n_experts, sizes.n_used);
+        case PYORCH_BANDIT:  return std::make_unique<DecayBandit>(sizes.n_experts, sizes.slot_bytes);
+        default:             return nullptr;
+    }
+}
+
+double fading_use(double heat, double fading) {
+    return std::log2(std::exp2(heat - fading) + 1) + fading;
 }
 
 } // namespace pyorch

@@ -3,6 +3,7 @@
 #include "residency/table.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace pyorch {
@@ -71,13 +72,38 @@ void Table::values_changed(Layer & l) {
     }
 }
 
+bool Table::is_fresh(const Expert & e) const {
+    return e.usage.last_use > 0 && e.usage.last_use >= layers[e.layer()].last_pass;
+}
+
+double Table::value_of(const Expert & e) const {
+    const float probability = layers[e.layer()].probability[e.id()];
+    return std::max(policy->value(e.usage, probability, is_fresh(e)), std::numeric_limits<double>::lowest());
+}
+
+// How near the turn of a layer is, as policies count it: 1 / root(d).
+void Table::measure_turns() {
+    nearness.assign(n_executed + 1, 0);
+    for (int d = 1; d <= n_executed; ++d) {
+        nearness[d] = 1 / std::sqrt((double) d);
+    }
+}
+
+// What a value in a layer counts now among those in others. A layer that no decode passes has no turn.
+double Table::worth(const Layer & l, double value) const {
+    if (!policy->counts_turns()) {
+        return value;
+    }
+    const int ahead = l.position - layers[at_layer].position;
+    return l.executed ? value * nearness[ahead > 0 ? ahead : ahead + n_executed] : 0;
+}
+
 void Table::compute_keys(const Expert & e) {
-    const Layer & l    = layers[e.layer()];
-    const bool    free = e.resident() && !e.in_use && !e.pinned;
-    const double  key  = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.predicted ? Victims::GUESSED :
-        std::max(policy->value(e.usage, l.probability[e.id()]), std::numeric_limits<double>::lowest());
-    const bool waits = e.read_ahead;
-    const bool fresh = e.usage.last_use > 0 && e.usage.last_use >= l.last_pass;
+    const bool   free  = e.resident() && !e.in_use && !e.pinned;
+    const double key   = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.predicted ? Victims::GUESSED :
+        value_of(e);
+    const bool   waits = e.read_ahead;
+    const bool   fresh = is_fresh(e);
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
     victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
     victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
@@ -117,12 +143,14 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
         if (least.expert < 0) {
             continue;
         }
-        Victim victim = { &l.experts[least.expert], least.key == Victims::GUESSED ? 2 : 1, least.key };
+        Victim victim = { &l.experts[least.expert], 1, worth(l, least.key) };
         if (least.key == Victims::SCANNED) {
             // Layers are passed in a cycle: the one that was passed last is needed last, but for those never passed.
             const int ahead = !l.executed ? n_executed : layer < 0 ? l.position :
                 (layers_between(layer, i) + n_executed - 1) % n_executed;
             victim = { victim.expert, 0, -(double) ahead };
+        } else if (least.key == Victims::GUESSED) {
+            victim = { victim.expert, 2, least.key };
         }
         if (!any.expert || victim < any) {
             any = victim;

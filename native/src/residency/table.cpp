@@ -12,10 +12,6 @@
 
 namespace pyorch {
 
-// A batch this wide is a prompt: it touches most experts once, and says little about which ones
-// decoding will need.
-static constexpr int SCAN_TOKENS = 8;
-
 static uint64_t clock_ns() {
     using namespace std::chrono;
     return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
@@ -39,6 +35,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         layers(map.layers.size()),
         victims(n_experts(map)),
         n_executed((int) map.layers.size()) {
+    measure_turns();
     if (bank->budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
             mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
@@ -65,6 +62,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         }
     }
     bank->on_give_up([this](char * slot) { loads.given_up(slot); });
+    make_learner_of((pyorch_policy) config.policy);
     if (zeros_size) {
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -108,8 +106,9 @@ void Table::unhold(Expert & e) {
 // expert stands in for it: else what is never computed with would never seem worth having.
 void Table::count_uses(int layer, const Demand & demand) {
     Layer &    l    = layers[layer];
-    const bool scan = demand.n_tokens >= SCAN_TOKENS;
+    const bool scan = demand.scans();
     ++now;
+    at_layer = layer;
     ++totals.layer_passes;
     totals.tokens += demand.n_tokens;
 
@@ -137,6 +136,10 @@ void Table::count_uses(int layer, const Demand & demand) {
 }
 
 void Table::acquire(Owner & owner, int layer, const Demand & demand) {
+    if (has_visits) {
+        std::lock_guard<std::mutex> learning_lock(learning);
+        learn();
+    }
     std::unique_lock<std::mutex> lock(mutex);
 
     // A decode that was aborted inside a layer never reached its release.
@@ -158,9 +161,10 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     }
 
     // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
-    if (demand.n_tokens >= SCAN_TOKENS && (int) demand.experts.size() * 4 >= layers[layer].n_expert * 3) {
+    if (demand.scans() && (int) demand.experts.size() * 4 >= layers[layer].n_expert * 3) {
         want_layer_ahead(next_executed(layer));
     }
+    note_visit(owner, layer, demand);
     lock.unlock();
     loads.wake();
 }
@@ -249,7 +253,9 @@ bool Table::release(Owner & owner) {
 
 void Table::forget(Owner & owner) {
     {
+        std::lock_guard<std::mutex> learning_lock(learning);
         std::lock_guard<std::mutex> lock(mutex);
+        forget_visits(owner.context);
         bool ignored;
         release_held(owner, ignored);
         guesses.forget(owner.context);
@@ -278,6 +284,12 @@ const char * Table::address(int layer, int expert, int role, bool wait) {
     }
     if (!wait && !(ready & Expert::FAILED)) {
         return nullptr;
+    }
+    if (has_visits) {
+        std::unique_lock<std::mutex> learning_lock(learning, std::try_to_lock);
+        if (learning_lock) {
+            learn();
+        }
     }
     std::unique_lock<std::mutex> lock(mutex);
     if (n_waiting++ == 0) {

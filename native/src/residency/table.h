@@ -23,8 +23,10 @@
 #include "loading/loader.h"
 #include "residency/expert.h"
 #include "residency/guesses.h"
+#include "residency/learned_value.h"
 #include "residency/victims.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -37,9 +39,15 @@ namespace pyorch {
 
 // What a layer needs for one ubatch. Experts ascending, each once.
 struct Demand {
+    // A batch this wide is a prompt: it touches most experts once, and says little about which ones decoding will need.
+    static constexpr int SCAN_TOKENS = 8;
+
     const std::vector<int> & experts; // that it computes with: they are held
     const std::vector<int> & asked;   // that its router chose: they count as used, whatever took their place
     int                      n_tokens;
+    bool                     continues = false; // see Visit
+
+    bool scans() const { return n_tokens >= SCAN_TOKENS; }
 };
 
 class Table : private Loader::Orders {
@@ -111,6 +119,16 @@ public:
     void     evict   (int il, const int32_t * experts, int n);
     void     set_budget(uint64_t bytes);
     void     set_policy(pyorch_policy policy);
+
+    // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
+    template <typename Use>
+    void with_learned(Use use) {
+        std::lock_guard<std::mutex> learning_lock(learning);
+        use(learned_value());
+        std::lock_guard<std::mutex> lock(mutex);
+        publish_all();
+    }
+
     void     set_layer_limits(int il, int min, int max);
     void     get_residency(int il, uint8_t * mask, int n);
     void     get_stats(int il, pyorch_stats & stats);
@@ -162,6 +180,14 @@ private:
 
     std::unordered_map<int, int>    layer_by_il;
     std::unique_ptr<EvictionPolicy> policy;
+
+    // What visits teach takes arithmetic, which is done under a mutex of its own, taken before the other: by a compute
+    // thread that would sleep for a read, and at the latest by the layer that comes next.
+    std::mutex                      learning;
+    std::unique_ptr<Learner>        learner; // guarded by it; null where the policy learns nothing
+    bool                            learns;  // guarded by the mutex of the table, as are
+    std::deque<Visit>               visits;  // that nothing was learned from yet
+    std::atomic<bool>               has_visits{false};
     std::unique_ptr<Bank>           bank;
 
     std::mutex              mutex;
@@ -181,6 +207,8 @@ private:
     std::deque<Expert *>    deferred;      // see defer()
     std::unordered_map<const void *, Passage> passages; // by context
     int                     n_executed;
+    int                     at_layer   = 0; // that came last
+    std::vector<double>     nearness;       // by layers until its turn: what a policy that counts turns multiplies with
     uint64_t                n_arrived  = 0; // layers that came to acquire(), served in that order
     uint64_t                n_served   = 0;
     int                     n_in_use   = 0;
@@ -214,12 +242,25 @@ private:
     void release_held(Owner & owner, bool & failed);
     void count_uses(int layer, const Demand & demand);
 
+    LearnerSizes learner_sizes() const;
+    LearnedValue & learned_value();
+    void make_learner_of(pyorch_policy which);
+    void note_visit(const Owner & owner, int layer, const Demand & demand);
+    void learn();
+    void publish(int layer);
+    void publish_all();
+    void forget_visits(const void * context);
+
     bool start_load(Expert & e);
     void drop(Expert & e);
     void used(Expert & e);
     void value_changed(Expert & e);
     void values_changed(Layer & l);
     void compute_keys(const Expert & e);
+    bool is_fresh(const Expert & e) const;
+    double value_of(const Expert & e) const;
+    double worth(const Layer & l, double value) const;
+    void measure_turns();
     void compute_changed_keys();
     bool make_room(int layer, int n, Purpose purpose, float more_likely_than);
     Victim choose_victim(int layer, Purpose purpose, float more_likely_than);

@@ -24,6 +24,14 @@ void Context::computes(int layer) {
     }
 }
 
+void Context::advance(const int32_t * to, int n_tokens) {
+    continues = to && (int) positions.size() == n_tokens;
+    for (int t = 0; continues && t < n_tokens; ++t) {
+        continues = to[t] == positions[t] + 1;
+    }
+    positions.assign(to, to + (to ? n_tokens : 0));
+}
+
 Context * find_context(const void * id) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = contexts.find(id);

@@ -33,12 +33,18 @@ struct Context {
     Owner                   owner;
     std::vector<int>        layers;          // that it computes, ascending
     bool                    prefill = false; // its last ubatch was of a prompt
+    std::vector<int32_t>    positions;       // of the tokens of its last ubatch
+    bool                    continues = false; // that one had the next token of each sequence of the one before
     std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 
     // A graph of it computes this layer.
     void computes(int layer);
+
+    // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one
+    // that was cut back breaks what went on.
+    void advance(const int32_t * positions, int n_tokens);
 };
 
 // The context of that id, null where there is none. Stays until close().

@@ -83,8 +83,8 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     }
     const GraphLayer & g = *(const GraphLayer *) user;
     memset(ids->data, 0, ggml_nbytes(ids));
-    const std::vector<int> one = { 0 };
-    g.context->routing.table.acquire(g.context->owner, g.layer, { one, one, 1 });
+    const std::vector<int> one = { 0 }, nothing;
+    g.context->routing.table.acquire(g.context->owner, g.layer, { one, nothing, 1 });
 }
 
 // experts [n_embd, n_used, n_tokens], src[1] their ids

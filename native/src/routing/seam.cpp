@@ -99,11 +99,12 @@ std::vector<float> embeddings_of(const ggml_tensor * table, const int32_t * toke
     return rows;
 }
 
-void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tokens, uint32_t n_tokens, bool decode) {
+void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tokens, const int32_t * positions, uint32_t n_tokens, bool decode) {
     Context * context = find_context(id);
     if (!context) {
         return;
     }
+    context->advance(positions, (int) n_tokens);
     const bool request = !decode && !context->prefill;
     context->prefill = !decode;
 

@@ -75,7 +75,7 @@ void acquire(Context & context, RoutedBatch & batch) {
     const std::vector<int> experts = distinct(batch, batch.experts);
     const std::vector<int> asked   = distinct(batch, batch.requested);
     Table &                table   = context.routing.table;
-    table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens });
+    table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens, context.continues });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }

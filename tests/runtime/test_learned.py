@@ -1,0 +1,129 @@
+"""The policy `learned` in a running model: what teaches it, and what is kept of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import CHECKPOINT
+
+import pyorch
+from pyorch.cli import main
+from pyorch.errors import FormatError, PyorchError
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container, eviction
+from pyorch.traces.replay import Recording, ReplaySettings, replay
+
+LAYERS = tuple(range(8))
+
+
+def loaded(path: Path, budget: str = "40%", **settings) -> Model:
+    return pyorch.load(path, budget=budget, policy="learned", prefetch="none", n_ctx=256, n_threads=1, **settings)
+
+
+def tokens_of(model: Model, n: int) -> list[int]:
+    return model.llama.tokenize((CHECKPOINT / "text-test.txt").read_bytes(), add_bos=False)[:n]
+
+
+def taught(model: Model) -> bool:
+    """Whether any value was moved towards what came of it."""
+    return bool(model.engine.learned()["tables"].any())
+
+
+def test_a_replay_learns_what_an_engine_learns(small_moe: Path) -> None:
+    seen = []
+    with loaded(small_moe, "25%") as model, Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        tokens = tokens_of(model, 120)
+        model.engine.set_observer(lambda it: seen.append((it.experts[0], it.weights[0])))
+        model.reset_stats()
+        for token in tokens:
+            context.decode([token])
+        model.engine.set_observer(None)
+        real = model.engine.stats()
+    experts, weights = (np.array([it[i] for it in seen]).reshape(120, 8, 6) for i in (0, 1))
+    with ModelMap(small_moe) as model_map:
+        routing = Recording(LAYERS, 64, experts, weights, np.zeros(120))
+        simulated = replay(model_map, routing, ReplaySettings("learned", budget="25%")).stats
+    assert (simulated.hits, simulated.misses, simulated.evictions) == (real.hits, real.misses, real.evictions)
+    assert 0.3 < real.hit_rate < 0.95
+
+
+def test_prompts_and_the_first_token_behind_one_teach_nothing(small_moe: Path) -> None:
+    with loaded(small_moe) as model, Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        tokens = tokens_of(model, 60)
+        context.decode(tokens[:40])
+        context.decode(tokens[40:41])
+        assert not taught(model)
+        context.decode(tokens[41:42])
+        assert taught(model)
+
+
+def test_what_begins_anew_does_not_follow_on(small_moe: Path) -> None:
+    with loaded(small_moe) as model, Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        tokens = tokens_of(model, 3)
+        for token in tokens:
+            context.clear()
+            context.decode([token])
+        assert not taught(model)
+        context.decode([tokens[0]])
+        assert taught(model)
+
+
+def test_logits_are_those_of_the_resident_model(small_moe: Path) -> None:
+    assert main(["verify", str(small_moe), "--budget", "25%", "--policy", "learned", "--tokens", "64"]) == 0
+
+
+def test_what_was_learned_is_kept_and_goes_on(small_moe: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(small_moe)
+    kept, beside = tmp_path / "kept.gguf", container.default_path(model, "eviction")
+    assert main(["run", str(model), "-p", "import os", "-n", "20", "--budget", "40%", "--policy", "learned",
+                 "--learned", str(kept)]) == 0
+    with loaded(model, learned=kept) as first:
+        arrays = first.engine.learned()
+        assert arrays["tables"].any() and arrays["tables"].shape == (8, 3, 64, 64)
+        first.save_learned()
+    with loaded(model) as second:  # finds what lies beside it
+        assert all(np.array_equal(second.engine.learned()[name], values) for name, values in arrays.items())
+    assert beside.exists()
+
+
+def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "eviction.gguf"
+    with ModelMap(small_moe) as model_map, Engine(model_map, "40%", "learned", simulated=True) as engine:
+        good = engine.learned()
+        for changes, sentence in (
+            ({"bias": np.full_like(good["bias"], np.nan)}, "bias that cannot be"),
+            ({"counts": good["counts"] + 2}, "counts that cannot be"),
+            ({"weights": np.zeros_like(good["weights"])}, "squares that cannot be"),
+            ({"tables": good["tables"][:4]}, r"\[4, 3, 64, 64\] as tables, the model needs \[8, 3, 64, 64\]"),
+            ({"bias": good["bias"].astype(np.float64)}, "nothing as bias"),
+        ):
+            container.write(path, eviction.KIND, eviction.VERSION, model_map, {}, {**good, **changes})
+            with pytest.raises(FormatError, match=sentence):
+                eviction.read(path, engine, model_map)
+        eviction.write(path, engine, model_map)
+        whole = path.read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(FormatError, match="damaged or cut off"):
+            eviction.read(path, engine, model_map)
+        engine.set_policy("lru")
+        with pytest.raises(PyorchError, match="only learned does"):
+            engine.learned()
+    for arguments, sentence in (
+        (("--policy", "learned", "--learned", path), "damaged or cut off"),
+        (("--policy", "lru", "--learned", path), "--learned is for the policy learned"),
+    ):
+        assert main(["run", str(small_moe), "-p", "x", "--budget", "40%", *map(str, arguments)]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_what_another_model_taught_is_refused(small_moe: Path, small_moe_q4: Path, tmp_path: Path) -> None:
+    with loaded(small_moe_q4) as other:
+        other.save_learned(tmp_path / "other.gguf")
+    with pytest.raises(FormatError, match="belongs to another model"):
+        loaded(small_moe, learned=tmp_path / "other.gguf")
