@@ -44,6 +44,8 @@ typedef struct pyorch_replay_config {
     double  prefill_seconds; // of a token of a prompt
     double  predict_seconds; // from a layer's router to the forecast that follows from it
     int64_t n_warm;          // ubatches that are played before anything is counted
+    double  pause_seconds;   // at the end of each period the disk stands still for so long; 0: never
+    double  period_seconds;
 } pyorch_replay_config;
 
 pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size);

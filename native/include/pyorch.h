@@ -336,7 +336,7 @@ typedef struct pyorch_stats {
     uint64_t prefetch_loads;  // of them, read ahead
     uint64_t prefetch_hits;   // experts read ahead and then used
     uint64_t prefetch_late;   // of them, those that had not wholly arrived
-    uint64_t prefetch_wasted; // experts read ahead on a prediction that did not come true
+    uint64_t prefetch_wasted; // experts read ahead, in part at least, on a guess that did not come true
     uint64_t evictions;
     uint64_t bytes_read;
     uint64_t read_ns;         // time with reads under way; of threads, the sum of their times
@@ -361,7 +361,7 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine);
 // prediction: reads ahead, lossless
 //
 
-// What guesses the experts of later layers while a layer of a decoding ubatch computes.
+// What predicts the experts of later layers while a layer of a decoding ubatch computes.
 typedef enum pyorch_predictor {
     PYORCH_PREDICT_NONE              = 0,
     PYORCH_PREDICT_PREVIOUS_TOKEN    = 1, // what the layer used for the previous token
@@ -375,14 +375,15 @@ typedef enum pyorch_predictor {
     PYORCH_PREDICT_ORACLE            = 9, // the truth: in a replay, which knows
 } pyorch_predictor;
 
-// Sets what guesses every layer, see pyorch_set_layer_prefetch.
-// automatic: nonzero: only while it makes decoding faster, which is tried.
+// Sets what predicts every layer, see pyorch_set_layer_prefetch.
+// automatic: nonzero: only while what guesses save is worth the processor's time of the predictions.
 // PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot be applied.
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
                                   int32_t automatic);
 
-// Sets what guesses one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
-// often than this, as counted while running, are not read; 0 reads all.
+// Sets what predicts one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
+// often than this, as counted while running, are not read; 0 reads all. Below 0: those are read that gain more than they
+// cost, as counted while running.
 pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance,
                                         double min_precision);
 

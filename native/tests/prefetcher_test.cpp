@@ -79,7 +79,7 @@ static void nothing_is_forecast_where_prefetching_does_not_pay() {
         const std::vector<int> one = { 0 };
         house.table.acquire(owner, 0, { one, one, 1 });
         house.reader.read_all(); // in no time
-        CHECK(house.table.release(owner) && house.table.read_bytes_per_second() > 1e9);
+        CHECK(house.table.release(owner));
         house.prefetcher.set_automatic(automatic);
         house.decode_one(&house);
         CHECK(house.forecast.empty() == automatic);

@@ -43,14 +43,15 @@ def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, ex
 
 
 def add_model_options(
-    parser: argparse.ArgumentParser, *more: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser, *more: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """The model and how its experts are kept, for given_settings(); more: further options and groups of them.
 
-    lists, defaults: as add_settings() takes them.
+    lists, defaults, without: as add_settings() takes them.
     """
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    add_settings(parser, EXPERTS, "n_threads", *more, lists=lists, defaults=defaults)
+    add_settings(parser, EXPERTS, "n_threads", *more, lists=lists, defaults=defaults, without=without)
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 

@@ -58,6 +58,8 @@ class Report:
     read_bandwidth: float
     bandwidth_measured: bool
     read_latency_s: float
+    pause_ms: float
+    pause_every_ms: float
     compute_ms: float
     route_share: float
     batch: int
@@ -90,6 +92,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
                         help="time that each read takes, beside that of its bytes (default: 0)")
+    parser.add_argument("--pause-ms", type=float, default=0.0, metavar="MS",
+                        help="time for which the disk stands still at the end of each period (default: 0)")
+    parser.add_argument("--pause-every-ms", type=float, default=0.0, metavar="MS", help="length of these periods")
     parser.add_argument("--compute-ms", type=float, default=30.0, metavar="MS",
                         help="time to decode a token when all experts are resident; pyorch bench measures it (default: "
                              "30)")
@@ -130,11 +135,11 @@ def run(args: argparse.Namespace) -> int:
             settings = ReplaySettings(
                 policy, prefetch, budget, bandwidth, args.read_latency_ms / 1000, args.compute_ms,
                 share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
-                as_decode=not args.prompts,
+                as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file)))
-    report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.compute_ms,
-                    share, args.batch, rows)
+    report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
+                    args.pause_every_ms, args.compute_ms, share, args.batch, rows)
     if args.json:
         print_json(report)
     else:
@@ -172,6 +177,8 @@ def _row(replayed) -> Row:
 def _parts(report: Report) -> list[str | Table]:
     how = "measured" if report.bandwidth_measured else "given"
     latency = f" and {1000 * report.read_latency_s:g} ms a read" if report.read_latency_s else ""
+    if report.pause_ms:
+        latency += f", standing still for {report.pause_ms:g} of {report.pause_every_ms:g} ms"
     together = f", {report.batch} requests together" if report.batch > 1 else ""
     return [
         f"{report.trace}: {report.rows[0].n_tokens} tokens{together}",

@@ -18,14 +18,15 @@ _SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None
+    parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
 ) -> None:
     """Adds flags for groups of options, and single ones, by name. What is not given is None.
 
     lists: options that take several values, with commas between them; see listed(). defaults: what --help says of
-    options for which the command chooses, by name; "" is nothing.
+    options for which the command chooses, by name; "" is nothing. without: options that would do nothing here.
     """
-    added = [name for name, option in OPTIONS.items() if name in wanted or option.group in wanted]
+    added = [name for name, option in OPTIONS.items() if (name in wanted or option.group in wanted) and name not in without]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
     for name in added:
         if OPTIONS[name].group != LOSSY:

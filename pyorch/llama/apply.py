@@ -15,6 +15,7 @@ from pyorch.settings.prefetch import AUTO, DISTANCE, Prefetch
 from pyorch.settings.substitution import OFF, Percentile, Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies, LayerBuddies
+from pyorch.sidecars.predictor import PredictorFile
 
 
 def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
@@ -23,8 +24,13 @@ def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
         predictors().choose(prefetch.predictor, also=(AUTO,))
     if prefetch.distance is not None and not 1 <= prefetch.distance <= n_layers:
         raise PyorchError(f"prefetch distance {prefetch.distance} is not from 1 to {n_layers}, the layers with experts")
-    if not 0 <= prefetch.min_precision <= 1:
+    if prefetch.min_precision is not None and not 0 <= prefetch.min_precision <= 1:
         raise PyorchError(f"prefetch precision {prefetch.min_precision:g} is not from 0 to 1")
+
+
+def best_predictor(file: PredictorFile) -> str:
+    """What "auto" is, with what the sidecar holds."""
+    return "hybrid" if file.estimator is not None else "quasi-hidden"
 
 
 def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: int | None = None) -> None:
@@ -37,9 +43,9 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
     check_prefetch(prefetch, n_layers)
     if prefetch.predictor == AUTO and il is not None:
         raise PyorchError(
-            'prefetch "auto" watches how fast tokens come, so it is for all layers: name a predictor for one'
+            'prefetch "auto" weighs what predictions take and save, so it is for all layers: name a predictor for one'
         )
-    predictor = _best_predictor(sidecars) if prefetch.predictor == AUTO else prefetch.predictor
+    predictor = best_predictor(sidecars.predictor) if prefetch.predictor == AUTO else prefetch.predictor
     distance = prefetch.distance
     choice = predictors()[predictor]
     if (Needs.ESTIMATOR | Needs.DEFAULT_VECTORS) & (choice.needs | choice.uses):
@@ -67,7 +73,7 @@ def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
     Raises PyorchError for a predictor whose forecasts cannot be executed.
     """
     if prefetch.predictor == AUTO:
-        return Prefetch(_best_predictor(sidecars), prefetch.distance, prefetch.min_precision)
+        return Prefetch(best_predictor(sidecars.predictor), prefetch.distance, prefetch.min_precision)
     prefetch.check_executable()
     return prefetch
 
@@ -153,7 +159,3 @@ def _threshold(value: float | Percentile, layer: LayerBuddies | None, distributi
     low = math.floor(value.percent)
     high = min(low + 1, len(percentiles) - 1)
     return float(percentiles[low] + (value.percent - low) * (percentiles[high] - percentiles[low]))
-
-
-def _best_predictor(sidecars: Sidecars) -> str:
-    return "hybrid" if sidecars.predictor.estimator is not None else "quasi-hidden"

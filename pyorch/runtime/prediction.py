@@ -14,6 +14,8 @@ from pyorch.runtime.handle import EngineHandle
 from pyorch.runtime.routers import Router, from_struct, to_struct
 from pyorch.runtime.statistics import SpeculationStats, read
 
+_WHAT_PAYS = -1.0  # as a min_precision
+
 
 class History(Protocol):
     """Past iterations and requests: pyorch.sidecars.history.ExpertMaps."""
@@ -30,22 +32,27 @@ class PredictionCalls(EngineHandle):
     history: History | None
 
     def set_prefetch(
-        self, predictor: str, distance: int = 1, min_precision: float = 0.0, automatic: bool = False
+        self, predictor: str, distance: int = 1, min_precision: float | None = 0.0, automatic: bool = False
     ) -> None:
         """What reads experts ahead while a layer decodes, for up to `distance` layers later; "none": nothing.
 
         Args:
             predictor: one of pyorch.library.choices.predictors().
-            min_precision: guesses that come true less often than this, as counted while running, are not read.
-            automatic: only while it makes decoding faster, which is tried again and again.
+            min_precision: guesses that come true less often than this, as counted while running, are not read. None:
+                those are read that gain more than they cost.
+            automatic: only while what guesses save is worth the processor's time of the predictions.
         """
         kind = predictors().choose(predictor, self.simulated).value
-        check(lib.pyorch_set_prefetch(self.handle, kind, distance, min_precision, automatic))
+        least = _WHAT_PAYS if min_precision is None else min_precision
+        check(lib.pyorch_set_prefetch(self.handle, kind, distance, least, automatic))
 
-    def set_layer_prefetch(self, il: int, predictor: str, distance: int = 1, min_precision: float = 0.0) -> None:
+    def set_layer_prefetch(
+        self, il: int, predictor: str, distance: int = 1, min_precision: float | None = 0.0
+    ) -> None:
         """What reads experts of one layer ahead, see set_prefetch()."""
         kind = predictors().choose(predictor, self.simulated).value
-        check(lib.pyorch_set_layer_prefetch(self.handle, il, kind, distance, min_precision))
+        least = _WHAT_PAYS if min_precision is None else min_precision
+        check(lib.pyorch_set_layer_prefetch(self.handle, il, kind, distance, least))
 
     def set_router(self, il: int, router: Router) -> None:
         """What predictors apply, for a simulated engine, which has no graph to take it from. Copied, as float32."""

@@ -14,19 +14,17 @@ DISTANCE = 2  # where nothing says better
 
 @dataclass(frozen=True)
 class Prefetch:
-    """What guesses the experts of the layers ahead, and which guesses are read.
+    """What predicts the experts of the layers ahead, and which guesses are read.
 
-    predictor: one of pyorch.library.choices.predictors(), or "auto", only while it makes decoding faster: hybrid where
-    the model has an estimator beside it, else quasi-hidden.
+    predictor: one of pyorch.library.choices.predictors(), or "auto": hybrid where the model has an estimator beside it,
+    else quasi-hidden, and only while what guesses save is worth the processor's time of the predictions.
     distance: layers ahead at most; None: as many as `pyorch calibrate` found to pay, or 2. min_precision: a guess is
-    read if its like came true at least this often, counted while running. Distance 2 and precision 0.6 were best, or
-    next to it, at budgets of 25 and 60 % of the benchmark model on a disk of 1 GB/s:
-    `pyorch bench --budget 25%,60% --prefetch none,quasi-hidden:1:0.4,quasi-hidden:2:0.6`.
+    read if its like came true at least this often, counted while running; None: if it gains more than it costs.
     """
 
     predictor: str = AUTO
     distance: int | None = None
-    min_precision: float = 0.6
+    min_precision: float | None = None
 
     @classmethod
     def parse(cls, text: str | Prefetch) -> Prefetch:
@@ -46,7 +44,7 @@ class Prefetch:
 
     def __str__(self) -> str:
         """What parse() reads, as short as may be."""
-        if self.min_precision != type(self).min_precision:
+        if self.min_precision is not None:
             return f"{self.predictor}:{self.distance or DISTANCE}:{self.min_precision:g}"
         return self.predictor if self.distance is None else f"{self.predictor}:{self.distance}"
 

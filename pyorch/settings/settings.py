@@ -51,7 +51,7 @@ class Settings:
         Prefetch(), Prefetch.parse, "text or a Prefetch", metavar="WHAT",
         help="the predictor that says which experts to read ahead while decoding: {predictors}, each also as "
              "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been "
-             "right); or auto, which takes one of them, and only while it makes decoding faster",
+             "right); or auto, which takes one of them, while it saves more time than it takes",
     )
     reads: Reads = option(
         Reads(), Reads.parse, "text or a Reads", metavar="HOW",

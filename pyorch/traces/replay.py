@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 
 from pyorch.errors import BudgetError, FormatError, PyorchError
-from pyorch.llama.apply import check_prefetch
+from pyorch.llama.apply import best_predictor, check_prefetch
 from pyorch.library.bindings import check, default, ffi, lib, new
 from pyorch.library.choices import Needs, gatings, predictors
 from pyorch.runtime.engine import Engine
@@ -24,7 +24,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.budget import REPLAY_BUDGETS, Budget
-from pyorch.settings.prefetch import DISTANCE, NONE, Prefetch
+from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import container
 from pyorch.sidecars.history import ExpertMaps, token_embeddings
@@ -41,12 +41,13 @@ UBATCH = 512  # tokens of a prompt that are computed at once
 class ReplaySettings:
     """What a recording is played with.
 
-    policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: a
-    predictor, such as "oracle", which guesses what comes, and nothing else. budget: as pyorch.load takes it, but for
+    policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: as
+    pyorch.load takes it, but for the processor's time, which a replay does not weigh; or "oracle", which guesses what
+    comes, and nothing else. budget: as pyorch.load takes it, but for
     "auto".
 
     read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
-    bytes. compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of
+    bytes. pause_ms: how long the disk stands still at the end of each pause_every_ms. compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of
     it, what comes before a layer's router is known, None: the share of the dense weights in the bytes that a token
     reads. prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the
     forecasts that follow from it.
@@ -56,7 +57,7 @@ class ReplaySettings:
     """
 
     policy: str | None = Settings().policy
-    prefetch: Prefetch = Prefetch(NONE)  # "auto" measures what pays while it runs, which a replay cannot
+    prefetch: Prefetch = Prefetch(NONE)
     budget: Budget | int | str = "40%"
     read_bandwidth: float = 1e9
     read_latency_s: float = 0.0
@@ -67,6 +68,8 @@ class ReplaySettings:
     n_warm_tokens: int = 0
     batch: int = 1
     as_decode: bool = True
+    pause_ms: float = 0.0
+    pause_every_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -299,8 +302,8 @@ def _checked(
     """The prefetch to set, with its distance."""
     prefetch = settings.prefetch
     name = prefetch.predictor
-    if name == "auto":
-        raise PyorchError("prefetch \"auto\" measures what pays while it runs: a replay needs the name of a predictor")
+    if name == AUTO:
+        name = best_predictor(predictor_file or PredictorFile())
     distance = prefetch.distance or (predictor_file.distance if predictor_file else None) or DISTANCE
     prefetch = Prefetch(name, distance, prefetch.min_precision)
     needs = predictors().choose(name, knows_future=True).needs
@@ -363,6 +366,7 @@ def _play(
         "pyorch_replay_config", read_bytes_per_second=settings.read_bandwidth, read_seconds=settings.read_latency_s,
         compute_seconds=settings.compute_ms / 1000, route_share=share, prefill_seconds=prefill_ms / 1000,
         predict_seconds=settings.predict_ms / 1000, n_warm=_warm_ubatches(schedule, settings.n_warm_tokens),
+        pause_seconds=settings.pause_ms / 1000, period_seconds=settings.pause_every_ms / 1000,
     )
     result = new("pyorch_replay_result")
     hits, totals = (ffi.from_buffer("uint64_t[]", array) for array in counts)

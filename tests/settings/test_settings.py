@@ -122,7 +122,8 @@ def test_every_command_that_loads_a_model_has_what_keeps_experts(command: str, c
     text = capsys.readouterr().out
     for option in options(Settings).values():
         if option.group == EXPERTS or (command in SERVING and option.group in (LONG, LOSSY)):
-            assert (option.flag or f"--{option.name}") in text
+            tried = command == "calibrate" and option.name == "prefetch"  # it tries for itself how far ahead to read
+            assert ((option.flag or f"--{option.name}") in text) != tried
 
 
 def test_several_values_are_each_read_once() -> None:

@@ -108,6 +108,13 @@ def test_time_is_what_it_is_by_hand(model_map: ModelMap, disk: str) -> None:
     assert (it.stats.hits, it.stats.misses, it.n_decoded) == (1, 3, 2)
 
 
+def test_a_disk_that_stands_still_reads_as_late_as_by_hand(model_map: ModelMap) -> None:
+    """It stands still from 6 to 8, 14 to 16 and 22 to 24 ms. Token 1, routed at 4: its matrices arrive at 5, 6, 9, 10, 11
+    and 12: 12 2/3. Token 2, routed at 16 2/3: those of expert 1 arrive at 17 2/3, which is waited for, and on: 21."""
+    it = by_hand(model_map, "none", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000, pause_ms=2, pause_every_ms=8)
+    assert it.seconds == pytest.approx(0.021)
+
+
 def test_what_is_read_ahead_is_there_as_early_as_by_hand(model_map: ModelMap) -> None:
     """Before the first router, 3 is read until 3 ms, and 5 until 6 ms, a matrix each before it is needed."""
     it = by_hand(model_map, "oracle:1", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000)
@@ -139,6 +146,21 @@ def test_the_oracle_hides_what_the_disk_can_read_meanwhile(model_map: ModelMap, 
     assert oracle.stall_ms == 0 and oracle.hit_rate == 1 and oracle.wasted == 0
     assert oracle.tpot_ms == pytest.approx(disk.compute_ms)
     assert replay(model_map, recording, disk).stall_ms > 0
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(("read_ms", "pauses"), [(0.5, (0, 0)), (6.4, (0, 0)), (6.4, (100, 500)), (50, (0, 0))])
+def test_reading_ahead_loses_on_no_disk(
+    model_map: ModelMap, recording: Recording, read_ms: float, pauses: tuple[float, float], batch: int
+) -> None:
+    """An expert takes so many ms to read, a token 30 to compute."""
+    for budget in ("25%", "60%"):
+        settings = ReplaySettings(
+            budget=budget, read_bandwidth=1000 * model_map.layers[0].expert_bytes / read_ms, batch=batch,
+            pause_ms=pauses[0], pause_every_ms=pauses[1])
+        none, auto = (replay(model_map, recording, replace(settings, prefetch=Prefetch(name))) for name in ("none", "auto"))
+        assert auto.seconds <= 1.01 * none.seconds
+        assert auto.seconds < 0.97 * none.seconds or read_ms != 6.4 or batch > 1
 
 
 # Policies and predictors
@@ -255,7 +277,7 @@ def test_several_requests_share_the_experts_of_a_step(model_map: ModelMap, recor
     (dict(policy="random"), PyorchError, 'policy "random" is not known'),
     (dict(budget="1%"), BudgetError, "is below the floor"),
     (dict(budget="auto"), BudgetError, "needs a size or a share"),
-    (dict(prefetch=Prefetch("auto")), PyorchError, "needs the name of a predictor"),
+    (dict(pause_ms=5.0, pause_every_ms=5.0), PyorchError, "pauses shorter than their period"),
     (dict(prefetch=Prefetch("oracle", 9)), PyorchError, "distance 9 is not from 1 to 8"),
     (dict(prefetch=Prefetch("estimator", 1)), PyorchError, "needs an estimator"),
     (dict(read_bandwidth=0.0), PyorchError, "a bandwidth above 0"),

@@ -12,9 +12,9 @@ namespace {
 LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision) {
     checked_choice(PYORCH_CHOICES_PREDICTOR, predictor, engine->simulated);
     const int n_layers = (int) engine->table.map.layers.size();
-    if (distance < 1 || distance > n_layers || !(min_precision >= 0 && min_precision <= 1)) {
+    if (distance < 1 || distance > n_layers || !(min_precision <= 1)) {
         throw Failure(PYORCH_INVALID,
-            format("a prefetch needs a distance from 1 to %d and a precision from 0 to 1, not %d and %g",
+            format("a prefetch needs a distance from 1 to %d and a precision of 1 at most, not %d and %g",
             n_layers, distance, min_precision));
     }
     return { (pyorch_predictor) predictor, distance, min_precision };

@@ -36,7 +36,7 @@ static uint64_t request_end(const MoeLayer & layer, Form form, const Extent & e,
     return at + most;
 }
 
-void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue) {
+void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
     const MoeLayer & layer  = map.layers[load.layer];
     const uint64_t   end    = e.offset + e.bytes;
     const bool       direct = e.direct && source->direct(e.file);
@@ -44,7 +44,7 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue)
     const uint64_t   last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
     const uint64_t   block  = block_offset(layer, e.role, load.form);
     for (uint64_t at = first; at < end;) {
-        const uint64_t next = request_end(layer, load.form, e, at, last, read_bytes);
+        const uint64_t next = request_end(layer, load.form, e, at, last, request_bytes);
         ReadRequest request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
             load.slot.memory + block + (at - first), direct, layer.pack != nullptr, 0 };
         for (int role = e.role; role <= e.last_role; ++role) {
@@ -61,14 +61,15 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue)
     }
 }
 
-void Loader::start(Load & load, std::deque<ReadRequest> & queue) {
+void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
     load.failed = false;
+    load.read   = 0;
     for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
         load.unread[role] = 0;
         load.missed[role] = false;
     }
     for (const Extent & e : extents(map.layers[load.layer], load.expert, load.form)) {
-        cut(load, e, queue);
+        cut(load, e, queue, request_bytes);
     }
 }
 
@@ -84,7 +85,7 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
         }
     }
     for (Load * load : loads) {
-        start(*load, demanded);
+        start(*load, demanded, read_bytes);
     }
     std::stable_sort(demanded.begin() + before, demanded.end(), [](const ReadRequest & a, const ReadRequest & b) {
         return a.role != b.role ? a.role < b.role : a.load->expert < b.load->expert;
@@ -200,15 +201,17 @@ static const char * reason(int64_t result) {
         result < 0 ? strerror((int) -result) : "the file ends before it";
 }
 
-bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns) {
+bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns) {
     Load & load = *request.load;
     std::lock_guard<std::mutex> lock(mutex);
     --n_reading;
     ns_read += ns;
     if (result > 0) {
         read_by_layer[load.layer] += (uint64_t) result;
+        load.read    += (uint64_t) result;
         recent_bytes += (double) result - 0.02 * recent_bytes;
         recent_ns    += (double) ns - 0.02 * recent_ns;
+        recent_cpu   += (double) cpu_ns - 0.02 * recent_cpu;
     }
     request.complete = 0;
     const bool is_short = result < (int64_t) request.needed;

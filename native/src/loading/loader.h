@@ -11,8 +11,9 @@
 // Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
 // second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
 // request reads several. What is read ahead is asked for only when a reader has nothing better to do
-// (Orders::order_ahead), and guesses last. A guess delays what is demanded after it by no more than the requests of it
-// that are under way, so those begin only while fewer than guess_depth requests are, of whatever kind.
+// (Orders::order_ahead), and guesses last. A guess is read into time in which the disk would idle: it delays what is
+// demanded after it by no more than the requests of it that are under way, so those are small, and begin only while fewer
+// than guess_depth requests are under way, of whatever kind.
 //
 // The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
 // across a read or a decode.
@@ -23,6 +24,7 @@
 #include "loading/codec.h"
 #include "loading/source.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -35,6 +37,9 @@ namespace pyorch {
 
 class Reader;
 
+// Of a request of a guess at most: a millisecond of a disk of 0.5 GB/s, and still most of its bandwidth.
+constexpr uint64_t GUESS_BYTES = 512u << 10;
+
 // One expert on its way into its slot.
 struct Load {
     int  layer  = 0; // index into the layers with experts
@@ -44,6 +49,7 @@ struct Load {
     bool failed    = false;
     int  queued    = 0; // requests that no reader works on yet
     int  in_flight = 0; // that one does
+    uint64_t read  = 0; // bytes that are there
     int  unread[PYORCH_MAX_ROLES] = {}; // requests of each matrix that have not been read yet
     bool missed[PYORCH_MAX_ROLES] = {}; // the pack could not be read there
 
@@ -98,18 +104,17 @@ public:
     bool try_next(ReadRequest & request);
 
     // A request was read. result: bytes read or negative errno; ns: of the time that the reader spent with reads under
-    // way, what fell to this one. True: it was the last of a matrix, and ends with decode(), on any thread. Else it
-    // has ended.
-    bool read(ReadRequest & request, int64_t result, uint64_t ns);
+    // way, what fell to this one; cpu_ns: of a processor's time, the same. True: it was the last of a matrix, and ends
+    // with decode(), on any thread. Else it has ended.
+    bool read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0);
     void decode(const ReadRequest & request);
 
     // Both, on this thread.
-    void finish(ReadRequest request, int64_t result, uint64_t ns) {
-        if (read(request, result, ns)) {
+    void finish(ReadRequest request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0) {
+        if (read(request, result, ns, cpu_ns)) {
             decode(request);
         }
     }
-
     void stop();
 
     Source & bytes() { return *source; }
@@ -131,10 +136,10 @@ public:
     void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued);
 
     // Queues all reads of a load behind all demand.
-    void read_ahead(Load & load) { start(load, ahead); }
+    void read_ahead(Load & load) { start(load, ahead, read_bytes); }
 
-    // The same, behind everything else.
-    void guess(Load & load) { start(load, guessed); }
+    // The same in small requests, behind everything else.
+    void guess(Load & load) { start(load, guessed, std::min(read_bytes, GUESS_BYTES)); }
 
     // At least 1.
     void set_guess_depth(int n) { guess_depth = n; }
@@ -174,6 +179,9 @@ public:
     // Lately; 0 before the first read.
     double bytes_per_second() const { return recent_ns > 0 ? recent_bytes / recent_ns * 1e9 : 0; }
 
+    // Of the time of reads, the share in which a processor is busy with them, lately.
+    double cpu_share() const { return recent_ns > 0 ? std::min(1.0, recent_cpu / recent_ns) : 0; }
+
 private:
     friend class Reader; // attaches itself
 
@@ -188,7 +196,7 @@ private:
     std::condition_variable work;
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
-    std::deque<ReadRequest> guessed;
+    std::deque<ReadRequest> guessed; // of one load
     int                     guess_depth = 1;
     int                     n_reading   = 0; // requests under way
     int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
@@ -200,10 +208,11 @@ private:
     uint64_t                ns_read      = 0;
     double                  recent_bytes = 0; // fading sums
     double                  recent_ns    = 0;
+    double                  recent_cpu   = 0; // ns
     bool                    said         = false; // that a pack is damaged
 
-    void start(Load & load, std::deque<ReadRequest> & queue);
-    void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue);
+    void start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     bool pop(ReadRequest & request);
     bool arrived(const ReadRequest & request, int role);
     void missing(const ReadRequest & request, int role, const char * why);

@@ -1,5 +1,7 @@
 #include "loading/reader_threads.h"
 
+#include "base/cpu_time.h"
+
 #include <chrono>
 
 namespace pyorch {
@@ -8,10 +10,12 @@ static void read_until_stopped(Loader & loader) {
     using clock = std::chrono::steady_clock;
     ReadRequest request;
     while (loader.next(request)) {
+        const uint64_t cpu  = thread_cpu_ns();
         const auto    begin = clock::now();
         const int64_t n     = loader.bytes().read(request.file, request.offset, request.buf, request.size);
         const auto    end   = clock::now();
-        loader.finish(request, n, (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count());
+        loader.finish(request, n, (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(),
+            thread_cpu_ns() - cpu);
     }
 }
 

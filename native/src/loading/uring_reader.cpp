@@ -1,5 +1,7 @@
 #include "loading/uring_reader.h"
 
+#include "base/cpu_time.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -152,7 +154,8 @@ bool UringReader::start_one() {
         return false;
     }
     if (idle.size() == under_way.size()) {
-        last_ns = now_ns();
+        last_ns  = now_ns();
+        last_cpu = thread_cpu_ns();
     }
     UnderWay & u = under_way[idle.back()];
     idle.pop_back();
@@ -215,10 +218,13 @@ void UringReader::ended(UnderWay & u, int32_t value) {
 void UringReader::end(UnderWay & u, int64_t result) {
     ReadRequest    request = u.request;
     const uint64_t now     = now_ns();
+    const uint64_t cpu     = thread_cpu_ns();
     const uint64_t ns      = now - last_ns;
-    last_ns = now;
+    const uint64_t cpu_ns  = cpu - last_cpu;
+    last_ns  = now;
+    last_cpu = cpu;
     idle.push_back((int) (&u - under_way.data()));
-    if (!loader.read(request, result, ns)) {
+    if (!loader.read(request, result, ns, cpu_ns)) {
         return;
     }
     if (decoders && loader.computes(request.load->form)) {

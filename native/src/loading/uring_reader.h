@@ -52,6 +52,7 @@ private:
     std::vector<UnderWay>                 under_way; // [depth]
     std::vector<int>                      idle;      // indices into it
     uint64_t                              last_ns = 0; // when a read last ended, or the first began
+    uint64_t                              last_cpu = 0; // of this thread, then
     std::atomic<bool>                     asleep { false };
     std::atomic<bool>                     ending { false };
     std::unique_ptr<DecodeThreads>        decoders;

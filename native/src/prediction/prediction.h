@@ -1,7 +1,7 @@
-// Which experts the next layers will need, guessed from what is known when a layer was routed.
+// Which experts the next layers will need, predicted from what is known when a layer was routed.
 //
 // A predictor sees every layer of a decoding ubatch and makes forecasts of later layers. It knows nothing
-// of residency: what becomes of a forecast is the prefetch planner's business.
+// of residency: which experts of a forecast become guesses, to be read ahead, is the prefetch planner's business.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace pyorch {
 
-// Nothing is forecast for wider ubatches: their layers need nearly all experts.
+// Nothing is predicted for wider ubatches: their layers need nearly all experts.
 constexpr int MAX_PREDICTED_TOKENS = 4;
 
 // A ubatch begins. Each of its tokens is one iteration of one sequence.

@@ -6,15 +6,6 @@
 
 namespace pyorch {
 
-// Counts of about so many predictions ago have faded.
-static constexpr double MEMORY = 200;
-
-void Precision::add(bool hit) {
-    const double fade = 1 - 1 / MEMORY;
-    hits  = hits  * fade + hit;
-    total = total * fade + 1;
-}
-
 PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
         table(table), routers(routers), prefetch(table.map.layers.size()), precision(table.map.layers.size()) {
     for (const auto & l : table.map.layers) {
@@ -24,7 +15,7 @@ PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
 
 void PrefetchPlanner::set(int layer, const LayerPrefetch & it) {
     prefetch[layer] = it;
-    precision[layer].assign((size_t) it.distance * model.n_expert[layer], Precision());
+    precision[layer].assign((size_t) it.distance * model.n_expert[layer], Rate(0.5));
     streams.clear();
 }
 
@@ -157,7 +148,7 @@ std::vector<Forecast> PrefetchPlanner::next_forecasts(const void * context, int 
     return it->second.next;
 }
 
-Precision & PrefetchPlanner::precision_of(int layer, const Guess & it) {
+Rate & PrefetchPlanner::precision_of(int layer, const Guess & it) {
     return precision[layer][(size_t) (it.distance - 1) * model.n_expert[layer] + it.rank];
 }
 
@@ -188,31 +179,29 @@ void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std:
 void PrefetchPlanner::plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed) {
     const int          layer = begin->layer;
     std::vector<Guess> guesses;
-    std::vector<float> expected;
     for (const Forecast * f = begin; f < end; ++f) {
         for (int rank = 0; rank < (int) f->experts.size(); ++rank) {
             guesses.push_back({ f->experts[rank], rank, f->distance });
         }
-        expected.resize(f->probability.empty() ? expected.size() : f->probability.size());
-        for (size_t e = 0; e < f->probability.size(); ++e) {
-            expected[e] = std::max(expected[e], f->probability[e]);
-        }
     }
     // Several tokens may want the same expert: its best rank counts.
     std::stable_sort(guesses.begin(), guesses.end(), [](const Guess & a, const Guess & b) { return a.rank < b.rank; });
-    std::vector<uint8_t>              seen(model.n_expert[layer]);
-    std::vector<Guess>                each;
+    std::vector<uint8_t>     seen(model.n_expert[layer]);
+    std::vector<Guess>       each;
     std::vector<Table::Want> wants;
+    const double             limit = prefetch[layer].min_precision;
+    const double             least = limit < 0 ? table.break_even() : limit;
     for (const Guess & it : guesses) {
         if (!seen[it.expert]) {
             seen[it.expert] = 1;
             const double p = executed ? it.rank < stream.n_used : precision_of(layer, it).value();
             each.push_back(it);
-            wants.push_back({ it.expert, p, executed ? p > 0 : p >= prefetch[layer].min_precision, false });
+            wants.push_back({ it.expert, p, executed ? p > 0 : p >= least, false });
         }
     }
-    if (!expected.empty()) {
-        table.expect(context, layer, from, expected);
+    // Of several tokens together a forecast says less of what to keep than how often each expert was used.
+    if (!begin->probability.empty() && end - begin == 1) {
+        table.expect(context, layer, from, begin->probability);
     }
     table.want(context, layer, from, wants);
     auto & open = stream.open[layer];

@@ -1,8 +1,7 @@
-// Turns forecasts into what the residency table should read ahead, and keeps to what pays.
+// Turns forecasts into guesses: experts that the residency table should read ahead, and keeps to what pays.
 //
-// A wrong prefetch takes the disk from what is needed, so how often a prediction of an absent expert came
-// true is counted, by layer, distance and rank, whether it was read or not; only those that come true often
-// enough are asked for. Demand goes first anyway (see the residency table).
+// How often a guess of an absent expert came true is counted, by layer, distance and rank, whether it was read or not;
+// only those that come true often enough are asked for. Demand goes first anyway (see the residency table).
 //
 // Not thread-safe. The prefetcher runs it on a thread of its own, a replay in the course of its events.
 
@@ -18,23 +17,11 @@
 
 namespace pyorch {
 
-// How often predictions of one kind came true, lately.
-class Precision {
-public:
-    // Of a prediction never seen: between the two, so that it is tried.
-    double value() const { return (hits + 1) / (total + 2); }
-    void   add(bool hit);
-
-private:
-    double hits  = 0;
-    double total = 0;
-};
-
-// What guesses a layer.
+// What predicts a layer.
 struct LayerPrefetch {
     pyorch_predictor kind          = PYORCH_PREDICT_NONE;
     int              distance      = 1; // layers ahead at most
-    double           min_precision = 0; // guesses that come true less often are not read
+    double           min_precision = 0; // guesses that come true less often are not read; below 0: those that do not pay
 };
 
 class PrefetchPlanner {
@@ -99,13 +86,13 @@ private:
     PredictionModel                             model;
     Oracle                                      oracle;
     std::vector<LayerPrefetch>                  prefetch;  // by layer
-    std::vector<std::vector<Precision>>         precision; // by layer, then distance and rank
+    std::vector<std::vector<Rate>>              precision; // by layer, then distance and rank
     std::map<const void *, std::vector<int>>    layers;    // by context
     std::map<const void *, Stream>              streams;
     bool                                        speculative = false;
     Observer                                    observer;
 
-    Precision & precision_of(int layer, const Guess & it);
+    Rate &      precision_of(int layer, const Guess & it);
     Stream &    stream_of(const void * context);
     void        plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);
     void        plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed);

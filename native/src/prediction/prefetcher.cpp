@@ -1,16 +1,15 @@
 #include "prediction/prefetcher.h"
 
+#include "base/cpu_time.h"
+
 #include <algorithm>
 
 namespace pyorch {
 
-// More layers than this waiting: the thread does not get its turn, and what it would predict has passed. A predictor
-// that collects whole iterations is shown all of them.
-static constexpr int MAX_WAITING            = 4;
-static constexpr int MAX_WAITING_COLLECTING = 256;
-
-// An expert that is read faster than this is there as soon as it is asked for: predicting it takes longer.
-static constexpr double LEAST_READ_SECONDS = 100e-6;
+// More layers or ubatches than this waiting: the thread does not get its turn, and what it would predict has passed. A
+// predictor that collects whole iterations is shown more of them.
+static constexpr size_t MAX_WAITING            = 4;
+static constexpr size_t MAX_WAITING_COLLECTING = 256;
 
 Prefetcher::Prefetcher(Table & table, const Routers & routers) : table(table), planner(table, routers) {}
 
@@ -38,10 +37,12 @@ void Prefetcher::changed() {
 }
 
 void Prefetcher::set_automatic(bool automatic_) {
+    const Table::ReadSeconds now = table.read_seconds();
     std::lock_guard<std::mutex> lock(mutex);
-    automatic     = automatic_;
-    controller    = {};
-    timed_context = nullptr;
+    automatic = automatic_;
+    balance   = {};
+    balanced  = now;
+    spent     = 0;
 }
 
 bool Prefetcher::is_automatic() {
@@ -54,25 +55,38 @@ void Prefetcher::set_layers(const void * context, const std::vector<int> & layer
     planner.set_layers(context, layers);
 }
 
-bool Prefetcher::can_pay() {
-    const double rate = table.read_bytes_per_second();
-    return rate == 0 || (double) table.map.layers[0].slot_bytes() / rate >= LEAST_READ_SECONDS;
+template <typename Waiting>
+size_t Prefetcher::count() const {
+    return (size_t) std::count_if(queue.begin(), queue.end(),
+        [](const auto & it) { return std::holds_alternative<Waiting>(it.second); });
+}
+
+// The ubatch that waits longest goes, with its layers.
+void Prefetcher::drop_iteration() {
+    const auto is_begin = [](const auto & it) { return std::holds_alternative<IterationBegin>(it.second); };
+    auto       oldest   = std::find_if(queue.begin(), queue.end(), is_begin);
+    const void * context = oldest->first;
+    oldest = queue.erase(oldest);
+    const auto next = std::find_if(oldest, queue.end(),
+        [&](const auto & it) { return it.first == context && is_begin(it); });
+    queue.erase(std::remove_if(oldest, next, [&](const auto & it) { return it.first == context; }), next);
+    settled.notify_all();
 }
 
 void Prefetcher::begin(const void * context, IterationBegin && it) {
+    const bool               collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
+    const Table::ReadSeconds now        = it.decode ? table.read_seconds() : Table::ReadSeconds {};
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic && it.decode) {
-        pays = can_pay();
-        const auto now = std::chrono::steady_clock::now();
-        // Contexts that run at once would be taken for one slow token.
-        if (timed_context == context) {
-            controller.token(std::chrono::duration<double>(now - token_begin).count());
-        }
-        timed_context = context;
-        token_begin   = now;
-        if (!pays || !controller.on()) {
+        balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent);
+        balanced = now;
+        spent    = 0;
+        if (!balance.pays()) {
             return;
         }
+    }
+    if (count<IterationBegin>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
+        drop_iteration();
     }
     queue.emplace_back(context, std::move(it));
     lock.unlock();
@@ -84,16 +98,16 @@ bool Prefetcher::wants() {
         return false;
     }
     std::lock_guard<std::mutex> lock(mutex);
-    return !automatic || (pays && controller.on());
+    return !automatic || balance.pays();
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {
     const bool collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const auto is_layer = [](const auto & it) { return std::holds_alternative<RoutedLayer>(it.second); };
-        if (std::count_if(queue.begin(), queue.end(), is_layer) >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
-            queue.erase(std::find_if(queue.begin(), queue.end(), is_layer));
+        if (count<RoutedLayer>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
+            queue.erase(std::find_if(queue.begin(), queue.end(),
+                [](const auto & it) { return std::holds_alternative<RoutedLayer>(it.second); }));
         }
         queue.emplace_back(context, std::move(layer));
     }
@@ -122,7 +136,6 @@ void Prefetcher::forget(const void * context) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }), queue.end());
-        timed_context = timed_context == context ? nullptr : timed_context;
     }
     settled.notify_all(); // what others wait for may have been in the queue
     settle(context);
@@ -146,6 +159,7 @@ void Prefetcher::run() {
         queue.pop_front();
         predicting = context;
         lock.unlock();
+        const uint64_t began = thread_cpu_ns();
         {
             std::lock_guard<std::mutex> state_lock(state_mutex);
             if (const auto * layer = std::get_if<RoutedLayer>(&event)) {
@@ -154,7 +168,9 @@ void Prefetcher::run() {
                 planner.begin(context, std::get<IterationBegin>(event));
             }
         }
+        const double took = 1e-9 * (double) (thread_cpu_ns() - began);
         lock.lock();
+        spent     += took;
         predicting = nullptr;
         settled.notify_all();
     }

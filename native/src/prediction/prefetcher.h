@@ -2,11 +2,10 @@
 
 #pragma once
 
-#include "prediction/prefetch_controller.h"
+#include "prediction/prediction_balance.h"
 #include "prediction/prefetch_planner.h"
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -31,7 +30,7 @@ public:
         changed();
     }
 
-    // automatic: only while it makes decoding faster, which is tried from now on.
+    // automatic: only while what it saves is worth the processor's time that it takes.
     void set_automatic(bool automatic);
     bool is_automatic();
 
@@ -72,18 +71,20 @@ private:
     std::deque<std::pair<const void *, Event>>    queue;
     const void *                                  predicting = nullptr; // the context whose event is at work
     bool                                          automatic  = false;
-    bool                                          pays       = true; // as far as can be told without trying
-    PrefetchController                            controller;
-    const void *                                  timed_context = nullptr;
-    std::chrono::steady_clock::time_point         token_begin;
-    bool                                          stopped = false;
+    PredictionBalance                             balance;
+    Table::ReadSeconds                            balanced   = {}; // what of the table's is in the balance
+    double                                        spent      = 0;  // seconds of a processor, not in the balance yet
+    bool                                          stopped    = false;
 
     Table &                              table;
     std::mutex                                    state_mutex; // of the planner; compute threads take it to speculate only
     PrefetchPlanner                               planner;
     std::thread                                   thread;
 
-    bool can_pay();
+    template <typename Waiting>
+    size_t count() const;
+
+    void drop_iteration();
     void settle(const void * context);
     void changed();
     void run();

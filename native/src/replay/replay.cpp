@@ -14,6 +14,10 @@
 namespace pyorch {
 namespace {
 
+SimulatedDisk disk_of(const pyorch_replay_config & config) {
+    return { config.read_seconds, config.read_bytes_per_second, config.pause_seconds, config.period_seconds };
+}
+
 class Replay {
 public:
     Replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
@@ -21,7 +25,7 @@ public:
         table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks),
         n_layers(recording.n_layers),
         // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
-        reader(table.loader(), config.read_seconds, config.read_bytes_per_second, [this](double ended) { wait_until(ended); }),
+        reader(table.loader(), disk_of(config), [this](double ended) { wait_until(ended); }),
         forecasts(table.map.layers.size()) {
         std::vector<int> executed(n_layers);
         std::iota(executed.begin(), executed.end(), 0);
@@ -372,8 +376,10 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
         throw Failure(PYORCH_INVALID, format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
-        !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) || !(config.route_share >= 0 && config.route_share <= 1)) {
-        throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative and shares from 0 to 1");
+        !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||
+        !(config.pause_seconds >= 0) || (config.pause_seconds > 0 && !(config.period_seconds > config.pause_seconds)) || !(config.route_share >= 0 && config.route_share <= 1)) {
+        throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative, shares from 0 to 1, and "
+            "pauses shorter than their period");
     }
 }
 

@@ -1,5 +1,6 @@
 #include "replay/simulated.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace pyorch {
@@ -25,9 +26,19 @@ const Codec & simulated_codec(Form) {
     return nothing;
 }
 
-SimulatedReader::SimulatedReader(Loader & loader, double read_seconds, double bytes_per_second,
-    std::function<void(double)> waited) :
-        Reader(loader), read_seconds(read_seconds), bytes_per_second(bytes_per_second), waited(std::move(waited)) {}
+double SimulatedDisk::end_of(double begin, double seconds) const {
+    if (pause_seconds <= 0) {
+        return begin + seconds;
+    }
+    const double active = period_seconds - pause_seconds;
+    const double since  = std::fmod(begin, period_seconds);
+    const double done   = std::min(since, active) + seconds; // in active time, since the period began
+    const double pauses = std::max(0.0, std::ceil(done / active) - 1);
+    return begin - since + done + pauses * pause_seconds;
+}
+
+SimulatedReader::SimulatedReader(Loader & loader, const SimulatedDisk & disk, std::function<void(double)> waited) :
+        Reader(loader), disk(disk), waited(std::move(waited)) {}
 
 void SimulatedReader::run_until(double now) {
     while (busy && ends <= now) {
@@ -51,7 +62,7 @@ void SimulatedReader::take(double at) {
     if (loader.try_next(request)) {
         busy  = true;
         began = at;
-        ends  = at + read_seconds + (double) request.size / bytes_per_second;
+        ends  = disk.end_of(at, disk.read_seconds + (double) request.size / disk.bytes_per_second);
     }
 }
 

@@ -24,11 +24,21 @@ private:
 // Nothing was read, so nothing is decoded.
 const Codec & simulated_codec(Form form);
 
+struct SimulatedDisk {
+    double read_seconds;     // that a request costs beside its bytes
+    double bytes_per_second;
+    double pause_seconds;    // at the end of each period it stands still for so long
+    double period_seconds;
+
+    // When it ends what it needs so many seconds for.
+    double end_of(double begin, double seconds) const;
+};
+
 // The one reader and its disk, in simulated time.
 class SimulatedReader : public Reader {
 public:
     // waited(time): called when someone waits for memory that a read holds, with the time at which that read ends.
-    SimulatedReader(Loader & loader, double read_seconds, double bytes_per_second, std::function<void(double)> waited);
+    SimulatedReader(Loader & loader, const SimulatedDisk & disk, std::function<void(double)> waited);
 
     // Lets it do what it does up to a time. What it could take then, it takes.
     void run_until(double now);
@@ -43,8 +53,7 @@ public:
     void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override;
 
 private:
-    const double                read_seconds;     // that a request costs beside its bytes
-    const double                bytes_per_second;
+    const SimulatedDisk         disk;
     std::function<void(double)> waited;
     ReadRequest                 request = {};
     bool                        busy    = false;

@@ -131,25 +131,33 @@ void Table::end_forecast(Layer & l) {
 }
 
 // What was read for this pass of the context is in use now, or was read in vain.
-void Table::settle_predicted(Layer & l, const void * context) {
-    std::vector<int> predicted;
-    predicted.swap(l.predicted);
-    for (int id : predicted) {
+void Table::settle_guessed(Layer & l, const void * context) {
+    std::vector<int> unsettled;
+    unsettled.swap(l.guessed);
+    for (int id : unsettled) {
         Expert & e = l.experts[id];
-        if (e.predicted_for != context && !e.in_use) {
-            l.predicted.push_back(id);
+        if (e.guessed_for != context && !e.in_use) {
+            l.guessed.push_back(id);
             continue;
         }
-        e.predicted = false;
+        const double share = e.loading() ? (double) e.load.read / (double) l.slot_bytes : 1;
+        read_share += (share - read_share) / 50;
         if (!e.in_use) {
+            l.stats.prefetch_wasted += e.read_in_vain();
             e.read_ahead = false;
-            ++l.stats.prefetch_wasted;
-            if (e.loading() && e.load.in_flight == 0 && !e.pinned) {
-                loads.take_back(e.load);
-                drop(e);
-            }
+            e.unwanted   = e.loading() && !e.pinned;
         }
+        e.guessed = false;
+        end_unwanted(e);
         value_changed(e);
+    }
+}
+
+// What is not wanted any more ends, unless a reader works on it: then it ends with that request.
+void Table::end_unwanted(Expert & e) {
+    if (e.unwanted && e.load.in_flight == 0) {
+        loads.take_back(e.load);
+        drop(e);
     }
 }
 
@@ -160,13 +168,14 @@ void Table::settle(const void * context, int layer) {
     passage.last = std::max(passage.last, layer);
     guesses.settle(context, layer);
     Layer & l = layers[layer];
-    settle_predicted(l, context);
+    settle_guessed(l, context);
     if (l.forecast && l.forecast_for == context) {
         end_forecast(l);
     }
 }
 
-// Starts the load of the best guess (FineMoE: probability over distance), if memory can be had for it.
+// Starts the load of the best guess, if memory can be had for it: that with the highest probability over distance
+// (FineMoE section 4.5; there, the probability is that of the map found, here how often such guesses came true).
 bool Table::next_guess() {
     while (!guesses.empty()) {
         const auto [context, layer, guess] = guesses.take_best([&](const void * context, int layer) {
@@ -182,9 +191,9 @@ bool Table::next_guess() {
         if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) || !start_load(e)) {
             continue;
         }
-        e.read_ahead = e.unasked = e.predicted = true;
-        e.predicted_for = context;
-        l.predicted.push_back(e.id());
+        e.read_ahead = e.unasked = e.guessed = true;
+        e.guessed_for = context;
+        l.guessed.push_back(e.id());
         loads.guess(e.load);
         return true;
     }
@@ -212,13 +221,8 @@ bool Table::next_deferred() {
         if (!e.absent() || e.in_use > 0 || l.n_loaded >= l.max) {
             continue;
         }
-        if (!bank->fits(l.size_class, 1)) {
-            const Victim victim = choose_victim(e.layer(), FOR_GUESS, INFINITY);
-            if (!victim.expert || !(victim < Victim { &e, 1, worth(l, value_of(e)) })) {
-                continue;
-            }
-        }
-        if (make_room(e.layer(), 1, FOR_GUESS, INFINITY) && start_load(e)) {
+        const Victim gain = { &e, 1, worth(l, value_of(e)) };
+        if (make_room(e.layer(), 1, FOR_GUESS, INFINITY, gain) && start_load(e)) {
             loads.guess(e.load);
             return true;
         }
@@ -264,10 +268,12 @@ void Table::finished(Load & load) {
         ++l.n_resident;
         ++l.stats.loads;
         l.stats.prefetch_loads += e.unasked; // also where a layer came to need it meanwhile
-        e.unasked = false;
+        e.unasked = e.unwanted = false;
         value_changed(e);
     } else if (load.ended() && e.in_use == 0) {
         drop(e);
+    } else {
+        end_unwanted(e);
     }
     keep_budget();
     if (load.in_flight == 0) {

@@ -27,8 +27,10 @@ struct Expert {
     bool         changed    = false;        // since its keys were last computed, see Table::value_changed
     bool         read_ahead = false;        // and not used yet
     bool         unasked    = false;        // its load began before a layer needed it, and is not counted yet
-    bool         predicted  = false;        // read ahead on a guess, for the next pass of its layer
-    const void * predicted_for = nullptr;   // by this context
+    bool         guessed    = false;        // read ahead on a guess, for the next pass of its layer
+    const void * guessed_for = nullptr;     // by this context
+    bool         displaced  = false;        // had to go since its layer last came
+    bool         unwanted   = false;        // that pass went without it: its load ends with the request under way
     int          in_use     = 0;            // by running layers
     Usage        usage;
     std::string  error;                     // why it is FAILED
@@ -38,6 +40,9 @@ struct Expert {
     bool loading() const { return load.form != Form::ABSENT; }
     bool resident() const { return form != Form::ABSENT; }
     bool absent() const { return !loading() && !resident(); }
+
+    // Whether something was read ahead that would be lost now.
+    bool read_in_vain() const { return read_ahead && (resident() || load.read > 0 || load.in_flight > 0); }
     bool failed() const { return ready.load(std::memory_order_relaxed) & FAILED; }
 };
 

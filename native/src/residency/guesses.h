@@ -1,4 +1,5 @@
-// Experts that predictors want read ahead, the best first. They have no memory yet, and may never get any.
+// Guesses: experts of forecasts that the planner wants read ahead, the best first. They have no memory yet, and may
+// never get any.
 
 #pragma once
 
@@ -7,9 +8,28 @@
 
 namespace pyorch {
 
+// How often something comes true, lately: counts of about so many outcomes ago have faded.
+class Rate {
+public:
+    // before: what is assumed as long as nothing is known, as if it had been seen twice.
+    explicit Rate(double before = 0) : hits(2 * before), total(2) {}
+
+    double value() const { return hits / total; }
+
+    void add(bool hit) {
+        hits  += hit - hits / MEMORY;
+        total += 1 - total / MEMORY;
+    }
+
+private:
+    static constexpr double MEMORY = 200;
+
+    double hits, total;
+};
+
 struct Guess {
     int    expert;
-    double probability;
+    double probability; // share of such guesses that came true lately
 };
 
 class Guesses {

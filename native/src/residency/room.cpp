@@ -32,8 +32,9 @@ void Table::drop(Expert & e) {
         bank->give(e.slot);
         e.slot = {};
     }
-    if (e.predicted) {
-        l.predicted.erase(std::find(l.predicted.begin(), l.predicted.end(), e.id()));
+    if (e.guessed) {
+        l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id()));
+        l.stats.prefetch_wasted += e.read_in_vain();
     }
     l.n_loaded   -= !e.absent();
     l.n_resident -= e.resident();
@@ -43,7 +44,8 @@ void Table::drop(Expert & e) {
     e.load.form  = Form::ABSENT;
     e.read_ahead = false;
     e.unasked    = false;
-    e.predicted  = false;
+    e.guessed    = false;
+    e.unwanted   = false;
     e.scanned    = false;
     value_changed(e);
 }
@@ -100,7 +102,7 @@ double Table::worth(const Layer & l, double value) const {
 
 void Table::compute_keys(const Expert & e) {
     const bool   free  = e.resident() && !e.in_use && !e.pinned;
-    const double key   = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.predicted ? Victims::GUESSED :
+    const double key   = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
         value_of(e);
     const bool   waits = e.read_ahead;
     const bool   fresh = is_fresh(e);
@@ -172,17 +174,21 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
     return any;
 }
 
-// Evicts until n experts of the layer fit. What was read ahead and not used yet goes only for demand; what was used in
+// Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet goes only for demand; what was used in
 // the last pass of its layer not for a guess. False if what is left is in use: the caller waits and tries again.
-bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than) {
+bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than, const Victim & below) {
     const Layer & l     = layers[layer];
     uint64_t      moved = 0; // bytes from other classes
     while (!bank->fits(l.size_class, n)) {
         const Victim victim = choose_victim(layer, purpose, more_likely_than);
-        if (victim.expert) {
+        if (victim.expert && victim < below) {
             Layer & gives = layer_of(*victim.expert);
             ++gives.stats.evictions;
             drop(*victim.expert);
+            if (!victim.expert->displaced) {
+                victim.expert->displaced = true;
+                gives.displaced.push_back(victim.expert->id());
+            }
             moved += gives.size_class != l.size_class ? gives.slot_bytes : 0;
             if (moved >= l.slot_bytes) {
                 pressure[l.size_class] = 0; // the class has one slot more
@@ -195,14 +201,20 @@ bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than)
     return bank->fits(l.size_class, n);
 }
 
-// Takes back a load that nobody waits for and no reader works on, for what is needed now.
+// Takes back a load that nobody waits for and no reader works on, for what is needed now. False if there is none; a
+// guess that a reader works on ends with that request.
 bool Table::drop_queued() {
-    Load * load = loads.find_queued([&](const Load & load) {
+    const auto may_go = [&](const Load & load) {
         const Expert & e = expert_of(load);
         const Layer &  l = layer_of(e);
-        return load.in_flight == 0 && !e.in_use && !e.pinned && l.n_loaded > l.min;
-    });
+        return !e.in_use && !e.pinned && l.n_loaded > l.min;
+    };
+    Load * load = loads.find_queued([&](const Load & load) { return load.in_flight == 0 && may_go(load); });
     if (!load) {
+        load = loads.find_queued([&](const Load & load) { return expert_of(load).guessed && may_go(load); });
+        if (load) {
+            expert_of(*load).unwanted = true;
+        }
         return false;
     }
     loads.take_back(*load);

@@ -89,6 +89,7 @@ int Table::layer_index(int il) const {
 }
 
 void Table::hold(Expert & e) {
+    e.unwanted = false;
     if (e.in_use++ == 0) {
         ++n_in_use;
         value_changed(e);
@@ -100,6 +101,40 @@ void Table::unhold(Expert & e) {
         --n_in_use;
         value_changed(e);
     }
+}
+
+// What had to go since the layer last came was missed, or not. A wide batch needs all: it says nothing.
+void Table::count_regret(Layer & l, const Demand & demand) {
+    for (int id : l.displaced) {
+        l.experts[id].displaced = false;
+        if (!demand.scans()) {
+            regret.add(std::binary_search(demand.experts.begin(), demand.experts.end(), id));
+        }
+    }
+    l.displaced.clear();
+}
+
+void Table::count_seconds(const Layer & l, const Expert & e) {
+    const double rate = loads.bytes_per_second();
+    if (rate > 0 && (e.absent() || e.guessed)) {
+        const double free = (1 - loads.cpu_share()) / rate;
+        reads.absent += free * (double) l.slot_bytes;
+        reads.saved  += free * (double) (e.resident() ? l.slot_bytes : e.loading() ? e.load.read : 0);
+    }
+}
+
+double Table::break_even() {
+    std::lock_guard<std::mutex> lock(mutex);
+    const MoeLayer & l       = map.layers[0];
+    const double     request = std::min((double) GUESS_BYTES, (double) l.slot_bytes() / (double) l.tensors.size());
+    const double     rest    = 0.5 * request / (double) l.slot_bytes();
+    // p * share = cpu * share + regret + (1 - p) * rest
+    return std::min(1.0, (loads.cpu_share() * read_share + regret.value() + rest) / (read_share + rest));
+}
+
+Table::ReadSeconds Table::read_seconds() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return reads;
 }
 
 // A layer comes. What it computes with is held: hits and misses. What its router asked for is used, even where another
@@ -120,8 +155,13 @@ void Table::count_uses(int layer, const Demand & demand) {
             used(l.experts[id]);
         }
     }
+    count_regret(l, demand);
+    read_share += (1 - read_share) / 20000; // where no guess pays, one is tried now and then
     for (int id : demand.experts) {
         Expert & e = l.experts[id];
+        if (!scan) {
+            count_seconds(l, e);
+        }
         e.resident() ? ++l.stats.hits : ++l.stats.misses;
         if (e.read_ahead) {
             ++l.stats.prefetch_hits;
@@ -261,7 +301,7 @@ void Table::forget(Owner & owner) {
         guesses.forget(owner.context);
         passages.erase(owner.context);
         for (Layer & l : layers) {
-            settle_predicted(l, owner.context);
+            settle_guessed(l, owner.context);
             if (l.forecast && l.forecast_for == owner.context) {
                 end_forecast(l);
             }

@@ -11,7 +11,9 @@
 // never dropped. A layer gets all its experts at once, or holds none and waits for others to release theirs; so
 // contexts that share an engine cannot wait for each other in a circle.
 //
-// What is read ahead gets its memory only when a reader has nothing better to do.
+// What is read ahead gets its memory only when a reader has nothing better to do, and what is read on a guess only when
+// no reader has anything to do. A guess whose pass went without it is abandoned: the request under way ends, and no
+// other is begun.
 //
 // Nothing that a layer of a token asks for costs more in a model with more layers or experts, but for a comparison for
 // each layer where memory is needed: what is looked up by expert is an array, what is sought is an index (victims.h,
@@ -27,6 +29,7 @@
 #include "residency/victims.h"
 
 #include <atomic>
+#include <climits>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -101,6 +104,21 @@ public:
     // it has come meanwhile.
     void want(const void * context, int layer, int from, std::vector<Want> & wants);
 
+    // A guess costs more than it gains, unless it comes true more often than this. Of the time that reading the expert
+    // takes: it gains the share that guesses have been read to when their pass comes. It costs the processor what so much
+    // reading costs it, for compute threads may want all processors; memory, the share of experts that are missed at
+    // once after they had to go; and where it is wrong, at most the rest of a small request that a demand meets, half of
+    // it on average.
+    double break_even();
+
+    // What layers of decoding tokens waited for or would have, since the beginning: seconds of reading in which a
+    // processor was free to compute.
+    struct ReadSeconds {
+        double absent; // experts that were absent, or would have been but for guesses
+        double saved;  // of them, what had been read on guesses by then
+    };
+    ReadSeconds read_seconds();
+
     // probability[n_expert]: with which that pass will need each expert of the layer. Ignored if it has come meanwhile.
     void expect(const void * context, int layer, int from, const std::vector<float> & probability);
 
@@ -159,7 +177,8 @@ private:
         const void *         forecast_for = nullptr;
         uint64_t             last_pass    = 0;
         std::vector<int>     fresh        = {};    // experts that were used or asked for by name since then
-        std::vector<int>     predicted    = {};    // experts with the flag
+        std::vector<int>     guessed      = {};    // experts with the flag
+        std::vector<int>     displaced    = {};    // the same
         bool                 changed      = false; // the same for all of its experts
         std::vector<uint8_t> is_resident;          // by expert
         pyorch_stats         stats        = {};
@@ -213,6 +232,9 @@ private:
     uint64_t                n_served   = 0;
     int                     n_in_use   = 0;
     uint64_t                now        = 0; // layers computed
+    Rate                    regret;         // of evictions: the expert was asked for when its layer next came
+    double                  read_share = 0.5; // of a guess when its pass comes, fading mean
+    ReadSeconds             reads      = {}; // see read_seconds()
     std::string             error;
 
     int                     n_waiting  = 0; // compute threads asleep in address()
@@ -241,6 +263,8 @@ private:
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     void release_held(Owner & owner, bool & failed);
     void count_uses(int layer, const Demand & demand);
+    void count_regret(Layer & l, const Demand & demand);
+    void count_seconds(const Layer & l, const Expert & e);
 
     LearnerSizes learner_sizes() const;
     LearnedValue & learned_value();
@@ -262,7 +286,8 @@ private:
     double worth(const Layer & l, double value) const;
     void measure_turns();
     void compute_changed_keys();
-    bool make_room(int layer, int n, Purpose purpose, float more_likely_than);
+    bool make_room(int layer, int n, Purpose purpose, float more_likely_than,
+        const Victim & below = { nullptr, INT_MAX, 0 });
     Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
     bool drop_queued();
     void shrink_layer(int layer, int n);
@@ -274,7 +299,8 @@ private:
     bool has_passed(const void * context, int layer, int from);
     int  layers_between(int from, int to) const;
     void settle(const void * context, int layer);
-    void settle_predicted(Layer & l, const void * context);
+    void settle_guessed(Layer & l, const void * context);
+    void end_unwanted(Expert & e);
     void end_forecast(Layer & l);
     void want_layer_ahead(int layer);
     int  next_executed(int layer) const;

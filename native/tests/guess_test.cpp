@@ -1,0 +1,193 @@
+// What a guess may cost those who demand:
+//
+//     guess_test FILE.gguf
+//
+// FILE.gguf is written and removed.
+
+#include "synthetic.h"
+
+#include "banks/host_bank.h"
+#include "residency/table.h"
+
+#include <functional>
+
+using namespace pyorch;
+
+#define CHECK(x) \
+    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
+
+static std::string path;
+
+static constexpr uint64_t SMALL_REQUEST = 512u << 10;
+
+// Three layers of four experts of 3 MiB, and a disk whose requests end when they are told to.
+struct House {
+    static constexpr int N_EXPERT = 4;
+
+    explicit House(int budget_in_experts) :
+        map(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; })),
+        table(map, std::make_unique<HostBank>(map, budget_in_experts * map.layers[0].slot_bytes()),
+            call_source(touch_pages, nullptr), plain_codec, {}),
+        disk(table.loader()) {}
+
+    struct Disk : Reader {
+        using Reader::Reader;
+
+        bool take(ReadRequest & request) { return loader.try_next(request); }
+        void end(const ReadRequest & request) { loader.finish(request, (int64_t) request.size, 1000); }
+        int  layer_of(const ReadRequest & request) { return request.load->layer; }
+
+        void wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) override {
+            lock.unlock();
+            CHECK(while_short);
+            while_short();
+            lock.lock();
+        }
+
+        std::function<void()> while_short;
+    };
+
+    const ModelMap map;
+    Table          table;
+    Disk           disk;
+    Owner          owner = { this };
+
+    void acquire(Owner & who, int layer, const std::vector<int> & experts) {
+        table.acquire(who, layer, { experts, experts, 1 });
+    }
+
+    int read_all() {
+        ReadRequest request;
+        int n = 0;
+        for (; disk.take(request); ++n) {
+            disk.end(request);
+        }
+        return n;
+    }
+
+    void pass(Owner & who, int layer, const std::vector<int> & experts) {
+        acquire(who, layer, experts);
+        read_all();
+        CHECK(table.release(who));
+    }
+
+    void guess(const Owner & who, int layer, int expert) {
+        std::vector<Table::Want> wants = { { expert, 0.5, true, false } };
+        table.want(who.context, layer, layer - 1, wants);
+    }
+
+    pyorch_stats stats() {
+        pyorch_stats all;
+        table.get_stats(-1, all);
+        return all;
+    }
+
+    bool loading(int layer, int expert) {
+        uint8_t mask[N_EXPERT];
+        table.get_residency(map.layers[layer].il, mask, N_EXPERT);
+        return mask[expert] & PYORCH_LOADING;
+    }
+};
+
+static void a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk() {
+    House house(12);
+    house.acquire(house.owner, 0, { 0 });
+    house.guess(house.owner, 1, 1);
+    ReadRequest demanded, guessed, other;
+    while (house.disk.take(demanded) && house.disk.layer_of(demanded) == 0) {
+        CHECK(!house.disk.take(other) || house.disk.layer_of(other) == 0); // several demands at once, no guess beside them
+        house.disk.end(demanded);
+        if (other.load) {
+            house.disk.end(other);
+            other = {};
+        }
+    }
+    guessed = demanded;
+    CHECK(house.disk.layer_of(guessed) == 1 && guessed.size <= SMALL_REQUEST);
+    CHECK(!house.disk.take(other)); // one at a time
+    house.disk.end(guessed);
+    CHECK(house.disk.take(guessed) && house.disk.layer_of(guessed) == 1);
+    house.disk.end(guessed);
+    CHECK(house.table.release(house.owner));
+}
+
+static void a_demand_waits_for_one_small_request_of_a_guess_at_most() {
+    House house(12);
+    house.pass(house.owner, 0, { 0 });
+    house.guess(house.owner, 1, 1);
+    ReadRequest guessed, demanded;
+    CHECK(house.disk.take(guessed) && guessed.size <= SMALL_REQUEST);
+    house.acquire(house.owner, 1, { 2 });
+    house.disk.end(guessed);
+    CHECK(house.disk.take(demanded) && demanded.load->expert == 2);
+    house.disk.end(demanded);
+    house.read_all();
+    CHECK(house.table.release(house.owner));
+}
+
+static void a_guess_whose_pass_went_without_it_is_read_no_further() {
+    House house(12);
+    house.pass(house.owner, 0, { 0 });
+    house.pass(house.owner, 1, { 0 });
+    house.pass(house.owner, 0, { 0 });
+    const uint64_t before = house.stats().bytes_read;
+    house.guess(house.owner, 1, 1);
+    ReadRequest guessed;
+    CHECK(house.disk.take(guessed));
+    house.acquire(house.owner, 1, { 0 });
+    CHECK(house.loading(1, 1)); // a reader is at it
+    house.disk.end(guessed);
+    CHECK(!house.loading(1, 1) && house.read_all() == 0 && house.stats().bytes_read == before + guessed.size);
+    CHECK(house.table.release(house.owner));
+    const pyorch_stats stats = house.stats();
+    CHECK(stats.prefetch_wasted == 1 && stats.prefetch_loads == 0 && stats.prefetch_hits == 0);
+    CHECK(stats.resident_experts == 2);
+}
+
+static void an_abandoned_guess_goes_on_for_who_needs_it_after_all() {
+    House house(12);
+    Owner other = { &other };
+    house.pass(house.owner, 0, { 0 });
+    house.guess(house.owner, 1, 1);
+    ReadRequest guessed;
+    CHECK(house.disk.take(guessed));
+    house.pass(house.owner, 1, {});
+    house.acquire(other, 1, { 1 });
+    house.disk.end(guessed);
+    house.read_all();
+    CHECK(house.table.address(1, 1, 2, false));
+    CHECK(house.table.release(other));
+    CHECK(house.stats().bytes_read == 2 * 3u * (1u << 20)); // each byte once
+}
+
+static void who_lacks_memory_gets_that_of_a_guess_under_way() {
+    House house(4);
+    Owner other = { &other };
+    house.pass(house.owner, 0, { 0 });
+    house.acquire(other, 0, { 0, 1 }); // held: two experts are left
+    house.read_all();
+    house.guess(house.owner, 1, 1);
+    ReadRequest guessed;
+    CHECK(house.disk.take(guessed));
+    bool ended = false;
+    house.disk.while_short = [&] {
+        CHECK(!ended); // once: then there is room, and no other guess takes it
+        house.disk.end(guessed);
+        ended = true;
+    };
+    house.acquire(house.owner, 2, { 0, 1 });
+    CHECK(ended && house.loading(2, 0) && house.loading(2, 1) && !house.loading(1, 1));
+    house.read_all();
+    CHECK(house.table.release(house.owner) && house.table.release(other));
+}
+
+int main(int argc, char ** argv) {
+    CHECK(argc == 2);
+    path = argv[1];
+    a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk();
+    a_demand_waits_for_one_small_request_of_a_guess_at_most();
+    a_guess_whose_pass_went_without_it_is_read_no_further();
+    an_abandoned_guess_goes_on_for_who_needs_it_after_all();
+    who_lacks_memory_gets_that_of_a_guess_under_way();
+    printf("all hold\n");
+}
