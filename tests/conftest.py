@@ -21,7 +21,7 @@ from models import CHECKPOINT, PROMPT, assert_same_bits, small_model  # noqa: F4
 from pyorch.cli import progress
 from pyorch.convert import children, convert
 from pyorch.llama.model import Model
-from pyorch.settings.budget import MAPPED
+from pyorch.settings.budget import RESIDENT
 
 # On a busy machine a command of a test may take so long that it says how far it is.
 progress.INTERVAL = 86400.0
@@ -106,8 +106,8 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def resident(small_moe: Path):
-    """The small MoE with all experts mapped and none managed: what every other run must equal."""
-    with small_model(small_moe, MAPPED) as model:
+    """The small MoE as llama.cpp loads it, nothing managed: what every other run must equal."""
+    with small_model(small_moe, RESIDENT) as model:
         yield model
 
 

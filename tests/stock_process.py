@@ -1,6 +1,7 @@
 """llama.cpp without pyorch: its library alone, no hook set. Answers tests/llama/test_architectures.py.
 
-For each path on a line of standard input it writes the digests of the batch shapes as a line of JSON.
+For each path on a line of standard input it writes the digests of the batch shapes as a line of JSON. An argument
+"plain" behind the directory of the library: without repacked weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _quiet(_level, _text, _user):
 
 def digests(path: str) -> dict[str, str]:
     params = llama.llama_model_default_params()
-    params.use_extra_bufts = False  # experts that are read on demand are not repacked: the same kernels
+    params.use_extra_bufts = "plain" not in sys.argv[2:]
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     settings = llama.llama_context_default_params()
     for name, value in batches.CONTEXT.items():

@@ -244,10 +244,6 @@ pyorch_status pyorch_engine_free(pyorch_engine * engine);
 // experts to the engine. NULL ends that. A load of other files is untouched.
 pyorch_status pyorch_engine_capture(pyorch_engine * engine);
 
-// As capture, but the experts stay mapped from the file and nothing manages them: the same kernels
-// as under an engine, without one. For comparisons.
-pyorch_status pyorch_capture_mapped(const pyorch_model_map * map);
-
 // Why the engine failed the last of all decodes that it failed, "" if none: for who watches contexts of other threads.
 // Copies at most size bytes.
 pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size);

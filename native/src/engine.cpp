@@ -2,6 +2,7 @@
 
 #include "banks/host_bank.h"
 #include "loading/readers.h"
+#include "model/layout.h"
 #include "replay/simulated.h"
 
 #include <algorithm>
@@ -14,13 +15,25 @@ static std::unique_ptr<pyorch::Bank> make_bank(const pyorch::ModelMap & map, con
     return std::make_unique<pyorch::HostBank>(map, budget);
 }
 
-static pyorch::Codecs codecs_of(const pyorch_config & config) {
-    return config.simulated ? pyorch::simulated_codec : config.plain ? pyorch::plain_codec : pyorch::repacking_codec;
+static bool repacks(const pyorch::ModelMap & map) {
+    for (const auto & layer : map.layers) {
+        if (std::any_of(layer.tensors.begin(), layer.tensors.end(), pyorch::can_repack)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static pyorch::Codecs codecs_of(const pyorch::ModelMap & map, const pyorch_config & config) {
+    if (config.simulated) {
+        return pyorch::simulated_codec;
+    }
+    return config.plain || !repacks(map) ? pyorch::plain_codec : pyorch::repacking_codec;
 }
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         simulated(config.simulated != 0),
-        table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(config), config),
+        table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config),
         routers((int) map.layers.size()),
         prefetcher(table, routers),
         routing(table, prefetcher, routers, config.plain == 0),

@@ -246,7 +246,6 @@ static void make_calls(calls * c) {
     FORBIDDEN(pyorch_engine_new, (c->map, &config, &other));
     FORBIDDEN(pyorch_engine_free, (engine));
     FORBIDDEN(pyorch_engine_capture, (NULL));
-    FORBIDDEN(pyorch_capture_mapped, (NULL));
     FORBIDDEN(pyorch_set_budget, (engine, UINT64_MAX));
     FORBIDDEN(pyorch_set_policy, (engine, PYORCH_LRU));
     FORBIDDEN(pyorch_set_layer_limits, (engine, c->il, 0, c->n_expert));

@@ -277,14 +277,14 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
 
     from pyorch.traces.data import read_documents
     from pyorch.eval import method, perplexity
-    from pyorch.settings.budget import MAPPED
     from pyorch.settings.prefetch import Prefetch
     from pyorch.llama.model import load
 
     documents = list(read_documents(args.data))
     budget = settings.get("budget", AUTO)
     options = {name: value for name, value in settings.items() if OPTIONS[name].group != LOSSY and name != "budget"}
-    options["verbose"] = args.verbose
+    compared = bool(args.compare or substitution is not None or args.speculate)
+    options |= {"verbose": args.verbose} | method.kernels(args.model, n_models=1 + compared)
     with contextlib.ExitStack() as stack:
         if substitution is None:
             model = stack.enter_context(load(args.model, budget=budget, **{**options, "n_ctx": 64}))
@@ -301,8 +301,8 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
         reference = None
         if args.speculate:
             model.speculate(settings.get("prefetch", Prefetch()), prompts=True)
-        if args.compare or substitution is not None or args.speculate:
-            reference = stack.enter_context(load(args.compare or args.model, budget=MAPPED, **{**options, "n_ctx": 64}))
+        if compared:
+            reference = stack.enter_context(method.resident_model(args.compare or args.model, **options))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
         result = perplexity.measure(
             model, texts, reference, method.n_ubatch(substitution, args.cache), settings.get("n_threads"),

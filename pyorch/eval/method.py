@@ -21,6 +21,7 @@ from pyorch.llama import memory
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import RESIDENT
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
@@ -124,6 +125,27 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
             f"{format_bytes(limit.free_bytes)} are free ({limit.source}): use --cache dynamic"
         )
     with load(path, budget="100%", **{"n_ctx": _N_CTX, **options}) as model:
+        yield model
+
+
+def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
+    """Options of load() with which a managed model and the resident one compute with the same kernels.
+
+    llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit beside
+    each other, both compute with the plain kernels, for which weights may stay in the file.
+    """
+    with ModelMap(path) as model_map:
+        info = model_map.info
+    limit = memory.memory_limit()
+    fit = n_models * (info.slots_bytes + info.dense_bytes) + memory.margin_bytes(limit) <= limit.free_bytes
+    return {} if fit else {"use_extra_bufts": False}
+
+
+@contextlib.contextmanager
+def resident_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
+    """The model as llama.cpp loads it, nothing managed: what a lossless one must equal. options: with kernels()."""
+    mapped = not options.get("use_extra_bufts", True)
+    with load(path, budget=RESIDENT, **{"n_ctx": _N_CTX, "use_mmap": mapped, **options}) as model:
         yield model
 
 

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 
 from pyorch.errors import PyorchError
 from pyorch.eval import arc, perplexity
-from pyorch.eval.method import ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model
+from pyorch.eval.method import (
+    ORIGINAL, Method, kernels, lossy_method, n_ubatch, read_buddies, resident_model, simulated, slots, static_model,
+)
 from pyorch.sidecars.tuned_setting import TunedSetting
 from pyorch.eval.search import Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, total
 from pyorch.library import choices
-from pyorch.llama.model import load
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import MAPPED, Budget
+from pyorch.settings.budget import Budget
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.buddies import Buddies
 from pyorch.traces.data import read_documents
@@ -108,7 +109,8 @@ def _judge(
     request: Request, rate: float, buddies: Buddies
 ) -> Iterator[tuple[Callable[[Substitution | None], Outcome], int]]:
     """What judges a setting, and the number of questions. The model is loaded once for all trials."""
-    options = {**(request.load_options or {}), "n_threads": request.n_threads}
+    n_models = 1 + (request.goal.max_kl is not None)
+    options = {**kernels(request.model, n_models), **(request.load_options or {}), "n_threads": request.n_threads}
     with ExitStack() as stack:
         model = stack.enter_context(static_model(request.model, **options))
         tasks, texts, reference = [], [], None
@@ -117,7 +119,7 @@ def _judge(
                 arc.read_task(model, path, request.n_shots, request.shots_data, request.limit) for path in request.data
             ]
         if request.goal.max_kl is not None:
-            reference = stack.enter_context(load(request.model, budget=MAPPED, **{**options, "n_ctx": 64}))
+            reference = stack.enter_context(resident_model(request.model, **options))
             texts = perplexity.windows(model, list(read_documents(request.data)), n_tokens=_KL_TOKENS)
 
         def judge(substitution: Substitution | None) -> Outcome:

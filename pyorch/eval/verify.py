@@ -1,6 +1,7 @@
 """Checks that a budget changes nothing: logits of the managed model against the fully resident one.
 
-The reference leaves its experts mapped from the file, unmanaged, and computes with the same kernels.
+The reference is the model as llama.cpp loads it by default, which repacks what it has faster kernels for; where that
+does not fit in memory, the model mapped from its file, and both compute with the plain kernels.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from functools import partial
 import numpy as np
 
 from pyorch.eval.logits import kl_divergences, top1_agreements
+from pyorch.eval.method import kernels, resident_model
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.statistics import Stats, SubstitutionStats
-from pyorch.settings.budget import MAPPED, VERIFY_BUDGETS, Budget
+from pyorch.settings.budget import VERIFY_BUDGETS, Budget
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
 
@@ -87,8 +89,8 @@ def verify(
     """
     n_threads = n_threads or memory.physical_cores()
     report = on_progress or (lambda *_: None)
-    options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **load_options}
-    with load(path, budget=MAPPED, **options | {"substitution": None, "speculate": False}) as model:
+    options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **kernels(path, n_models=1), **load_options}
+    with resident_model(path, **options | {"substitution": None, "speculate": False}) as model:
         reference = _reference(model, prompt, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:

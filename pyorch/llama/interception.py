@@ -19,7 +19,7 @@ import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
-from pyorch.library.bindings import check, decode_error, ffi, lib
+from pyorch.library.bindings import decode_error
 from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import logs, measure, memory
 from pyorch.llama.closed import closing
@@ -30,7 +30,7 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import AUTO, MAPPED, Budget
+from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import eviction, packs
@@ -44,7 +44,7 @@ NARROW_UBATCH, WIDE_UBATCH = 512, 2048
 
 @dataclass
 class ManagedModel:
-    """A loaded model: its map, and its engine unless it is dense or mapped."""
+    """A loaded model: its map, and its engine unless it is dense or llama.cpp keeps its experts."""
 
     path: str
     map: ModelMap
@@ -187,7 +187,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
 
 @contextlib.contextmanager
 def capture(managed: ManagedModel) -> Iterator[None]:
-    """While the model is loaded: makes its engine, or leaves its experts mapped."""
+    """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
     use_pack(managed.map, managed.settings)
     info = managed.map.info
     if managed.settings.tuned is not None:
@@ -199,23 +199,18 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         # Each context will take its share; then the budget is set to the rest.
         memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
         budget = info.floor_bytes
-    elif budget != MAPPED:
+    elif budget != RESIDENT:
         budget = budget.resolve(info)
-    if not managed.map.layers:
+    if not managed.map.layers or budget == RESIDENT:
         yield
-    elif budget == MAPPED:
-        check(lib.pyorch_capture_mapped(managed.map.handle))
-        try:
-            yield
-        finally:
-            check(lib.pyorch_engine_capture(ffi.NULL))
     else:
         managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.sidecars)
         reads = settings.reads
         if settings.source is None:
             reads = reads_for(managed.map, reads, settings.direct_io)
         managed.engine = Engine(
-            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=True,
+            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source,
+            plain=not managed.params.use_extra_bufts,
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
@@ -239,7 +234,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
 
 def use_pack(model_map: ModelMap, settings: Settings) -> None:
     """Has experts read from the pack that lies beside the model; says once why not where one is there and refused."""
-    if not settings.packed or settings.source is not None or settings.budget == MAPPED:
+    if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
         return
     refusal = packs.attach(model_map)
     if refusal and refusal not in _refused_packs:

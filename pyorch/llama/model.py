@@ -104,7 +104,7 @@ class Model:
             return f"<closed pyorch.Model {self.map.path}>"
         if not layers:
             return f"<pyorch.Model {self.map.path}: {info.arch}, dense>"
-        kept = "mapped" if self.engine is None else f"budget {format_bytes(self.engine.stats().budget_bytes)}"
+        kept = "resident" if self.engine is None else f"budget {format_bytes(self.engine.stats().budget_bytes)}"
         return (f"<pyorch.Model {self.map.path}: {info.arch}, {len(layers)} layers with up to "
                 f"{max(layer.n_expert for layer in layers)} experts, {kept} of {format_bytes(info.slots_bytes)}>")
 
@@ -297,7 +297,7 @@ def load(
             as "1.5GiB" or "800MB", or bytes.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
         source: reads in place of the file, see Engine.
-        use_extra_bufts: repack dense weights for faster kernels, as llama.cpp does.
+        use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
         options: of pyorch.settings.settings.Settings, as text or values; all others are for llama_cpp.Llama.
 
     Raises:

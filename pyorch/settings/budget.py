@@ -20,14 +20,14 @@ class ExpertSizes(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """A share of the experts, a size, or one of AUTO and MAPPED, which have no amount."""
+    """A share of the experts, a size, or one of AUTO and RESIDENT, which have no amount."""
 
     amount: Amount | None
     name: str = ""
 
     @classmethod
     def parse(cls, text: int | str | Budget) -> Budget:
-        """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "mapped". BudgetError for what is none of these."""
+        """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "resident". BudgetError for what is none of these."""
         if isinstance(text, Budget):
             return text
         if isinstance(text, str) and text in _NAMED:
@@ -61,8 +61,8 @@ class Budget:
 
 
 AUTO = Budget(None, "auto")  # what the memory limit leaves
-MAPPED = Budget(None, "mapped")  # experts stay mapped from the file and nothing manages them: the reference of verify
-_NAMED = {str(budget): budget for budget in (AUTO, MAPPED)}
+RESIDENT = Budget(None, "resident")  # llama.cpp keeps the experts, nothing manages them: the reference of verify
+_NAMED = {str(budget): budget for budget in (AUTO, RESIDENT)}
 
 # What commands compare where no budget is given.
 BENCH_BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%", "100%")))  # where all experts fit in memory

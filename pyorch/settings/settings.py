@@ -114,7 +114,7 @@ class Settings:
 
     # What only programs set. None: what the caller of llama_cpp chose.
     source: Any = None  # of experts in place of the file, see pyorch.runtime.engine.Source
-    use_extra_bufts: bool | None = None  # repack dense weights for faster kernels
+    use_extra_bufts: bool | None = None  # repack weights for faster kernels
     widen: bool = False  # the ubatch is chosen where n_ubatch does not say it
     n_outputs_max: int | None = None  # logits rows of a context
     flash_attn_type: int | None = None

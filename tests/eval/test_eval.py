@@ -20,7 +20,7 @@ from pyorch.traces.data import Document, Question
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
-from pyorch.settings.budget import MAPPED
+from pyorch.settings.budget import RESIDENT
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution
 
@@ -465,7 +465,7 @@ def test_a_model_that_does_not_fit_is_not_simulated(small_moe: Path, buddies_fil
 
 
 def test_another_vocabulary_cannot_be_compared(whole: Model, dense_model: Path) -> None:
-    with load(dense_model, budget=MAPPED, n_ctx=64) as other:
+    with load(dense_model, budget=RESIDENT, n_ctx=64) as other:
         texts = perplexity.windows(whole, [Document("import os", "text")])
         with pytest.raises(PyorchError, match="vocabulary"):
             perplexity.measure(whole, texts, other)

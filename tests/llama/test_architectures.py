@@ -40,10 +40,16 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module", params=["repacked", "plain"])
+def kernels(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def stock():
+def stock(kernels):
     """Asks a process that has llama.cpp and nothing of pyorch for the digests of a file."""
-    argv = [sys.executable, str(Path(batches.__file__).with_name("stock_process.py")), os.environ["LLAMA_CPP_LIB_PATH"]]
+    program = Path(batches.__file__).with_name("stock_process.py")
+    argv = [sys.executable, str(program), os.environ["LLAMA_CPP_LIB_PATH"], kernels]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         def ask(path: Path) -> dict[str, str]:
             print(path, file=process.stdin, flush=True)
@@ -67,8 +73,8 @@ def digests(model: pyorch.Model, n_threads: int = 1) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def resident(path: Path) -> dict[str, str]:
-    """The same kernels with all experts mapped, and nothing that manages them."""
-    with load(path, "mapped") as model:
+    """As llama.cpp loads it, with nothing that manages its experts."""
+    with load(path, "resident") as model:
         return digests(model)
 
 
@@ -86,10 +92,19 @@ def test_logits_are_bit_identical_at_any_budget(zoo, name, type_name, budget):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_stock_llama_cpp(zoo, stock, name):
+def test_logits_are_those_of_stock_llama_cpp(zoo, stock, kernels, name):
     path = zoo.path(name, "MXFP4" if types_of(name) == ("MXFP4",) else "Q4_0")
-    with load(path, "floor", use_extra_bufts=False) as model:
+    with load(path, "floor", use_extra_bufts=kernels == "repacked") as model:
         assert digests(model, n_threads=2) == stock(path)
+
+
+def test_plain_and_repacked_kernels_are_not_the_same(zoo):
+    """Else nothing above tells them apart. On a processor that has only plain ones they are."""
+    path = zoo.path("olmoe", "Q4_0")
+    with load(path, "floor", use_extra_bufts=False) as model:
+        plain = digests(model)
+        repacked = {role.layout for layer in model.map.layers for role in layer.roles} != {"plain"}
+    assert (plain != resident(path)) == repacked
 
 
 @dataclass(frozen=True)

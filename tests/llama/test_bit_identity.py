@@ -15,7 +15,7 @@ from models import assert_same_bits, small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError
-from pyorch.settings.budget import MAPPED
+from pyorch.settings.budget import RESIDENT
 from pyorch.llama.layer import LayerPolicy
 from pyorch.llama.model import Model
 
@@ -90,7 +90,7 @@ def test_no_setting_changes_the_logits(
 
 
 def test_logits_of_quantized_experts_are_bit_identical(small_moe_q4: Path, prompt_tokens: list[int]) -> None:
-    with small_model(small_moe_q4, MAPPED) as reference, small_model(small_moe_q4, "15%") as model:
+    with small_model(small_moe_q4, RESIDENT) as reference, small_model(small_moe_q4, "15%") as model:
         for shape in SHAPES:
             assert_same_bits(logits(model, shape, prompt_tokens), logits(reference, shape, prompt_tokens))
 

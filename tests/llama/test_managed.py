@@ -39,7 +39,7 @@ def script(tmp_path: Path) -> Path:
 def test_an_unmodified_llama_cpp_script_runs_under_a_budget(small_moe: Path, script: Path) -> None:
     under_budget = python("-m", "pyorch", "exec", "--verbose", "--budget", "15%", script, small_moe)
     assert under_budget.returncode == 0, under_budget.stderr
-    with small_model(small_moe, "mapped") as model:
+    with small_model(small_moe, "resident") as model:
         assert under_budget.stdout.rstrip("\n") == "".join(model.generate("import os", max_tokens=16, temperature=0))
     assert "hit rate" in under_budget.stderr and "budget 1843 KiB" in under_budget.stderr
 

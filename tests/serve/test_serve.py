@@ -136,7 +136,7 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
 def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_moe: Path):
     """A prompt, again from the cache, and one that is cached in part: other batches each time."""
     answers = []
-    for budget in ("mapped", "20%"):
+    for budget in ("resident", "20%"):
         port = free_port()
         server = start(pyorch_serve(small_moe, "--budget", budget, "--port", str(port), "--threads", "2"), port)
         answers.append([
@@ -144,8 +144,8 @@ def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_m
             for prompt in (PROMPT, PROMPT, PROMPT + "\n    return")
         ])
         server.stop()
-    mapped, managed = answers
-    assert mapped[0].logprobs.content and managed == mapped
+    resident, managed = answers
+    assert resident[0].logprobs.content and managed == resident
 
 
 def test_eight_requests_at_once_are_all_answered(server: ServerProcess):

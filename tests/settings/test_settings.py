@@ -15,7 +15,7 @@ import pyorch
 from pyorch.cli import COMMANDS
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.settings.budget import AUTO, MAPPED, Budget
+from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.option import EXPERTS, GROUPS, LONG, LOSSY, options, texts
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
@@ -140,7 +140,7 @@ def test_parts_of_a_substitution_have_flags_of_their_own() -> None:
 
 
 def test_only_an_amount_is_a_budget_of_an_engine() -> None:
-    for budget in (AUTO, MAPPED):
+    for budget in (AUTO, RESIDENT):
         assert Budget.parse(str(budget)) == budget
         with pytest.raises(BudgetError, match="an engine needs a size"):
             budget.resolve(None)

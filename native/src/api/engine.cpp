@@ -62,12 +62,8 @@ pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
         if (engine && engine->simulated) {
             throw Failure(PYORCH_INVALID, "a simulated engine reads nothing: no model can be loaded under it");
         }
-        capture(engine ? &engine->table.map : nullptr, engine ? &engine->routing : nullptr);
+        capture(engine ? &engine->routing : nullptr);
     });
-}
-
-pyorch_status pyorch_capture_mapped(const pyorch_model_map * map) {
-    return guarded_outside_callbacks(__func__, [&] { capture(map ? &map->map : nullptr, nullptr); });
 }
 
 pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size) {

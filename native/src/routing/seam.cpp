@@ -15,8 +15,7 @@
 namespace pyorch {
 namespace {
 
-thread_local const ModelMap * captured_map     = nullptr;
-thread_local Routing *        captured_routing = nullptr;
+thread_local Routing * captured = nullptr;
 
 const ManagedTensor * managed(const ggml_tensor * t) {
     const auto * m = t ? (const ManagedTensor *) t->extra : nullptr;
@@ -33,20 +32,21 @@ bool same_file(int fd, const std::string & path) {
 }
 
 bool on_weight(const ggml_tensor * meta, int fd, size_t offs, void ** extra) {
-    if (!captured_map) {
+    if (!captured) {
         return false;
     }
-    const ExpertPlace * place = captured_map->find_experts(ggml_get_name(meta));
+    const ModelMap &    map   = captured->table.map;
+    const ExpertPlace * place = map.find_experts(ggml_get_name(meta));
     if (!place) {
         return false;
     }
     // A draft model has tensors of the same names.
-    const ExpertTensor & t = captured_map->layers[place->layer].tensors[place->role];
-    if (t.offset != offs || (fd >= 0 && !same_file(fd, captured_map->files[t.file].path))) {
+    const ExpertTensor & t = map.layers[place->layer].tensors[place->role];
+    if (t.offset != offs || (fd >= 0 && !same_file(fd, map.files[t.file].path))) {
         return false;
     }
-    if (captured_routing && fd >= 0) {
-        *extra = captured_routing->find(ggml_get_name(meta));
+    if (fd >= 0) {
+        *extra = captured->find(ggml_get_name(meta));
     }
     return true;
 }
@@ -152,9 +152,8 @@ const bool hooked = [] {
 
 } // namespace
 
-void capture(const ModelMap * map, Routing * routing) {
-    captured_map     = map;
-    captured_routing = routing;
+void capture(Routing * routing) {
+    captured = routing;
 }
 
 } // namespace pyorch

@@ -6,8 +6,8 @@
 
 namespace pyorch {
 
-// What the loads of the calling thread do with expert tensors. Null map: nothing. Null routing: the experts are mapped
-// and nobody manages them. Both outlive the models that are loaded meanwhile, and their contexts.
-void capture(const ModelMap * map, Routing * routing);
+// Who manages the experts of the models that the calling thread loads; null: llama.cpp. Outlives these models and their
+// contexts.
+void capture(Routing * routing);
 
 } // namespace pyorch
