@@ -27,6 +27,8 @@ MEASURE_SECONDS = 0.8
 _RING = [(1, MiB), (2, MiB), (4, 512 * KiB), (4, MiB), (8, 512 * KiB), (16, 512 * KiB), (16, MiB)]
 _THREADS = [(1, MiB), (2, MiB), (1, 4 * MiB), (4, MiB), (2, 4 * MiB), (4, 4 * MiB)]
 
+_ROUNDS = 3
+
 # A disk is worth measuring where there is much to read.
 _WORTH_BYTES = 256 * MiB
 
@@ -65,11 +67,14 @@ def measure(model_map: ModelMap, reads: Reads, seconds: float, direct_io: bool =
 
 
 def measure_ways(model_map: ModelMap, seconds: float, reader: str = "auto", direct_io: bool = True) -> list[Bandwidth]:
-    """Several ways to read, each twice, the better one counts: others use the disk too. seconds: for all of it."""
+    """Several ways to read, each three times, of which the median counts: others use the disk too, and some disks are
+    faster for a moment. seconds: for all of it.
+    """
     reader = measure(model_map, Reads(reader, 1, MiB), 1e-3, direct_io).reader
     ways = [Reads(reader, depth, size) for depth, size in (_RING if reader == "io_uring" else _THREADS)]
-    rounds = [[measure(model_map, way, seconds / len(ways) / 2, direct_io) for way in ways] for _ in range(2)]
-    return [max(pair, key=lambda one: one.bytes_per_second) for pair in zip(*rounds)]
+    each = seconds / len(ways) / _ROUNDS
+    rounds = [[measure(model_map, way, each, direct_io) for way in ways] for _ in range(_ROUNDS)]
+    return [sorted(runs, key=lambda one: one.bytes_per_second)[_ROUNDS // 2] for runs in zip(*rounds)]
 
 
 def measure_bandwidth(model_map: ModelMap, seconds: float) -> Bandwidth:
