@@ -130,7 +130,7 @@ typedef struct pyorch_model_map_info {
     uint64_t expert_bytes;   // routed experts, as they lie in the file
     uint64_t dense_bytes;    // all other tensors
     uint64_t slots_bytes;    // what the experts occupy when all are resident (alignment included)
-    uint64_t floor_bytes;    // smallest budget: all experts of the largest layer
+    uint64_t floor_bytes;    // smallest budget: twice the experts of a token and one, of the largest layer
 } pyorch_model_map_info;
 
 typedef struct pyorch_layer_info {

@@ -16,14 +16,17 @@
 namespace pyorch {
 
 // Experts of up, gate and down, each of rows(layer) times 32 bytes, whose weights are a hole in a file that is written
-// to path and removed.
+// to path and removed. n_used: by a token; 0: not said, so that all of a layer must fit into memory.
 template <typename Rows>
-ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Rows rows) {
+ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Rows rows, int n_used = 0) {
     ggml_init_params params = { 1u << 20, nullptr, true };
     ggml_context * ctx  = ggml_init(params);
     gguf_context * gguf = gguf_init_empty();
     gguf_set_val_str(gguf, "general.architecture", "synthetic");
     gguf_set_val_u32(gguf, "synthetic.block_count", n_layers);
+    if (n_used > 0) {
+        gguf_set_val_u32(gguf, "synthetic.expert_used_count", n_used);
+    }
     for (int l = 0; l < n_layers; ++l) {
         for (const char * role : { "up", "gate", "down" }) {
             ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 8, rows(l), n_expert);

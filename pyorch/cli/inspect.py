@@ -36,6 +36,7 @@ class Inspection:
     dense_bytes: int
     file_bytes: int
     floor_bytes: int
+    layer_bytes: int  # all experts of the largest layer, in memory: with less, a layer is streamed
     slots_bytes: int
     n_ctx: int
     kv_cache_bytes: int
@@ -95,6 +96,7 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool) -> Inspection:
         dense_bytes=info.dense_bytes,
         file_bytes=info.file_bytes,
         floor_bytes=info.floor_bytes,
+        layer_bytes=max((layer.n_expert * layer.slot_bytes for layer in model_map.layers), default=0),
         slots_bytes=info.slots_bytes,
         n_ctx=n_ctx,
         kv_cache_bytes=model_map.kv_bytes(n_ctx),
@@ -126,6 +128,9 @@ def _facts(model: Inspection) -> Facts:
         share = model.floor_bytes / model.slots_bytes
         facts.append(("budget", f"from {format_bytes(model.floor_bytes, round_up=True)} ({share:.0%}) "
                                 f"to {format_bytes(model.slots_bytes, round_up=True)} (100%)"))
+        if model.layer_bytes > model.floor_bytes:
+            facts.append(("prompts", f"below {format_bytes(model.layer_bytes, round_up=True)} a layer streams its "
+                                     "experts matrix by matrix, at the same width of the ubatch"))
     else:
         facts.append(("budget", "none: a dense model has no experts to manage"))
     if model.disk is not None:

@@ -39,7 +39,7 @@ from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.tuned_setting import read_tuned
 
-NARROW_UBATCH, WIDE_UBATCH = 512, 2048
+LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048
 
 
 @dataclass
@@ -309,11 +309,15 @@ def default_ubatch(managed: ManagedModel) -> int | None:
 def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
     """Sets the engine's budget to what a context with these parameters will leave; returns its bytes.
 
-    widen: choose params.n_ubatch. Raises BudgetError if the floor is not left.
+    widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor. Raises
+    BudgetError if that is not left.
     """
     limit, info = memory.memory_limit(), managed.map.info
     free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
     free = dataclasses.replace(limit, free_bytes=free_bytes)
+    # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
+    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
+    dense_bytes = info.dense_bytes if mapped else 0
     with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
 
         def need(n_ubatch: int) -> int:
@@ -323,9 +327,9 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
         if widen:
             params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)
         needed = need(params.n_ubatch)
-    # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
-    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    plan = memory.plan(info, free, dense_bytes=info.dense_bytes if mapped else 0, context_bytes=needed)
+        while widen and params.n_ubatch > LEAST_UBATCH and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes:
+            needed = need(params.n_ubatch // 2)
+    plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
     managed.engine.set_budget(plan.budget_bytes)
     return needed
 

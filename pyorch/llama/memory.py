@@ -144,15 +144,20 @@ class Plan:
     budget_bytes: int
 
 
+def rest_bytes(limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> int:
+    """What is left for experts, below 0 if nothing is."""
+    return limit.free_bytes - dense_bytes - context_bytes - margin_bytes(limit)
+
+
 def plan(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> Plan:
     """Divides what is free under the limit. Raises BudgetError if less than the floor is left for experts."""
     margin = margin_bytes(limit)
-    rest = limit.free_bytes - dense_bytes - context_bytes - margin
+    rest = rest_bytes(limit, dense_bytes, context_bytes)
     if rest < info.floor_bytes:
         needs = {
             "for dense weights": dense_bytes,
             "for the context": context_bytes,
-            "for the experts of one layer": info.floor_bytes,
+            "for the fewest experts": info.floor_bytes,
             "as a margin": margin,
         }
         terms = ", ".join(f"{format_bytes(n, round_up=True)} {what}" for what, n in needs.items() if n)

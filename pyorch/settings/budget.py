@@ -51,7 +51,7 @@ class Budget:
         if n < experts.floor_bytes:
             raise BudgetError(
                 f"budget {format_bytes(n)} is below the floor of {format_bytes(experts.floor_bytes, round_up=True)} "
-                f"(all experts of the largest layer): use --budget {as_option(experts.floor_bytes)} or more"
+                f"(twice the experts of a token, and one): use --budget {as_option(experts.floor_bytes)} or more"
             )
         return min(n, experts.slots_bytes)
 

@@ -164,7 +164,7 @@ def test_a_damaged_sidecar_is_blamed_and_not_the_model(refused, tiny_moe: Path, 
 
 @pytest.mark.parametrize("budget", ["1%", "1KiB", "0"])
 def test_a_budget_below_the_floor(refused, small_moe: Path, budget: str) -> None:
-    assert "is below the floor of 1536 KiB" in refused("run", small_moe, "-p", "x", "--budget", budget)
+    assert "is below the floor of 312 KiB" in refused("run", small_moe, "-p", "x", "--budget", budget)
 
 
 def test_a_budget_that_is_nonsense(refused, small_moe: Path) -> None:

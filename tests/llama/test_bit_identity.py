@@ -19,7 +19,7 @@ from pyorch.settings.budget import RESIDENT
 from pyorch.llama.layer import LayerPolicy
 from pyorch.llama.model import Model
 
-BUDGETS = ["1536KiB", "20%", "50%", "100%", "auto"]  # from the floor to all
+BUDGETS = ["312KiB", "1MiB", "20%", "50%", "100%", "auto"]  # from the floor to all
 
 UBATCH = 16
 

@@ -49,7 +49,7 @@ def test_a_budget_below_the_floor_is_refused_with_one_that_works() -> None:
     with pytest.raises(BudgetError) as refused:
         Budget.parse("120MiB").resolve(INFO)
     assert str(refused.value) == (
-        "budget 120 MiB is below the floor of 214 MiB (all experts of the largest layer): use --budget 214MiB or more"
+        "budget 120 MiB is below the floor of 214 MiB (twice the experts of a token, and one): use --budget 214MiB or more"
     )
     assert Budget.parse("214MiB").resolve(INFO) == INFO.floor_bytes
 
@@ -180,7 +180,7 @@ def test_a_limit_that_leaves_less_than_the_floor_is_refused_with_the_numbers() -
         plan(INFO, memory.MemoryLimit("cgroup /job", GiB, 900 * MiB), dense_bytes=500 * MiB, context_bytes=150 * MiB)
     assert str(refused.value) == (
         "OLMoE does not fit: 900 MiB are free under the limit of 1024 MiB (cgroup /job), but it still needs 991 MiB "
-        "(500 MiB for dense weights, 150 MiB for the context, 214 MiB for the experts of one layer, "
+        "(500 MiB for dense weights, 150 MiB for the context, 214 MiB for the fewest experts, "
         "127 MiB as a margin): allow it more memory, or use a smaller context or ubatch"
     )
 

@@ -50,14 +50,15 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault, budget", [*((fault, "20%") for fault in FAULTS), ("EIO", "312KiB")])
 def test_a_read_error_fails_the_decode_and_spares_the_next(
-    small_moe: Path, resident: Model, prompt_tokens: list[int], fault: str
+    small_moe: Path, resident: Model, prompt_tokens: list[int], fault: str, budget: str
 ) -> None:
+    """With the smaller budget the layers of a prompt are streamed."""
     with Context(resident.llama.model) as it:
         expected = it.decode(prompt_tokens)
     source = FaultySource(small_moe)
-    with small_model(small_moe, "20%", source=source) as model, Context(model.llama.model) as it:
+    with small_model(small_moe, budget, source=source) as model, Context(model.llama.model) as it:
         source.fault = fault
         with pytest.raises(ExpertReadError) as failed:
             it.decode(prompt_tokens)

@@ -255,6 +255,14 @@ def test_prompts_are_played_as_prompts_if_asked(model_map: ModelMap, recording: 
     assert math.isnan(it.tpot_ms) and it.stats.layer_passes == 3 * N_LAYERS
 
 
+def test_a_prompt_whose_layers_do_not_fit_is_streamed(model_map: ModelMap, recording: Recording) -> None:
+    floor = model_map.info.floor_bytes
+    stats = replay(model_map, recording, ReplaySettings(as_decode=False, budget=floor)).stats
+    assert stats.loads == stats.misses > 13 * stats.layer_passes, "more than the budget holds"
+    assert stats.bytes_read == stats.misses * model_map.layers[0].expert_bytes
+    assert stats.peak_bytes <= floor
+
+
 def test_what_is_warmed_up_is_not_counted(model_map: ModelMap, recording: Recording) -> None:
     whole = replay(model_map, recording, ReplaySettings(budget="100%"))
     rest = replay(model_map, recording, ReplaySettings(budget="100%", n_warm_tokens=100))

@@ -43,10 +43,12 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
     const uint64_t   last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
     const uint64_t   block  = block_offset(layer, e.role, load.form);
+    // A slot has the layout of a record, pages before a matrix included; else the block has room for them.
+    char *           memory = load.slot.memory + block - (layer.pack ? e.offset - first : 0);
     for (uint64_t at = first; at < end;) {
         const uint64_t next = request_end(layer, load.form, e, at, last, request_bytes);
         ReadRequest request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
-            load.slot.memory + block + (at - first), direct, layer.pack != nullptr, 0 };
+            memory + (at - first), direct, layer.pack != nullptr, 0 };
         for (int role = e.role; role <= e.last_role; ++role) {
             const uint64_t begin = e.offset + block_offset(layer, role, load.form) - block;
             if (begin < next && begin + layer.tensors[role].stride > at) {
@@ -68,8 +70,20 @@ void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t reques
         load.unread[role] = 0;
         load.missed[role] = false;
     }
-    for (const Extent & e : extents(map.layers[load.layer], load.expert, load.form)) {
-        cut(load, e, queue, request_bytes);
+    const MoeLayer & layer = map.layers[load.layer];
+    for (const Extent & e : extents(layer, load.expert, load.form)) {
+        const uint32_t within = (2u << e.last_role) - (1u << e.role);
+        if ((load.roles & within) == within) {
+            cut(load, e, queue, request_bytes);
+            continue;
+        }
+        for (int role = e.role; role <= e.last_role; ++role) {
+            if (load.roles >> role & 1) {
+                const uint64_t before = block_offset(layer, role, load.form) - block_offset(layer, e.role, load.form);
+                cut(load, { e.file, e.offset + before, layer.tensors[role].stride, e.direct, role, role }, queue,
+                    request_bytes);
+            }
+        }
     }
 }
 

@@ -36,6 +36,7 @@
 namespace pyorch {
 
 class Reader;
+struct Stream;
 
 // Of a request of a guess at most: a millisecond of a disk of 0.5 GB/s, and still most of its bandwidth.
 constexpr uint64_t GUESS_BYTES = 512u << 10;
@@ -46,6 +47,8 @@ struct Load {
     int  expert = 0;
     Form form   = Form::ABSENT; // that it will have; absent: nothing is on its way
     Slot slot;
+    uint32_t roles  = ~0u;     // bits: the matrices that are read
+    Stream * stream = nullptr; // of who orders: what the slot is a part of, if not an expert's own
     bool failed    = false;
     int  queued    = 0; // requests that no reader works on yet
     int  in_flight = 0; // that one does

@@ -34,7 +34,7 @@ static int parse_name(const char * name, int & il, std::string & role) {
     if (sscanf(name, "blk.%d.ffn_%31[a-z_].weight%n", &il, part, &end) != 2 || end == 0 || name[end] != '\0') {
         return -1;
     }
-    static const char * const roles[] = { "gate_up_exps", "up_exps", "gate_exps", "down_exps" };
+    static const char * const roles[] = { "gate_up_exps", "gate_exps", "up_exps", "down_exps" };
     for (int i = 0; i < 4; ++i) {
         if (strcmp(part, roles[i]) == 0) {
             role.assign(part, strlen(part) - strlen("_exps"));
@@ -235,9 +235,13 @@ uint64_t ModelMap::slots_bytes() const {
 uint64_t ModelMap::floor_bytes() const {
     uint64_t n = 0;
     for (const auto & l : layers) {
-        n = std::max(n, l.slot_bytes() * l.n_expert);
+        n = std::max(n, l.slot_bytes() * floor_experts(l));
     }
     return n;
+}
+
+int ModelMap::floor_experts(const MoeLayer & layer) const {
+    return n_expert_used > 0 ? std::min(layer.n_expert, 2 * n_expert_used + 1) : layer.n_expert;
 }
 
 const ExpertPlace * ModelMap::find_experts(const std::string & tensor) const {

@@ -98,6 +98,10 @@ public:
     uint64_t slots_bytes() const;
     uint64_t floor_bytes() const;
 
+    // How many experts of a layer must fit into memory for it to be computed: twice those of a token, and one that is
+    // being read.
+    int floor_experts(const MoeLayer & layer) const;
+
     const MoeLayer * find(int il) const;
 
     // Null for a tensor that is not of routed experts.

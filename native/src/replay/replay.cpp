@@ -264,7 +264,8 @@ private:
         run_until(now);
     }
 
-    // Matrix by matrix, in the order of the kernels: of each, first those that are there.
+    // Matrix by matrix, in the order of the kernels: of each, first those that are there. Of a layer that is streamed,
+    // one after another.
     void compute_layer(int layer, const std::vector<int> & experts, double seconds) {
         const int    n_roles = (int) table.map.layers[layer].tensors.size();
         const double each    = seconds / (n_roles * (double) experts.size());
@@ -272,23 +273,29 @@ private:
             std::vector<int> absent;
             for (int e : experts) {
                 run_until(now);
-                if (table.address(layer, e, role, false)) {
-                    now += each;
-                } else {
+                if (owner.stream) {
+                    wait_for(layer, e, role);
+                } else if (!table.address(owner, layer, e, role, false)) {
                     absent.push_back(e);
+                    continue;
                 }
+                now += each;
             }
             for (int e : absent) {
                 run_until(now);
-                while (!table.address(layer, e, role, false) && reader.reading()) {
-                    // Forecasts that fall into the wait come in their time.
-                    wait_until(next_event());
-                    run_until(now);
-                }
+                wait_for(layer, e, role);
                 now += each;
             }
         }
         run_until(now);
+    }
+
+    // Forecasts that fall into the wait come in their time.
+    void wait_for(int layer, int expert, int role) {
+        while (!table.address(owner, layer, expert, role, false) && reader.reading()) {
+            wait_until(next_event());
+            run_until(now);
+        }
     }
 
     // REQUIRES: a read is under way

@@ -36,8 +36,9 @@ void Table::want_layer_ahead(int layer) {
     if (layer < 0) {
         return;
     }
-    Layer & l = layers[layer];
-    for (int id = 0; id < l.n_expert; ++id) {
+    Layer &   l = layers[layer];
+    const int n = capacity_beside_window(layer) - l.n_loaded; // more of them would go again before they are needed
+    for (int id = 0; id < l.n_expert && (int) prompt.size() < n; ++id) {
         if (l.experts[id].absent()) {
             prompt.push_back(&l.experts[id]);
         }
@@ -247,6 +248,10 @@ bool Table::order_guess() {
 }
 
 void Table::published(Load & load, int role, const char * address) {
+    if (load.stream) {
+        load.stream->frame_of(load).address = address;
+        return;
+    }
     Expert & e = expert_of(load);
     e.addr[role] = address;
     e.ready.fetch_or(1u << role, std::memory_order_release);
@@ -254,13 +259,36 @@ void Table::published(Load & load, int role, const char * address) {
 
 void Table::failed(Load & load, const std::string & sentence) {
     error = sentence;
+    if (load.stream) {
+        load.stream->error = sentence;
+        return;
+    }
     expert_of(load).error = sentence;
     expert_of(load).ready.fetch_or(Expert::FAILED, std::memory_order_release);
 }
 
 void Table::finished(Load & load) {
-    Expert & e = expert_of(load);
-    Layer &  l = layer_of(e);
+    const bool lets_go = load.in_flight == 0;
+    if (load.stream) {
+        passed_by(load);
+    } else {
+        expert_finished(expert_of(load));
+    }
+    keep_budget();
+    if (lets_go) {
+        space.notify_all();
+    }
+    if (n_waiting > 0) {
+        arrived.notify_all();
+    }
+    if (is_idle()) {
+        idle.notify_all();
+    }
+}
+
+void Table::expert_finished(Expert & e) {
+    Load &  load = e.load;
+    Layer & l    = layer_of(e);
     if (load.ended() && !load.failed) {
         e.form    = load.form;
         load.form = Form::ABSENT;
@@ -274,16 +302,6 @@ void Table::finished(Load & load) {
         drop(e);
     } else {
         end_unwanted(e);
-    }
-    keep_budget();
-    if (load.in_flight == 0) {
-        space.notify_all();
-    }
-    if (n_waiting > 0) {
-        arrived.notify_all();
-    }
-    if (is_idle()) {
-        idle.notify_all();
     }
 }
 

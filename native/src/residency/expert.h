@@ -46,10 +46,14 @@ struct Expert {
     bool failed() const { return ready.load(std::memory_order_relaxed) & FAILED; }
 };
 
+struct Stream;
+
 // What one context holds. A context computes one layer at a time.
 struct Owner {
     const void *          context = nullptr; // names it in the table's other calls
     std::vector<Expert *> held = {};
+    Stream *              stream = nullptr;  // the rest of its layer, where that does not fit into memory
+    int                   n_threads = 1;     // that compute
     std::string           error = {};        // why the last release() returned false
 };
 

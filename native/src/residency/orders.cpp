@@ -50,7 +50,15 @@ std::vector<int> Table::reserved() const {
     return n;
 }
 
-// The budget that lets every layer run as a whole beside what is reserved in the others.
+void Table::reserve() {
+    const std::vector<int> n = reserved();
+    reserved_bytes = 0;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        reserved_bytes += n[i] * layers[i].slot_bytes;
+    }
+}
+
+// The budget that lets every layer run, whole or through its window, beside what is reserved.
 uint64_t Table::needed_budget(const std::vector<int> & reserved) const {
     uint64_t all  = 0;
     uint64_t most = 0;
@@ -58,7 +66,7 @@ uint64_t Table::needed_budget(const std::vector<int> & reserved) const {
         all += reserved[i] * layers[i].slot_bytes;
     }
     for (size_t i = 0; i < layers.size(); ++i) {
-        most = std::max(most, all + (layers[i].n_expert - reserved[i]) * layers[i].slot_bytes);
+        most = std::max(most, all + std::min(window((int) i), layers[i].n_expert - reserved[i]) * layers[i].slot_bytes);
     }
     return most;
 }
@@ -93,6 +101,7 @@ void Table::pin(int il, const int32_t * experts, int n) {
                 ordered.push_front(&e);
             }
         }
+        reserve();
     }
     loads.wake();
 }
@@ -102,6 +111,7 @@ void Table::unpin(int il, const int32_t * experts, int n) {
         if (e.pinned) {
             e.pinned = false;
             --l.n_pinned;
+            reserve();
             used(e);
         }
     });
@@ -159,6 +169,7 @@ void Table::set_layer_limits(int il, int min, int max) {
     }
     l.min = min;
     l.max = max;
+    reserve();
     if (l.n_loaded > max) {
         shrink_layer((int) (&l - layers.data()), l.n_loaded - max);
     }

@@ -207,7 +207,7 @@ bool Table::drop_queued() {
     const auto may_go = [&](const Load & load) {
         const Expert & e = expert_of(load);
         const Layer &  l = layer_of(e);
-        return !e.in_use && !e.pinned && l.n_loaded > l.min;
+        return !load.stream && !e.in_use && !e.pinned && l.n_loaded > l.min;
     };
     Load * load = loads.find_queued([&](const Load & load) { return load.in_flight == 0 && may_go(load); });
     if (!load) {

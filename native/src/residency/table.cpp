@@ -8,11 +8,12 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <numeric>
 #include <sys/mman.h>
 
 namespace pyorch {
 
-static uint64_t clock_ns() {
+uint64_t Table::clock_ns() {
     using namespace std::chrono;
     return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
@@ -37,7 +38,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         n_executed((int) map.layers.size()) {
     measure_turns();
     if (bank->budget() < map.floor_bytes()) {
-        throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (all experts of one layer)",
+        throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (twice the experts of a token, and one)",
             mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
     }
     for (size_t i = 0; i < layers.size(); ++i) {
@@ -48,6 +49,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         layer.size_class = bank->size_class((int) i, COMPUTABLE);
         layer.slot_bytes = map.layers[i].slot_bytes();
         layer.position   = (int) i;
+        layer.passes.resize(map.layers[i].tensors.size());
+        std::iota(layer.passes.begin(), layer.passes.end(), 0);
         layer.experts    = std::make_unique<Expert[]>(layer.n_expert);
         layer.is_resident.resize(layer.n_expert);
         layer.probability.assign(layer.n_expert, 1.0f / layer.n_expert);
@@ -183,7 +186,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     std::unique_lock<std::mutex> lock(mutex);
 
     // A decode that was aborted inside a layer never reached its release.
-    if (!owner.held.empty()) {
+    if (!owner.held.empty() || owner.stream) {
         bool ignored;
         release_held(owner, ignored);
         space.notify_all();
@@ -210,7 +213,8 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 }
 
 // Holds all that the layer computes with and begins to read what is absent of it; or holds nothing, because it does not
-// fit beside what others hold. counted: the uses have been counted.
+// fit beside what others hold. Of a layer that would not fit alone, what is there is held, and the rest streamed.
+// counted: the uses have been counted.
 bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted) {
     Layer & l = layers[layer];
     for (int id : demand.experts) {
@@ -219,10 +223,21 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         }
     }
 
+    const int n_unpinned = (int) std::count_if(demand.experts.begin(), demand.experts.end(),
+        [&](int id) { return !l.experts[id].pinned; });
+    const bool fits  = l.n_pinned + n_unpinned <= capacity(layer);
+    int        spare = fits ? n_unpinned : capacity_beside_window(layer) - l.n_pinned;
+
     std::vector<Expert *> absent;
     std::vector<Load *>   loading;
+    std::vector<int>      streamed;
     for (int id : demand.experts) {
         Expert & e = l.experts[id];
+        if (!fits && !e.pinned && (e.absent() || spare == 0)) {
+            streamed.push_back(id);
+            continue;
+        }
+        spare -= !e.pinned;
         hold(e);
         owner.held.push_back(&e);
         if (e.absent() && !e.failed()) { // else another context holds it, for which there was no memory: both fail
@@ -236,12 +251,16 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         count_uses(layer, demand);
         settle(owner.context, layer);
     }
-    if (!absent.empty()) {
+    for (int id : streamed) {
+        l.experts[id].scanned &= !l.experts[id].absent(); // it stays absent
+    }
+    const int n_frames = streamed.empty() ? 0 : window(layer);
+    if (!absent.empty() || n_frames > 0) {
         const int over = l.n_loaded + (int) absent.size() - l.max;
         if (over > 0) {
             shrink_layer(layer, over);
         }
-        if (!make_room(layer, (int) absent.size(), FOR_DEMAND, INFINITY)) {
+        if (!make_room(layer, (int) absent.size() + n_frames, FOR_DEMAND, INFINITY)) {
             for (Expert * e : owner.held) {
                 unhold(*e);
             }
@@ -260,6 +279,9 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         }
     }
     loads.demand(started, loading);
+    if (!streamed.empty()) {
+        open_stream(owner, layer, streamed);
+    }
     return true;
 }
 
@@ -276,6 +298,13 @@ void Table::release_held(Owner & owner, bool & failed) {
         }
     }
     owner.held.clear();
+    if (owner.stream) {
+        if (!owner.stream->error.empty()) {
+            failed      = true;
+            owner.error = owner.stream->error;
+        }
+        close_stream(owner);
+    }
     keep_budget();
 }
 
@@ -314,7 +343,10 @@ void Table::forget(Owner & owner) {
     loads.wake();
 }
 
-const char * Table::address(int layer, int expert, int role, bool wait) {
+const char * Table::address(const Owner & owner, int layer, int expert, int role, bool wait, const void * thread) {
+    if (owner.stream && owner.stream->place_of[expert] >= 0) {
+        return pass_by(*owner.stream, expert, role, wait, thread, owner.n_threads);
+    }
     Expert &       e   = layers[layer].experts[expert];
     const uint32_t bit = 1u << role;
 
@@ -332,16 +364,10 @@ const char * Table::address(int layer, int expert, int role, bool wait) {
         }
     }
     std::unique_lock<std::mutex> lock(mutex);
-    if (n_waiting++ == 0) {
-        wait_begin = clock_ns();
-    }
-    arrived.wait(lock, [&] {
+    wait_for_arrival(lock, [&] {
         ready = e.ready.load(std::memory_order_acquire);
         return (ready & (bit | Expert::FAILED)) || e.absent();
     });
-    if (--n_waiting == 0) {
-        totals.stall_ns += clock_ns() - wait_begin;
-    }
     return ready & bit ? e.addr[role] : zeros;
 }
 

@@ -9,7 +9,8 @@
 //
 // A layer that runs holds its experts (in_use) from acquire() to release(); what is held or pinned is
 // never dropped. A layer gets all its experts at once, or holds none and waits for others to release theirs; so
-// contexts that share an engine cannot wait for each other in a circle.
+// contexts that share an engine cannot wait for each other in a circle. What does not fit into the budget at all is
+// streamed: the layer gets a window, through which the rest passes (stream.h).
 //
 // What is read ahead gets its memory only when a reader has nothing better to do, and what is read on a guess only when
 // no reader has anything to do. A guess whose pass went without it is abandoned: the request under way ends, and no
@@ -26,6 +27,7 @@
 #include "residency/expert.h"
 #include "residency/guesses.h"
 #include "residency/learned_value.h"
+#include "residency/stream.h"
 #include "residency/victims.h"
 
 #include <atomic>
@@ -76,9 +78,11 @@ public:
     // The context is gone: gives back what it holds, and forgets what was guessed for it.
     void forget(Owner & owner);
 
-    // Address of one matrix of an expert that is held. wait: sleep until it is there; otherwise null
+    // Address of one matrix of an expert that owner acquired. wait: sleep until it is there; otherwise null
     // if it is not. Of an expert that could not be read: readable zeros.
-    const char * address(int layer, int expert, int role, bool wait);
+    // REQUIRES where owner has a stream: each of its n_threads, told apart by any address of theirs, asks for experts of one role in ascending order, and then
+    // no more for those that it was given an address of before; all have done so when the first asks for another role.
+    const char * address(const Owner & owner, int layer, int expert, int role, bool wait, const void * thread = nullptr);
 
     // mask[n_expert]: 1 for each expert of the layer that is resident.
     void resident(int layer, std::vector<uint8_t> & mask);
@@ -170,6 +174,7 @@ private:
         int                  max;
         int                  size_class;           // of an expert that kernels can compute with
         uint64_t             slot_bytes;           // of it
+        std::vector<int>     passes;               // roles, in the order in which the kernels go through them
         bool                 executed     = true;
         int                  position;             // among those that are executed
         std::vector<float>   probability;          // by expert, with which its next pass needs them; all the same, but
@@ -224,13 +229,15 @@ private:
     std::deque<Expert *>    prompt;        // the same, for the prompt that is being read
     Guesses                 guesses;
     std::deque<Expert *>    deferred;      // see defer()
+    std::vector<std::unique_ptr<Stream>> streams; // closed ones too, while a reader is at work for them
     std::unordered_map<const void *, Passage> passages; // by context
     int                     n_executed;
     int                     at_layer   = 0; // that came last
     std::vector<double>     nearness;       // by layers until its turn: what a policy that counts turns multiplies with
     uint64_t                n_arrived  = 0; // layers that came to acquire(), served in that order
     uint64_t                n_served   = 0;
-    int                     n_in_use   = 0;
+    uint64_t                reserved_bytes = 0; // of what eviction may not take: pinned experts and layers' minima
+    int                     n_in_use   = 0;     // experts that are held, and windows
     uint64_t                now        = 0; // layers computed
     Rate                    regret;         // of evictions: the expert was asked for when its layer next came
     double                  read_share = 0.5; // of a guess when its pass comes, fading mean
@@ -245,6 +252,7 @@ private:
     uint64_t                zeros_size = 0;
 
     Layer &  layer_of(const Expert & e) { return layers[e.layer()]; }
+    static uint64_t clock_ns();
     Expert & expert_of(const Load & load) { return layers[load.layer].experts[load.expert]; }
     Expert & expert_at(int layer, int32_t id);
 
@@ -257,6 +265,8 @@ private:
     void published(Load & load, int role, const char * address) override;
     void failed(Load & load, const std::string & sentence) override;
     void finished(Load & load) override;
+
+    void expert_finished(Expert & e);
 
     void hold(Expert & e);
     void unhold(Expert & e);
@@ -274,6 +284,19 @@ private:
     void publish(int layer);
     void publish_all();
     void forget_visits(const void * context);
+
+    template <typename Condition>
+    void wait_for_arrival(std::unique_lock<std::mutex> & lock, Condition there);
+
+    int  window(int layer) const;
+    int  capacity(int layer) const;
+    int  capacity_beside_window(int layer) const;
+    void open_stream(Owner & owner, int layer, const std::vector<int> & experts);
+    void fill(Stream & s);
+    const char * pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads);
+    void passed_by(Load & load);
+    void give_frames(Stream & s);
+    void close_stream(Owner & owner);
 
     bool start_load(Expert & e);
     void drop(Expert & e);
@@ -309,8 +332,21 @@ private:
     // Asleep for memory: what goes for it must not be taken for anything else before it wakes.
     bool layer_waits() const { return n_served != n_arrived; }
 
+    void reserve();
     std::vector<int> reserved() const;
     uint64_t needed_budget(const std::vector<int> & reserved) const;
 };
+
+// Sleeps until something is there that the compute threads need.
+template <typename Condition>
+void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, Condition there) {
+    if (n_waiting++ == 0) {
+        wait_begin = clock_ns();
+    }
+    arrived.wait(lock, there);
+    if (--n_waiting == 0) {
+        totals.stall_ns += clock_ns() - wait_begin;
+    }
+}
 
 } // namespace pyorch

@@ -31,11 +31,12 @@ void copy_ids(ggml_tensor * ids) {
     }
 }
 
-void route_op(ggml_tensor * ids, int ith, int, void * user) {
+void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
     }
     GraphLayer &     g       = *(GraphLayer *) user;
+    g.context->owner.n_threads = nth;
     const MoeLayer & layer   = g.context->routing.table.map.layers[g.layer];
     const int64_t    n_slots = ggml_nelements(ids);
     copy_ids(ids);
@@ -122,9 +123,11 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
         residual ? contiguous(route.ctx, residual) : nullptr, // as a source it is kept until this node is computed
     };
     const ggml_tensor * selected = route.selected;
+    // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have.
     route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
-        args, residual ? 6 : 5, route.warmup ? warmup_op : route_op, 1, &layer);
+        args, residual ? 6 : 5, route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);
+    route.selected->extra = &layer;
     if (!route.warmup) {
         route.weights = ggml_custom_inplace(route.ctx, args[WEIGHTS], &route.selected, 1, weights_op, 1, &layer);
         ggml_format_name(route.weights, "pyorch_weights-%d", route.il);
@@ -136,6 +139,10 @@ ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, 
     ggml_tensor * released = ggml_custom_inplace(route.ctx, experts, args, 1, release_op, 1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
     return released;
+}
+
+const Owner * owner_of(const ggml_tensor * ids) {
+    return ids->op == GGML_OP_CUSTOM && ids->extra ? &((const GraphLayer *) ids->extra)->context->owner : nullptr;
 }
 
 bool release_failed() {

@@ -19,4 +19,7 @@ ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, 
 // graph ends there, where nothing is held any more.
 bool release_failed();
 
+// Who computes a mul_mat_id with these ids; null if they are no route node's.
+const Owner * owner_of(const ggml_tensor * ids);
+
 } // namespace pyorch

@@ -62,12 +62,21 @@ void on_weight_freed(const ggml_tensor * weight) {
 // computing
 //
 
-const void * on_address(const ggml_tensor * src0, int64_t expert, bool wait) {
-    const ManagedTensor * m = managed(src0);
+const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
+    static const Owner      nobody;
+    thread_local const char thread = 0;
+    const ggml_tensor *     src0 = op->src[0];
+    const ManagedTensor *   m    = managed(src0);
     if (!m) {
         return (const char *) src0->data + expert * src0->nb[2];
     }
-    return m->routing->table.address(m->layer, (int) expert, m->role, wait);
+    const Owner * owner = owner_of(op->src[2]);
+    if (!owner) {
+        owner = &nobody;
+    }
+    // A thread that leaves one expert for later is not done with it when it asks for the next.
+    wait |= owner->stream != nullptr;
+    return m->routing->table.address(*owner, m->layer, (int) expert, m->role, wait, &thread);
 }
 
 bool on_repacked(const ggml_tensor * src0) {
