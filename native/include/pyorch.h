@@ -431,6 +431,7 @@ pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const floa
                                   int32_t * experts, float * weights);
 
 // Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
+// Copied, in 8 bits a value or 16.
 pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert,
                                          int32_t n_embd);
 
@@ -454,7 +455,7 @@ typedef struct pyorch_estimator {
 
 pyorch_status pyorch_estimator_default(pyorch_estimator * estimator, uint64_t struct_size);
 
-// Copied. PYORCH_INVALID where it does not fit the layers of the model.
+// Copied, matrices in 8 bits a weight or 16. PYORCH_INVALID where it does not fit the layers of the model.
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
 
 // layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.

@@ -87,17 +87,30 @@ static void nothing_is_forecast_where_prefetching_does_not_pay() {
 }
 
 static void default_vectors_of_another_width_are_not_used() {
-    const std::vector<float> norm(4, 1.0f);
+    const std::vector<float> norm(4, 1.0f), gate = { 1, 2, 3, 4, 4, 3, 2, 2 };
     Router router;
+    router.gate     = gate.data();
     router.norm     = norm.data();
     router.n_embd   = 4;
     router.n_expert = 2;
+    router.n_used   = 1;
+    PredictionModel model;
+    model.n_expert = { 2, 2 };
+    model.layers   = { 0, 1 };
+    model.routers  = { Router(), router };
+    model.gates    = { nullptr, std::make_shared<const CompactMatrix>(gate.data(), 2, 4) };
     const RoutedLayer layer = { 0, 1, 1, true, { 1 }, { 1 }, { 1.0f }, {}, {}, { 1, 2, 3, 4 } };
-    std::vector<float> without, with;
-    CHECK(quasi_hidden_state(layer, 0, router, nullptr, without));
-    for (size_t width : { 2, 4 }) {
-        const DefaultVectors defaults = { std::vector<float>(2 * width, 5.0f) };
-        CHECK(quasi_hidden_state(layer, 0, router, &defaults, with));
+    const auto probability = [&](std::shared_ptr<const CompactMatrix> defaults) {
+        model.defaults = { std::move(defaults), nullptr };
+        std::vector<Forecast> forecasts;
+        make_quasi_hidden(model, { 0, 1 })->routed(layer, forecasts);
+        CHECK(forecasts.size() == 1 && forecasts[0].layer == 1);
+        return forecasts[0].probability;
+    };
+    const std::vector<float> without = probability(nullptr);
+    for (int width : { 2, 4 }) {
+        const std::vector<float> vectors(2 * width, 5.0f);
+        const std::vector<float> with = probability(std::make_shared<const CompactMatrix>(vectors.data(), 2, width));
         CHECK((with == without) == (width != 4));
     }
 }

@@ -158,7 +158,7 @@ def _default_vectors(
         if found is None or used is None or found.shape != (layer.n_expert, n_embd) or used.shape != (layer.n_expert,):
             raise FormatError(f"{os.fspath(path)}: layer {layer.il} has no default vectors of {layer.n_expert} experts "
                               f"with {n_embd} values")
-        vectors[layer.il], counts[layer.il] = np.array(found, np.float32), np.array(used, np.int64)
+        vectors[layer.il], counts[layer.il] = np.asarray(found, np.float32), np.asarray(used, np.int64)
     return DefaultVectors(vectors, counts, n_tokens)
 
 
@@ -166,7 +166,7 @@ def _estimator(
     path: str | os.PathLike[str], model_map: ModelMap, arrays: dict[str, np.ndarray], n_embd: int
 ) -> Estimator | None:
     names = [field.name for field in dataclasses.fields(Estimator)]
-    found = {name: np.array(arrays[f"estimator.{name}"], np.float32) for name in names if f"estimator.{name}" in arrays}
+    found = {name: np.asarray(arrays[f"estimator.{name}"], np.float32) for name in names if f"estimator.{name}" in arrays}
     if not found:
         return None
     try:

@@ -299,13 +299,13 @@ def test_estimates_equal_what_torch_computes(made: Made, tmp_path: Path) -> None
     expected = np.load(tmp_path / "out.npz")
     assert expected["corrections"].std() > 0.1, "the reference says nothing"
     largest = np.abs(expected["corrections"]).max()
-    np.testing.assert_allclose(corrections, expected["corrections"], rtol=1e-4, atol=1e-4 * largest)
+    np.testing.assert_allclose(corrections, expected["corrections"], atol=2e-2 * largest)
     assert len(routed) == N_TOKENS and len(guessed) > N_TOKENS / 2
     for i, experts in guessed.items():
         logits = expected["logits"][i]
         assert len(experts) == 2 * N_USED and len(set(experts)) == len(experts)
-        # The best, in their order, but for logits that a rounding may exchange.
-        np.testing.assert_allclose(logits[experts], -np.sort(-logits)[: len(experts)], atol=1e-4 * np.abs(logits).max())
+        # The best, in their order, but for logits that weights of 8 bits may exchange.
+        np.testing.assert_allclose(logits[experts], -np.sort(-logits)[: len(experts)], atol=2e-2 * np.abs(logits).max())
 
 
 def test_the_router_is_that_of_the_file(made: Made) -> None:

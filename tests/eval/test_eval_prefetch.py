@@ -105,7 +105,7 @@ def test_recall_of_the_next_router_is_that_of_numpy(material: Material, recalls:
         guesses = np.argsort(-logits, axis=1)[:, :N_USED]
         used = recording.experts[decoded, layer].astype(int)
         right = np.mean([len(set(a) & set(b)) / N_USED for a, b in zip(guesses, used)])
-        assert it.by_layer[layer] == pytest.approx(right, abs=2e-3)
+        assert it.by_layer[layer] == pytest.approx(right, abs=1e-2)  # weights of 8 bits
     assert math.isnan(it.by_layer[0])
 
 

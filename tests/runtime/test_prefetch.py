@@ -101,9 +101,9 @@ def router(model, il: int) -> np.ndarray:
 
 
 def assert_best(experts: np.ndarray, scores: np.ndarray) -> None:
-    """The experts are those with the best scores, in their order, but for scores that a rounding may exchange."""
+    """The experts are those with the best scores, in their order, but for those that weights of 8 bits may exchange."""
     assert len(experts) == len(set(experts.tolist())) == 2 * N_USED
-    np.testing.assert_allclose(scores[experts], -np.sort(-scores)[: 2 * N_USED], atol=1e-4 * np.abs(scores).max())
+    np.testing.assert_allclose(scores[experts], -np.sort(-scores)[: 2 * N_USED], atol=2e-2 * np.abs(scores).max())
 
 
 @pytest.mark.parametrize("distance", [1, 2])

@@ -183,9 +183,9 @@ def test_next_router_names_what_numpy_names(model_map: ModelMap, recording: Reco
             inputs = states / np.sqrt((states.astype(np.float64) ** 2).mean(-1, keepdims=True) + from_.eps) * from_.norm
             ranked = np.argsort(-(inputs @ to.gate.T), -1, kind="stable")[:, : 2 * N_USED]
             hits = (ranked[:, :, None] == recording.experts[:, layer, None, :]).any(-1).sum(0)
-            assert np.abs(hits - it.rank_hits[layer, distance - 1].astype(int)).max() <= 2  # ties at an edge
+            assert np.abs(hits - it.rank_hits[layer, distance - 1].astype(int)).max() <= 0.1 * len(recording)  # near ties
             recall = hits[:N_USED].sum() / len(recording) / N_USED
-            assert it.recall_at(distance)[layer] == pytest.approx(recall, abs=0.002)
+            assert it.recall_at(distance)[layer] == pytest.approx(recall, abs=0.01)  # weights of 8 bits
         assert np.isnan(it.recall_at(distance)[:distance]).all()
     assert it.recall_at(1)[1:].mean() > it.recall_at(2)[2:].mean() > 0.3
 

@@ -144,7 +144,7 @@ pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, con
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
         check_width(n_embd);
-        std::vector<float> copy(vectors, vectors + (size_t) n_expert * n_embd);
+        auto copy = std::make_shared<const CompactMatrix>(vectors, n_expert, n_embd);
         engine->prefetcher.change([&](PrefetchPlanner & planner) {
             planner.set_default_vectors(layer, std::move(copy));
         });
@@ -195,7 +195,7 @@ pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * 
                     n_expert));
         }
         std::fill(logits, logits + n_expert, 0.0f);
-        it->correct(layer, state, logits);
+        it->correct(layer, { CompactVector(state, n_embd) }, logits);
     });
 }
 

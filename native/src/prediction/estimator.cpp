@@ -1,7 +1,5 @@
 #include "prediction/estimator.h"
 
-#include "ggml-cpu.h"
-
 #include <cmath>
 
 namespace pyorch {
@@ -12,53 +10,65 @@ static std::vector<float> copy(const float * values, size_t n) {
 
 Estimator::Estimator(const pyorch_estimator & w) :
         n_embd(w.n_embd), n_latent(w.n_latent), n_hidden(w.n_hidden), n_layers(w.n_layers), n_expert(w.n_expert),
-        in_weight(copy(w.in_weight, (size_t) n_latent * n_embd)), in_bias(copy(w.in_bias, n_latent)),
-        position(copy(w.position, (size_t) n_layers * n_latent)),
-        up_weight(copy(w.up_weight, (size_t) n_hidden * n_latent)), up_bias(copy(w.up_bias, n_hidden)),
-        down_weight(copy(w.down_weight, (size_t) n_latent * n_hidden)), down_bias(copy(w.down_bias, n_latent)),
-        norm_weight(copy(w.norm_weight, n_latent)), norm_bias(copy(w.norm_bias, n_latent)),
-        head_weight(copy(w.head_weight, (size_t) n_layers * n_expert * n_latent)),
-        head_bias(copy(w.head_bias, (size_t) n_layers * n_expert)) {}
+        in_weight(w.in_weight, n_latent, n_embd), up_weight(w.up_weight, n_hidden, n_latent),
+        down_weight(w.down_weight, n_latent, n_hidden),
+        head_weight(w.head_weight, (size_t) n_layers * n_expert, n_latent), in_bias(copy(w.in_bias, n_latent)),
+        position(copy(w.position, (size_t) n_layers * n_latent)), up_bias(copy(w.up_bias, n_hidden)),
+        down_bias(copy(w.down_bias, n_latent)), norm_weight(copy(w.norm_weight, n_latent)),
+        norm_bias(copy(w.norm_bias, n_latent)), head_bias(copy(w.head_bias, (size_t) n_layers * n_expert)) {}
 
-// to[n_rows] += weight[n_rows][n_columns] * input + bias
-static void add_linear(const float * weight, const float * bias, const float * input, int n_rows, int n_columns,
-                       float * to) {
-    const auto dot = ggml_get_type_traits_cpu(GGML_TYPE_F32)->vec_dot;
-    for (int r = 0; r < n_rows; ++r) {
-        float product;
-        dot(n_columns, &product, 0, weight + (size_t) r * n_columns, 0, input, 0, 1);
-        to[r] += product + bias[r];
+// to[inputs.size()][n_rows] += rows [begin, begin + n_rows) of weight times each input, plus bias[n_rows]
+static void add_linear(const CompactMatrix & weight, size_t begin, size_t n_rows, const float * bias,
+                       const std::vector<CompactVector> & inputs, float * to) {
+    weight.multiply(inputs, begin, n_rows, to);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        for (size_t r = 0; r < n_rows; ++r) {
+            to[i * n_rows + r] += bias[r];
+        }
     }
 }
 
-static void normalize(const float * weight, const float * bias, std::vector<float> & values) {
+static std::vector<CompactVector> compact(const std::vector<float> & rows, int n_columns) {
+    std::vector<CompactVector> inputs;
+    for (size_t at = 0; at < rows.size(); at += n_columns) {
+        inputs.emplace_back(rows.data() + at, n_columns);
+    }
+    return inputs;
+}
+
+// values[n]
+static void normalize(const float * weight, const float * bias, float * values, int n) {
     static constexpr double EPS = 1e-5;
     double sum = 0, squares = 0;
-    for (float v : values) {
-        sum += v;
+    for (int i = 0; i < n; ++i) {
+        sum += values[i];
     }
-    const double mean = sum / values.size();
-    for (float v : values) {
-        squares += (v - mean) * (v - mean);
+    const double mean = sum / n;
+    for (int i = 0; i < n; ++i) {
+        squares += (values[i] - mean) * (values[i] - mean);
     }
-    const double scale = 1 / std::sqrt(squares / values.size() + EPS);
-    for (size_t i = 0; i < values.size(); ++i) {
+    const double scale = 1 / std::sqrt(squares / n + EPS);
+    for (int i = 0; i < n; ++i) {
         values[i] = (float) ((values[i] - mean) * scale) * weight[i] + bias[i];
     }
 }
 
-void Estimator::correct(int layer, const float * state, float * logits) const {
-    const float * known = position.data() + (size_t) layer * n_latent;
-    std::vector<float> latent(known, known + n_latent), hidden(n_hidden);
-    add_linear(in_weight.data(), in_bias.data(), state, n_latent, n_embd, latent.data());
-    add_linear(up_weight.data(), up_bias.data(), latent.data(), n_hidden, n_latent, hidden.data());
+void Estimator::correct(int layer, const std::vector<CompactVector> & states, float * logits) const {
+    std::vector<float> latent(states.size() * n_latent), hidden(states.size() * n_hidden);
+    for (size_t i = 0; i < latent.size(); ++i) {
+        latent[i] = position[(size_t) layer * n_latent + i % n_latent];
+    }
+    add_linear(in_weight, 0, n_latent, in_bias.data(), states, latent.data());
+    add_linear(up_weight, 0, n_hidden, up_bias.data(), compact(latent, n_latent), hidden.data());
     for (float & h : hidden) {
         h /= 1 + std::exp(-h);
     }
-    add_linear(down_weight.data(), down_bias.data(), hidden.data(), n_latent, n_hidden, latent.data());
-    normalize(norm_weight.data(), norm_bias.data(), latent);
-    add_linear(head_weight.data() + (size_t) layer * n_expert * n_latent, head_bias.data() + (size_t) layer * n_expert,
-        latent.data(), n_expert, n_latent, logits);
+    add_linear(down_weight, 0, n_latent, down_bias.data(), compact(hidden, n_hidden), latent.data());
+    for (size_t at = 0; at < latent.size(); at += n_latent) {
+        normalize(norm_weight.data(), norm_bias.data(), latent.data() + at, n_latent);
+    }
+    add_linear(head_weight, (size_t) layer * n_expert, n_expert, head_bias.data() + (size_t) layer * n_expert,
+        compact(latent, n_latent), logits);
 }
 
 } // namespace pyorch

@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include "prediction/compact_matrix.h"
 #include "pyorch.h"
 
 #include <vector>
@@ -21,13 +22,13 @@ public:
 
     const int n_embd, n_latent, n_hidden, n_layers, n_expert;
 
-    // What layer + 1 is known for: logits[n_expert] of its router for state[n_embd] become those of the estimate.
-    // REQUIRES: 0 <= layer < n_layers.
-    void correct(int layer, const float * state, float * logits) const;
+    // The estimate of layer + 1: corrects logits[inputs.size()][n_expert], which its router gives for these states of
+    // n_embd values. REQUIRES: 0 <= layer < n_layers.
+    void correct(int layer, const std::vector<CompactVector> & states, float * logits) const;
 
 private:
-    const std::vector<float> in_weight, in_bias, position, up_weight, up_bias, down_weight, down_bias;
-    const std::vector<float> norm_weight, norm_bias, head_weight, head_bias;
+    const CompactMatrix      in_weight, up_weight, down_weight, head_weight;
+    const std::vector<float> in_bias, position, up_bias, down_bias, norm_weight, norm_bias, head_bias;
 };
 
 } // namespace pyorch

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "prediction/compact_matrix.h"
 #include "prediction/router.h"
 #include "pyorch.h"
 
@@ -75,8 +76,8 @@ enum PredictorNeeds : unsigned {
 
 unsigned needs_of(pyorch_predictor kind);
 
-// Of each layer [n_expert][n_embd]: the mean output of each expert. Empty where it is not known.
-using DefaultVectors = std::vector<std::vector<float>>;
+// By layer, null where they are not known.
+using CompactMatrices = std::vector<std::shared_ptr<const CompactMatrix>>;
 
 class Estimator;
 class ExpertMaps;
@@ -86,7 +87,8 @@ struct PredictionModel {
     std::vector<int>                      n_expert; // by layer
     std::vector<int>                      layers;   // that the context computes, ascending
     std::vector<Router>                   routers;  // by layer, entries may be empty
-    std::shared_ptr<const DefaultVectors> defaults;
+    CompactMatrices                       gates;    // [n_expert][n_embd] of routers, for predictors that apply them
+    CompactMatrices                       defaults; // [n_expert][n_embd] the mean output of each expert
     std::shared_ptr<const Estimator>      estimator;
     std::vector<uint8_t>                  estimated; // by layer: hybrid takes the estimator
     std::shared_ptr<ExpertMaps>           maps;      // of past iterations and requests; this one grows

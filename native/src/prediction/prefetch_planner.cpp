@@ -8,6 +8,9 @@ namespace pyorch {
 
 PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
         table(table), routers(routers), prefetch(table.map.layers.size()), precision(table.map.layers.size()) {
+    model.gates.resize(prefetch.size());
+    model.defaults.resize(prefetch.size());
+    gates_of.resize(prefetch.size());
     for (const auto & l : table.map.layers) {
         model.n_expert.push_back(l.n_expert);
     }
@@ -19,10 +22,8 @@ void PrefetchPlanner::set(int layer, const LayerPrefetch & it) {
     streams.clear();
 }
 
-void PrefetchPlanner::set_default_vectors(int layer, std::vector<float> vectors) {
-    auto changed = model.defaults ? std::make_shared<DefaultVectors>(*model.defaults) : std::make_shared<DefaultVectors>(model.n_expert.size());
-    (*changed)[layer] = std::move(vectors);
-    model.defaults = changed;
+void PrefetchPlanner::set_default_vectors(int layer, std::shared_ptr<const CompactMatrix> vectors) {
+    model.defaults[layer] = std::move(vectors);
     streams.clear();
 }
 
@@ -63,6 +64,8 @@ void PrefetchPlanner::forget(const void * context) {
 
 void PrefetchPlanner::forget_routers() {
     streams.clear();
+    std::fill(model.gates.begin(), model.gates.end(), nullptr);
+    std::fill(gates_of.begin(), gates_of.end(), nullptr);
 }
 
 PrefetchPlanner::Observer PrefetchPlanner::set_observer(Observer observer_) {
@@ -88,6 +91,7 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
     }
     stream.open.resize(prefetch.size());
     model.routers = routers.all();
+    copy_gates();
     if (const auto of_context = layers.find(context); of_context != layers.end()) {
         model.layers = of_context->second;
     } else {
@@ -108,6 +112,17 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
         }
     }
     return stream;
+}
+
+// One copy for all contexts, made when a predictor first applies the routers.
+void PrefetchPlanner::copy_gates() {
+    for (size_t layer = 0; (needs() & NEEDS_ROUTERS) && layer < model.routers.size(); ++layer) {
+        const Router & router = model.routers[layer];
+        if (router.gate != gates_of[layer]) {
+            gates_of[layer]    = router.gate;
+            model.gates[layer] = router ? std::make_shared<const CompactMatrix>(router.gate, router.n_expert, router.n_embd) : nullptr;
+        }
+    }
 }
 
 void PrefetchPlanner::begin(const void * context, const IterationBegin & it) {

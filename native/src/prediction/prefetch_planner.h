@@ -35,7 +35,7 @@ public:
 
     // Each begins anew what was counted and collected.
     void set(int layer, const LayerPrefetch & prefetch);
-    void set_default_vectors(int layer, std::vector<float> vectors);
+    void set_default_vectors(int layer, std::shared_ptr<const CompactMatrix> vectors); // [n_expert][n_embd]
     void set_estimator(std::shared_ptr<const Estimator> estimator);
     void set_estimated(std::vector<uint8_t> layers);
     void set_maps(std::shared_ptr<ExpertMaps> maps);
@@ -84,6 +84,7 @@ private:
     Table &                            table;
     const Routers &                             routers;
     PredictionModel                             model;
+    std::vector<const float *>                  gates_of; // by layer: of what model.gates are copies
     Oracle                                      oracle;
     std::vector<LayerPrefetch>                  prefetch;  // by layer
     std::vector<std::vector<Rate>>              precision; // by layer, then distance and rank
@@ -94,6 +95,7 @@ private:
 
     Rate &      precision_of(int layer, const Guess & it);
     Stream &    stream_of(const void * context);
+    void        copy_gates();
     void        plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);
     void        plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed);
 };

@@ -1,103 +1,157 @@
+#include "prediction/activation_matrix.h"
+#include "prediction/estimator.h"
 #include "prediction/predictors/predictors.h"
 
 #include <cmath>
 
 namespace pyorch {
+namespace {
 
-static const float * row(const std::vector<float> & rows, int n_rows, int i, int n_columns) {
+const float * row(const std::vector<float> & rows, int n_rows, int i, int n_columns) {
     return rows.size() == (size_t) n_rows * n_columns ? rows.data() + (size_t) i * n_columns : nullptr;
 }
 
-bool quasi_hidden_state(const RoutedLayer & it, int token, const Router & ahead, const DefaultVectors * defaults,
-                        std::vector<float> & state) {
-    const size_t  n_embd   = ahead.n_embd;
-    const float * residual = row(it.residuals, it.n_tokens, token, ahead.n_embd);
-    if (!residual || !ahead.norm) {
-        const float * input = row(it.inputs, it.n_tokens, token, ahead.n_embd);
-        if (input) {
-            state.assign(input, input + n_embd);
-        }
-        return input != nullptr;
-    }
-    state.assign(residual, residual + n_embd);
-    // As many as the layer has experts, each as wide as its residual.
-    if (defaults && (*defaults)[it.layer].size() == ahead.n_expert * n_embd) {
-        for (int s = 0; s < it.n_used; ++s) {
-            const size_t  slot = (size_t) token * it.n_used + s;
-            const float * d    = (*defaults)[it.layer].data() + it.computed[slot] * n_embd;
-            for (size_t i = 0; i < n_embd; ++i) {
-                state[i] += it.weights[slot] * d[i];
-            }
-        }
-    }
-    double squares = 0;
-    for (float h : state) {
-        squares += (double) h * h;
-    }
-    const float scale = (float) (1 / std::sqrt(squares / n_embd + ahead.eps));
-    for (size_t i = 0; i < n_embd; ++i) {
-        state[i] *= scale * ahead.norm[i];
-    }
-    return true;
-}
+// What is known, behind a layer, of the input of the routers ahead; of one token.
+struct HiddenState {
+    std::vector<float> residual; // empty where it is not known
+    double             mean_square = 0;
+    const float *      input       = nullptr; // of the layer's own router; null where it is not known
+    int                n_embd      = 0;
 
-Forecast forecast_of(const Router & router, const std::vector<float> & logits, int layer, int distance, int token) {
-    Choice choice = choose(router, logits, 2 * router.n_used);
-    return { layer, distance, token, std::move(choice.experts), std::move(choice.probability), std::move(choice.weights) };
-}
+    // Nothing where nothing fits that router.
+    std::vector<float> input_of(const Router & ahead) const {
+        if (ahead.n_embd != n_embd) {
+            return {};
+        }
+        if (residual.empty() || !ahead.norm) {
+            return input ? std::vector<float>(input, input + n_embd) : std::vector<float>();
+        }
+        const float        scale = (float) (1 / std::sqrt(mean_square + ahead.eps));
+        std::vector<float> to(n_embd);
+        for (int i = 0; i < n_embd; ++i) {
+            to[i] = residual[i] * (scale * ahead.norm[i]);
+        }
+        return to;
+    }
+};
 
-namespace {
+// A forecast of logits, the 2 * n_used likeliest experts in it: beyond those of one token a guess is of little worth,
+// and its precision tells.
+Forecast forecast_of(const Router & router, const float * logits, int layer, int distance, int token) {
+    Choice choice = choose(router, std::vector<float>(logits, logits + router.n_expert), 2 * router.n_used);
+    return {
+        layer, distance, token, std::move(choice.experts), std::move(choice.probability), std::move(choice.weights),
+    };
+}
 
 // The routers of the layers ahead, applied to a guess of their input: early for the far ones, better for the near.
 class RouterAhead : public Predictor {
 public:
-    RouterAhead(const PredictionModel & model, const Distances & distance) :
-        routers(model.routers), defaults(model.defaults), distance(distance) {}
+    RouterAhead(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
-        for (int layer = it.layer + 1; layer < (int) routers.size(); ++layer) {
-            const Router & router = routers[layer];
-            if (layer - it.layer > distance[layer] || !router) {
+        const int n_layers = (int) model.routers.size();
+        const std::vector<HiddenState> states = states_of(it);
+        for (int layer = it.layer + 1; layer < n_layers; ++layer) {
+            const Router & router = model.routers[layer];
+            const int      ahead  = layer - it.layer;
+            if (ahead > distance[layer] || !router) {
                 continue;
             }
-            for (int t = 0; t < it.n_tokens && guess_input(it, t, router); ++t) {
-                apply_router(router, input.data(), logits);
-                forecasts.push_back(forecast_of(router, logits, layer, layer - it.layer, t));
+            std::vector<CompactVector> inputs;
+            for (const HiddenState & state : states) {
+                const std::vector<float> input = state.input_of(router);
+                if (!input.empty()) {
+                    inputs.emplace_back(input.data(), router.n_embd);
+                }
+            }
+            if (inputs.size() != states.size()) {
+                continue;
+            }
+            const size_t       n_expert = router.n_expert;
+            std::vector<float> logits(inputs.size() * n_expert);
+            for (size_t i = 0; router.bias && i < logits.size(); ++i) {
+                logits[i] = router.bias[i % n_expert];
+            }
+            model.gates[layer]->multiply(inputs, 0, n_expert, logits.data());
+            correct(it.layer, layer, inputs, logits.data());
+            for (size_t t = 0; t < inputs.size(); ++t) {
+                forecasts.push_back(forecast_of(router, logits.data() + t * n_expert, layer, ahead, (int) t));
             }
         }
     }
 
 protected:
-    const std::vector<Router>            routers;
-    const std::shared_ptr<const DefaultVectors> defaults;
-    std::vector<float>                          input;
+    const PredictionModel model;
 
-    // The input of that router for token t. False where nothing is known of it.
-    virtual bool guess_input(const RoutedLayer & it, int t, const Router & router) = 0;
+    virtual std::vector<HiddenState> states_of(const RoutedLayer & it) = 0; // by token
+
+    // Of the router of layer `to` for inputs that were guessed behind `from`: logits[inputs.size()][n_expert].
+    virtual void correct(int, int, const std::vector<CompactVector> &, float *) {}
 
 private:
-    const Distances    distance;
-    std::vector<float> logits;
+    const Distances distance;
 };
 
 // This layer's router input: the residual stream changes slowly (Mixtral-Offloading).
 class NextRouter : public RouterAhead {
     using RouterAhead::RouterAhead;
 
-    bool guess_input(const RoutedLayer & it, int t, const Router & router) override {
-        const float * own = row(it.inputs, it.n_tokens, t, router.n_embd);
-        if (own) {
-            input.assign(own, own + router.n_embd);
+    std::vector<HiddenState> states_of(const RoutedLayer & it) override {
+        std::vector<HiddenState> states(it.n_tokens);
+        for (int t = 0; t < it.n_tokens; ++t) {
+            states[t].n_embd = (int) it.inputs.size() / it.n_tokens;
+            states[t].input  = row(it.inputs, it.n_tokens, t, states[t].n_embd);
         }
-        return own != nullptr;
+        return states;
     }
 };
 
+// The residual after attention, plus what the selected experts give on average, normalized as the router ahead has it
+// (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router input.
 class QuasiHidden : public RouterAhead {
     using RouterAhead::RouterAhead;
 
-    bool guess_input(const RoutedLayer & it, int t, const Router & router) override {
-        return quasi_hidden_state(it, t, router, defaults.get(), input);
+    std::vector<HiddenState> states_of(const RoutedLayer & it) override {
+        std::vector<HiddenState> states(it.n_tokens);
+        const int n_embd = (int) std::max(it.residuals.size(), it.inputs.size()) / it.n_tokens;
+        const CompactMatrix * defaults = model.defaults[it.layer].get();
+        for (int t = 0; t < it.n_tokens; ++t) {
+            HiddenState & state = states[t];
+            state.n_embd = n_embd;
+            state.input  = it.inputs.empty() ? nullptr : row(it.inputs, it.n_tokens, t, n_embd);
+            if (it.residuals.empty()) {
+                continue;
+            }
+            const float * residual = row(it.residuals, it.n_tokens, t, n_embd);
+            state.residual.assign(residual, residual + n_embd);
+            for (int s = 0; s < it.n_used && defaults && defaults->n_columns() == n_embd; ++s) {
+                const size_t slot = (size_t) t * it.n_used + s;
+                defaults->add_row(it.computed[slot], it.weights[slot], state.residual.data());
+            }
+            state.mean_square = dot(state.residual.data(), state.residual.data(), n_embd) / n_embd;
+        }
+        return states;
+    }
+};
+
+// Quasi-hidden, corrected by the estimator where the layer ahead is the next one and the estimator is to be asked.
+class Estimated : public QuasiHidden {
+public:
+    // asked: by layer that is guessed
+    Estimated(const PredictionModel & model, std::vector<uint8_t> asked, const Distances & distance) :
+        QuasiHidden(model, distance), asked(std::move(asked)) {}
+
+private:
+    const std::vector<uint8_t> asked;
+
+    void correct(int from, int to, const std::vector<CompactVector> & inputs, float * logits) override {
+        const Router &    router    = model.routers[to];
+        const Estimator * estimator = model.estimator.get();
+        if (to == from + 1 && asked[to] && from < estimator->n_layers && router.n_embd == estimator->n_embd &&
+            router.n_expert == estimator->n_expert) {
+            estimator->correct(from, inputs, logits);
+        }
     }
 };
 
@@ -109,6 +163,20 @@ std::unique_ptr<Predictor> make_next_router(const PredictionModel & model, const
 
 std::unique_ptr<Predictor> make_quasi_hidden(const PredictionModel & model, const Distances & distance) {
     return std::make_unique<QuasiHidden>(model, distance);
+}
+
+std::unique_ptr<Predictor> make_estimator(const PredictionModel & model, const Distances & distance) {
+    return std::make_unique<Estimated>(model, std::vector<uint8_t>(model.n_expert.size(), model.estimator != nullptr),
+        distance);
+}
+
+std::unique_ptr<Predictor> make_hybrid(const PredictionModel & model, const Distances & distance) {
+    std::vector<uint8_t> asked = model.estimated;
+    if (!model.estimator) {
+        asked.clear();
+    }
+    asked.resize(model.n_expert.size());
+    return std::make_unique<Estimated>(model, std::move(asked), distance);
 }
 
 } // namespace pyorch

@@ -1,0 +1,243 @@
+// What predicting costs beside decoding, at the shapes of real models: time by token, and memory.
+//
+//     prediction_bench [DIRECTORY]
+//
+// A token is taken to last as long as the kernel of Q4_0 needs, on all cores, for the weights that are active in it:
+// nothing is read from a disk, and there is neither attention nor a barrier, so a real token takes longer. Between two
+// layers so many weights are multiplied, so that predictors find the caches as decoding leaves them. Times are those of
+// threads on their cores, medians of tokens. Weights are random. A small file is written to DIRECTORY (default: /tmp)
+// and removed.
+
+#include "synthetic.h"
+
+#include "banks/host_bank.h"
+#include "prediction/estimator.h"
+#include "prediction/prefetch_planner.h"
+#include "residency/table.h"
+
+#include "ggml-cpu.h"
+
+#include <algorithm>
+#include <atomic>
+#include <ctime>
+#include <random>
+#include <thread>
+
+using namespace pyorch;
+
+struct Shape {
+    const char * name;
+    int          n_layers, n_expert, n_used, n_embd;
+    double       active_bytes, model_bytes; // in Q4_K_M, 4.85 bits a weight
+};
+
+static constexpr Shape SHAPES[] = {
+    { "Qwen3-30B-A3B", 48, 128, 8, 2048, 3.3e9 * 4.85 / 8, 30.5e9 * 4.85 / 8 },
+    { "DeepSeek-V3",   58, 256, 8, 7168, 37e9 * 4.85 / 8, 671e9 * 4.85 / 8 },
+};
+
+static constexpr int N_LATENT = 128, N_HIDDEN = 512; // as pyorch train-predictor has them by default
+
+// Of this thread, on its core: what else runs on the machine does not count.
+static double seconds() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return (double) now.tv_sec + 1e-9 * (double) now.tv_nsec;
+}
+
+static double median(std::vector<double> & times) {
+    std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+    return times[times.size() / 2];
+}
+
+static std::vector<float> normal(size_t n, float scale) {
+    static std::mt19937 rng { 1 };
+    std::normal_distribution<float> values(0, scale);
+    std::vector<float> to(n);
+    for (float & v : to) {
+        v = values(rng);
+    }
+    return to;
+}
+
+// Of this process, in memory.
+static double resident_bytes() {
+    long   pages = 0, resident = 0;
+    FILE * file = fopen("/proc/self/statm", "r");
+    if (!file || fscanf(file, "%ld %ld", &pages, &resident) != 2) {
+        resident = 0;
+    }
+    if (file) {
+        fclose(file);
+    }
+    return (double) resident * (double) sysconf(_SC_PAGESIZE);
+}
+
+// Stands in for the compute threads: multiplies weights on all cores, too many of them for any cache.
+class Weights {
+public:
+    Weights() : rows(N_ROWS * ROW_BYTES), input(ggml_row_size(GGML_TYPE_Q8_0, N_COLUMNS)) {
+        const std::vector<float> values = normal(N_COLUMNS, 1);
+        ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float(values.data(), input.data(), N_COLUMNS);
+        ggml_get_type_traits_cpu(GGML_TYPE_Q4_0)->from_float(values.data(), rows.data(), N_COLUMNS);
+        for (size_t r = 1; r < N_ROWS; ++r) {
+            std::copy_n(rows.data(), ROW_BYTES, &rows[r * ROW_BYTES]);
+        }
+    }
+
+    // Seconds for so many bytes.
+    double multiply(double bytes) {
+        const size_t             n      = std::max(1u, std::thread::hardware_concurrency());
+        const size_t             n_rows = (size_t) (bytes / ROW_BYTES) / n;
+        std::vector<double>      times(n);
+        std::vector<std::thread> threads;
+        for (size_t i = 0; i < n; ++i) {
+            threads.emplace_back([=, &times] {
+                const double begin = seconds();
+                multiply_rows(n_rows, next + N_ROWS / n * i);
+                times[i] = seconds() - begin;
+            });
+        }
+        for (std::thread & thread : threads) {
+            thread.join();
+        }
+        next += n_rows;
+        return *std::max_element(times.begin(), times.end());
+    }
+
+private:
+    static constexpr size_t N_COLUMNS = 2048, N_ROWS = 1u << 18, ROW_BYTES = N_COLUMNS / 32 * 18; // 302 MB
+
+    std::vector<uint8_t> rows, input;
+    size_t               next = 0;
+    std::atomic<float>   sum { 0 }; // what is multiplied is used
+
+    void multiply_rows(size_t n, size_t from) {
+        const auto dot = ggml_get_type_traits_cpu(GGML_TYPE_Q4_0)->vec_dot;
+        float      own = 0;
+        for (size_t r = 0; r < n; ++r) {
+            float product;
+            dot(N_COLUMNS, &product, 0, &rows[(from + r) % N_ROWS * ROW_BYTES], 0, input.data(), 0, 1);
+            own += product;
+        }
+        sum = own;
+    }
+};
+
+static std::shared_ptr<const Estimator> random_estimator(const Shape & shape) {
+    const size_t n_layers = shape.n_layers - 1;
+    const auto in_weight   = normal((size_t) N_LATENT * shape.n_embd, 0.02f), in_bias = normal(N_LATENT, 1);
+    const auto position    = normal(n_layers * N_LATENT, 0.5f);
+    const auto up_weight   = normal((size_t) N_HIDDEN * N_LATENT, 0.06f), up_bias = normal(N_HIDDEN, 1);
+    const auto down_weight = normal((size_t) N_LATENT * N_HIDDEN, 0.03f), down_bias = normal(N_LATENT, 1);
+    const auto norm_weight = normal(N_LATENT, 1), norm_bias = normal(N_LATENT, 1);
+    const auto head_weight = normal(n_layers * shape.n_expert * N_LATENT, 0.01f);
+    const auto head_bias   = normal(n_layers * shape.n_expert, 0.1f);
+    pyorch_estimator e = {};
+    e.n_embd      = shape.n_embd;
+    e.n_latent    = N_LATENT;
+    e.n_hidden    = N_HIDDEN;
+    e.n_layers    = (int) n_layers;
+    e.n_expert    = shape.n_expert;
+    e.in_weight   = in_weight.data();
+    e.in_bias     = in_bias.data();
+    e.position    = position.data();
+    e.up_weight   = up_weight.data();
+    e.up_bias     = up_bias.data();
+    e.down_weight = down_weight.data();
+    e.down_bias   = down_bias.data();
+    e.norm_weight = norm_weight.data();
+    e.norm_bias   = norm_bias.data();
+    e.head_weight = head_weight.data();
+    e.head_bias   = head_bias.data();
+    return std::make_shared<const Estimator>(e);
+}
+
+static void measure(const std::string & path, const Shape & shape, int n_tokens) {
+    const ModelMap map = synthetic_map(path, shape.n_layers, shape.n_expert, [](int) { return 2; });
+    pyorch_config  config = {};
+    config.policy = PYORCH_FINEMOE;
+    Table table(map, std::make_unique<HostBank>(map, map.slots_bytes() / 2), call_source(touch_pages, nullptr),
+        plain_codec, config);
+
+    // The graph has routers of its own: one that all layers share does here.
+    const std::vector<float> gate = normal((size_t) shape.n_expert * shape.n_embd, 0.02f), norm(shape.n_embd, 1);
+    Routers routers(shape.n_layers);
+    for (int layer = 0; layer < shape.n_layers; ++layer) {
+        Router router;
+        router.gate       = gate.data();
+        router.norm       = norm.data();
+        router.eps        = 1e-6f;
+        router.normalized = true;
+        router.n_embd     = shape.n_embd;
+        router.n_expert   = shape.n_expert;
+        router.n_used     = shape.n_used;
+        routers.set(layer, router, &shape);
+    }
+    RoutedLayer routed;
+    routed.n_tokens = 1;
+    routed.n_used   = shape.n_used;
+    routed.decode   = true;
+    for (int e = 0; e < shape.n_used; ++e) {
+        routed.experts.push_back(e * (shape.n_expert / shape.n_used));
+        routed.weights.push_back(1.0f / shape.n_used);
+    }
+    routed.computed = routed.experts;
+    routed.residuals = normal(shape.n_embd, 1);
+
+    Weights weights;
+    for (pyorch_predictor kind : { PYORCH_PREDICT_QUASI_HIDDEN, PYORCH_PREDICT_HYBRID }) {
+        for (int distance : { 1, 2 }) {
+            const double    before = resident_bytes();
+            PrefetchPlanner planner(table, routers);
+            for (int layer = 0; layer < shape.n_layers; ++layer) {
+                planner.set(layer, { kind, distance, 0.6 });
+            }
+            {
+                const std::vector<float> vectors = normal((size_t) shape.n_expert * shape.n_embd, 0.1f);
+                for (int layer = 0; layer < shape.n_layers; ++layer) {
+                    planner.set_default_vectors(layer,
+                        std::make_shared<const CompactMatrix>(vectors.data(), shape.n_expert, shape.n_embd));
+                }
+            }
+            if (kind == PYORCH_PREDICT_HYBRID) {
+                planner.set_estimator(random_estimator(shape));
+                planner.set_estimated(std::vector<uint8_t>(shape.n_layers, 1));
+            }
+            std::vector<double> predicting, token;
+            double              held = 0;
+            for (int t = 0; t <= n_tokens; ++t) {
+                double predicted = 0, computed = 0;
+                planner.begin(&shape, { false, true, 1, {} });
+                for (int layer = 0; layer < shape.n_layers; ++layer) {
+                    computed += weights.multiply(shape.active_bytes / shape.n_layers);
+                    routed.layer = layer;
+                    const double begin = seconds();
+                    planner.routed(&shape, routed);
+                    predicted += seconds() - begin;
+                }
+                if (t == 0) { // copies are made
+                    held = resident_bytes() - before;
+                    continue;
+                }
+                predicting.push_back(predicted);
+                token.push_back(computed);
+            }
+            const double predicted = median(predicting), computed = median(token);
+            printf("%-14s %3d x %3d, n_embd %4d, %-12s %d ahead: %6.2f ms of %6.1f ms a token, %4.1f %%; %4.0f MB, "
+                "%.2f %% of the model\n", shape.name, shape.n_layers, shape.n_expert, shape.n_embd,
+                kind == PYORCH_PREDICT_HYBRID ? "hybrid," : "quasi-hidden,", distance, 1e3 * predicted, 1e3 * computed,
+                100 * predicted / computed, held / 1e6, 100 * held / shape.model_bytes);
+            fflush(stdout);
+        }
+    }
+}
+
+int main(int argc, char ** argv) {
+    const std::string directory = argc > 1 ? argv[1] : "/tmp";
+    const std::string path      = directory + "/prediction_bench." + std::to_string(getpid()) + ".gguf";
+    for (const Shape & shape : SHAPES) {
+        measure(path, shape, shape.n_expert > 128 ? 2 : 5);
+    }
+    return 0;
+}

@@ -1,0 +1,64 @@
+#include "prediction/compact_matrix.h"
+
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+static constexpr size_t CACHE_LINE = 64;
+static constexpr size_t AHEAD      = 2; // rows that are fetched while others are multiplied
+
+static ggml_type type_of(int n_columns) {
+    static const bool tables = (ggml_cpu_init(), true); // of ggml's kernels; a replay has no model that made them
+    (void) tables;
+    return n_columns % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_BF16;
+}
+
+CompactVector::CompactVector(const float * values, int n) : n(n) {
+    const ggml_type type = ggml_get_type_traits_cpu(type_of(n))->vec_dot_type;
+    bytes.resize(ggml_row_size(type, n));
+    ggml_get_type_traits_cpu(type)->from_float(values, bytes.data(), n);
+}
+
+CompactMatrix::CompactMatrix(const float * values, size_t n_rows, int n_columns) :
+        rows(n_rows), columns(n_columns), row_bytes(ggml_row_size(type_of(n_columns), n_columns)),
+        bytes(n_rows * row_bytes) {
+    const auto from_float = ggml_get_type_traits_cpu(type_of(n_columns))->from_float;
+    for (size_t r = 0; r < rows; ++r) {
+        from_float(values + r * columns, (void *) row_at(r), columns);
+    }
+}
+
+const uint8_t * CompactMatrix::row_at(size_t row) const {
+    return bytes.data() + row * row_bytes;
+}
+
+void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const {
+    const auto dot = ggml_get_type_traits_cpu(type_of(columns))->vec_dot;
+    for (size_t r = 0; r < n; ++r) {
+        // Decoding has flushed the caches, and hardware looks no farther ahead than a page.
+        const uint8_t * row  = row_at(begin + r);
+        const uint8_t * next = row_at(begin + std::min(r + AHEAD, n - 1));
+        for (size_t at = 0; at < row_bytes; at += CACHE_LINE) {
+            __builtin_prefetch(next + at);
+        }
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            float product;
+            dot(columns, &product, 0, row, 0, inputs[i].bytes.data(), 0, 1);
+            to[i * n + r] += product;
+        }
+    }
+}
+
+void CompactMatrix::add_row(size_t row, float factor, float * to) const {
+    thread_local std::vector<float> values;
+    values.resize(columns);
+    ggml_get_type_traits(type_of(columns))->to_float(row_at(row), values.data(), columns);
+    for (int i = 0; i < columns; ++i) {
+        to[i] += factor * values[i];
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,54 @@
+// Matrices as predictors keep them: small, since they are read for every token beside the model's own weights, and
+// multiplied by ggml's kernels.
+//
+// A weight has 8 bits (Q8_0: blocks of 32 with a scale each), or 16 where rows are no whole blocks (BF16, which like
+// Q8_0 holds any value of an activation).
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace pyorch {
+
+// One input of matrices with so many columns, in the form that their kernels take.
+class CompactVector {
+public:
+    CompactVector(const float * values, int n);
+
+private:
+    friend class CompactMatrix;
+
+    int                  n;
+    std::vector<uint8_t> bytes;
+};
+
+class CompactMatrix {
+public:
+    CompactMatrix() = default;
+
+    // Copies values[n_rows][n_columns].
+    CompactMatrix(const float * values, size_t n_rows, int n_columns);
+
+    size_t n_rows() const { return rows; }
+    int    n_columns() const { return columns; }
+    size_t n_bytes() const { return bytes.size(); }
+
+    // to[inputs.size()][n] += rows [begin, begin + n) times each input. A row is read once for all inputs.
+    // REQUIRES: as many values in each input as there are columns
+    void multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const;
+
+    // to[n_columns] += factor * row
+    void add_row(size_t row, float factor, float * to) const;
+
+private:
+    size_t               rows      = 0;
+    int                  columns   = 0;
+    size_t               row_bytes = 0;
+    std::vector<uint8_t> bytes;
+
+    const uint8_t * row_at(size_t row) const;
+};
+
+} // namespace pyorch
