@@ -3,8 +3,15 @@
 #include "prediction/predictor_list.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace pyorch {
+
+bool is_predicted(int n_tokens, int n_used, int n_expert) {
+    static constexpr double STREAMED = 0.75;
+    const double unused = std::pow(1 - (double) n_used / n_expert, n_tokens);
+    return n_tokens == 1 || (n_tokens <= MAX_PREDICTED_TOKENS && 1 - unused < STREAMED);
+}
 
 int layers_ahead(const std::vector<int> & layers, int from, int to) {
     const auto a = std::lower_bound(layers.begin(), layers.end(), from);

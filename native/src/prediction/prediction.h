@@ -1,6 +1,6 @@
 // Which experts the next layers will need, predicted from what is known when a layer was routed.
 //
-// A predictor sees every layer of a decoding ubatch and makes forecasts of later layers. It knows nothing
+// A predictor sees every layer of a narrow ubatch and makes forecasts of later layers. It knows nothing
 // of residency: which experts of a forecast become guesses, to be read ahead, is the prefetch planner's business.
 
 #pragma once
@@ -15,8 +15,12 @@
 
 namespace pyorch {
 
-// Nothing is predicted for wider ubatches: their layers need nearly all experts.
-constexpr int MAX_PREDICTED_TOKENS = 4;
+// Nothing is forecast for wider ubatches.
+constexpr int MAX_PREDICTED_TOKENS = 32;
+
+// Whether a ubatch, of a prompt or of one token of each sequence, is narrow enough for forecasts of its layers. Where it
+// needs three quarters of a layer's experts, if they are used alike, whole layers are read ahead: see Table::acquire.
+bool is_predicted(int n_tokens, int n_used, int n_expert);
 
 // A ubatch begins. Each of its tokens is one iteration of one sequence.
 struct IterationBegin {

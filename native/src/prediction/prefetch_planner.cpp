@@ -146,7 +146,7 @@ void PrefetchPlanner::routed(const void * context, const RoutedLayer & it) {
 
     std::vector<Forecast> forecasts;
     for (auto & [kind, predictor] : stream.predictors) {
-        if (it.decode || (needs_of(kind) & NEEDS_PREFILL) || speculative) {
+        if (it.decode || (needs_of(kind) & (NEEDS_PREFILL | NEEDS_ROUTERS)) || speculative) {
             predictor->routed(it, forecasts);
         }
     }

@@ -197,12 +197,13 @@ private:
         const double began    = now;
         const double compute  = decode ? config.compute_seconds : config.prefill_seconds * n_tokens;
 
-        const bool   predicts = decode && n_tokens <= MAX_PREDICTED_TOKENS;
+        const bool   predicts = (decode || (planner.needs() & NEEDS_ROUTERS)) &&
+            is_predicted(n_tokens, rec.n_used, rec.n_expert);
 
         IterationBegin begin = { false, decode, n_tokens, {} };
         for (int t = 0; t < n_tokens; ++t) {
             begin.request |= requests.insert(rec.request[token_of(t)]).second;
-            if (rec.embeddings && predicts) {
+            if (rec.embeddings && decode && predicts) {
                 const float * row = rec.embeddings + (size_t) token_of(t) * rec.n_embd;
                 begin.embeddings.insert(begin.embeddings.end(), row, row + rec.n_embd);
             }
@@ -310,7 +311,7 @@ private:
         it.n_tokens = n_tokens;
         it.n_used   = rec.n_used;
         it.decode   = decode;
-        const unsigned        needs  = decode ? planner.needs() : NEEDS_NOTHING;
+        const unsigned        needs  = planner.needs();
         const Router & router = routers[layer];
         for (int t = 0; t < n_tokens; ++t) {
             const size_t     at   = (size_t) token_of(t) * n_layers + layer;

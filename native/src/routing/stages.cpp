@@ -86,7 +86,8 @@ void predict(Context & context, RoutedBatch & batch) {
     Prefetcher &   prefetcher = context.routing.prefetcher;
     const unsigned needs      = prefetcher.needs();
     const bool     speculates = speculative(context.routing, batch);
-    const bool     predicts   = batch.decode && batch.n_tokens <= MAX_PREDICTED_TOKENS && prefetcher.wants();
+    const bool     predicts   = (batch.decode || (needs & NEEDS_ROUTERS)) &&
+        is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants();
     if (!speculates && !predicts && !(prefetcher.active() && !batch.decode && (needs & NEEDS_PREFILL))) {
         return;
     }
