@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import PyorchError
+from pyorch.eval.predictability import Entropy, StateCosine, entropies, state_cosines
 from pyorch.eval.similarity import Similarity, cosines, similarities, trajectory_cosines
 from pyorch.library.choices import Needs, policies, predictors
 from pyorch.runtime.model_map import ModelMap
@@ -22,7 +23,7 @@ from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embedd
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
-from pyorch.traces.replay import Recording, ReplaySettings, Replayed, replay
+from pyorch.traces.replay import Recording, ReplaySettings, Replayed, read_router, replay
 
 DISTANCES = (1, 2, 3, 4)
 SWEPT_PREDICTORS = ("next-router", "quasi-hidden", "expert-map")
@@ -233,6 +234,8 @@ class Evaluation:
     distances: list[Distance]
     capacities: list[Capacity]
     batches: list[Played]
+    entropies: list[Entropy] = field(default_factory=list)
+    cosines: list[StateCosine] = field(default_factory=list)
     contexts: list = field(default_factory=list)  # of prefetch_measure.Iteration
     overheads: list = field(default_factory=list)  # of prefetch_measure.Overhead
 
@@ -256,6 +259,8 @@ def evaluate(material: Material, on_progress: OnProgress) -> Evaluation:
         distances=distances(material, store, on_progress),
         capacities=capacities(material, on_progress),
         batches=batches(material, store, on_progress),
+        entropies=entropies(material.recording.probs, material.recording.request),
+        cosines=cosines_of_states(material),
     )
 
 
@@ -279,6 +284,16 @@ def recalls(material: Material, store: ExpertMaps, on_progress: OnProgress) -> l
         on_progress("recall", done, len(ranked))
         found.append(_recall(material, _guessed(material, store, predictor, 1), predictor, 1))
     return found
+
+
+def cosines_of_states(material: Material) -> list[StateCosine]:
+    """Of all tokens that are held out."""
+    recording, vectors = material.recording, material.file.default_vectors
+    return state_cosines(
+        recording.states, recording.experts, recording.weights,
+        [read_router(material.map, il) for il in recording.layers],
+        {i: vectors.vectors[il] for i, il in enumerate(recording.layers)} if vectors is not None else {},
+    )
 
 
 def similarity(material: Material) -> list[Similarity]:

@@ -61,7 +61,8 @@ class Goal:
 
 def tables(evaluation: Evaluation) -> list[Table]:
     made = [make(evaluation) for make in (
-        _recall, _ranks, _similarity, _bins, _budgets, _distances, _capacities, _batches)]
+        _recall, _ranks, _cosines, _entropies, _similarity, _bins, _budgets, _distances, _capacities, _batches,
+    )]
     if evaluation.contexts:
         made += [_flat("contexts", "decoding after a prompt, milliseconds a token", evaluation.contexts)]
     if evaluation.overheads:
@@ -162,6 +163,21 @@ def _ranks(evaluation: Evaluation) -> Table:
         rows.append((row.predictor, *(sum(of) / len(of) if of else float("nan") for of in by_rank)))
     columns = ("predictor", *map(str, range(1, n + 1)))
     return Table("ranks", "how often the predicted expert of each rank was used, mean of layers", columns, tuple(rows))
+
+
+def _cosines(evaluation: Evaluation) -> Table:
+    layers = range(len(evaluation.cosines[0].by_layer)) if evaluation.cosines else ()
+    return Table("cosines", "cosine of what a router one layer ahead is applied to, and its true input; by layer ahead",
+                 ("predictor", "mean", *map(str, layers)),
+                 tuple((row.predictor, row.mean, *row.by_layer) for row in evaluation.cosines))
+
+
+def _entropies(evaluation: Evaluation) -> Table:
+    layers = range(len(evaluation.entropies[0].by_layer)) if evaluation.entropies else ()
+    return Table("entropies", "entropy of routing, aggregated over the first iterations of requests, bits; by layer",
+                 ("iterations", "requests", "mean", *map(str, layers)),
+                 tuple((str(row.n_iterations or "all"), row.n_requests, row.mean, *row.by_layer)
+                       for row in evaluation.entropies))
 
 
 def _similarity(evaluation: Evaluation) -> Table:

@@ -21,14 +21,17 @@ from pyorch.eval.prefetch import (
     Recall, TracePart, split,
 )
 from pyorch.eval.prefetch_measure import Iteration, Overhead
+from pyorch.eval.predictability import entropies, state_cosines
 from pyorch.eval.similarity import overlaps, pearson, similarities, trajectory_cosines
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.routers import Router
 from pyorch.traces.recorder import profile
 from pyorch.traces.file import Trace
 
 TEXT, FACTS = CHECKPOINT / "text-test.txt", CHECKPOINT / "facts-test.jsonl"
 N_LAYERS, N_USED = 8, 6
-TABLES = ("recall", "ranks", "similarity", "similarity-bins", "budgets", "distances", "capacities", "batches", "goals")
+TABLES = ("recall", "ranks", "cosines", "entropies", "similarity", "similarity-bins", "budgets", "distances", "capacities",
+          "batches", "goals")
 FAST = ("--read-bandwidth", "20MB", "--compute-ms", "10", "--capacity", "60", "--distance", "1",
         "--min-precision", "0.3")
 PICTURES = ("recall", "similarity", "budgets", "sweeps")
@@ -146,6 +149,34 @@ def test_iterations_that_are_equal_are_wholly_alike():
     _, maps, experts = random_iterations(4, 3)
     assert np.diagonal(overlaps(experts, experts, 8), axis1=1, axis2=2).tolist() == [[1.0] * 4] * 3
     assert np.diagonal(trajectory_cosines(maps, maps), axis1=1, axis2=2) == pytest.approx(1)
+
+
+def test_entropies_are_of_distributions_aggregated_over_a_request():
+    sure, other, even = np.float32([1, 0, 0, 0]), np.float32([0, 1, 0, 0]), np.full(4, 0.25, np.float32)
+    probs = np.stack([[sure, even], [other, even], [even, even]])
+    one, two, whole = entropies(probs, np.array([3, 3, 8]), (1, 2))
+    assert (one.n_iterations, one.n_requests) == (1, 2) and one.by_layer == pytest.approx((1, 2))
+    assert (two.n_iterations, two.n_requests) == (2, 1) and two.by_layer == pytest.approx((1, 2))
+    assert (whole.n_iterations, whole.n_requests) == (0, 2) and whole.by_layer == pytest.approx((1.5, 2))
+    assert whole.mean == pytest.approx(1.75)
+
+
+def test_default_vectors_that_tell_all_make_states_the_true_ones():
+    rng = np.random.default_rng(0)
+    n, n_embd, n_expert = 40, 16, 4
+    norms = rng.uniform(0.5, 2, (2, n_embd)).astype(np.float32)
+    routers = [Router(np.zeros((n_expert, n_embd), np.float32), None, None, norm, 1e-6, "softmax", 1) for norm in norms]
+    defaults = rng.normal(size=(n_expert, n_embd)).astype(np.float32)
+    experts = rng.integers(0, n_expert, (n, 2, 1))
+    weights = rng.uniform(0.5, 1, (n, 2, 1)).astype(np.float32)
+    first = rng.normal(size=(n, n_embd)).astype(np.float32)
+    states = np.stack([first, first + weights[:, 0] * defaults[experts[:, 0, 0]]], axis=1)
+    own, quasi = state_cosines(states, experts, weights, routers, {0: defaults})
+    assert quasi.mean == pytest.approx(1, abs=1e-5) and math.isnan(quasi.by_layer[0])
+    a, b = (states[:, i] / np.sqrt((states[:, i] ** 2).mean(-1, keepdims=True)) * norms[i] for i in (0, 1))
+    cosines = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
+    assert own.by_layer[1] == pytest.approx(cosines.mean(), abs=1e-5) and own.mean < 0.95
+    assert [it.mean for it in state_cosines(states, experts, weights, routers, {})][1] < 0.95
 
 
 def test_what_does_not_vary_has_no_correlation():
