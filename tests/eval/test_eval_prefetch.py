@@ -30,8 +30,8 @@ from pyorch.traces.file import Trace
 
 TEXT, FACTS = CHECKPOINT / "text-test.txt", CHECKPOINT / "facts-test.jsonl"
 N_LAYERS, N_USED = 8, 6
-TABLES = ("recall", "ranks", "cosines", "entropies", "similarity", "similarity-bins", "budgets", "distances", "capacities",
-          "batches", "goals")
+TABLES = ("recall", "ranks", "cosines", "entropies", "similarity", "similarity-bins", "budgets", "distances",
+          "capacities", "batches", "goals")
 FAST = ("--read-bandwidth", "20MB", "--compute-ms", "10", "--capacity", "60", "--distance", "1",
         "--min-precision", "0.3")
 PICTURES = ("recall", "similarity", "budgets", "sweeps")
