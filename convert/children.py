@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,14 +10,16 @@ import sys
 import textwrap
 import threading
 from collections import deque
+from functools import partial
 from pathlib import Path
-from typing import Callable
+from typing import BinaryIO, Callable
 
 from pyorch.convert import architectures
 from pyorch.errors import PyorchError
 from pyorch.files import staging_locks
 
 OnProgress = Callable[[int, int], None]  # done, total
+Feed = Callable[[Callable[[bytes], None]], None]  # is given what sends a frame
 
 CONVERTER = Path(__file__).with_name("converter_process.py")
 _ESTIMATOR = Path(__file__).with_name("estimator_process.py")
@@ -74,14 +77,17 @@ def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress |
     raise PyorchError(f"llama.cpp's quantizer failed: {_one_line(message or last_line)}; --verbose shows its log")
 
 
-def run_estimator(job: dict, *, verbose: bool = False, on_progress: OnProgress | None = None) -> None:
-    """Trains {"trace", "arrays", "output": paths, "n_latent", "n_hidden", "epochs", "seed": int, "lr": float}.
+def run_estimator(
+    job: dict, feed: Feed, *, verbose: bool = False, on_progress: OnProgress | None = None
+) -> None:
+    """Trains {"header": the fields of a TraceHeader, "arrays", "output": paths, "n_training": tokens to come,
+    "n_latent", "n_hidden", "epochs", "seed": int, "lr": float}.
 
-    arrays: npz with the records "training" and "held_out", and of each layer i "defaults.i" and the router's "gate.i",
-    "norm.i" and so on, "eps" of all, what Router.choice() says of all. output: npz of weights; beside it a .json says
-    what was measured. Raises PyorchError.
+    arrays: npz with, of each layer i, "defaults.i" and the router's "gate.i", "norm.i" and so on, "eps" of all, what
+    Router.choice() says of all. output: npz of weights; beside it a .json says what was measured. feed: called with
+    what takes frames of records as estimator_process.frames() reads them. Raises PyorchError.
     """
-    failure = _run([sys.executable, str(_ESTIMATOR)], job, verbose, on_progress)
+    failure = _run([sys.executable, str(_ESTIMATOR)], job, verbose, on_progress, feed)
     if failure is None:
         return
     kind, message, last_line = failure
@@ -94,8 +100,13 @@ def _one_line(text: str) -> str:
     return textwrap.shorten(text, 400)
 
 
-def _run(argv: list[str], job: object, verbose: bool, on_progress: OnProgress | None) -> tuple[str, str, str] | None:
+def _run(
+    argv: list[str], job: object, verbose: bool, on_progress: OnProgress | None, feed: Feed | None = None
+) -> tuple[str, str, str] | None:
     """Runs a child on a job. Returns None, or kind of failure, message and last line of its log.
+
+    feed: sends frames behind the job; each is sent when the child is done with the one before, so that this process
+    and the child compute in turns, and no more than a frame is under way.
 
     On any exception, KeyboardInterrupt included, the child is killed before the exception goes on.
     """
@@ -118,12 +129,16 @@ def _run(argv: list[str], job: object, verbose: bool, on_progress: OnProgress | 
             lines = (line.decode("utf-8", "replace") for line in child.stdout)
             drain = threading.Thread(target=tail.extend, args=(lines,))
             drain.start()
+        reports = _Reports(reader, on_progress)
         try:
-            child.stdin.write(json.dumps(job).encode())
+            child.stdin.write(json.dumps(job).encode() + b"\n")
+            if feed is not None:
+                feed(partial(reports.send_in_turn, child.stdin))
             child.stdin.close()
-        except BrokenPipeError:
-            pass  # it died at once: the exit status tells
-        error = _listen(reader, on_progress)
+        except BrokenPipeError:  # it has ended: the exit status tells whether it had enough
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
+        error = reports.error()
         status = child.wait()
     except BaseException:
         child.kill()
@@ -143,14 +158,35 @@ def _run(argv: list[str], job: object, verbose: bool, on_progress: OnProgress | 
     return "failed", "", last_line
 
 
-def _listen(reader: int, on_progress: OnProgress | None) -> dict | None:
-    """Reads reports until the child closes its end. Returns the error among them."""
-    error = None
-    with os.fdopen(reader) as reports:
-        for line in reports:
-            message = json.loads(line)
-            if "error" in message:
-                error = message
-            elif on_progress is not None:
-                on_progress(message["done"], message["total"])
-    return error
+class _Reports(threading.Thread):
+    """Reads the reports of a child until it closes its end of the pipe."""
+
+    def __init__(self, reader: int, on_progress: OnProgress | None) -> None:
+        super().__init__(daemon=True)  # where this process is interrupted, nobody waits for it
+        self._reader, self._on_progress = reader, on_progress
+        self._error: dict | None = None
+        self._turns = threading.Semaphore(1)
+        self.start()
+
+    def run(self) -> None:
+        with os.fdopen(self._reader) as reports:
+            for line in reports:
+                message = json.loads(line)
+                if "error" in message:
+                    self._error = message
+                elif "taken" in message:
+                    self._turns.release()
+                elif self._on_progress is not None:
+                    self._on_progress(message["done"], message["total"])
+        self._turns.release()  # nobody will take anything: writing says so
+
+    def send_in_turn(self, pipe: BinaryIO, frame: bytes) -> None:
+        """BrokenPipeError where the child has ended."""
+        self._turns.acquire()
+        pipe.write(frame)
+        pipe.flush()
+
+    def error(self) -> dict | None:
+        """The error among the reports, when all have come."""
+        self.join()
+        return self._error

@@ -1,45 +1,49 @@
 """Estimators: small networks that guess the experts of the next layer (Speculating Experts, section 6, appendix A).
 
-Trained by distillation from a trace: of each layer's quasi-hidden state, which its residual state, the experts that
-it chose and their default vectors give, to the distribution of the router of the layer after it. Requests that are
+Trained by distillation: of each layer's quasi-hidden state, which its residual state, the experts that it chose and
+their default vectors give, to the distribution of the router of the layer after it. The model decodes while the
+estimator is trained, in turns: what its routers decide goes through a pipe, and no disk holds it. Requests that are
 held out say when to stop, and in which layers the estimator is better than the quasi-hidden state alone (hybrid).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import struct
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 
 from pyorch.convert.children import run_estimator
 from pyorch.errors import PyorchError
-from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.routers import Router
-from pyorch.sidecars import container
+from pyorch.llama.model import Model
 from pyorch.sidecars.predictor import DefaultVectors, Estimator
-from pyorch.traces.file import Trace
+from pyorch.traces.recorder import RecordStream, trace_header
 
-OnProgress = Callable[[str, int, int], None]  # "training", steps done, of at most
+OnProgress = Callable[[str, int, int], None]  # "training", tokens decoded and steps done, of at most
+
+_FRAME = struct.Struct("<?I")  # before records: whether they are held out, and how many they are
 
 
 @dataclass(frozen=True)
 class Settings:
     """How an estimator is trained. Raises PyorchError for values that cannot be.
 
-    val_share: of the requests, held out. n_latent, n_hidden: widths of the network. epochs: passes over the trace at
-    most. lr: peak learning rate.
+    val_share: of the requests, held out. n_latent, n_hidden: widths of the network. epochs: how often each token is
+    trained on, at most. lr: peak learning rate.
     """
 
     val_share: float = 0.1
-    n_latent: int = 256
-    n_hidden: int = 1024
-    epochs: int = 8
-    lr: float = 2e-3
+    n_latent: int = 128
+    n_hidden: int = 512
+    epochs: int = 2
+    lr: float = 4e-3
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -70,38 +74,48 @@ class LayerRecall:
 
 @dataclass(frozen=True)
 class Trained:
-    """losses: mean KL divergence on held-out tokens, before training and after each epoch."""
+    """n_training, n_held_out: tokens. losses: mean KL divergence on those held out, before training and after each of
+    the equal parts that it has; best_part: after which of them the estimator was as it is, 0: before training."""
 
     estimator: Estimator
     layers: tuple[LayerRecall, ...]
     n_training: int
     n_held_out: int
     losses: tuple[float, ...]
-    best_epoch: int
+    best_part: int
 
 
 def train(
-    trace: Trace, model_map: ModelMap, defaults: DefaultVectors, routers: dict[int, Router], settings: Settings,
+    model: Model, data: Sequence[str | os.PathLike[str]], defaults: DefaultVectors, settings: Settings, *,
+    n_tokens: int | None = None, n_ctx: int | None = None, n_ubatch: int | None = None, n_threads: int | None = None,
     verbose: bool = False, on_progress: OnProgress | None = None,
 ) -> Trained:
-    """Trains an estimator for the layers of a trace. The same trace, settings and machine give the same weights.
+    """Trains an estimator for a model on text that it decodes meanwhile. The same text, settings and machine give the
+    same weights.
 
     Args:
-        routers: of the layers, by il: see Engine.router().
+        data, n_tokens, n_ctx, n_ubatch, n_threads: as of pyorch.traces.recorder.profile().
         verbose: show the log of the process that trains.
 
-    Raises PyorchError for a trace that says too little or is of another model, or where torch is missing.
+    Raises PyorchError for a model or text that an estimator cannot be trained with, or where torch is missing.
     """
-    check(trace, model_map)
-    layers = trace.header.layers
-    training, held_out = split(trace.records["request"], settings.val_share, settings.seed)
-    arrays: dict[str, np.ndarray] = {"training": training, "held_out": held_out}
+    header = trace_header(model.map, "full", states=True)
+    layers = header.layers
+    if len(layers) < 2:
+        raise PyorchError(f"{model.map.path} has no layer with experts after another one: there is nothing to predict")
+    routers = {il: model.engine.router(il) for il in layers}
+    arrays: dict[str, np.ndarray] = {}
     for i, il in enumerate(layers):
         arrays[f"defaults.{i}"] = defaults.vectors[il]
         arrays |= {f"{name}.{i}": array for name, array in routers[il].arrays().items()}
     arrays["eps"] = np.array([routers[il].eps for il in layers])
     arrays |= {name: np.array(value) for name, value in routers[layers[-1]].choice().items() if name != "eps"}
-    with tempfile.TemporaryDirectory(prefix="pyorch-") as directory:
+    with (
+        RecordStream(model, header, data, n_tokens, n_ctx, n_ubatch, n_threads) as stream,
+        tempfile.TemporaryDirectory(prefix="pyorch-") as directory,
+    ):
+        held_out = split(len(stream.n_tokens), settings.val_share, settings.seed)
+        n_training, n_held_out = (int(stream.n_tokens[chosen].sum()) for chosen in (~held_out, held_out))
         given, output = Path(directory) / "job.npz", Path(directory) / "weights.npz"
         try:
             np.savez(given, **arrays)
@@ -110,44 +124,35 @@ def train(
                 f"{directory} cannot be written: {error.strerror or 'the disk is full or at its limit'}"
             ) from None
         job = {
-            "trace": str(trace.path.absolute()), "arrays": str(given), "output": str(output),
-            "n_latent": settings.n_latent, "n_hidden": settings.n_hidden, "epochs": settings.epochs,
-            "lr": settings.lr, "seed": settings.seed,
+            "header": dataclasses.asdict(header), "arrays": str(given), "output": str(output), "n_training": n_training,
+            **dataclasses.asdict(settings),
         }
-        run_estimator(job, verbose=verbose, on_progress=on_progress and partial(on_progress, "training"))
+
+        def feed(send: Callable[[bytes], None]) -> None:
+            # What is held out goes first: all that is measured is measured on the same tokens.
+            for is_held_out, chosen in ((True, held_out), (False, ~held_out)):
+                stream.send(chosen, lambda records: send(_FRAME.pack(is_held_out, len(records)) + records.tobytes()))
+
+        run_estimator(job, feed, verbose=verbose, on_progress=on_progress and partial(on_progress, "training"))
         measured = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
         with np.load(output) as weights:
             estimator = Estimator(**weights)
     recalls = zip(layers[1:], measured["quasi_hidden"], measured["estimator"])
     return Trained(
-        estimator, tuple(LayerRecall(*recall) for recall in recalls), len(training), len(held_out),
-        tuple(measured["losses"]), measured["best_epoch"],
+        estimator, tuple(LayerRecall(*recall) for recall in recalls), n_training, n_held_out,
+        tuple(measured["losses"]), measured["best_part"],
     )
 
 
-def check(trace: Trace, model_map: ModelMap) -> None:
-    """Raises PyorchError for a trace that no estimator of this model can be trained with."""
-    header = trace.header
-    if header.fingerprint != container.fingerprint(model_map):
-        raise PyorchError(f"{trace.path} was recorded with another model than {model_map.path}: "
-                          "record one with this model")
-    if not header.states or header.router != "full":
-        raise PyorchError(f"{trace.path} does not have what an estimator learns from: record it with "
-                          "pyorch profile --states --router full")
-    if len(header.layers) < 2:
-        raise PyorchError(f"{model_map.path} has no layer with experts after another one: there is nothing to predict")
-
-
-def split(requests: np.ndarray, val_share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Records for training and records that are held out, int64[n] each, ascending; no request is in both.
+def split(n_requests: int, val_share: float, seed: int) -> np.ndarray:
+    """Which requests are held out, bool[n_requests]: at least one, and not all.
 
     Raises PyorchError for fewer than two requests.
     """
-    numbers = np.unique(requests)
-    if len(numbers) < 2:
-        raise PyorchError(f"the trace holds {len(numbers)} requests: two are needed, one of them to be held out; "
-                          "record more documents, or with a smaller --ctx")
-    n = min(max(1, round(val_share * len(numbers))), len(numbers) - 1)
-    chosen = np.random.default_rng(seed).choice(numbers, n, replace=False)
-    held_out = np.isin(requests, chosen)
-    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if n_requests < 2:
+        raise PyorchError(f"the text makes {n_requests} requests: two are needed, one of them to be held out; "
+                          "use more documents, or a smaller --ctx")
+    n = min(max(1, round(val_share * n_requests)), n_requests - 1)
+    held_out = np.zeros(n_requests, bool)
+    held_out[np.random.default_rng(seed).choice(n_requests, n, replace=False)] = True
+    return held_out

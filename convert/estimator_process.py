@@ -1,17 +1,21 @@
 """Trains an estimator. A program of its own: children.py starts it, nothing imports it.
 
 Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this file imports
-nothing of pyorch that does. It reads a job (see pyorch.convert.estimator) as JSON from standard input and reports as
-converter_process does.
+nothing of pyorch that does. It reads a job (see pyorch.convert.children) as a line of JSON from standard input, behind
+it the records of tokens as they are decoded. It reports as converter_process does, and when it is done with a frame.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import signal
+import struct
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from report import Report
 
@@ -19,28 +23,35 @@ sys.path.pop(0)  # this file's directory: its other neighbours are no top-level 
 
 import numpy as np
 
-from pyorch.traces.file import Trace
+from pyorch.traces.file import TraceHeader
 
-BATCH = 512  # tokens, each in all layers
-WARM_UP = 200  # steps
-PATIENCE = 3  # epochs without improvement
+# Tuned once on the small trained model: see docs/prefetch.md.
+BATCH = 64  # tokens, each in all layers
+WARM_UP = 0.1  # of the steps, 200 at most
 LAST_RATE = 0.02  # of the learning rate, at the end of the schedule
-N_THREADS = 2
+TOP_K_LOSS = 0.3  # beside the divergence: that selected experts come before others
+PARTS = 16  # of the training, each ends with a look at what is held out
+PATIENCE = 4  # parts without improvement
+
+# Of tokens to draw batches from: what comes is mixed with what came before. Then those that are held out.
+POOL_BYTES, HELD_OUT_BYTES = 1 << 30, 1 << 28
+
+_FRAME = struct.Struct("<?I")  # as in pyorch.convert.estimator
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
     report = Report(int(sys.argv[1]))
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.buffer.readline())
     try:
         import torch
     except ImportError as error:
         report.send(error="missing", message=str(error))
         sys.exit(1)
-    torch.set_num_threads(N_THREADS)
+    torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     torch.manual_seed(job["seed"])
     try:
-        weights, summary = train(job, report)
+        weights, summary = train(job, sys.stdin.buffer, report)
         np.savez(job["output"], **weights)
         Path(job["output"]).with_suffix(".json").write_text(json.dumps(summary), encoding="utf-8")
     except Exception as error:
@@ -48,56 +59,158 @@ def main() -> None:
         raise
 
 
-def train(job: dict, report: Report) -> tuple[dict[str, np.ndarray], dict]:
+def frames(source: BinaryIO, dtype: np.dtype) -> Iterator[tuple[bool, np.ndarray]]:
+    """Whether records are held out, and the records, until the source ends."""
+    while header := source.read(_FRAME.size):
+        held_out, n = _FRAME.unpack(header)
+        yield held_out, np.frombuffer(source.read(n * dtype.itemsize), dtype)
+
+
+def train(job: dict, source: BinaryIO, report: Report) -> tuple[dict[str, np.ndarray], dict]:
     """The weights that did best on the held-out records, by name, and what was measured on them."""
     import torch
 
-    arrays = np.load(job["arrays"])
-    batches = Batches(Trace(job["trace"]), arrays)
-    training, held_out = arrays["training"], arrays["held_out"]
-    network = Network(batches.n_embd, job["n_latent"], job["n_hidden"], batches.n_layers, batches.n_expert)
-    matrices = [p for p in network.parameters() if p.ndim > 1]
-    vectors = [p for p in network.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=job["lr"])
-    steps_per_epoch = math.ceil(len(training) / BATCH)
-    n_steps = job["epochs"] * steps_per_epoch
-    warm_up = min(WARM_UP, steps_per_epoch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / warm_up) * (
-        LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / n_steps))))
+    header = TraceHeader(**{**job["header"], "layers": tuple(job["header"]["layers"])})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with np.load(job["arrays"]) as arrays:
+        lesson = Lesson(header, arrays, device)
     order = np.random.default_rng(job["seed"])
-    best, best_weights, best_epoch = evaluate(network, batches, held_out), network.arrays(), 0
-    losses = [best["loss"]]
-    for epoch in range(1, job["epochs"] + 1):
-        shuffled = order.permutation(training)
-        for step in range(steps_per_epoch):
-            loss = batches.loss(network, np.sort(shuffled[step * BATCH : (step + 1) * BATCH]))[0].mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            report.send(done=(epoch - 1) * steps_per_epoch + step + 1, total=n_steps)
-        measured = evaluate(network, batches, held_out)
-        losses.append(measured["loss"])
-        if measured["loss"] < best["loss"]:
-            best, best_weights, best_epoch = measured, network.arrays(), epoch
-        elif epoch - best_epoch >= PATIENCE:
+    pool, held_out = Pool(lesson, POOL_BYTES, order), Pool(lesson, HELD_OUT_BYTES, order)
+    training = Training(job, lesson, pool, held_out, report)
+    n_taken = 0
+    for is_held_out, records in frames(source, header.record_dtype()):
+        if device != "cpu":
+            report.send(taken=True)  # the next are decoded while these are learned
+        (held_out if is_held_out else pool).add(records)
+        n_taken += 0 if is_held_out else len(records)
+        if pool.is_full:
+            training.run(job["epochs"] * n_taken // BATCH)
+        if training.is_over:
             break
-    return best_weights, {**best, "losses": losses, "best_epoch": best_epoch}
+        training.show(n_taken)
+        if device == "cpu":
+            report.send(taken=True)
+    training.run(training.n_steps)
+    return training.best_weights, {**training.best, "losses": training.losses, "best_part": training.best_part}
 
 
-class Batches:
-    """Batches of a trace, layers first: [n_layers, n, ...] of the layers that have one after them."""
+class Pool:
+    """Tokens in memory, not more than fit: one that comes then takes the place of any."""
 
-    def __init__(self, trace: Trace, arrays: np.lib.npyio.NpzFile) -> None:
+    def __init__(self, lesson: Lesson, n_bytes: int, order: np.random.Generator) -> None:
+        self._lesson, self._order = lesson, order
+        self._capacity = max(BATCH, n_bytes // lesson.token_bytes)
+        self._tensors: list = []
+        self._n = 0
+        self._drawn, self._shuffled = 0, np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) == self._capacity
+
+    def add(self, records: np.ndarray) -> None:
         import torch
 
-        self.trace = trace
-        self.n_layers = len(trace.header.layers) - 1
-        self.n_expert, self.n_embd = trace.header.n_expert, trace.header.n_embd
+        came = self._lesson.tensors(records)
+        if not self._tensors:  # memory that nothing was written to is not there
+            self._tensors = [torch.empty(self._capacity, *it.shape[1:], dtype=it.dtype) for it in came]
+        n = min(len(records), self._capacity - self._n)
+        places = torch.arange(self._n, self._n + n)
+        if rest := len(records) - n:
+            drawn = self._order.choice(self._capacity, rest, replace=rest > self._capacity)
+            places = torch.cat([places, torch.from_numpy(drawn)])
+        for held, new in zip(self._tensors, came):
+            held[places] = new
+        self._n += n
+
+    def draw(self) -> list:
+        """A batch. Each token comes once before one comes again, but for those that were replaced."""
+        if self._drawn + min(BATCH, len(self)) > len(self._shuffled):
+            self._drawn, self._shuffled = 0, self._order.permutation(len(self))
+        rows = self._shuffled[self._drawn : self._drawn + BATCH]
+        self._drawn += len(rows)
+        return self.rows(np.sort(rows))
+
+    def rows(self, rows: np.ndarray | slice) -> list:
+        return [it[: self._n][rows].to(self._lesson.device) for it in self._tensors]
+
+
+class Training:
+    """An estimator on its way.
+
+    best: what was measured when the loss on the held-out tokens was lowest, with best_weights, after best_part.
+    """
+
+    def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, report: Report) -> None:
+        import torch
+
+        self._lesson, self._pool, self._held_out, self._report = lesson, pool, held_out, report
+        self._network = Network(lesson.n_embd, job["n_latent"], job["n_hidden"], lesson.n_layers, lesson.n_expert)
+        self._network.to(lesson.device)
+        matrices, vectors = ([p for p in self._network.parameters() if (p.ndim > 1) == it] for it in (True, False))
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=job["lr"])
+        self.n_steps = max(PARTS, math.ceil(job["epochs"] * job["n_training"] / BATCH))
+        warm_up = max(1, min(200, int(WARM_UP * self.n_steps)))
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min(1, (step + 1) / warm_up) * (
+                LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / self.n_steps))))
+        self._n_training, self._n_taken = job["n_training"], 0
+        self._step = 0
+        self.losses: list[float] = []
+        self.best: dict = {}
+        self.best_weights: dict[str, np.ndarray] = {}
+        self.best_part = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is learned: the end is reached, or it gets no better."""
+        return self._step == self.n_steps or len(self.losses) - 1 - self.best_part >= PATIENCE
+
+    def run(self, until: int) -> None:
+        """Up to a step, if it is not over before."""
+        if not self.losses:
+            self._measure()
+        while self._step < min(until, self.n_steps) and not self.is_over:
+            divergence, logits, _, selected = self._lesson.loss(self._network, *self._pool.draw())
+            loss = divergence.mean() + TOP_K_LOSS * self._lesson.top_k_loss(logits, selected)
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self._schedule.step()
+            self._step += 1
+            if self._step * PARTS // self.n_steps > (self._step - 1) * PARTS // self.n_steps:
+                self._measure()
+            self.show(self._n_taken)
+
+    def show(self, n_taken: int) -> None:
+        self._n_taken = n_taken
+        self._report.send(done=n_taken + self._step, total=self._n_training + self.n_steps)
+
+    def _measure(self) -> None:
+        measured = evaluate(self._network, self._lesson, self._held_out)
+        self.losses.append(measured["loss"])
+        if not self.best or measured["loss"] < self.best["loss"]:
+            self.best, self.best_weights = measured, self._network.arrays()
+            self.best_part = len(self.losses) - 1
+
+
+class Lesson:
+    """What is learned from records: tensors of tokens [n, n_layers, ...] of the layers that have one after them."""
+
+    def __init__(self, header: TraceHeader, arrays: Mapping[str, np.ndarray], device: str = "cpu") -> None:
+        import torch
+
+        self.device = device
+        self.n_layers = len(header.layers) - 1
+        self.n_expert, self.n_embd, self._n_used = header.n_expert, header.n_embd, header.n_expert_used
 
         def of_layer(name: str, index: int) -> torch.Tensor | None:
-            return torch.from_numpy(arrays[f"{name}.{index}"]) if f"{name}.{index}" in arrays else None
+            key = f"{name}.{index}"
+            return torch.from_numpy(arrays[key]).to(device) if key in arrays else None
 
         self._defaults = [of_layer("defaults", i) for i in range(self.n_layers)]
         self._routers = [
@@ -107,17 +220,34 @@ class Batches:
         self._eps, self._gating = arrays["eps"].tolist(), str(arrays["gating"])
         self._n_groups, self._n_groups_used = int(arrays["n_groups"]), int(arrays["n_groups_used"])
 
+    @property
+    def token_bytes(self) -> int:
+        """In memory, as tensors() has it."""
+        return 2 * self.n_layers * (self.n_embd + self.n_expert + self._n_used)
+
+    def tensors(self, records: np.ndarray) -> list:
+        """Of records, what training takes: quasi-hidden states float16[n, n_layers, n_embd], distributions of the
+        routers ahead float16[n, n_layers, n_expert] and what they selected, int16[n, n_layers, k]."""
+        import torch
+
+        most = torch.finfo(torch.float16).max
+        return [
+            self.quasi_hidden(records).clamp(-most, most).half().transpose(0, 1).contiguous().cpu(),
+            torch.from_numpy(np.ascontiguousarray(records["router"][:, 1:])),
+            torch.from_numpy(records["experts"][:, 1:].astype(np.int16)),
+        ]
+
     def quasi_hidden(self, records: np.ndarray):
         """Norm_{l+1}(r_l + sum_i g_i d_{l,i}) of each layer l, float32[n_layers, n, n_embd]."""
         import torch
 
-        states = torch.empty(self.n_layers, len(records), self.n_embd)
+        states = torch.empty(self.n_layers, len(records), self.n_embd, device=self.device)
         for i in range(self.n_layers):
-            state = torch.from_numpy(np.ascontiguousarray(records["states"][:, i]))
+            state = torch.from_numpy(np.ascontiguousarray(records["states"][:, i])).to(self.device)
             norm = self._routers[i + 1]["norm"]
             if norm is not None:
-                experts = torch.from_numpy(records["experts"][:, i].astype(np.int64))
-                weights = torch.from_numpy(np.ascontiguousarray(records["weights"][:, i]))
+                experts = torch.from_numpy(records["experts"][:, i].astype(np.int64)).to(self.device)
+                weights = torch.from_numpy(np.ascontiguousarray(records["weights"][:, i])).to(self.device)
                 state = state + torch.einsum("nk,nkd->nd", weights, self._defaults[i][experts])
                 state = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + self._eps[i + 1]) * norm
             states[i] = state
@@ -143,29 +273,45 @@ class Batches:
             return 0.5 * F.softplus(logits).log()
         return F.log_softmax(logits, dim=-1)
 
-    def loss(self, network, rows: np.ndarray):
-        """Of records: KL divergence [n_layers, n] of the estimate from the truth, then the logits of the estimate, of
-        the quasi-hidden state, and the experts that were selected, int64[n_layers, n, k]."""
+    def loss(self, network, states, truth, selected):
+        """Of a batch as tensors() has it: KL divergence [n_layers, n] of the estimate from the truth, then the logits
+        of the estimate, of the quasi-hidden state, and the experts that were selected, int64[n_layers, n, k]."""
         import torch
         import torch.nn.functional as F
 
-        records = self.trace.records[rows]
-        truth = torch.from_numpy(records["router"][:, 1:].astype(np.float32)).transpose(0, 1)
+        states, truth = states.float().transpose(0, 1), truth.float().transpose(0, 1)
+        selected = selected.long().transpose(0, 1)
         with torch.no_grad():
-            states = self.quasi_hidden(records)
             routed = self.routed(states)
         logits = routed + network(states)
         likelihood = F.log_softmax(self._log_gated(logits), dim=-1)
         loss = F.kl_div(likelihood, truth, reduction="none").sum(-1)
-        selected = torch.from_numpy(records["experts"][:, 1:].astype(np.int64)).transpose(0, 1)
         return loss, logits, routed, selected
+
+    @property
+    def _ranks_by_logits(self) -> bool:
+        """Whether experts are selected by their logits alone, without groups of them and biases."""
+        return self._n_groups == 1 and all(router["selection_bias"] is None for router in self._routers[1:])
+
+    def top_k_loss(self, logits, selected):
+        """How far experts that were not selected come before, or close behind, selected ones: the worst selected is
+        compared with the best other one, and so on. 0 where more than logits selects."""
+        import torch
+        import torch.nn.functional as F
+
+        if not self._ranks_by_logits:
+            return 0.0
+        is_selected = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(-1, selected, True)
+        n = min(selected.shape[-1], logits.shape[-1] - selected.shape[-1])
+        others = logits.masked_fill(is_selected, -torch.inf).topk(n, -1).values
+        return F.softplus(others - logits.gather(-1, selected).sort(-1).values[..., :n]).mean()
 
     def hits(self, logits, selected):
         """How many of the selected experts [n_layers, n, k] are the k likeliest, by layer: [n_layers]."""
         import torch
 
         scores = logits
-        if self._n_groups > 1 or any(router["selection_bias"] is not None for router in self._routers[1:]):
+        if not self._ranks_by_logits:
             scores = logits.clone() if self._gating == "softmax-selected" else self._log_gated(logits).exp()
             for score, router in zip(scores, self._routers[1:]):
                 if router["selection_bias"] is not None:
@@ -173,26 +319,26 @@ class Batches:
         if self._n_groups > 1:  # in which the two best have the highest sum
             groups = scores.unflatten(-1, (self._n_groups, -1))
             best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1).topk(self._n_groups_used, -1).indices
-            masked = torch.ones(groups.shape[:-1], dtype=torch.bool).scatter_(-1, best, False)
+            masked = torch.ones(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, False)
             scores = groups.masked_fill(masked.unsqueeze(-1), -torch.inf).flatten(-2)
-        likeliest = torch.zeros(scores.shape, dtype=torch.bool)
+        likeliest = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
         likeliest.scatter_(-1, scores.topk(selected.shape[-1], -1).indices, True)
         return likeliest.gather(-1, selected).sum((1, 2))
 
 
-def evaluate(network, batches: Batches, rows: np.ndarray) -> dict:
-    """On records, a batch at a time: mean loss, and recall@k of the estimate and of quasi-hidden states by layer."""
+def evaluate(network, lesson: Lesson, tokens: Pool) -> dict:
+    """On tokens, some at a time: mean loss, and recall@k of the estimate and of quasi-hidden states by layer."""
     import torch
 
     total, estimated, quasi_hidden, n_selected = 0.0, 0, 0, 0
     with torch.inference_mode():
-        for begin in range(0, len(rows), BATCH):
-            loss, logits, routed, selected = batches.loss(network, rows[begin : begin + BATCH])
+        for begin in range(0, len(tokens), 512):
+            loss, logits, routed, selected = lesson.loss(network, *tokens.rows(slice(begin, begin + 512)))
             total += loss.mean(0).sum().item()
-            estimated = estimated + batches.hits(logits, selected)
-            quasi_hidden = quasi_hidden + batches.hits(routed, selected)
+            estimated = estimated + lesson.hits(logits, selected)
+            quasi_hidden = quasi_hidden + lesson.hits(routed, selected)
             n_selected += selected[0].numel()
-    return {"loss": total / len(rows), "estimator": (estimated / n_selected).tolist(),
+    return {"loss": total / len(tokens), "estimator": (estimated / n_selected).tolist(),
             "quasi_hidden": (quasi_hidden / n_selected).tolist()}
 
 
@@ -223,7 +369,7 @@ def Network(n_embd: int, n_latent: int, n_hidden: int, n_layers: int, n_expert: 
             tensors = {f"{name}_weight": module.weight for name, module in named.items()}
             tensors |= {f"{name}_bias": module.bias for name, module in named.items()}
             tensors |= {name: getattr(self, name) for name in ("position", "head_weight", "head_bias")}
-            return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+            return {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
 
     return Network()
 

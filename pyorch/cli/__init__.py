@@ -27,7 +27,7 @@ COMMANDS = {
     "trace": ("pyorch.cli.trace", "show statistics of a trace"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
-    "train-predictor": ("pyorch.cli.train_predictor", "train a predictor of the next layer's experts, from a trace"),
+    "train-predictor": ("pyorch.cli.train_predictor", "train a predictor of the next layer's experts, on text"),
     "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
     "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),

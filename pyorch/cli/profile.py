@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "profile", summary,
         "pyorch profile olmoe.gguf --data prose.txt questions.jsonl --inputs 2000 -o olmoe.trace",
     )
-    parser.description += " pyorch trace, buddies, maps, replay and train-predictor read such a trace."
+    parser.description += " pyorch trace, buddies, maps and replay read such a trace."
     add_model_options(parser, CONTEXT)
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
@@ -32,7 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--inputs", type=whole(0), default=0, metavar="N",
                         help="record the inputs of the routers for a random sample of N tokens (default: 0)")
     parser.add_argument("--states", action="store_true",
-                        help="record the hidden state before every router; pyorch train-predictor needs these")
+                        help="record the hidden state before every router; pyorch replay needs these for predictors "
+                             "that apply routers")
     parser.add_argument("--decode", type=whole(0), default=0, metavar="N",
                         help="after each text, generate up to N tokens greedily and record these too (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")

@@ -1,4 +1,4 @@
-"""`pyorch train-predictor`: train an estimator of the next layer's experts, from a trace."""
+"""`pyorch train-predictor`: train an estimator of the next layer's experts on text that the model decodes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.numbers import whole
+from pyorch.cli.options import add_command, add_model_options, print_json
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import given_settings
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
+from pyorch.settings.option import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -21,34 +24,35 @@ class Report:
     n_training: int
     n_held_out: int
     losses: tuple[float, ...]
-    best_epoch: int
+    best_part: int
     layers: tuple[object, ...]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "train-predictor", summary,
-        "pyorch profile olmoe.gguf --data prose.txt --router full --states -o olmoe.trace\n"
-        "  pyorch train-predictor olmoe.gguf olmoe.trace",
+        "pyorch train-predictor olmoe.gguf --data prose.txt --tokens 1000000",
     )
     parser.description += (
         " The predictor is a small neural network, called estimator. The predictor hybrid uses it in those layers "
         "where it "
         "is better than quasi-hidden."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
-    parser.add_argument("trace", type=Path, metavar="FILE.trace",
-                        help="a trace that pyorch profile --router full --states recorded")
+    add_model_options(parser, CONTEXT)
+    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
+                        help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
+                             "layout of ARC")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
     parser.add_argument("--val-share", type=float, default=0.1, metavar="S",
                         help="hold out this share of the requests; the recall on them says when to stop (default: "
                              "%(default)s)")
-    parser.add_argument("--latent", type=int, default=256, metavar="N",
+    parser.add_argument("--latent", type=int, default=128, metavar="N",
                         help="width of the network (default: %(default)s)")
-    parser.add_argument("--hidden", type=int, default=1024, metavar="N",
+    parser.add_argument("--hidden", type=int, default=512, metavar="N",
                         help="width of the hidden layer in each of its blocks (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=8, metavar="N",
-                        help="pass over the trace at most N times (default: %(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, metavar="RATE",
+    parser.add_argument("--epochs", type=int, default=2, metavar="N",
+                        help="train on each token at most N times (default: %(default)s)")
+    parser.add_argument("--lr", type=float, default=4e-3, metavar="RATE",
                         help="peak learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="seed of the first weights and of the order (default: %(default)s)")
@@ -56,7 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="the file that pyorch calibrate wrote (default: MODEL.predictor.gguf beside the model)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="the file to write (default: the predictor file, to which the estimator is added)")
-    parser.add_argument("--verbose", action="store_true", help="show the log of the training")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -65,48 +68,47 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     import dataclasses
 
-    from pyorch.sidecars import container
-    from pyorch.convert.estimator import Settings, check, train
+    from pyorch.convert.estimator import Settings, train
     from pyorch.files import check_target
+    from pyorch.llama.model import load
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import container
     from pyorch.sidecars.predictor import KIND, PredictorFile
-    from pyorch.traces.file import Trace
+    from pyorch.traces.data import read_documents
 
     settings = Settings(args.val_share, args.latent, args.hidden, args.epochs, args.lr, args.seed)
     source = args.predictor_file or container.default_path(args.model, KIND)
     output = args.output or source
     check_target(output.absolute())
-    trace = Trace(args.trace)
+    for _ in read_documents(args.data):
+        pass  # a mistake in the last line is found now, not after hours
     with ModelMap(args.model) as model_map:
-        check(trace, model_map)
         file = PredictorFile.read(source, model_map) if source.exists() else PredictorFile()
         if file.default_vectors is None:
             raise PyorchError(f"{source} has no default vectors, of which an estimator's inputs are made: "
                               "run pyorch calibrate first")
-        routers = _routers(args.model, trace.header.layers)
-        with Progress(live=not args.verbose) as progress:
-            trained = train(trace, model_map, file.default_vectors, routers, settings, args.verbose, progress.update)
+    options = given_settings(args) | {"prefetch": "none"}
+    sizes = {name: options.pop(name, None) for name in ("n_ctx", "n_ubatch", "n_threads")}
+    with (
+        Progress(live=not args.verbose) as progress,
+        load(args.model, n_ctx=256, n_batch=256, n_threads=sizes["n_threads"], verbose=args.verbose,
+             **options) as model,
+    ):
+        if model.engine is None:
+            raise PyorchError(
+                model.note or f"{args.model}: pyorch does not manage its experts, so it does not see its routers")
+        trained = train(model, args.data, file.default_vectors, settings, n_tokens=args.tokens, **sizes,
+                        verbose=args.verbose, on_progress=progress.update)
         hybrid = {il: False for il in file.default_vectors.vectors}
         hybrid |= {layer.il: layer.hybrid for layer in trained.layers}
-        dataclasses.replace(file, estimator=trained.estimator, hybrid=hybrid).write(output, model_map)
+        dataclasses.replace(file, estimator=trained.estimator, hybrid=hybrid).write(output, model.map)
     report = Report(output, trained.estimator.n_parameters, trained.n_training, trained.n_held_out, trained.losses,
-                    trained.best_epoch, trained.layers)
+                    trained.best_part, trained.layers)
     if args.json:
         print_json(report)
     else:
         show(_parts(report))
     return 0
-
-
-def _routers(model: str, layers: tuple[int, ...]) -> dict:
-    """Of the layers, as a graph of the model has them; by il."""
-    from pyorch.llama.model import load
-
-    with load(model, n_ctx=64, n_batch=64, prefetch="none") as loaded:
-        if loaded.engine is None:
-            raise PyorchError(
-                loaded.note or f"{model}: pyorch does not manage its experts, so it does not see its routers")
-        return {il: loaded.engine.router(il) for il in layers}
 
 
 def _parts(report: Report) -> list[str | Table]:
@@ -120,6 +122,6 @@ def _parts(report: Report) -> list[str | Table]:
               title=f"recall of both predictors on {report.n_held_out} tokens that were held out"),
         "",
         f"{report.path}: an estimator of {report.n_parameters} parameters, trained on {report.n_training} tokens, as "
-        "it was "
-        f"after {report.best_epoch} of {len(report.losses) - 1} epochs; hybrid uses it in {better} of {n} layers",
+        f"it was after {report.best_part} of {len(report.losses) - 1} parts of the training; hybrid uses it in {better} "
+        f"of {n} layers",
     ]

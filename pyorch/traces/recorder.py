@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
@@ -114,6 +115,35 @@ def profile(
         session = _Session(model, header, n_decode, n_ctx, n_ubatch, n_threads)
         with session, TraceWriter(output, header, append and Path(output).exists()) as writer:
             return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress)
+
+
+class RecordStream:
+    """The records of documents, handed on as they are decoded and kept nowhere. As a `with` block.
+
+    Documents become requests as profile() makes them. n_tokens: int64[n_requests], the length of each request.
+    """
+
+    def __init__(
+        self, model: Model, header: TraceHeader, data: Sequence[str | os.PathLike[str]], n_tokens: int | None = None,
+        n_ctx: int | None = None, n_ubatch: int | None = None, n_threads: int | None = None,
+    ) -> None:
+        self._session = _Session(model, header, 0, n_ctx, n_ubatch, n_threads or memory.physical_cores())
+        self._documents, self._limit = partial(_documents, model, data), n_tokens
+        self.n_tokens = np.array([request.n_prompt for request in self._requests()], np.int64)
+
+    def __enter__(self) -> RecordStream:
+        self._session.__enter__()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._session.__exit__(*reason)
+
+    def send(self, chosen: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
+        """Decodes the requests with chosen, bool[n_requests], and gives their records, a batch at a time."""
+        self._session.stream((it for it in self._requests() if chosen[it.number]), take)
+
+    def _requests(self) -> Iterator[_Request]:
+        return self._session.pieces(self._documents(), self._limit)
 
 
 def trace_header(
@@ -276,16 +306,16 @@ class _Session:
         on_progress: OnProgress | None,
     ) -> Profile:
         """Runs documents, of each its tokens, and writes what they route."""
-        self._writer = writer
+        self._writer, self._write = writer, writer.write
         self._model.reset_stats()
         counts, seconds = [0, 0], [0.0, 0.0]
         n_before, n_requests, first = writer.n_records, 0, writer.next_request
         total = 0
         if on_progress is not None:
             # To take a text apart twice costs little beside running it.
-            pieces = self._pieces(documents(), n_tokens, first)
+            pieces = self.pieces(documents(), n_tokens, first)
             total = sum(request.n_prompt + self._n_decode for request in pieces)
-        for group in self._groups(self._pieces(documents(), n_tokens, first)):
+        for group in self._groups(self.pieces(documents(), n_tokens, first)):
             n_requests += len(group)
             for phase, step in ((PREFILL, self._prefill), (DECODE, self._decode)):
                 before, begin = writer.n_records, time.perf_counter()
@@ -303,7 +333,17 @@ class _Session:
             file_bytes=writer.n_bytes, experts=self._model.engine.stats(),
         )
 
-    def _pieces(self, documents: Iterator[list[int]], n_tokens: int | None, number: int) -> Iterator[_Request]:
+    def stream(self, requests: Iterator[_Request], take: Callable[[np.ndarray], None]) -> None:
+        """Runs requests and gives their records to a function."""
+        self._write = lambda records, *_: take(records)
+        for group in self._groups(requests):
+            for _ in self._prefill(group):
+                pass
+            self._context.clear()
+
+    def pieces(
+        self, documents: Iterator[list[int]], n_tokens: int | None, number: int = 0
+    ) -> Iterator[_Request]:
         """Documents cut to fit into the context, each piece with the token that begins a text, if there is one."""
         left = n_tokens if n_tokens is not None else float("inf")
         bos = llama.llama_vocab_bos(self._vocab)
@@ -367,5 +407,5 @@ class _Session:
         records["request"] = [group[i].number for i, _ in batch]
         records["position"] = [position for _, position in batch]
         records["token"], records["phase"] = tokens, phase
-        self._writer.write(records, rows, slots, self._recorder.inputs())
+        self._write(records, rows, slots, self._recorder.inputs())
         return logits

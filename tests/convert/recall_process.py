@@ -18,12 +18,13 @@ import torch
 def main() -> None:
     convert, source = sys.argv[1:]
     sys.path.insert(0, convert)  # the module takes it away again
-    from estimator_process import Batches
+    from estimator_process import Lesson
 
     given = np.load(source)
     logits, selected = (torch.from_numpy(given[name])[None] for name in ("logits", "selected"))
-    header = SimpleNamespace(layers=(0, 1), n_expert=logits.shape[-1], n_embd=logits.shape[-1])
-    print(*Batches(SimpleNamespace(header=header), given).hits(logits, selected).tolist())
+    header = SimpleNamespace(layers=(0, 1), n_expert=logits.shape[-1], n_embd=logits.shape[-1],
+                             n_expert_used=selected.shape[-1])
+    print(*Lesson(header, given).hits(logits, selected).tolist())
 
 
 if __name__ == "__main__":

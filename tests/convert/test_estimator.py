@@ -29,20 +29,19 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, Routing
 from pyorch.runtime.routers import Router
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
-from pyorch.traces.file import Trace, TraceWriter
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
 N_TOKENS = 24
 FACTS, TEXT = CHECKPOINT / "facts-train.jsonl", CHECKPOINT / "text-test.txt"
-SIZES = ["--latent", "32", "--hidden", "48", "--lr", "5e-3"]
+LEARNED = ["--data", str(FACTS), "--tokens", "3000", "--threads", "2"]
+SIZES = ["--latent", "32", "--hidden", "48"]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A model with default vectors and an estimator beside it, the trace it learned from, and what was reported."""
+    """A model with default vectors and an estimator beside it, and what was reported of its training."""
 
     model: Path
-    trace: Path
     report: dict
 
     def read(self) -> PredictorFile:
@@ -53,20 +52,18 @@ class Made:
 @pytest.fixture(scope="module")
 def made(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     directory = tmp_path_factory.mktemp("estimator")
-    model, trace = directory / "model.gguf", directory / "a.trace"
+    model = directory / "model.gguf"
     os.link(small_moe, model)
     assert main(["calibrate", str(model), "--data", str(FACTS), "--tokens", "2000", "--threads", "2"]) == 0
-    assert main(["profile", str(model), "--data", str(FACTS), "--tokens", "3000", "--router", "full", "--states",
-                 "--threads", "2", "-o", str(trace)]) == 0
-    command = ("train-predictor", model, trace, "--json", "--epochs", "4", *SIZES)
-    return Made(model, trace, json.loads(pyorch_command(*command, check=True).stdout))
+    command = ("train-predictor", model, *LEARNED, "--json", "--epochs", "4", *SIZES)
+    return Made(model, json.loads(pyorch_command(*command, check=True).stdout))
 
 
-def trained(model: Path, trace: Path, *options: str) -> dict:
+def trained(model: Path, *options: str) -> dict:
     """The report of a training."""
     printed = io.StringIO()
     with torch_at_hand(), contextlib.redirect_stdout(printed):
-        assert main(["train-predictor", str(model), str(trace), "--json", *options]) == 0
+        assert main(["train-predictor", str(model), *LEARNED, "--json", *options]) == 0
     return json.loads(printed.getvalue())
 
 
@@ -75,7 +72,7 @@ def trained(model: Path, trace: Path, *options: str) -> dict:
 
 def test_training_improves_on_quasi_hidden_states(made: Made) -> None:
     losses, layers = made.report["losses"], made.report["layers"]
-    assert losses[made.report["best_epoch"]] == min(losses) < 0.8 * losses[0]
+    assert losses[made.report["best_part"]] == min(losses) < 0.8 * losses[0]
     assert [layer["il"] for layer in layers] == list(range(1, N_LAYERS))
     mean = {name: np.mean([layer[name] for layer in layers]) for name in ("quasi_hidden", "estimator")}
     assert mean["estimator"] > mean["quasi_hidden"] + 0.02
@@ -86,7 +83,7 @@ def test_training_improves_on_quasi_hidden_states(made: Made) -> None:
 
 def test_training_again_gives_the_same_estimator(made: Made, tmp_path: Path) -> None:
     output = tmp_path / "again.gguf"
-    report = trained(made.model, made.trace, "--epochs", "4", *SIZES, "-o", str(output))
+    report = trained(made.model, "--epochs", "4", *SIZES, "-o", str(output))
     with ModelMap(made.model) as model_map:
         again = PredictorFile.read(output, model_map).estimator.arrays()
     first = made.read().estimator.arrays()
@@ -96,40 +93,44 @@ def test_training_again_gives_the_same_estimator(made: Made, tmp_path: Path) -> 
 
 def test_training_that_gets_worse_is_stopped_and_its_best_is_kept(made: Made, tmp_path: Path) -> None:
     output = tmp_path / "out.gguf"
-    report = trained(made.model, made.trace, "--epochs", "30", *SIZES, "--lr", "0.9", "-o", str(output))
+    report = trained(made.model, "--epochs", "4", *SIZES, "--lr", "0.9", "-o", str(output))
     losses = report["losses"]
-    assert len(losses) == report["best_epoch"] + 3 + 1 < 31
-    assert losses[report["best_epoch"]] == min(losses)
+    assert len(losses) == report["best_part"] + 4 + 1 < 17
+    assert losses[report["best_part"]] == min(losses)
 
 
 def test_no_request_is_both_trained_on_and_held_out() -> None:
-    requests = np.repeat(np.arange(50), 7)[np.random.default_rng(0).permutation(350)]
-    training, held_out = split(requests, 0.1, seed=3)
-    assert len(held_out) == 35 and len(training) == 315
-    assert not set(requests[training]) & set(requests[held_out])
-    assert not np.array_equal(held_out, split(requests, 0.1, seed=4)[1])
+    held_out = split(350, 0.1, seed=3)
+    assert held_out.dtype == bool and held_out.sum() == 35 and len(held_out) == 350
+    assert not np.array_equal(held_out, split(350, 0.1, seed=4))
+    assert split(2, 0.001, seed=0).sum() == split(2, 0.999, seed=0).sum() == 1
 
 
-@pytest.mark.parametrize("change, complaint", [
-    (dict(states=False), "record it with pyorch profile --states --router full"),
-    (dict(router="topk"), "record it with pyorch profile --states --router full"),
-    (dict(fingerprint="0" * 64), "was recorded with another model"),
-    (dict(), "the trace holds 1 requests: two are needed"),
-])
-def test_a_trace_that_says_too_little_is_one_sentence(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture, change: dict, complaint: str
-) -> None:
-    path = tmp_path / "b.trace"
-    header = dataclasses.replace(Trace(made.trace).header, **change)
-    with TraceWriter(path, header) as writer:
-        writer.write(np.zeros(3, header.record_dtype()))
-    refused(capsys, ["train-predictor", str(made.model), str(path)], complaint)
+def test_a_text_of_one_request_is_one_sentence(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("a line\n")
+    refused(capsys, ["train-predictor", str(made.model), "--data", str(text)], "the text makes 1 requests: two are")
+
+
+def test_a_decode_that_fails_ends_the_training(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, *_: object) -> None:
+        raise PyorchError("no decode today")
+
+    sidecar = made.model.with_name("model.predictor.gguf")
+    before = sidecar.read_bytes()
+    monkeypatch.setattr(Context, "decode", broken)
+    assert main(["train-predictor", str(made.model), *LEARNED]) == 2
+    assert sidecar.read_bytes() == before
+
+
+def test_more_tokens_than_fit_take_the_places_of_others(tmp_path: Path) -> None:
+    with_torch(Path(__file__).with_name("pool_process.py"), Path(children.__file__).parent)
 
 
 def test_an_estimator_needs_default_vectors(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = tmp_path / "model.gguf"
     os.link(made.model, model)
-    refused(capsys, ["train-predictor", str(model), str(made.trace)], "run pyorch calibrate first")
+    refused(capsys, ["train-predictor", str(model), *LEARNED], "run pyorch calibrate first")
     assert [it.name for it in tmp_path.iterdir()] == ["model.gguf"]
 
 
@@ -143,7 +144,7 @@ def test_an_estimator_needs_default_vectors(made: Made, tmp_path: Path, capsys: 
 def test_settings_that_cannot_be_are_one_sentence(
     made: Made, capsys: pytest.CaptureFixture, options: list[str], complaint: str
 ) -> None:
-    refused(capsys, ["train-predictor", str(made.model), str(made.trace), *options], complaint)
+    refused(capsys, ["train-predictor", str(made.model), *LEARNED, *options], complaint)
 
 
 def refused(capsys: pytest.CaptureFixture, command: list[str], complaint: str) -> None:
