@@ -15,11 +15,12 @@
 
 namespace pyorch {
 
-// Nothing is forecast for wider ubatches.
-constexpr int MAX_PREDICTED_TOKENS = 32;
+// Nothing is forecast for wider ubatches: what they use is a scan to the residency table (Demand::scans), and guesses in
+// between would take the place of what decoding needs: decoding 8 requests together was a quarter slower with them.
+constexpr int MAX_PREDICTED_TOKENS = 7;
 
-// Whether a ubatch, of a prompt or of one token of each sequence, is narrow enough for forecasts of its layers. Where it
-// needs three quarters of a layer's experts, if they are used alike, whole layers are read ahead: see Table::acquire.
+// Whether a ubatch, of a prompt or of one token of each sequence, is narrow enough for forecasts of its layers: where it
+// needs three quarters of a layer's experts, if they are used alike, whole layers are read ahead (see Table::acquire).
 bool is_predicted(int n_tokens, int n_used, int n_expert);
 
 // A ubatch begins. Each of its tokens is one iteration of one sequence.
