@@ -6,7 +6,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,9 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.library.bindings import ffi, lib
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
-from pyorch.sizes import MiB, format_bytes
+from pyorch.sizes import MiB
 
+LAYOUTS = (packs.PLAIN, "native")  # as in the model; as this machine's kernels are fastest
 OnProgress = Callable[[str, int, int], None]  # "packing" or "checking", bytes done, total
 
 # What is packed is counted as done when so many bytes of it are on the disk: an interrupted run loses no more.
@@ -51,12 +52,15 @@ class Check:
 
 
 def pack(
-    model: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, on_progress: OnProgress | None = None
+    model: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, layout: str = LAYOUTS[0],
+    on_progress: OnProgress | None = None,
 ) -> Packing:
     """Writes the pack of a model, beside it unless `target` says where. It appears whole or not at all.
 
-    A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next one
-    goes on from there. No more than one expert is in memory. Raises PyorchError.
+    layout: one of LAYOUTS; native: only for machines whose kernels want the same order.
+
+    A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next
+    one goes on from there. No more than one expert is in memory. Raises PyorchError.
     """
     begin = time.monotonic()
     target = Path(target or container.default_path(model, packs.KIND)).absolute()
@@ -64,7 +68,9 @@ def pack(
     with ModelMap(model) as model_map:
         if not model_map.layers:
             raise PyorchError(f"{model_map.path} has no routed experts: there is nothing to pack")
-        plan = _Plan(model_map)
+        if model_map.info.slim:
+            raise PyorchError(f"{model_map.path} is slim: its experts are in its pack already")
+        plan = _Plan(model_map, layout)
         with files.continued(target) as (part, descriptor):
             try:
                 n_continued = _write(plan, descriptor, target.parent, on_progress)
@@ -72,25 +78,27 @@ def pack(
             except OSError as error:
                 raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
                                   "command goes on from it") from None
-        return Packing(target, packs.PLAIN, len(model_map.layers), plan.n_experts, n_continued, plan.n_bytes,
+        return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued, plan.n_bytes,
                        time.monotonic() - begin)
 
 
 def check(
     model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, on_progress: OnProgress | None = None
 ) -> Check:
-    """Compares every byte of every expert in a pack with the model, and with the checksums.
+    """Compares every byte of every expert in a pack with the model, and with the checksums; of a slim model's pack,
+    which alone has the bytes, with the checksums only.
 
     Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where.
     """
     begin = time.monotonic()
     path = Path(path or container.default_path(model, packs.KIND)).absolute()
-    with ModelMap(model) as model_map:
-        _, arrays = container.read(path, packs.KIND, packs.VERSION, model_map)
+    with ModelMap(model) as model_map, ModelMap(model) as attached:
+        metadata, arrays = container.read(path, packs.KIND, packs.VERSION, model_map)
+        attached.attach_pack(path)  # which checks the index
+        if model_map.info.slim:
+            model_map.attach_pack(path)
         damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
-        with ModelMap(model) as attached:
-            attached.attach_pack(path)  # which checks the index
-        with _Experts(model_map) as experts:
+        with _Experts(model_map, metadata[packs.LAYOUTS]) as experts:
             for layer in model_map.layers:
                 data = arrays[packs.data_name(layer.il)]
                 index = arrays[packs.index_name(layer.il)].view(packs.CHUNK)[:, 0]
@@ -98,7 +106,8 @@ def check(
                     raw = experts.read(layer, int(chunk["expert"]), int(chunk["role"]))
                     stored = data[chunk["offset"] : chunk["offset"] + chunk["stored"]]
                     if not np.array_equal(stored.view(np.uint8), raw) or _checksum(raw) != chunk["checksum"]:
-                        damaged.append(f"expert {chunk['expert']} of blk.{layer.il}.ffn_{layer.roles[chunk['role']].name}_exps")
+                        name = layer.roles[chunk["role"]].name
+                        damaged.append(f"expert {chunk['expert']} of blk.{layer.il}.ffn_{name}_exps")
                     n_done += len(raw)
                     if on_progress is not None:
                         on_progress("checking", n_done, total)
@@ -107,10 +116,17 @@ def check(
 
 
 class _Experts:
-    """Reads matrices of experts, and leaves nothing of them in the page cache."""
+    """Reads matrices of experts, and leaves nothing of them in the page cache.
 
-    def __init__(self, model_map: ModelMap) -> None:
+    layouts: of every matrix of every layer, into which it is brought.
+    """
+
+    def __init__(self, model_map: ModelMap, layouts: Sequence[str]) -> None:
         self._map = model_map
+        matrices = [(layer.il, role) for layer in model_map.layers for role in range(len(layer.roles))]
+        # A slim model's experts come from the pack: they are in its layout already.
+        self._repacked = set() if model_map.info.slim else {
+            matrix for matrix, layout in zip(matrices, layouts) if layout != packs.PLAIN}
         self._files: dict[str, int] = {}
         most = max(model_map.expert_range(layer.il, 0, role).size
                    for layer in model_map.layers for role in range(len(layer.roles)))
@@ -134,19 +150,24 @@ class _Experts:
             while n < where.size:
                 got = os.preadv(descriptor, [view[n:]], where.offset + n)
                 if got == 0:
-                    raise FormatError(f"{where.path} is truncated: {where.size} bytes at {where.offset} are not all there")
+                    raise FormatError(
+                        f"{where.path} is truncated: {where.size} bytes at {where.offset} are not all there")
                 n += got
             _forget(descriptor, where.offset, where.size)
         except OSError as error:
             raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
+        if (layer.il, role) in self._repacked:
+            self._map.repack(layer.il, role, view)
         return np.frombuffer(view, np.uint8)
 
 
 class _Plan:
     """Where everything will lie in the pack of a model."""
 
-    def __init__(self, model_map: ModelMap) -> None:
+    def __init__(self, model_map: ModelMap, layout: str) -> None:
         self.map = model_map
+        self.layouts = [packs.PLAIN if layout == packs.PLAIN else role.layout
+                        for layer in model_map.layers for role in layer.roles]
         self.layers = {layer.il: packs.role_offsets(model_map, layer) for layer in model_map.layers}
         self.n_experts = sum(layer.n_expert for layer in model_map.layers)
         self.header = self._header()
@@ -169,7 +190,7 @@ class _Plan:
         """All before the first tensor's data."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "header"
-            writer = container.new_writer(path, packs.KIND, packs.VERSION, self.map, {packs.LAYOUT: packs.PLAIN})
+            writer = container.new_writer(path, packs.KIND, packs.VERSION, self.map, {packs.LAYOUTS: self.layouts})
             writer.add_custom_alignment(packs.PAGE)
             for layer in self.map.layers:
                 n_chunks = layer.n_expert * len(layer.roles)
@@ -202,10 +223,10 @@ def _write(plan: _Plan, descriptor: int, directory: Path, on_progress: OnProgres
     n_continued = n_done = 0
     total = plan.map.info.expert_bytes
     try:
-        with _Experts(plan.map) as experts:
+        with _Experts(plan.map, plan.layouts) as experts:
             for layer, expert, at, row_at in _records(plan):
-                rows = np.frombuffer(_read_all(descriptor, len(layer.roles) * packs.CHUNK.itemsize, row_at), packs.CHUNK)
-                if rows["stored"].all():
+                known = _read_all(descriptor, len(layer.roles) * packs.CHUNK.itemsize, row_at)
+                if np.frombuffer(known, packs.CHUNK)["stored"].all():
                     n_continued += 1
                 else:
                     record, rows = _record(plan, experts, layer, expert)

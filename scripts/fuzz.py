@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from ggufs import write_moe_model
-from mutations import gguf_mutator, trace_mutator
+from mutations import gguf_mutator, pack_mutator, trace_mutator
 
 KINDS = ("gguf", "sidecar", "trace", "quantize")
 CPU_SECONDS = 10  # most cases take a tenth of one
@@ -110,6 +110,7 @@ def _import_everything() -> None:
     import pyorch.cli.convert  # noqa: F401
     import pyorch.cli.inspect  # noqa: F401
     import pyorch.cli.maps  # noqa: F401
+    import pyorch.convert.pack  # noqa: F401
     import pyorch.cli.replay  # noqa: F401
     import pyorch.cli.run  # noqa: F401
     import pyorch.cli.trace  # noqa: F401
@@ -145,10 +146,20 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     _must(("calibrate", model, "--data", text, "--tokens", "64", "--threads", "1"))
     uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--buddies", "default"),
             "predictor": ("--prefetch", "quasi-hidden")}
-    return [
+    sidecars = [
         Target(gguf_mutator(model.with_suffix(f".{name}.gguf").read_bytes()), f"model.{name}.gguf", (model,),
                (("run", model.name, *_RUN, "--budget", "60%", *options),))
         for name, options in uses.items()
+    ]
+    pack, slim = model.with_suffix(".experts.gguf"), base / "slim.gguf"
+    _must(("pack", model))
+    _must(("pack", model, "--slim", slim))
+    commands = (("run", "{}", *_RUN, "--budget", "60%"),)
+    return [
+        *sidecars,
+        Target(gguf_mutator(slim.read_bytes()), slim.name, (slim.with_suffix(".experts.gguf"),), commands),
+        Target(pack_mutator(pack.read_bytes()), pack.name, (model,),
+               (("run", model.name, *_RUN, "--budget", "60%"), ("pack", model.name, "--check"))),
     ]
 
 

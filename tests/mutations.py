@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 _FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -35,6 +36,15 @@ _VALUES = (
     (_ARRAY, struct.pack("<IQ", 5, 600) + struct.pack("<i", -1) * 600),
     (_ARRAY, struct.pack("<IQBB", 7, 2, 1, 0)),
 )
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,26 @@ def gguf_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]
                 return _restructured(content, known, chance)
             said.append(_change(damaged, chance.choice(by_kind[kind]), chance))
         return ", ".join(said), bytes(damaged)
+
+    return mutate
+
+
+def pack_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]:
+    """As gguf_mutator, of a pack: half of the cases change a number of its index, or bytes of its experts, instead."""
+    in_structure = gguf_mutator(content)
+    data = len(content) - len(content) % 8
+
+    def mutate(chance: random.Random) -> tuple[str, bytes]:
+        how = chance.randrange(4)
+        if how < 2:
+            return in_structure(chance)
+        damaged = bytearray(content)
+        # What is told of the experts lies in the pages behind the first one, and before the experts themselves.
+        at = 4096 + 8 * chance.randrange(1024) if how == 2 else 8 * chance.randrange(data // 8)
+        at = min(at, data - 8)
+        value = chance.choice(_INTEGERS) % 2**64
+        struct.pack_into("<Q", damaged, at, value)
+        return f"{value} at {at}", bytes(damaged)
 
     return mutate
 

@@ -131,6 +131,7 @@ typedef struct pyorch_model_map_info {
     uint64_t dense_bytes;    // all other tensors
     uint64_t slots_bytes;    // what the experts occupy when all are resident (alignment included)
     uint64_t floor_bytes;    // smallest budget: twice the experts of a token and one, of the largest layer
+    uint64_t slim;           // nonzero: its own file lacks the bytes of the experts, they are in a pack only
 } pyorch_model_map_info;
 
 typedef struct pyorch_layer_info {
@@ -163,7 +164,8 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
 // index: 0 .. n_moe_layers-1, in the order of il
 pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info);
 
-// Where a matrix of an expert lies: path (owned by the map), offset and size in bytes.
+// Where a matrix of an expert lies: path (owned by the map), offset and size in bytes. In the model, but of a slim one in
+// its pack; PYORCH_FORMAT where none is attached.
 pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
                                          const char ** path, uint64_t * offset, uint64_t * size);
 

@@ -25,6 +25,7 @@ from pyorch.bench.job import UNMANAGED, Config, Job, Measurement, from_json, to_
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import packs
 from pyorch.sizes import GiB
 
 OnProgress = Callable[[str, int, int], None]  # which measurement, done, total
@@ -70,7 +71,7 @@ def run_rounds(
 
     A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
     """
-    with ModelMap(job_for(configs[0]).model) as model_map:
+    with packs.open_model(job_for(configs[0]).model) as model_map:
         return _run_rounds(job_for, configs, n_rounds, on_progress, say, model_map)
 
 

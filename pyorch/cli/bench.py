@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench.job import Config, Job
     from pyorch.bench.summary import summarize
     from pyorch.llama.memory import physical_cores
-    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import packs
     from pyorch.settings.settings import Settings
 
     for name in ("tokens", "prompt_tokens", "repeat"):
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         data = args.data or argparse.__file__
         return Job(args.model, config, data, args.prompt_tokens, args.tokens, n_threads, args.max_seconds)
 
-    with ModelMap(args.model) as model_map:
+    with packs.open_model(args.model) as model_map:
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: there are no experts to measure")
         plan.check(asked, model_map.info)

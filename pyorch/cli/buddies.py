@@ -71,14 +71,13 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     from pyorch.convert.buddies import Settings, build
     from pyorch.files import check_target
-    from pyorch.runtime.model_map import ModelMap
-    from pyorch.sidecars import container
+    from pyorch.sidecars import container, packs
     from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_target(path)
-    with ModelMap(args.model) as model_map:
+    with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, args.compare, progress.update)
         built.buddies.write(path, model_map)

@@ -36,6 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "it")
     parser.add_argument("--split-max-size", metavar="SIZE",
                         help="split the output into files of at most SIZE, such as 500M or 4G")
+    parser.add_argument("--pack", action="store_true",
+                        help="then write the experts one after another into a pack beside FILE, as pyorch pack does")
     parser.add_argument("--list-architectures", action="store_true",
                         help="print the names of the model classes that can be converted, and exit")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -47,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError; KeyboardInterrupt on Ctrl-C, with nothing left behind."""
     from pyorch.convert import architectures
+    from pyorch.convert.pack import pack
     from pyorch.convert.to_gguf import convert
     from pyorch.sizes import format_bytes
 
@@ -64,11 +67,14 @@ def run(args: argparse.Namespace) -> int:
                 pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, verbose=args.verbose,
                 on_progress=progress.update,
             )
+            packed = pack(result.path, on_progress=progress.update) if args.pack else None
     finally:
         signal.signal(signal.SIGTERM, previous)
     if args.json:
-        print_json({**asdict(result), "path": result.path})
+        print_json({**asdict(result), "path": result.path, "pack": packed})
     else:
         shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
         print(f"{result.path}: {format_bytes(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
+        if packed is not None:
+            print(f"{packed.path}: {packed.n_experts} experts, {format_bytes(packed.n_bytes)}, {packed.seconds:.1f} s")
     return 0

@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     given = _check(args)
 
     from pyorch.eval import prefetch, prefetch_plots, prefetch_report
-    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import packs
     from pyorch.settings.budget import Budget
 
     if args.output is not None:
         prefetch_plots.check()
         _make_directory(args.output)
-    with ModelMap(args.model) as model_map, Progress() as progress:
+    with packs.open_model(args.model) as model_map, Progress() as progress:
         for budget in given.budgets:
             Budget.parse(budget).resolve(model_map.info)
         if max(given.distances) > len(model_map.layers):

@@ -43,6 +43,7 @@ class Inspection:
     sidecars: dict[str, Path]
     disk: Bandwidth | None  # what the file system was found to need; None: not measured yet
     disk_ways: list[Bandwidth]  # all that was measured now
+    pack_refused: str  # why the pack that lies beside the model is not used, "" if it is, or none lies there
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -60,10 +61,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import packs
 
-    with ModelMap(args.model) as model_map:
-        inspection = _inspect(model_map, args.ctx, args.disk)
+    with packs.open_model(args.model) as model_map:
+        refused = packs.attach(model_map)
+        inspection = _inspect(model_map, args.ctx, args.disk, refused)
         layers = model_map.layers
     if args.json:
         print_json(inspection)
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect(model_map, n_ctx: int, measures_disk: bool) -> Inspection:
+def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> Inspection:
     from pyorch.runtime import disk
 
     if measures_disk and not model_map.layers:
@@ -103,6 +105,7 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool) -> Inspection:
         sidecars=model_map.sidecars(),
         disk=chosen,
         disk_ways=ways,
+        pack_refused=pack_refused,
     )
 
 
@@ -137,7 +140,10 @@ def _facts(model: Inspection) -> Facts:
         best = model.disk
         facts.append(("disk", f"{best.bytes_per_second / 1e9:.2f} GB/s with {best.reader}, {best.depth} requests of "
                               f"{format_bytes(best.request_bytes)} at once"))
-    return Facts([*facts, *((kind, str(path)) for kind, path in model.sidecars.items())])
+    beside = {kind: str(path) for kind, path in model.sidecars.items()}
+    if model.pack_refused:
+        beside["experts"] = f"not used: {model.pack_refused}"
+    return Facts([*facts, *beside.items()])
 
 
 def _ways(model: Inspection) -> Table:

@@ -16,7 +16,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "pack", summary,
         "pyorch pack olmoe.gguf\n"
-        "  pyorch pack olmoe.gguf --check",
+        "  pyorch pack olmoe.gguf --check\n"
+        "  pyorch pack olmoe.gguf --slim olmoe-slim.gguf",
     )
     parser.description += (
         " The pack is found beside the model and used by every command, with checksums of all that is read. A run that "
@@ -25,8 +26,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="the file to write, or to check (default: MODEL.experts.gguf beside the model)")
+    parser.add_argument("--layout", choices=("plain", "native"), default="plain",
+                        help="plain: matrices as they lie in the model; native: in the order in which the kernels of "
+                             "this machine are fastest, so that none is brought into it when it is read (default: plain)")
     parser.add_argument("--check", action="store_true",
                         help="write nothing; compare every byte of every expert in the pack with the model")
+    parser.add_argument("--slim", type=Path, metavar="FILE",
+                        help="write the pack beside FILE, and into FILE the model without its experts: both together "
+                             "take no more room than the model and can be used in its place")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -35,11 +42,27 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
     from pyorch.convert.pack import check, pack
+    from pyorch.convert.slim import write_slim
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import container, packs
     from pyorch.sizes import format_bytes
 
+    output = args.output
+    if args.slim is not None:
+        if args.check or output is not None:
+            raise PyorchError("--slim says where the pack goes too, and nothing is checked: give no -o and no --check")
+        if args.layout != packs.PLAIN:
+            raise PyorchError("--slim makes the pack the only copy of the experts, and another machine could not use "
+                              "it in the native layout: leave --layout out")
+        output = container.default_path(args.slim, packs.KIND)
     with Progress() as progress:
-        make = check if args.check else pack
-        result = make(args.model, args.output, on_progress=progress.update)
+        if args.slim is not None:
+            with ModelMap(args.model) as model_map:
+                n_slim_bytes = write_slim(model_map, args.slim.absolute())
+        if args.check:
+            result = check(args.model, output, on_progress=progress.update)
+        else:
+            result = pack(args.model, output, layout=args.layout, on_progress=progress.update)
     if args.json:
         print_json(result)
     if args.check and result.damaged:
@@ -52,4 +75,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             continued = f", {result.n_continued} of them by an earlier run" if result.n_continued else ""
             print(f"{result.path}: {what}, {result.seconds:.1f} s{continued}")
+        if args.slim is not None:
+            print(f"{args.slim}: the rest of the model, {format_bytes(n_slim_bytes)}; it is used like the model as "
+                  "long as its pack lies beside it")
     return 0

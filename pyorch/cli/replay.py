@@ -114,14 +114,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.disk import measure_bandwidth
-    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import packs
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
     from pyorch.traces.replay import DEFAULTS, Recording, ReplaySettings, default_route_share, replay
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
-    with ModelMap(args.model) as model_map, Progress() as progress:
+    with packs.open_model(args.model) as model_map, Progress() as progress:
         recording = Recording.from_trace(Trace(args.trace), model_map)
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None

@@ -188,7 +188,8 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
 @contextlib.contextmanager
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
-    use_pack(managed.map, managed.settings)
+    plain = not managed.params.use_extra_bufts
+    use_pack(managed.map, managed.settings, plain)
     info = managed.map.info
     if managed.settings.tuned is not None:
         tuned = read_tuned(managed.settings.tuned, managed.map)
@@ -199,6 +200,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         # Each context will take its share; then the budget is set to the rest.
         memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
         budget = info.floor_bytes
+    elif budget == RESIDENT and info.slim:
+        budget = info.slots_bytes  # llama.cpp would find no experts in a slim file
     elif budget != RESIDENT:
         budget = budget.resolve(info)
     if not managed.map.layers or budget == RESIDENT:
@@ -209,8 +212,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         if settings.source is None:
             reads = reads_for(managed.map, reads, settings.direct_io)
         managed.engine = Engine(
-            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source,
-            plain=not managed.params.use_extra_bufts,
+            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
@@ -232,11 +234,16 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             yield
 
 
-def use_pack(model_map: ModelMap, settings: Settings) -> None:
-    """Has experts read from the pack that lies beside the model; says once why not where one is there and refused."""
+def use_pack(model_map: ModelMap, settings: Settings, plain: bool) -> None:
+    """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
+
+    plain: they will be computed with as they lie in the model.
+    """
+    if model_map.info.slim and settings.source is None:
+        packs.require(model_map)
     if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
         return
-    refusal = packs.attach(model_map)
+    refusal = packs.attach(model_map, plain)
     if refusal and refusal not in _refused_packs:
         _refused_packs.add(refusal)
         fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")
@@ -318,7 +325,9 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
     dense_bytes = info.dense_bytes if mapped else 0
-    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
+    with managed.engine.capture(), measure.twin(
+        original("llama_model_load_from_file"), managed.path, managed.params
+    ) as twin:
 
         def need(n_ubatch: int) -> int:
             params.n_ubatch = n_ubatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ from pyorch.runtime.sources import Source, read_callback
 from pyorch.runtime.substitution import SubstitutionCalls
 from pyorch.settings.budget import Budget
 from pyorch.settings.reads import READERS, Reads
+
+
+_capturing = threading.local()  # engine: that captures what this thread loads
 
 
 class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
@@ -82,12 +86,15 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """Models that this thread loads inside leave their experts to the engine."""
+        """Models that this thread loads inside leave their experts to the engine. Nests."""
+        before = getattr(_capturing, "engine", ffi.NULL)
         check(lib.pyorch_engine_capture(self.handle))
+        _capturing.engine = self.handle
         try:
             yield
         finally:
-            check(lib.pyorch_engine_capture(ffi.NULL))
+            check(lib.pyorch_engine_capture(before))
+            _capturing.engine = before
 
     def error(self) -> str:
         """Why the engine failed the last of all decodes that it failed, "" if it never did.

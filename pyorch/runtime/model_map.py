@@ -27,6 +27,7 @@ class MapInfo:
     dense_bytes: int
     slots_bytes: int
     floor_bytes: int
+    slim: int = 0  # nonzero: the file lacks the bytes of the experts, they are in its pack only
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ class ModelMap:
         return self._by_il[il]
 
     def expert_range(self, il: int, expert: int, role: int) -> ByteRange:
-        """Where matrix `role` (an index into LayerInfo.roles) of an expert lies."""
+        """Where matrix `role` (an index into LayerInfo.roles) of an expert lies: in the model, of a slim one in its pack.
+
+        FormatError for a slim model whose pack is not attached.
+        """
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
         return ByteRange(string(path[0]), offset[0], size[0])

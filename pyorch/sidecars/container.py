@@ -25,6 +25,9 @@ _KIND = "pyorch.sidecar.kind"
 _VERSION = "pyorch.sidecar.version"
 _FINGERPRINT = "pyorch.sidecar.fingerprint"
 
+# Of a model whose experts are in its pack only: the fingerprint that it had as a whole.
+SLIM = "pyorch.slim"
+
 # Of one expert of each layer. Tells apart two quantizations of a model that have the same types.
 _SAMPLE_BYTES = 4096
 
@@ -40,11 +43,13 @@ def default_path(model: str | os.PathLike[str], kind: str) -> Path:
 
 
 def fingerprint(model_map: ModelMap) -> str:
-    """Which model this is, as 64 hexadecimal digits; equal for a model and its copy in shards.
+    """Which model this is, as 64 hexadecimal digits; equal for a model, its copy in shards and its slim one.
 
     SHA-256 over the architecture, the names, types and sizes of the routed experts' tensors, the routers'
     weights and the first bytes of an expert of each layer. Raises FormatError if they cannot be read.
     """
+    if model_map.info.slim:
+        return model_map.metadata_str(SLIM, default="")
     digest = hashlib.sha256(model_map.info.arch.encode())
     for layer in model_map.layers:
         for index, role in enumerate(layer.roles):

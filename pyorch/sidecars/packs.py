@@ -6,6 +6,8 @@ lies beside a model is found, and refused where it does not belong there.
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 from pyorch.errors import FormatError
@@ -16,8 +18,8 @@ KIND = "experts"
 VERSION = 1
 PAGE = 4096  # what records begin at
 ALIGNMENT = 64  # what matrices in a record begin at
-LAYOUT = "layout"
-PLAIN = "plain"  # the layout in which matrices lie as in the model
+LAYOUTS = "layouts"  # metadata: of every matrix of every layer, PLAIN or Role.layout
+PLAIN = "plain"  # as matrices lie in the model
 
 # A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
 # one. expert, role: whose. codec: 0, stored as it is. offset: in the tensor blk.N.experts. stored, raw: bytes in the
@@ -43,8 +45,26 @@ def role_offsets(model_map: ModelMap, layer: LayerInfo) -> tuple[list[int], int]
     return offsets, -(-end // PAGE) * PAGE
 
 
-def attach(model_map: ModelMap) -> str:
+def open_model(path: str | os.PathLike[str]) -> ModelMap:
+    """The map of a model, and of a slim one with the pack that has its experts. FormatError if that is no good."""
+    model_map = ModelMap(path)
+    if model_map.info.slim:
+        require(model_map)
+    return model_map
+
+
+def require(model_map: ModelMap) -> None:
+    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused."""
+    refusal = attach(model_map)
+    if model_map.pack is None:
+        raise FormatError(f"{model_map.path} is slim, its experts are in its pack: "
+                          f"{refusal or f'{container.default_path(model_map.path, KIND)}: no such file'}")
+
+
+def attach(model_map: ModelMap, plain: bool = False) -> str:
     """Has engines of a model read its experts from the pack beside it, if one lies there.
+
+    plain: they are to compute with experts as they lie in the model: a pack that has them repacked is refused.
 
     Returns why one that lies there is not used; "" otherwise.
     """
@@ -52,7 +72,9 @@ def attach(model_map: ModelMap) -> str:
     if path is None or model_map.pack is not None or not model_map.layers:
         return ""
     try:
-        container.read(path, KIND, VERSION, model_map)
+        metadata, _ = container.read(path, KIND, VERSION, model_map)
+        if plain and set(metadata.get(LAYOUTS, ())) != {PLAIN}:
+            return f"{path} holds experts in an order that the plain kernels do not compute with"
         model_map.attach_pack(path)
     except FormatError as error:
         return str(error)

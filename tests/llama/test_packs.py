@@ -64,7 +64,8 @@ def test_logits_are_those_of_the_resident_model(packed: Path, resident: Model, p
         assert_same_bits(logits(model, prompt_tokens), expected)
 
 
-@pytest.mark.parametrize(("name", "type_name"), [("mixtral", "F32"), ("gpt-oss-mxfp4", "MXFP4"), ("qwen3-next-fused", "BF16")])
+@pytest.mark.parametrize(("name", "type_name"), [("mixtral", "F32"), ("gpt-oss-mxfp4", "MXFP4"),
+                                                 ("qwen3-next-fused", "BF16")])
 def test_logits_of_other_architectures_are_too(zoo: Zoo, tmp_path: Path, name: str, type_name: str) -> None:
     """Large experts, which are read directly; biases, which stay in the model; gate and up in one matrix."""
     model = tmp_path / "model.gguf"
@@ -76,7 +77,8 @@ def test_logits_of_other_architectures_are_too(zoo: Zoo, tmp_path: Path, name: s
     with small_model(model, "30%", prefetch="none") as from_pack:
         assert_same_bits(logits(from_pack, tokens), expected)
         experts, layer = from_pack.stats().experts, from_pack.map.layers[0]
-        assert experts.bytes_read == experts.loads * layer.slot_bytes and layer.slot_bytes - layer.expert_bytes < packs.PAGE
+        assert experts.bytes_read == experts.loads * layer.slot_bytes
+        assert layer.slot_bytes - layer.expert_bytes < packs.PAGE
 
 
 def damage(pack: Path, il: int) -> None:
@@ -87,7 +89,9 @@ def damage(pack: Path, il: int) -> None:
     data[index["offset"] + index["stored"] // 2] ^= 4
 
 
-def test_damaged_experts_are_read_from_the_model_and_that_is_said_once(packed: Path, resident: Model, prompt_tokens: list[int]) -> None:
+def test_damaged_experts_are_read_from_the_model_and_that_is_said_once(
+    packed: Path, resident: Model, prompt_tokens: list[int]
+) -> None:
     damage(pack_of(packed), 3)
     program = f"""
 import numpy as np
@@ -98,14 +102,16 @@ with load({str(packed)!r}, budget="30%", n_ctx=256, n_batch=256, n_threads=2) as
     assert model.map.pack
     with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16) as it:
         tokens = {prompt_tokens}
-        np.save({str(packed.parent / "logits.npy")!r}, np.concatenate([it.decode(tokens), *(it.decode([t]) for t in tokens[:12])]))
+        logits = np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
+        np.save({str(packed.parent / "logits.npy")!r}, logits)
     assert model.stats().experts.failures == 0
 """
     done = python("-c", program)
     assert done.returncode == 0, done.stderr
     assert_same_bits(np.load(packed.parent / "logits.npy"), logits(resident, prompt_tokens))
     lines = [line for line in done.stderr.splitlines() if "note" in line]
-    assert len(lines) == 1 and "ffn_" in lines[0] and str(pack_of(packed)) in lines[0] and "what was read is damaged" in lines[0]
+    assert len(lines) == 1 and "ffn_" in lines[0] and str(pack_of(packed)) in lines[0]
+    assert "what was read is damaged" in lines[0]
 
 
 def test_a_pack_that_does_not_belong_there_is_refused_once(
@@ -118,7 +124,7 @@ def test_a_pack_that_does_not_belong_there_is_refused_once(
     cases = {
         "belongs to another model": pack_of(other).read_bytes(),
         "is damaged or cut off": whole[: len(whole) // 2],
-        "the layout \"wheat\"": whole.replace(b"\x05\0\0\0\0\0\0\0plain", b"\x05\0\0\0\0\0\0\0wheat", 1),
+        "do not compute with": whole.replace(b"\x05\0\0\0\0\0\0\0plain", b"\x05\0\0\0\0\0\0\0wheat", 1),
         "does not begin with GGUF": b"",
     }
     for sentence, content in cases.items():
@@ -130,6 +136,25 @@ def test_a_pack_that_does_not_belong_there_is_refused_once(
                 assert_same_bits(logits(model, prompt_tokens), expected)
         assert len(told) == 1 and sentence in told[0] and str(pack_of(packed)) in told[0], (sentence, told)
         assert told[0].endswith(f"the experts are read from {packed}")
+
+
+def test_a_native_pack_is_used_by_the_kernels_that_want_it(
+    model: Path, small_moe_q4: Path, prompt_tokens: list[int], told: list[str]
+) -> None:
+    shutil.copy(small_moe_q4, model)
+    expected = []
+    for layout in (None, "plain", "native"):
+        if layout:
+            packing.pack(model, layout=layout)
+        for repack in (True, False):
+            with small_model(model, "30%", use_extra_bufts=repack) as loaded:
+                expected.append(logits(loaded, prompt_tokens))
+                is_repacked = loaded.map.layers[0].roles[0].layout != packs.PLAIN
+                if layout == "native" and is_repacked and not repack:
+                    assert loaded.map.pack is None
+                    assert len(told) == 1 and "the plain kernels do not compute with" in told[0]
+    for plain, from_pack in zip(expected[:2] * 2, expected[2:]):
+        assert_same_bits(from_pack, plain)
 
 
 @pytest.mark.parametrize("column", packs.CHUNK.names[:-1])

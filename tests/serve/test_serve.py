@@ -133,6 +133,14 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
     assert expected.strip() and server.complete(tokens, 24, extra_body=WHOLE_PROMPT) == expected
 
 
+def test_a_slim_model_and_its_pack_are_served_like_the_model(start, server: ServerProcess, small_moe: Path, tmp_path: Path):
+    assert pyorch("pack", str(small_moe), "--slim", str(tmp_path / "slim.gguf")).returncode == 0
+    port = free_port()
+    slim = start(pyorch_serve(tmp_path / "slim.gguf", "--port", str(port), "--threads", "2", "--", "-c", "256"), port)
+    assert slim.complete(PROMPT) == server.complete(PROMPT, extra_body=WHOLE_PROMPT)
+    assert slim.stop()[0] == 0
+
+
 def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_moe: Path):
     """A prompt, again from the cache, and one that is cached in part: other batches each time."""
     answers = []

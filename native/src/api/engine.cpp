@@ -45,6 +45,15 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
         if (map->map.layers.empty()) {
             throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
         }
+        if (map->map.slim && !map->map.layers[0].pack && !given.simulated) {
+            throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
+        }
+        for (const MoeLayer & layer : map->map.layers) {
+            if (given.plain && layer.pack && std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
+                throw Failure(PYORCH_INVALID, format("experts are to be computed as they lie in the model, and %s holds them "
+                    "repacked", map->map.files[layer.pack->file].path.c_str()));
+            }
+        }
         *engine = new pyorch_engine(map->map, given);
     });
 }

@@ -21,6 +21,11 @@ namespace pyorch {
 // What pyorch_config_default gives.
 pyorch_config default_config();
 
+// Why nothing reads experts of a slim model without its pack.
+inline std::string lacks_experts(const ModelMap & map) {
+    return format("%s is slim: its experts are in a pack, which must lie beside it", map.files[0].path.c_str());
+}
+
 inline void check_experts(const pyorch_engine * engine, int layer, int n_expert) {
     const MoeLayer & l = engine->table.map.layers[layer];
     if (n_expert != l.n_expert) {

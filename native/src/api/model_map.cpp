@@ -2,6 +2,7 @@
 #include "api/handles.h"
 #include "api/structs.h"
 #include "base/checksum.h"
+#include "model/form.h"
 
 #include "model/layout.h"
 
@@ -78,6 +79,7 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
         out.dense_bytes   = m.tensor_bytes - out.expert_bytes;
         out.slots_bytes   = m.slots_bytes();
         out.floor_bytes   = m.floor_bytes();
+        out.slim          = m.slim;
         write_struct(info, "pyorch_model_map_info", out);
     });
 }
@@ -112,8 +114,11 @@ pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t i
             throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d of expert %d", il, role, expert));
         }
         const auto & t = layer.tensors[role];
-        *path   = map->map.files[t.file].path.c_str();
-        *offset = t.offset + expert * t.stride;
+        if (map->map.slim && !layer.pack) {
+            throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
+        }
+        *path   = map->map.files[map->map.slim ? layer.pack->file : t.file].path.c_str();
+        *offset = map->map.slim ? layer.pack->offset[expert] + block_offset(layer, role, Form::FULL) : t.offset + expert * t.stride;
         *size   = t.stride;
     });
 }

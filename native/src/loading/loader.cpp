@@ -257,7 +257,8 @@ bool Loader::arrived(const ReadRequest & request, int role) {
     const bool       widened = request.direct && !layer.pack;
     char *           begin   = block + (widened ? in_model(layer, role, load.expert).offset % PAGE : 0);
     const bool       intact  = !request.from_pack || codec.intact(layer, role, load.expert, begin);
-    const char *     address = intact ? codec.decode(layer.tensors[role], block, begin) : nullptr;
+    const bool       is_done = request.from_pack && layer.pack->repacked[role];
+    const char *     address = !intact ? nullptr : is_done ? begin : codec.decode(layer.tensors[role], block, begin);
     std::lock_guard<std::mutex> lock(mutex);
     if (address && !load.failed) {
         orders.published(load, role, address);

@@ -55,7 +55,7 @@ void repack(const ExpertTensor & tensor, const char * from, char * to) {
 
 std::string layout_name(const ExpertTensor & tensor) {
     if (!can_repack(tensor)) {
-        return "plain";
+        return PLAIN;
     }
     // The order is known by what becomes of bytes that all differ in some way. Rows count by what groups they make.
     ExpertTensor pattern = tensor;

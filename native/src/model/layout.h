@@ -19,7 +19,10 @@ bool can_repack(const ExpertTensor & tensor);
 // REQUIRES: can_repack(tensor).
 void repack(const ExpertTensor & tensor, const char * from, char * to);
 
-// "plain", or the name of the repacked order: two are the same if their names are.
+// Of matrices as they lie in the file.
+inline constexpr const char * PLAIN = "plain";
+
+// That, or the name of the repacked order: two are the same if their names are.
 std::string layout_name(const ExpertTensor & tensor);
 
 } // namespace pyorch

@@ -27,6 +27,8 @@ uint64_t MoeLayer::slot_bytes() const {
     return pyorch::slot_bytes(*this, COMPUTABLE);
 }
 
+static const char * const SLIM = "pyorch.slim"; // key: the model has no expert data; its value is the whole model's fingerprint
+
 // Rank in the order of the kernels, -1 for a tensor that is not a routed expert.
 static int parse_name(const char * name, int & il, std::string & role) {
     char part[32];
@@ -82,25 +84,33 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     struct stat st;
     stat(path.c_str(), &st);
     const int      file     = (int) files.size();
+    uint64_t       first_lacked = UINT64_MAX;
     const uint64_t data     = gguf_get_data_offset(ctx.get());
     const uint64_t in_file  = (uint64_t) st.st_size;
-    files.push_back({ path, in_file });
+    uint64_t       span     = in_file;
+    // Read here: a slim model is one file, and its tensors are looked at before the rest of its metadata.
+    slim = slim || gguf_find_key(ctx.get(), SLIM) >= 0;
 
     for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
         const char *        tensor_name = gguf_get_tensor_name(ctx.get(), i);
         const ggml_tensor * t           = ggml_get_tensor(meta, tensor_name);
         const uint64_t      offset      = data + gguf_get_tensor_offset(ctx.get(), i);
         const uint64_t      bytes       = ggml_nbytes(t);
-        if (offset + bytes > in_file) {
+        int         il = 0;
+        std::string role;
+        const bool  is_expert = parse_name(tensor_name, il, role) >= 0 && t->ne[2] >= 2;
+        // What a slim file lacks begins where the file ends, or in its last page: the loader unmaps what is before it.
+        const bool  lacked    = slim && is_expert && offset >= in_file;
+        first_lacked = lacked ? std::min(first_lacked, offset) : first_lacked;
+        span         = std::max(span, offset + bytes);
+        if (offset + bytes > in_file && !lacked) {
             throw Failure(PYORCH_FORMAT, format("%s is truncated: it has %llu bytes, tensor %s ends at %llu", path.c_str(),
                 (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
         }
         tensor_bytes += bytes;
         tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
 
-        int         il = 0;
-        std::string role;
-        if (parse_name(tensor_name, il, role) < 0 || t->ne[2] < 2) {
+        if (!is_expert) {
             continue;
         }
         if (il < 0 || il >= MAX_LAYERS || t->ne[2] > MAX_EXPERTS || bytes == 0) {
@@ -119,6 +129,11 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         }
         layer->tensors.push_back({ tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2], t->ne[0], t->ne[1] });
     }
+    if (first_lacked != UINT64_MAX && first_lacked > (in_file + PAGE - 1) / PAGE * PAGE) {
+        throw Failure(PYORCH_FORMAT, format("%s is truncated: it has %llu bytes, and what it should have ends at %llu",
+            path.c_str(), (unsigned long long) in_file, (unsigned long long) first_lacked));
+    }
+    files.push_back({ path, in_file, span });
     return ctx;
 }
 

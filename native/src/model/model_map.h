@@ -35,6 +35,7 @@ struct PackedLayer {
     int                   file;     // index into ModelMap::files
     std::vector<uint64_t> offset;   // of each expert's record, from the start of the file: whole pages
     std::vector<uint64_t> checksum; // of each matrix, [n_expert * matrices]
+    std::vector<bool>     repacked; // [matrices]: they are in the order that layout_name() names
 };
 
 struct MoeLayer {
@@ -54,6 +55,7 @@ constexpr int MAX_EXPERTS = 1024;
 struct MapFile {
     std::string path;
     uint64_t    bytes;
+    uint64_t    span; // to the end of the last tensor; of a slim file, more than it has
 };
 
 struct TensorRange {
@@ -84,7 +86,7 @@ public:
 
     std::vector<MapFile>  files; // the model's own, and a pack behind them
     int                   n_shards = 0; // the model's own
-    bool                  slim     = false; // its own files lack the bytes of the experts: a pack has them
+    bool                  slim     = false; // its own file lacks the bytes of the experts: a pack has them
     std::vector<MoeLayer> layers; // by ascending il; only those with routed experts
     std::map<std::string, TensorRange> tensors; // all of them
     std::string           arch;

@@ -2,6 +2,7 @@
 
 #include "model/fatal.h"
 #include "model/form.h"
+#include "model/layout.h"
 #include "model/model_map.h"
 
 #include "ggml.h"
@@ -9,14 +10,12 @@
 
 #include <cinttypes>
 #include <cstdio>
-#include <cstring>
 #include <sys/stat.h>
 
 namespace pyorch {
 namespace {
 
-constexpr const char * LAYOUT = "experts.layout"; // key
-constexpr const char * PLAIN  = "plain";          // its value where matrices lie as in the model
+constexpr const char * LAYOUTS = "experts.layouts"; // key: the layout_name() of every matrix of every layer
 
 // A row of blk.N.index: one chunk of a matrix.
 struct Chunk {
@@ -63,9 +62,12 @@ public:
         return { PYORCH_FORMAT, path + " is a damaged pack: " + why };
     }
 
-    const char * text(const char * key) const {
+    // An element of an array of strings, "" where there is none.
+    std::string text(const char * key, size_t index) const {
         const int64_t id = gguf_find_key(gguf, key);
-        return id >= 0 && gguf_get_kv_type(gguf, id) == GGUF_TYPE_STRING ? gguf_get_val_str(gguf, id) : "";
+        const bool    is = id >= 0 && gguf_get_kv_type(gguf, id) == GGUF_TYPE_ARRAY &&
+            gguf_get_arr_type(gguf, id) == GGUF_TYPE_STRING && index < gguf_get_arr_n(gguf, id);
+        return is ? gguf_get_arr_str(gguf, id, index) : "";
     }
 
     Tensor tensor(const std::string & name) const {
@@ -108,7 +110,7 @@ private:
 };
 
 // Checks every number of an index: what is read by it lands in slots.
-std::shared_ptr<const PackedLayer> packed_layer(const Pack & pack, const MoeLayer & layer, int file) {
+std::shared_ptr<PackedLayer> packed_layer(const Pack & pack, const MoeLayer & layer, int file) {
     const size_t      n_roles = layer.tensors.size();
     const std::string block   = format("blk.%d.", layer.il);
     const Tensor      data    = pack.tensor(block + "experts");
@@ -157,16 +159,22 @@ std::shared_ptr<const PackedLayer> packed_layer(const Pack & pack, const MoeLaye
 void ModelMap::attach_pack(const std::string & path) {
     const FatalGuard guard;
     const Pack       pack(path);
-    if (strcmp(pack.text(LAYOUT), PLAIN) != 0) {
-        throw Failure(PYORCH_FORMAT, format("%s holds experts in the layout \"%s\", which the kernels of this machine do not "
-            "compute with: make it again here", path.c_str(), pack.text(LAYOUT)));
-    }
+    size_t           n_matrices = 0;
     std::vector<std::shared_ptr<const PackedLayer>> packed;
     for (const MoeLayer & layer : layers) {
-        packed.push_back(packed_layer(pack, layer, n_shards));
+        auto of_layer = packed_layer(pack, layer, n_shards);
+        for (const ExpertTensor & tensor : layer.tensors) {
+            const std::string layout = pack.text(LAYOUTS, n_matrices++);
+            if (layout != PLAIN && layout != layout_name(tensor)) {
+                throw Failure(PYORCH_FORMAT, format("%s holds %s in the layout \"%s\", which the kernels of this machine do not "
+                    "compute with: make it again here", path.c_str(), tensor.name.c_str(), layout.c_str()));
+            }
+            of_layer->repacked.push_back(layout != PLAIN);
+        }
+        packed.push_back(of_layer);
     }
     files.resize(n_shards);
-    files.push_back({ path, pack.bytes });
+    files.push_back({ path, pack.bytes, pack.bytes });
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].pack = packed[i];
     }

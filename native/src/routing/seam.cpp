@@ -9,6 +9,7 @@
 #include "ggml.h"
 #include "llama-moe.h"
 
+#include <algorithm>
 #include <cstring>
 #include <sys/stat.h>
 
@@ -49,6 +50,12 @@ bool on_weight(const ggml_tensor * meta, int fd, size_t offs, void ** extra) {
         *extra = captured->find(ggml_get_name(meta));
     }
     return true;
+}
+
+// A slim model's file is taken to be as long as its tensors say, so that llama.cpp maps what is not there.
+size_t on_file_size(int fd, size_t size) {
+    const ModelMap * map = captured ? &captured->table.map : nullptr;
+    return map && map->slim && same_file(fd, map->files[0].path) ? std::max<size_t>(size, map->files[0].span) : size;
 }
 
 void on_weight_freed(const ggml_tensor * weight) {
@@ -153,7 +160,8 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
 // Set once, when the library is loaded: later, another model might be computing.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked };
-    static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_begin, end_context };
+    static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_begin, end_context,
+        on_file_size };
     ggml_cpu_set_expert_hooks(&cpu_hooks);
     llama_set_moe_hooks(&moe_hooks);
     return true;

@@ -1,0 +1,91 @@
+"""Slim models: a GGUF that ends where its experts would begin, for who keeps them in a pack only.
+
+Its tensors are those of the model, dense ones first. So it is a short file like any other, however it is copied, and
+llama.cpp refuses it as incomplete where nothing supplies the experts. The key `pyorch.slim` holds the fingerprint of
+the whole model.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from pyorch import files
+from pyorch.errors import PyorchError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+
+_OF_SHARDS = re.compile(r"split\.(no|count|tensors\.count)")
+_STRING = gguf.GGUFValueType.STRING
+_COPIED_BYTES = 4 << 20  # at a time
+
+
+def write_slim(model_map: ModelMap, target: Path) -> int:
+    """Writes a model, shards included, to one GGUF without the bytes of its experts. Returns the bytes written.
+
+    The file appears whole or not at all. Raises PyorchError.
+    """
+    files.check_target(target)
+    if model_map.info.slim:
+        raise PyorchError(f"{model_map.path} is slim already: copy it, and its pack")
+    if target.exists() and target.samefile(model_map.path):
+        raise PyorchError(f"{target} is the model itself: name another file for the slim one")
+    experts = {f"blk.{layer.il}.ffn_{role.name}_exps.weight" for layer in model_map.layers for role in layer.roles}
+    readers = [gguf.GGUFReader(path) for path in _shards(model_map)]
+    tensors = [(tensor, reader) for reader in readers for tensor in reader.tensors]
+    tensors.sort(key=lambda of: of[0].name in experts)  # stable: dense ones first
+    alignment = readers[0].alignment
+
+    infos, n_dense, end = [], 0, 0
+    for tensor, _ in tensors:
+        infos.append(_text(tensor.name) + struct.pack("<I", len(tensor.shape)) + struct.pack(
+            f"<{len(tensor.shape)}QIQ", *map(int, tensor.shape), int(tensor.tensor_type), end))
+        end += -(-int(tensor.n_bytes) // alignment) * alignment
+        n_dense = end if tensor.name not in experts else n_dense
+    metadata = [_field(readers[0], field) for key, field in readers[0].fields.items()
+                if not key.startswith("GGUF.") and not _OF_SHARDS.fullmatch(key)]
+    metadata.append(_text(container.SLIM) + struct.pack("<I", _STRING) + _text(container.fingerprint(model_map)))
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)) + b"".join(metadata) + b"".join(infos)
+    head = head.ljust(-(-len(head) // alignment) * alignment, b"\0")
+
+    files.check_free_space(target.parent, len(head) + n_dense)
+    with files.staging(target) as directory:
+        try:
+            with (directory / target.name).open("wb") as file:
+                file.write(head)
+                for tensor, reader in tensors:
+                    if tensor.name not in experts:
+                        _copy(reader.data, int(tensor.data_offset), int(tensor.n_bytes), file)
+                        file.write(b"\0" * (-file.tell() % alignment))
+            files.publish([directory / target.name], target.parent)
+        except OSError as error:
+            raise PyorchError(f"writing {target} failed: {error.strerror}; nothing was left there") from None
+    return target.stat().st_size
+
+
+def _shards(model_map: ModelMap) -> list[str]:
+    """The files of the model, the first one first."""
+    if model_map.info.n_files == 1:
+        return [model_map.path]
+    first = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", model_map.path)
+    return [f"{first[1]}-{i + 1:05}-of-{first[2]}.gguf" for i in range(model_map.info.n_files)]
+
+
+def _text(text: str) -> bytes:
+    content = text.encode()
+    return struct.pack("<Q", len(content)) + content
+
+
+def _field(reader: gguf.GGUFReader, field: gguf.ReaderField) -> bytes:
+    """Key, type and value, as they lie in the file."""
+    size = sum(part.nbytes for part in field.parts)
+    return reader.data[field.offset : field.offset + size].tobytes()
+
+
+def _copy(data: np.ndarray, offset: int, n_bytes: int, file) -> None:
+    for at in range(offset, offset + n_bytes, _COPIED_BYTES):
+        file.write(data[at : min(at + _COPIED_BYTES, offset + n_bytes)])

@@ -1,0 +1,124 @@
+"""A slim model and its pack are the model; without its pack it is refused, by stock llama.cpp too."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from architectures import Zoo
+from ggufs import split
+from models import assert_same_bits, small_model
+from mutations import flip
+
+from pyorch.cli import main
+from pyorch.convert import pack as packing
+from pyorch.convert.slim import write_slim
+from pyorch.errors import FormatError, PyorchError
+from pyorch.llama.context import Context
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container, packs
+
+TOKENS = [1, 5, 9, 2, 30, 7, 4, 3, 8, 11]
+
+
+def slim_of(model: Path, directory: Path) -> Path:
+    """A slim model and its pack, away from the model."""
+    target = directory / "slim.gguf"
+    packing.pack(model, container.default_path(target, packs.KIND))
+    with ModelMap(model) as model_map:
+        write_slim(model_map, target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def slim(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return slim_of(small_moe, tmp_path_factory.mktemp("slim"))
+
+
+@pytest.mark.parametrize(("name", "type_name"), [("olmoe", "Q4_0"), ("mixtral", "F32"), ("gpt-oss-mxfp4", "MXFP4")])
+def test_the_pair_computes_what_the_model_does(zoo: Zoo, tmp_path: Path, name: str, type_name: str) -> None:
+    model = zoo.path(name, type_name)
+    pair = slim_of(model, tmp_path)
+    with ModelMap(model) as whole, ModelMap(pair) as rest:
+        assert pair.stat().st_size < whole.info.dense_bytes + (1 << 20)
+        assert container.fingerprint(whole) == container.fingerprint(rest)
+        assert rest.info.slim and (rest.info.expert_bytes, rest.info.dense_bytes) == (
+            whole.info.expert_bytes, whole.info.dense_bytes)
+    logits = []
+    for path, budget, mapped in ((model, "30%", False), (pair, "30%", False), (pair, "auto", False), (pair, "30%", True)):
+        with small_model(path, budget, use_mmap=mapped) as loaded, Context(loaded.llama.model, n_ctx=64) as it:
+            logits.append(it.decode(TOKENS))
+    for other in logits[1:]:
+        assert_same_bits(other, logits[0])
+
+
+def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_path: Path) -> None:
+    shards = split(small_moe, tmp_path / "model.gguf", max_tensors=20)
+    other = slim_of(shards[0], tmp_path)
+    with small_model(slim, "50%") as first, small_model(other, "50%") as second:
+        with Context(first.llama.model, n_ctx=64) as a, Context(second.llama.model, n_ctx=64) as b:
+            assert_same_bits(b.decode(TOKENS), a.decode(TOKENS))
+
+
+def test_commands_take_the_pair_as_one_model(slim: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(slim)]) == 0
+    assert "experts" in capsys.readouterr().out
+    assert main(["run", str(slim), "-p", "import", "-n", "4", "--temp", "0", "--budget", "40%", "--threads", "1"]) == 0
+    assert main(["pack", str(slim), "--check"]) == 0
+    assert "each as" in capsys.readouterr().out
+    assert main(["pack", str(slim)]) == 2
+    assert "is slim: its experts are in its pack already" in capsys.readouterr().err
+
+
+def test_it_is_refused_without_its_pack(slim: Path, small_moe_q4: Path, tmp_path: Path) -> None:
+    alone = Path(shutil.copy(slim, tmp_path / "alone.gguf"))
+    with pytest.raises(FormatError, match="is slim, its experts are in its pack: .*alone.experts.gguf: no such file"):
+        small_model(alone, "50%")
+    packing.pack(small_moe_q4, tmp_path / "alone.experts.gguf")
+    with pytest.raises(FormatError, match="is slim.*belongs to another model"):
+        small_model(alone, "50%")
+    with ModelMap(alone) as model_map, pytest.raises(FormatError, match="is slim: its experts are in a pack"):
+        model_map.expert_range(0, 0, 0)
+
+
+def test_a_damaged_expert_fails_the_decode_and_is_named(slim: Path, tmp_path: Path) -> None:
+    pair = Path(shutil.copy(slim, tmp_path / "model.gguf"))
+    pack = Path(shutil.copy(container.default_path(slim, packs.KIND), container.default_path(pair, packs.KIND)))
+    with ModelMap(pair) as model_map:
+        model_map.attach_pack(pack)
+        for expert in range(model_map.layers[2].n_expert):
+            where = model_map.expert_range(2, expert, 1)
+            flip(Path(where.path), where.offset + 100)
+    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64) as it:
+        with pytest.raises(PyorchError, match=r"cannot read expert \d+ of blk.2.ffn_\w+_exps.weight from .*"
+                                              "model.experts.gguf: what was read is damaged"):
+            it.decode(TOKENS)
+
+
+def test_stock_llama_cpp_refuses_it(slim: Path) -> None:
+    """Not managed by pyorch, the library does what stock llama.cpp does."""
+    program = f"import pyorch, llama_cpp; llama_cpp.Llama({str(slim)!r}, verbose=True)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "data is not within the file bounds, model is corrupted or incomplete" in done.stderr
+
+
+@pytest.mark.parametrize("left", [0.3, 0.9, 0.999])
+def test_a_truncated_one_is_refused(slim: Path, tmp_path: Path, left: float) -> None:
+    content = slim.read_bytes()
+    cut = tmp_path / "slim.gguf"
+    cut.write_bytes(content[: int(len(content) * left)])
+    with pytest.raises(FormatError, match="truncated|damaged"):
+        ModelMap(cut)
+
+
+def test_the_model_is_not_overwritten(small_moe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    before = model.read_bytes()
+    assert main(["pack", str(model), "--slim", str(model)]) == 2
+    assert "is the model itself" in capsys.readouterr().err
+    assert model.read_bytes() == before
+    assert main(["pack", str(model), "--slim", str(tmp_path / "s.gguf"), "-o", "x"]) == 2
