@@ -155,7 +155,7 @@ static void an_abandoned_guess_goes_on_for_who_needs_it_after_all() {
     house.acquire(other, 1, { 1 });
     house.disk.end(guessed);
     house.read_all();
-    CHECK(house.table.address(1, 1, 2, false));
+    CHECK(house.table.address(other, 1, 1, 2, false));
     CHECK(house.table.release(other));
     CHECK(house.stats().bytes_read == 2 * 3u * (1u << 20)); // each byte once
 }
