@@ -30,6 +30,7 @@ SLIM = "pyorch.slim"
 
 # Of one expert of each layer. Tells apart two quantizations of a model that have the same types.
 _SAMPLE_BYTES = 4096
+_ROLES = ("gate_up", "up", "gate", "down")  # in which a fingerprint goes through them, whatever the map's order is
 
 # What GGUFReader raises for text that is not UTF-8, types of another version, and what else cannot be.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError)
@@ -52,7 +53,7 @@ def fingerprint(model_map: ModelMap) -> str:
         return model_map.metadata_str(SLIM, default="")
     digest = hashlib.sha256(model_map.info.arch.encode())
     for layer in model_map.layers:
-        for index, role in enumerate(layer.roles):
+        for index, role in sorted(enumerate(layer.roles), key=lambda pair: _ROLES.index(pair[1].name)):
             where = model_map.expert_range(layer.il, 0, index)
             digest.update(f"\nblk.{layer.il}.{role.name} {role.type} {layer.n_expert}*{where.size}\n".encode())
             digest.update(_read(where.path, where.offset, min(where.size, _SAMPLE_BYTES)))

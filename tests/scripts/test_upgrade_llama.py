@@ -134,6 +134,7 @@ class Checkout:
         self.write("native/cmake/llama-cpp-python.txt", f"# the pin\nllama-cpp-python=={OLD} --hash=sha256:{sha256}\n")
         self.write("pyproject.toml", f'dependencies = ["llama-cpp-python=={OLD}", "llama-cpp-python=={OLD}5"]\n')
         self.write("constraints.txt", f"llama-cpp-python=={OLD}\n")
+        self.write(".gitignore", "__pycache__/\n")
         self.write("docs/notes.md", f"measured with {OLD}\n")
         self.write("pyorch/load.py", OURS)
         for name, text in PATCHES.items():

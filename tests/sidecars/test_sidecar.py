@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,26 @@ def test_its_default_place_is_where_the_model_looks(small_moe: Path, model_map: 
     container.write(path, "maps", 1, model_map, METADATA, ARRAYS)
     assert model_map.sidecars()["maps"] == path
     path.unlink()
+
+
+def test_a_fingerprint_goes_through_matrices_in_an_order_of_its_own(model_map: ModelMap) -> None:
+    """Else what older versions wrote would be another model's whenever the map's order changes."""
+    def content(path: str, offset: int, size: int) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    digest = hashlib.sha256(b"qwen2moe")
+    for layer in model_map.layers:
+        indices = {role.name: index for index, role in enumerate(layer.roles)}
+        for name in ("up", "gate", "down"):
+            where = model_map.expert_range(layer.il, 0, indices[name])
+            kind = layer.roles[indices[name]].type
+            digest.update(f"\nblk.{layer.il}.{name} {kind} 64*{where.size}\n".encode())
+            digest.update(content(where.path, where.offset, min(where.size, 4096)))
+        router = model_map.tensor_range(f"blk.{layer.il}.ffn_gate_inp.weight")
+        digest.update(content(router.path, router.offset, router.size))
+    assert container.fingerprint(model_map) == digest.hexdigest()
 
 
 def test_a_model_in_shards_has_the_fingerprint_of_the_whole(

@@ -80,9 +80,11 @@ public:
 
     // Address of one matrix of an expert that owner acquired. wait: sleep until it is there; otherwise null
     // if it is not. Of an expert that could not be read: readable zeros.
-    // REQUIRES where owner has a stream: each of its n_threads, told apart by any address of theirs, asks for experts of one role in ascending order, and then
-    // no more for those that it was given an address of before; all have done so when the first asks for another role.
-    const char * address(const Owner & owner, int layer, int expert, int role, bool wait, const void * thread = nullptr);
+    // REQUIRES where owner has a stream: each of its n_threads, told apart by any address of theirs, asks for experts
+    // of one role in ascending order, and then no more for those that it was given an address of before; all have done
+    // so when the first asks for another role.
+    const char * address(const Owner & owner, int layer, int expert, int role, bool wait,
+        const void * thread = nullptr);
 
     // mask[n_expert]: 1 for each expert of the layer that is resident.
     void resident(int layer, std::vector<uint8_t> & mask);
