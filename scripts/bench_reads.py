@@ -70,7 +70,7 @@ def file_system_in_memory(n_bytes: int) -> Iterator[Path]:
         stack.callback(_run, "losetup", "--detach", device)
         _run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", device)
         _run("mount", device, mounted)
-        stack.callback(_run, "umount", mounted)
+        stack.callback(_run, "umount", "--lazy", mounted)
         yield mounted
 
 
