@@ -70,6 +70,7 @@ def pack(
             raise PyorchError(f"{model_map.path} has no routed experts: there is nothing to pack")
         if model_map.info.slim:
             raise PyorchError(f"{model_map.path} is slim: its experts are in its pack already")
+        files.check_no_source(target, model_map.shards)
         plan = _Plan(model_map, layout)
         with files.continued(target) as (part, descriptor):
             try:

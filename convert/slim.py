@@ -32,10 +32,11 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
     files.check_target(target)
     if model_map.info.slim:
         raise PyorchError(f"{model_map.path} is slim already: copy it, and its pack")
-    if target.exists() and target.samefile(model_map.path):
-        raise PyorchError(f"{target} is the model itself: name another file for the slim one")
+    if not model_map.layers:
+        raise PyorchError(f"{model_map.path} has no routed experts: there is nothing to leave out")
+    files.check_no_source(target, model_map.shards)
     experts = {f"blk.{layer.il}.ffn_{role.name}_exps.weight" for layer in model_map.layers for role in layer.roles}
-    readers = [gguf.GGUFReader(path) for path in _shards(model_map)]
+    readers = [gguf.GGUFReader(path) for path in model_map.shards]
     tensors = [(tensor, reader) for reader in readers for tensor in reader.tensors]
     tensors.sort(key=lambda of: of[0].name in experts)  # stable: dense ones first
     alignment = readers[0].alignment
@@ -65,14 +66,6 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
         except OSError as error:
             raise PyorchError(f"writing {target} failed: {error.strerror}; nothing was left there") from None
     return target.stat().st_size
-
-
-def _shards(model_map: ModelMap) -> list[str]:
-    """The files of the model, the first one first."""
-    if model_map.info.n_files == 1:
-        return [model_map.path]
-    first = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", model_map.path)
-    return [f"{first[1]}-{i + 1:05}-of-{first[2]}.gguf" for i in range(model_map.info.n_files)]
 
 
 def _text(text: str) -> bytes:

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
+from typing import Iterable, Iterator
 
 from pyorch.errors import PyorchError
 from pyorch.sizes import format_bytes
@@ -121,6 +121,12 @@ def replace(file: Path, target: Path) -> None:
     _sync(target.parent)
 
 
+def check_no_source(target: Path, sources: Iterable[str]) -> None:
+    """PyorchError where writing `target` would replace one of the files that are read for it."""
+    if target.exists() and any(target.samefile(source) for source in sources):
+        raise PyorchError(f"{target} is the model itself: name another file")
+
+
 @contextmanager
 def continued(target: Path) -> Iterator[tuple[Path, int]]:
     """The file in which a long run makes `target`, and a descriptor of it: what an earlier run left there, or empty.
@@ -131,7 +137,7 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
     part = target.with_name(f".{target.name}.part")
     while True:
         try:
-            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise PyorchError(f"{part} cannot be written: {error.strerror}") from None
         try:
@@ -141,10 +147,12 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
                 except BlockingIOError:
                     raise PyorchError(f"another process is writing {target}: wait until it has ended") from None
             # Between its opening and its lock another process may have finished it.
+            same = False
             with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(part), os.fstat(descriptor)):
-                    yield part, descriptor
-                    return
+                same = os.path.samestat(os.stat(part), os.fstat(descriptor))
+            if same:
+                yield part, descriptor
+                return
         finally:
             os.close(descriptor)
 

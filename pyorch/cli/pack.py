@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
     from pyorch.convert.pack import check, pack
+    from pyorch import files
     from pyorch.convert.slim import write_slim
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container, packs
@@ -55,14 +56,17 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError("--slim makes the pack the only copy of the experts, and another machine could not use "
                               "it in the native layout: leave --layout out")
         output = container.default_path(args.slim, packs.KIND)
+        with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
+            files.check_target(args.slim.absolute())
+            files.check_no_source(args.slim, model_map.shards)
     with Progress() as progress:
-        if args.slim is not None:
-            with ModelMap(args.model) as model_map:
-                n_slim_bytes = write_slim(model_map, args.slim.absolute())
         if args.check:
             result = check(args.model, output, on_progress=progress.update)
         else:
             result = pack(args.model, output, layout=args.layout, on_progress=progress.update)
+        if args.slim is not None:  # last: it is of no use without its pack
+            with ModelMap(args.model) as model_map:
+                n_slim_bytes = write_slim(model_map, args.slim.absolute())
     if args.json:
         print_json(result)
     if args.check and result.damaged:

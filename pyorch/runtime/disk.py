@@ -100,7 +100,8 @@ def reads_for(model_map: ModelMap, reads: Reads, direct_io: bool) -> Reads:
     kept = kept_bandwidth(model_map, reads.reader)
     if kept is None and _can_keep(model_map, reads.reader):
         kept = measure_and_keep(model_map, reads.reader)[0]
-    return kept.reads if kept is not None else reads
+    # The reader stays "auto": the one that was measured may be forbidden here.
+    return Reads(reads.reader, kept.reads.depth, kept.reads.request_bytes) if kept is not None else reads
 
 
 def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | None:

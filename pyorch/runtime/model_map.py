@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +68,8 @@ class ModelMap:
     """The map of one GGUF, shards included.
 
     Raises FormatError if the file is missing, truncated, incomplete or no GGUF. `info` and `layers` are
-    plain data that outlive close(). pack: that was attached, None: experts are read from the model. A model without routed experts has no layers.
+    plain data that outlive close(). pack: that was attached, None: experts are read from the model. A model without
+    routed experts has no layers.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -96,6 +98,14 @@ class ModelMap:
         if self._map is None:
             raise FormatError(f"the map of {self.path} was closed")
         return self._map
+
+    @property
+    def shards(self) -> list[str]:
+        """The files of the model, the first one first."""
+        first = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", self.path)
+        if self.info.n_files == 1 or first is None:
+            return [self.path]
+        return [f"{first[1]}-{i + 1:05}-of-{first[2]}.gguf" for i in range(self.info.n_files)]
 
     def close(self) -> None:
         """Frees the map; `info` and `layers` stay."""

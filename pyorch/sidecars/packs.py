@@ -73,7 +73,8 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
         return ""
     try:
         metadata, _ = container.read(path, KIND, VERSION, model_map)
-        if plain and set(metadata.get(LAYOUTS, ())) != {PLAIN}:
+        layouts = metadata.get(LAYOUTS)
+        if plain and not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts)):
             return f"{path} holds experts in an order that the plain kernels do not compute with"
         model_map.attach_pack(path)
     except FormatError as error:

@@ -186,6 +186,22 @@ def test_convert_packs_what_it_wrote(model: Path, capsys: pytest.CaptureFixture[
     assert packing.check(target).damaged == ()
 
 
+def test_the_model_is_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = model.read_bytes()
+    assert main(["pack", str(model), "-o", str(model)]) == 2
+    assert "is the model itself" in capsys.readouterr().err
+    assert model.read_bytes() == before and not model.with_name(f".{model.name}.part").exists()
+
+
+def test_the_part_of_a_pack_does_not_follow_links(model: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"kept")
+    part_of(model).symlink_to(precious)
+    with pytest.raises(PyorchError, match="cannot be written"):
+        packing.pack(model)
+    assert precious.read_bytes() == b"kept"
+
+
 def test_a_dense_model_has_nothing_to_pack(dense_model: Path) -> None:
     with pytest.raises(PyorchError, match="no routed experts"):
         packing.pack(dense_model)

@@ -122,3 +122,8 @@ def test_the_model_is_not_overwritten(small_moe: Path, capsys: pytest.CaptureFix
     assert "is the model itself" in capsys.readouterr().err
     assert model.read_bytes() == before
     assert main(["pack", str(model), "--slim", str(tmp_path / "s.gguf"), "-o", "x"]) == 2
+
+
+def test_without_a_pack_nothing_slim_is_left(dense_model: Path, tmp_path: Path) -> None:
+    assert main(["pack", str(dense_model), "--slim", str(tmp_path / "s.gguf")]) == 2
+    assert not any(tmp_path.iterdir())

@@ -55,6 +55,15 @@ def test_a_small_model_is_not_worth_a_second(model_map: ModelMap, cache: Path) -
     assert not cache.exists()
 
 
+def test_what_reads_stays_open_although_depth_and_size_are_known(
+    model_map: ModelMap, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was measured with io_uring may be forbidden in the sandbox that finds the measurement."""
+    monkeypatch.setattr(disk, "_WORTH_BYTES", 0)
+    kept, _ = disk.measure_and_keep(model_map, seconds=0.05)
+    assert disk.reads_for(model_map, Reads(), direct_io=True) == Reads("auto", kept.depth, kept.request_bytes)
+
+
 def test_what_cannot_be_kept_is_no_error(model_map: ModelMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

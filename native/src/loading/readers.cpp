@@ -40,7 +40,7 @@ ReadPlan plan_reads(const pyorch_config & config) {
             throw Failure(PYORCH_INVALID, format("io_uring cannot be used here (%s): let threads read",
                 strerror(errno)));
         }
-        io_uring = false;
+        return { false, default_threads(), THREAD_BYTES }; // what suits io_uring would be too many threads
     }
     return {
         io_uring,
