@@ -839,6 +839,14 @@ static void a_read_error_ends_a_stream_with_its_sentence() {
     CHECK(house.table.release(house.owner));
 }
 
+// Its minimum does not keep what it has now beside all that it needs: it would wait for ever.
+static void a_layer_gives_up_its_own_for_its_own_below_its_minimum() {
+    Narrow house(0.25); // 12 experts
+    CHECK(house.pass(0, range(0, 6)));
+    house.table.set_layer_limits(house.map.layers[0].il, 6, House::N_EXPERT);
+    CHECK(house.pass(0, range(4, 14)) && house.n_resident(0) >= 10);
+}
+
 static void what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window() {
     Narrow house(0.25); // 12 experts
     CHECK(house.pass(0, range(0, 12)) && house.n_resident(0) == 12); // else it would wait to be asked for
@@ -905,6 +913,7 @@ int main(int argc, char ** argv) {
     a_graph_that_takes_the_matrices_in_another_order_is_streamed_too();
     a_stream_that_is_aborted_gives_its_window_back();
     a_read_error_ends_a_stream_with_its_sentence();
+    a_layer_gives_up_its_own_for_its_own_below_its_minimum();
     what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window();
     return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import signal
@@ -106,7 +107,11 @@ def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(sm
 
 
 def children(pid: int | str = "self") -> set[str]:
-    return {child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
+            found.update((task / "children").read_text().split())
+    return found
 
 
 def user_ticks(pid: str) -> int:

@@ -277,6 +277,7 @@ void Table::finished(Load & load) {
     keep_budget();
     if (lets_go) {
         space.notify_all();
+        loads.wake(); // a reader sleeps where a decode thread ends this: there may be memory now for what waits
     }
     if (n_waiting > 0) {
         arrived.notify_all();

@@ -137,7 +137,9 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
     compute_changed_keys();
     for (int i = 0; i < n; ++i) {
         Layer & l = layers[i];
-        if (l.n_loaded <= l.min || (!l.forecast && 1.0f / l.n_expert > more_likely_than)) {
+        // A layer that runs gives up its own for its own: its minimum is there again once they are.
+        const bool kept = l.n_loaded <= l.min && !(i == layer && purpose == FOR_DEMAND);
+        if (kept || (!l.forecast && 1.0f / l.n_expert > more_likely_than)) {
             continue;
         }
         const Victims::Least least = !l.forecast || more_likely_than == INFINITY ? victims.least(i, purpose) :
