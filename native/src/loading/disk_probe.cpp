@@ -86,6 +86,8 @@ public:
         const uint64_t bytes = n_read();
         wanted = UINT64_MAX;
         changed.wait_until(lock, until, [this] { return !error.empty(); });
+        wanted = bytes + 1; // on a busy machine not one read may have ended yet
+        changed.wait(lock, [&] { return n_read() >= wanted || !error.empty(); });
         const double took = now_seconds() - begin;
         started = false;
         if (!error.empty()) {
