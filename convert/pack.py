@@ -53,11 +53,12 @@ class Check:
 
 def pack(
     model: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, layout: str = LAYOUTS[0],
-    on_progress: OnProgress | None = None,
+    spare_bytes: int = 0, on_progress: OnProgress | None = None,
 ) -> Packing:
     """Writes the pack of a model, beside it unless `target` says where. It appears whole or not at all.
 
-    layout: one of LAYOUTS; native: only for machines whose kernels want the same order.
+    layout: one of LAYOUTS; native: only for machines whose kernels want the same order. spare_bytes: room that must be
+    left on the disk for what the caller writes there afterwards.
 
     A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next
     one goes on from there. No more than one expert is in memory. Raises PyorchError.
@@ -74,7 +75,7 @@ def pack(
         plan = _Plan(model_map, layout)
         with files.continued(target) as (part, descriptor):
             try:
-                n_continued = _write(plan, descriptor, target.parent, on_progress)
+                n_continued = _write(plan, descriptor, target.parent, spare_bytes, on_progress)
                 files.replace(part, target)
             except OSError as error:
                 raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
@@ -84,18 +85,23 @@ def pack(
 
 
 def check(
-    model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, on_progress: OnProgress | None = None
+    model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, layout: str | None = None,
+    on_progress: OnProgress | None = None,
 ) -> Check:
     """Compares every byte of every expert in a pack with the model, and with the checksums; of a slim model's pack,
     which alone has the bytes, with the checksums only.
 
-    Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where.
+    Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where;
+    and for one in another layout, if one is asked for.
     """
     begin = time.monotonic()
     path = Path(path or container.default_path(model, packs.KIND)).absolute()
     with ModelMap(model) as model_map, ModelMap(model) as attached:
         metadata, arrays = container.read(path, packs.KIND, packs.VERSION, model_map)
         attached.attach_pack(path)  # which checks the index
+        if layout is not None and metadata[packs.LAYOUTS] != _layouts(model_map, layout):
+            raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "
+                              f"{layout}, or check it without")
         if model_map.info.slim:
             model_map.attach_pack(path)
         damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
@@ -167,8 +173,7 @@ class _Plan:
 
     def __init__(self, model_map: ModelMap, layout: str) -> None:
         self.map = model_map
-        self.layouts = [packs.PLAIN if layout == packs.PLAIN else role.layout
-                        for layer in model_map.layers for role in layer.roles]
+        self.layouts = _layouts(model_map, layout)
         self.layers = {layer.il: packs.role_offsets(model_map, layer) for layer in model_map.layers}
         self.n_experts = sum(layer.n_expert for layer in model_map.layers)
         self.header = self._header()
@@ -208,18 +213,27 @@ class _Plan:
         return header.ljust(-(-len(header) // packs.PAGE) * packs.PAGE, b"\0")
 
 
-def _write(plan: _Plan, descriptor: int, directory: Path, on_progress: OnProgress | None) -> int:
+def _layouts(model_map: ModelMap, layout: str) -> list[str]:
+    """Of every matrix of every layer."""
+    return [packs.PLAIN if layout == packs.PLAIN else role.layout
+            for layer in model_map.layers for role in layer.roles]
+
+
+def _write(
+    plan: _Plan, descriptor: int, directory: Path, spare_bytes: int, on_progress: OnProgress | None
+) -> int:
     """Packs what the file does not have yet. Returns how many experts it had.
 
     The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros.
     """
     if os.pread(descriptor, len(plan.header), 0) != plan.header or os.fstat(descriptor).st_size != plan.n_bytes:
         os.ftruncate(descriptor, 0)
-        files.check_free_space(directory, plan.n_bytes)
+        files.check_free_space(directory, plan.n_bytes + spare_bytes)
         os.ftruncate(descriptor, plan.n_bytes)
         _write_all(descriptor, plan.header, 0)
     else:
-        files.check_free_space(directory, max(0, plan.n_bytes - os.fstat(descriptor).st_blocks * 512))
+        missing = max(0, plan.n_bytes - os.fstat(descriptor).st_blocks * 512)
+        files.check_free_space(directory, missing + spare_bytes)
     journal = _Journal(descriptor)
     n_continued = n_done = 0
     total = plan.map.info.expert_bytes

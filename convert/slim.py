@@ -29,43 +29,62 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
 
     The file appears whole or not at all. Raises PyorchError.
     """
+    check_slim(model_map, target)
+    plan = _Plan(model_map)
+    files.check_free_space(target.parent, plan.n_bytes)
+    with files.staging(target) as directory:
+        try:
+            with (directory / target.name).open("wb") as file:
+                file.write(plan.head)
+                for tensor, reader in plan.dense:
+                    _copy(reader.data, int(tensor.data_offset), int(tensor.n_bytes), file)
+                    file.write(b"\0" * (-file.tell() % plan.alignment))
+            files.publish([directory / target.name], target.parent)
+        except OSError as error:
+            raise PyorchError(f"writing {target} failed: {error.strerror}; nothing was left there") from None
+    return target.stat().st_size
+
+
+def check_slim(model_map: ModelMap, target: Path) -> None:
+    """PyorchError where write_slim() would refuse the model or the target."""
     files.check_target(target)
     if model_map.info.slim:
         raise PyorchError(f"{model_map.path} is slim already: copy it, and its pack")
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts: there is nothing to leave out")
     files.check_no_source(target, model_map.shards)
-    experts = {f"blk.{layer.il}.ffn_{role.name}_exps.weight" for layer in model_map.layers for role in layer.roles}
-    readers = [gguf.GGUFReader(path) for path in model_map.shards]
-    tensors = [(tensor, reader) for reader in readers for tensor in reader.tensors]
-    tensors.sort(key=lambda of: of[0].name in experts)  # stable: dense ones first
-    alignment = readers[0].alignment
 
-    infos, n_dense, end = [], 0, 0
-    for tensor, _ in tensors:
-        infos.append(_text(tensor.name) + struct.pack("<I", len(tensor.shape)) + struct.pack(
-            f"<{len(tensor.shape)}QIQ", *map(int, tensor.shape), int(tensor.tensor_type), end))
-        end += -(-int(tensor.n_bytes) // alignment) * alignment
-        n_dense = end if tensor.name not in experts else n_dense
-    metadata = [_field(readers[0], field) for key, field in readers[0].fields.items()
-                if not key.startswith("GGUF.") and not _OF_SHARDS.fullmatch(key)]
-    metadata.append(_text(container.SLIM) + struct.pack("<I", _STRING) + _text(container.fingerprint(model_map)))
-    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)) + b"".join(metadata) + b"".join(infos)
-    head = head.ljust(-(-len(head) // alignment) * alignment, b"\0")
 
-    files.check_free_space(target.parent, len(head) + n_dense)
-    with files.staging(target) as directory:
-        try:
-            with (directory / target.name).open("wb") as file:
-                file.write(head)
-                for tensor, reader in tensors:
-                    if tensor.name not in experts:
-                        _copy(reader.data, int(tensor.data_offset), int(tensor.n_bytes), file)
-                        file.write(b"\0" * (-file.tell() % alignment))
-            files.publish([directory / target.name], target.parent)
-        except OSError as error:
-            raise PyorchError(f"writing {target} failed: {error.strerror}; nothing was left there") from None
-    return target.stat().st_size
+def slim_bytes(model_map: ModelMap) -> int:
+    """How long the file will be that write_slim() makes of a model which it does not refuse."""
+    return _Plan(model_map).n_bytes
+
+
+class _Plan:
+    """What will be in the slim file: all before the first tensor's data, and the tensors that it has data of."""
+
+    def __init__(self, model_map: ModelMap) -> None:
+        experts = {f"blk.{layer.il}.ffn_{role.name}_exps.weight" for layer in model_map.layers for role in layer.roles}
+        readers = [gguf.GGUFReader(path) for path in model_map.shards]
+        tensors = [(tensor, reader) for reader in readers for tensor in reader.tensors]
+        tensors.sort(key=lambda of: of[0].name in experts)  # stable: dense ones first
+        self.alignment = readers[0].alignment
+        self.dense = [(tensor, reader) for tensor, reader in tensors if tensor.name not in experts]
+
+        infos, offset = [], 0
+        for tensor, _ in tensors:
+            infos.append(_text(tensor.name) + struct.pack("<I", len(tensor.shape)) + struct.pack(
+                f"<{len(tensor.shape)}QIQ", *map(int, tensor.shape), int(tensor.tensor_type), offset))
+            offset += self._aligned(int(tensor.n_bytes))
+        metadata = [_field(readers[0], field) for key, field in readers[0].fields.items()
+                    if not key.startswith("GGUF.") and not _OF_SHARDS.fullmatch(key)]
+        metadata.append(_text(container.SLIM) + struct.pack("<I", _STRING) + _text(container.fingerprint(model_map)))
+        head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)) + b"".join(metadata) + b"".join(infos)
+        self.head = head.ljust(self._aligned(len(head)), b"\0")
+        self.n_bytes = len(self.head) + sum(self._aligned(int(tensor.n_bytes)) for tensor, _ in self.dense)
+
+    def _aligned(self, n_bytes: int) -> int:
+        return -(-n_bytes // self.alignment) * self.alignment
 
 
 def _text(text: str) -> bytes:

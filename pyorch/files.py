@@ -16,7 +16,7 @@ from pyorch.errors import PyorchError
 from pyorch.sizes import format_bytes
 
 # Beyond the tensors a GGUF holds a vocabulary; what else writes to the disk needs something too.
-_SPARE_BYTES = 32 << 20
+SPARE_BYTES = 32 << 20
 
 
 def check_target(target: Path) -> None:
@@ -33,9 +33,9 @@ def check_target(target: Path) -> None:
 def check_free_space(directory: Path, n_bytes: int) -> None:
     """Raises PyorchError if the disk under `directory` has no room for `n_bytes` and some spare."""
     free = shutil.disk_usage(directory).free
-    if free < n_bytes + _SPARE_BYTES:
-        raise PyorchError(f"{directory} has {format_bytes(free)} free, the conversion needs about "
-                          f"{format_bytes(n_bytes + _SPARE_BYTES)}: free some space or name another output")
+    if free < n_bytes + SPARE_BYTES:
+        raise PyorchError(f"{directory} has {format_bytes(free)} free, what is to be written needs about "
+                          f"{format_bytes(n_bytes + SPARE_BYTES)}: free some space or name another output")
 
 
 @contextmanager
@@ -131,8 +131,8 @@ def check_no_source(target: Path, sources: Iterable[str]) -> None:
 def continued(target: Path) -> Iterator[tuple[Path, int]]:
     """The file in which a long run makes `target`, and a descriptor of it: what an earlier run left there, or empty.
 
-    It stays where the run does not end by replace(). A lock on it, which ends with its process, keeps others out:
-    PyorchError while somebody holds it.
+    It stays where the run does not end by replace(), unless it is empty. A lock on it, which ends with its process,
+    keeps others out: PyorchError while somebody holds it.
     """
     part = target.with_name(f".{target.name}.part")
     while True:
@@ -151,10 +151,20 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
             with contextlib.suppress(FileNotFoundError):
                 same = os.path.samestat(os.stat(part), os.fstat(descriptor))
             if same:
-                yield part, descriptor
+                try:
+                    yield part, descriptor
+                finally:
+                    _remove_empty(part, descriptor)
                 return
         finally:
             os.close(descriptor)
+
+
+def _remove_empty(part: Path, descriptor: int) -> None:
+    """Removes the file of a descriptor that has nothing in it, while it still has this name."""
+    with contextlib.suppress(OSError):
+        if os.fstat(descriptor).st_size == 0 and os.path.samestat(os.stat(part), os.fstat(descriptor)):
+            part.unlink()
 
 
 def write_text(target: str | os.PathLike[str], text: str) -> None:

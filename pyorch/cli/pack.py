@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
@@ -26,9 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="the file to write, or to check (default: MODEL.experts.gguf beside the model)")
-    parser.add_argument("--layout", choices=("plain", "native"), default="plain",
+    parser.add_argument("--layout", choices=("plain", "native"),
                         help="plain: matrices as they lie in the model; native: in the order in which the kernels of "
-                             "this machine are fastest, so that none is brought into it when it is read (default: plain)")
+                             "this machine are fastest, so that none is brought into it when it is read (default: "
+                             "plain; with --check: whatever the pack has)")
     parser.add_argument("--check", action="store_true",
                         help="write nothing; compare every byte of every expert in the pack with the model")
     parser.add_argument("--slim", type=Path, metavar="FILE",
@@ -42,33 +44,33 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
     from pyorch.convert.pack import check, pack
-    from pyorch import files
-    from pyorch.convert.slim import write_slim
+    from pyorch.convert.slim import check_slim, slim_bytes, write_slim
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container, packs
     from pyorch.sizes import format_bytes
 
-    output = args.output
+    output, spare_bytes, slim = args.output, 0, None
     if args.slim is not None:
         if args.check or output is not None:
             raise PyorchError("--slim says where the pack goes too, and nothing is checked: give no -o and no --check")
-        if args.layout != packs.PLAIN:
+        if args.layout not in (None, packs.PLAIN):
             raise PyorchError("--slim makes the pack the only copy of the experts, and another machine could not use "
                               "it in the native layout: leave --layout out")
         output = container.default_path(args.slim, packs.KIND)
         with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
-            files.check_target(args.slim.absolute())
-            files.check_no_source(args.slim, model_map.shards)
+            check_slim(model_map, args.slim.absolute())
+            spare_bytes = slim_bytes(model_map)
     with Progress() as progress:
         if args.check:
-            result = check(args.model, output, on_progress=progress.update)
+            result = check(args.model, output, layout=args.layout, on_progress=progress.update)
         else:
-            result = pack(args.model, output, layout=args.layout, on_progress=progress.update)
+            result = pack(args.model, output, layout=args.layout or packs.PLAIN, spare_bytes=spare_bytes,
+                          on_progress=progress.update)
         if args.slim is not None:  # last: it is of no use without its pack
             with ModelMap(args.model) as model_map:
-                n_slim_bytes = write_slim(model_map, args.slim.absolute())
+                slim = {"path": args.slim, "n_bytes": write_slim(model_map, args.slim.absolute())}
     if args.json:
-        print_json(result)
+        print_json({**asdict(result), **({"slim": slim} if slim else {})})
     if args.check and result.damaged:
         some = ", ".join(result.damaged[:_SHOWN]) + (", ..." if len(result.damaged) > _SHOWN else "")
         raise PyorchError(f"{result.path} is damaged in {len(result.damaged)} places: {some}; make it again")
@@ -79,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             continued = f", {result.n_continued} of them by an earlier run" if result.n_continued else ""
             print(f"{result.path}: {what}, {result.seconds:.1f} s{continued}")
-        if args.slim is not None:
-            print(f"{args.slim}: the rest of the model, {format_bytes(n_slim_bytes)}; it is used like the model as "
-                  "long as its pack lies beside it")
+        if slim is not None:
+            print(f"{slim['path']}: the rest of the model, {format_bytes(slim['n_bytes'])}; it is used like the model "
+                  "as long as its pack lies beside it")
     return 0

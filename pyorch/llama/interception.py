@@ -201,7 +201,9 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
         budget = info.floor_bytes
     elif budget == RESIDENT and info.slim:
-        budget = info.slots_bytes  # llama.cpp would find no experts in a slim file
+        budget = info.slots_bytes
+        fatal.notice(f"note: {managed.path} is slim, llama.cpp by itself cannot load it: the reference is the model with "
+                     "all experts in memory, from the pack")
     elif budget != RESIDENT:
         budget = budget.resolve(info)
     if not managed.map.layers or budget == RESIDENT:
@@ -240,6 +242,9 @@ def use_pack(model_map: ModelMap, settings: Settings, plain: bool) -> None:
     plain: they will be computed with as they lie in the model.
     """
     if model_map.info.slim and settings.source is None:
+        if not settings.packed:
+            raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
+                              "(packed=False in Python)")
         packs.require(model_map)
     if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
         return

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -18,6 +19,7 @@ from architectures import Zoo
 from ggufs import split
 from mutations import flip
 
+from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import pack as packing
 from pyorch.errors import FormatError, PyorchError
@@ -101,6 +103,28 @@ def test_check_finds_a_flipped_bit_and_says_where(model: Path, capsys: pytest.Ca
     flip(path, tensor.data_offset + tensor.n_bytes // 2 + 5)
     assert main(["pack", str(model), "--check"]) == 2
     assert re.search(r"is damaged in 1 places: expert 32 of blk\.3\.ffn_\w+_exps", capsys.readouterr().err)
+
+
+def test_check_compares_the_layout_that_is_asked_for(
+    small_moe_q4: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(small_moe_q4, model)
+    with packing.ModelMap(model) as model_map:
+        repacked = any(role.layout != packs.PLAIN for layer in model_map.layers for role in layer.roles)
+    for layout, other in (("plain", "native"), ("native", "plain")):
+        assert main(["pack", str(model), "--layout", layout]) == 0
+        assert main(["pack", str(model), "--layout", layout, "--check"]) == main(["pack", str(model), "--check"]) == 0
+        capsys.readouterr()
+        assert main(["pack", str(model), "--layout", other, "--check"]) == (2 if repacked else 0)
+        if repacked:
+            assert f"does not hold the experts in the {other} layout" in capsys.readouterr().err
+
+
+def test_a_pack_that_has_no_room_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    with pytest.raises(PyorchError, match="1024 KiB free, what is to be written needs about"):
+        packing.pack(model)
+    assert list(model.parent.iterdir()) == [model]
 
 
 def test_an_interrupted_run_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from architectures import Zoo
+from buddy_lists import complete_buddies
 from ggufs import split
-from models import assert_same_bits, small_model
+from models import CHECKPOINT, assert_same_bits, small_model
 from mutations import flip
+from processes import python
 
+from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import pack as packing
 from pyorch.convert.slim import write_slim
 from pyorch.errors import FormatError, PyorchError
+from pyorch.llama import interception
 from pyorch.llama.context import Context
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, packs
@@ -98,12 +102,79 @@ def test_a_damaged_expert_fails_the_decode_and_is_named(slim: Path, tmp_path: Pa
             it.decode(TOKENS)
 
 
-def test_stock_llama_cpp_refuses_it(slim: Path) -> None:
-    """Not managed by pyorch, the library does what stock llama.cpp does."""
-    program = f"import pyorch, llama_cpp; llama_cpp.Llama({str(slim)!r}, verbose=True)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "data is not within the file bounds, model is corrupted or incomplete" in done.stderr
+@pytest.mark.parametrize("package", ["llama_cpp", "pyorch, llama_cpp"])
+def test_llama_cpp_without_our_engine_refuses_it(slim: Path, package: str) -> None:
+    """Even with the pack beside it: whether it is mapped or read, whether or not somebody imported pyorch."""
+    assert container.default_path(slim, packs.KIND).exists()
+    program = (f"import sys, {package}\n"
+               "assert ('pyorch' in sys.modules) == (len(sys.argv) > 1)\n"
+               "for mapped in (True, False):\n"
+               f"    try: llama_cpp.Llama({str(slim)!r}, use_mmap=mapped, verbose=True)\n"
+               "    except ValueError as error: print(error)\n")
+    done = python("-c", program, *(["imported"] if "pyorch" in package else []))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Failed to load model from file") == 2, done.stderr
+    assert done.stderr.count("data is not within the file bounds, model is corrupted or incomplete") >= 2
+
+
+def test_what_says_to_read_the_model_itself_is_refused(slim: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(slim), "-p", "import", "-n", "1", "--no-pack"]) == 2
+    assert "is slim, its experts are in its pack only: leave out --no-pack" in capsys.readouterr().err
+    with pytest.raises(PyorchError, match="leave out --no-pack"):
+        small_model(slim, "50%", packed=False)
+
+
+def test_verify_eval_and_tune_compare_with_all_experts_in_memory(
+    slim: Path, small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And say that it is not llama.cpp's own load. What they find is what they find with the whole model."""
+    told: list[str] = []
+    monkeypatch.setattr(interception.fatal, "notice", told.append)
+    pair = tmp_path / "pair.gguf"
+    for name in ("gguf", "experts.gguf"):
+        pair.with_name(f"pair.{name}").symlink_to(slim.with_name(f"slim.{name}"))
+    with ModelMap(pair) as model_map:
+        complete_buddies().write(container.default_path(pair, "buddies"), model_map)
+    facts, text = CHECKPOINT / "facts-train.jsonl", CHECKPOINT / "text-test.txt"
+
+    def run(*command: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, command), "--threads", "1"]) == 0
+        return capsys.readouterr().out
+
+    assert "are bit-identical to the resident model's" in run("verify", pair, "--budget", "30%", "--tokens", 2)
+    perplexity, accuracy = (
+        [json.loads(run("eval", *command, model, "--budget", "30%", "--json")) for model in (pair, small_moe)]
+        for command in (("perplexity", "--data", text, "--tokens", 130, "--compare", small_moe),
+                        ("arc", "--data", facts, "--limit", 4)))
+    assert perplexity[0]["perplexity"] == perplexity[1]["perplexity"]
+    assert perplexity[0]["kl_divergence"] == perplexity[1]["kl_divergence"] == 0
+    assert accuracy[0] == accuracy[1]
+    assert len(told) == 1
+    run("tune", pair, "--data", facts, "--limit", 4, "--trials", 5, "--candidates", 1, "--cache-rate", 0.5,
+        "--speed-tokens", 0, "--min-accuracy", 0.1, "--max-kl", 100, "-o", tmp_path / "tuned.json")
+    assert len(told) == 2 and all(f"{pair} is slim, llama.cpp by itself cannot load it" in it for it in told)
+
+
+def test_the_report_names_both_files(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "slim.gguf"
+    assert main(["pack", str(small_moe), "--slim", str(target), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["path"] == str(container.default_path(target, packs.KIND))
+    assert report["slim"] == {"path": str(target), "n_bytes": target.stat().st_size}
+
+
+def test_room_is_needed_for_both(
+    small_moe: Path, slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where only the pack has room nothing is begun: the rest of the model would be missing in the end."""
+    pair = slim.stat().st_size + container.default_path(slim, packs.KIND).stat().st_size
+    for free, status in ((pair - 1, 2), (pair, 0)):
+        free += files.SPARE_BYTES
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        assert main(["pack", str(small_moe), "--slim", str(tmp_path / "slim.gguf")]) == status
+        assert any(tmp_path.iterdir()) == (status == 0)
+    assert "free, what is to be written needs about" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("left", [0.3, 0.9, 0.999])
