@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test bench bench-residency bench-prediction bench-reads setup clean
+.PHONY: demo test bench bench-residency bench-prediction bench-codecs bench-reads setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -48,6 +48,11 @@ bench-reads: setup
 bench-prediction: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
 	    $(BIN)/cmake --build "$$tree" --target prediction_bench >/dev/null && "$$tree"/bin/prediction_bench
+
+# How fast experts of compressed packs are put together again, likewise.
+bench-codecs: setup
+	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
+	    $(BIN)/cmake --build "$$tree" --target codecs_bench >/dev/null && "$$tree"/bin/codecs_bench
 
 # The small trained model, widened to 4 GiB: its experts are of a real size and its router is a real one.
 build/bench/small.gguf: tests/fixtures/small-moe/model.safetensors

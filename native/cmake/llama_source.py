@@ -31,6 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PIN_FILE = Path(__file__).with_name("llama-cpp-python.txt")
+VARIABLE = "PYORCH_LLAMA_SDIST"
+CONTENTS = "source of llama.cpp, 76 MB"
 STAMP = ".pyorch-source"
 
 LLAMA_CPP = "vendor/llama.cpp/"  # in the archive
@@ -75,9 +77,14 @@ class DownloadError(SourceError):
 
 @dataclass(frozen=True)
 class Pin:
+    """A source distribution. file: where it is pinned; variable: of the environment, names a local copy."""
+
     name: str
     version: str
     sha256: str
+    file: Path = PIN_FILE
+    variable: str = VARIABLE
+    contents: str = CONTENTS
 
     @property
     def archive_name(self) -> str:
@@ -85,17 +92,17 @@ class Pin:
 
     @property
     def line(self) -> str:
-        """As PIN_FILE has it, a line of a requirements file."""
+        """As the file has it, a line of a requirements file."""
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}"
 
 
-def read_pin() -> Pin:
+def read_pin(file: Path = PIN_FILE, variable: str = VARIABLE, contents: str = CONTENTS) -> Pin:
     match = re.search(
-        r"^([\w-]+)==([\w.]+) --hash=sha256:([0-9a-f]{64})$", PIN_FILE.read_text(), re.MULTILINE
+        r"^([\w-]+)==([\w.]+) --hash=sha256:([0-9a-f]{64})$", file.read_text(), re.MULTILINE
     )
     if match is None:
-        raise SourceError(f"{PIN_FILE} has no line of the form NAME==VERSION --hash=sha256:HEX")
-    return Pin(*match.groups())
+        raise SourceError(f"{file} has no line of the form NAME==VERSION --hash=sha256:HEX")
+    return Pin(*match.groups(), file, variable, contents)
 
 
 def sha256_of(path: Path) -> str:
@@ -108,15 +115,15 @@ def sha256_of(path: Path) -> str:
 
 def find_sdist(pin: Pin) -> Path:
     """The verified archive: the copy that the user names, else the cached one, else a download."""
-    named = os.environ.get("PYORCH_LLAMA_SDIST")
+    named = os.environ.get(pin.variable)
     if named:
         path = Path(named)
         if not path.is_file():
-            raise SourceError(f"PYORCH_LLAMA_SDIST names {named}, which is not a file")
+            raise SourceError(f"{pin.variable} names {named}, which is not a file")
         actual = sha256_of(path)
         if actual != pin.sha256:
             raise SourceError(
-                f"PYORCH_LLAMA_SDIST names {named}, whose sha256 is {actual}: this is not "
+                f"{pin.variable} names {named}, whose sha256 is {actual}: this is not "
                 f"{pin.archive_name}, whose sha256 is {pin.sha256}"
             )
         return path
@@ -143,11 +150,12 @@ def cache_dir() -> Path:
 def download(pin: Pin, target: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         try:
-            archive = fetch(pin.name, pin.version, ["--require-hashes", "--requirement", str(PIN_FILE)], Path(scratch))
+            archive = fetch(pin.name, pin.version, ["--require-hashes", "--requirement", str(pin.file)], Path(scratch),
+                            pin.contents)
         except DownloadError as error:
             raise SourceError(
                 f"pip could not download {pin.name}=={pin.version}; without a package index, set "
-                f"PYORCH_LLAMA_SDIST to a local {pin.archive_name}. pip said:\n{error}"
+                f"{pin.variable} to a local {pin.archive_name}. pip said:\n{error}"
             ) from error
         actual = sha256_of(archive)
         if actual != pin.sha256:
@@ -159,15 +167,15 @@ def download(pin: Pin, target: Path) -> Path:
     return target
 
 
-def fetch(name: str, version: str, requirement: Sequence[str], directory: Path) -> Path:
+def fetch(name: str, version: str, requirement: Sequence[str], directory: Path, contents: str = CONTENTS) -> Path:
     """The source distribution, brought by pip into a directory.
 
     requirement: the arguments that tell pip what is required. Raises DownloadError.
     """
-    print(f"fetching {name} {version} (source of llama.cpp, 76 MB, once)", flush=True, file=sys.stderr)
+    print(f"fetching {name} {version} ({contents}, once)", flush=True, file=sys.stderr)
     # pip prepares the metadata of whatever it downloads, which needs the package's build backend.
-    # That is one of our own build requirements: where it is installed, pip need not fetch it again.
-    isolation = ["--no-build-isolation"] if has_module("scikit_build_core") else []
+    # That of llama-cpp-python is one of our own build requirements: where it is installed, pip need not fetch it again.
+    isolation = ["--no-build-isolation"] if name == "llama-cpp-python" and has_module("scikit_build_core") else []
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
         "--no-deps", "--no-binary", name, *isolation, "--dest", str(directory), *requirement,

@@ -12,6 +12,7 @@ SRC = Path(__file__).parents[2] / "native/src"
 # From the bottom; parts of one line do not know each other.
 LAYERS = (
     ("base",),
+    ("codecs",),
     ("model",),
     ("banks",),
     ("loading",),

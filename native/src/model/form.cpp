@@ -4,10 +4,6 @@
 
 namespace pyorch {
 
-// Less than this is read through the page cache: the alignment of a direct read would cost more memory than it saves
-// time.
-static constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;
-
 static constexpr uint64_t CACHE_LINE = 64;
 
 static uint64_t round_up(uint64_t bytes, uint64_t unit) {

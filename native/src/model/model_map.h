@@ -5,6 +5,7 @@
 #pragma once
 
 #include "base/status.h"
+#include "codecs/exponent_codecs.h"
 
 #include <cstdint>
 #include <map>
@@ -18,6 +19,10 @@ namespace pyorch {
 
 inline constexpr uint64_t PAGE = 4096; // what direct reads align to
 
+// Less than this is read through the page cache: the alignment of a direct read would cost more memory than it saves
+// time.
+inline constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;
+
 // One matrix of every expert of a layer: a tensor [n_in, n_out, n_expert].
 struct ExpertTensor {
     std::string name;     // blk.3.ffn_up_exps.weight
@@ -30,12 +35,40 @@ struct ExpertTensor {
     int64_t     n_out = 0; // rows
 };
 
+// What of an expert lies together, in a file and in memory (ZipMoE section 3.1). A compressed record has two regions: the
+// E-chunks, which are the exponents of its matrices compressed, and the SM-chunks, all the rest.
+enum Part : uint8_t {
+    PART_E,
+    PART_SM,
+    PART_MATRICES, // what kernels compute with
+};
+
+inline constexpr int N_STORED_PARTS = 2;
+inline constexpr int N_PARTS        = 3;
+
+// What a compressed record has of a matrix, or of a shard of it.
+struct PackedChunk {
+    int        plane;  // 0: all of the matrix. 1 and up: shards of its exponents; the last one: signs and mantissas
+    PlaneCodec codec;
+    uint64_t   offset; // from the beginning of its region
+    uint64_t   stored; // bytes in the pack
+    uint64_t   raw;    // bytes of what it stands for
+    uint64_t   checksum;
+};
+
 // Where a pack holds the experts of a layer: expert by expert, the matrices of one together in its record.
 struct PackedLayer {
     int                   file;     // index into ModelMap::files
     std::vector<uint64_t> offset;   // of each expert's record, from the start of the file: whole pages
-    std::vector<uint64_t> checksum; // of each matrix, [n_expert * matrices]
+    std::vector<uint64_t> checksum; // of each matrix, [n_expert * matrices]; none of a compressed layer
     std::vector<bool>     repacked; // [matrices]: they are in the order that layout_name() names
+
+    // Of a layer with anything but whole matrices that are stored as they are; else a record is laid out as a slot.
+    bool                     compressed = false;
+    std::vector<uint64_t>    part_offset[N_STORED_PARTS] = {}; // [n_expert] of each region, from the start of the file
+    std::vector<uint64_t>    part_bytes[N_STORED_PARTS]  = {}; // [n_expert] to the end of its last chunk
+    std::vector<PackedChunk> chunks = {}; // by expert, role and plane
+    std::vector<size_t>      first  = {}; // [n_expert * matrices + 1] in chunks, of each matrix
 };
 
 struct MoeLayer {
@@ -99,6 +132,9 @@ public:
     uint64_t expert_bytes() const;
     uint64_t slots_bytes() const;
     uint64_t floor_bytes() const;
+
+    // What the regions of compressed records begin at: pages if one of them may be large enough to be read directly.
+    uint64_t region_alignment() const;
 
     // How many experts of a layer must fit into memory for it to be computed: twice those of a token, and one that is
     // being read.

@@ -8,9 +8,11 @@
 #include "ggml.h"
 #include "gguf.h"
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <sys/stat.h>
+#include <tuple>
 
 namespace pyorch {
 namespace {
@@ -21,15 +23,23 @@ constexpr const char * LAYOUTS = "experts.layouts"; // key: the layout_name() of
 struct Chunk {
     int64_t  expert;
     int64_t  role;   // index into the layer's tensors
-    int64_t  plane;  // which part of the matrix, for codecs that take it apart
-    int64_t  codec;  // 0: stored as it is
+    int64_t  plane;  // 0: the whole matrix; 1 to K: shards of its exponents; K + 1: signs and mantissas
+    int64_t  codec;  // PlaneCodec
     uint64_t offset; // from the start of blk.N.experts
     uint64_t stored; // bytes in the pack
-    uint64_t raw;    // bytes of the matrix
+    uint64_t raw;    // bytes of the matrix, or of the plane
     uint64_t checksum;
 };
 
+constexpr int64_t MAX_SHARDS = 64; // of the exponents of a matrix
+
+constexpr uint64_t CHUNK_ALIGNMENT = 64; // of the chunks of a record, but for those of exponents, which have none
+
 constexpr int64_t COLUMNS = sizeof(Chunk) / sizeof(int64_t);
+
+uint64_t round_up(uint64_t bytes, uint64_t unit) {
+    return (bytes + unit - 1) / unit * unit;
+}
 
 struct Tensor {
     const ggml_tensor * shape;
@@ -109,52 +119,215 @@ private:
     }
 };
 
-// Checks every number of an index: what is read by it lands in slots.
-std::shared_ptr<PackedLayer> packed_layer(const Pack & pack, const MoeLayer & layer, int file) {
-    const size_t      n_roles = layer.tensors.size();
-    const std::string block   = format("blk.%d.", layer.il);
-    const Tensor      data    = pack.tensor(block + "experts");
-    const Tensor      index   = pack.tensor(block + "index");
-    const size_t      n       = layer.n_expert * n_roles;
-    const auto *      shape   = index.shape;
-    if (shape->type != GGML_TYPE_I64 || shape->ne[0] != COLUMNS || ggml_nelements(shape) != (int64_t) n * COLUMNS) {
-        throw pack.damaged(block + "index is not one of " + std::to_string(n) + " chunks");
-    }
-    if (data.shape->type != GGML_TYPE_I8 || data.offset % PAGE != 0) {
-        throw pack.damaged(block + "experts does not begin at a page");
-    }
-    MoeLayer as_packed = layer;
-    as_packed.pack = std::make_shared<PackedLayer>();
-    auto packed = std::make_shared<PackedLayer>();
-    packed->file = file;
-    packed->offset.assign(layer.n_expert, UINT64_MAX);
-    packed->checksum.resize(n);
-    std::vector<bool> known(n);
-    for (const Chunk & chunk : pack.chunks(index, n)) {
-        if (chunk.expert < 0 || chunk.expert >= layer.n_expert || chunk.role < 0 || chunk.role >= (int64_t) n_roles) {
-            throw pack.damaged(format("%sindex has expert %" PRId64 ", matrix %" PRId64, block.c_str(), chunk.expert,
-                chunk.role));
+// What the index of a layer says.
+class IndexReader {
+public:
+    IndexReader(const Pack & pack, const ModelMap & map, const MoeLayer & layer)
+        : pack(pack), layer(layer), region_alignment(map.region_alignment()), block(format("blk.%d.", layer.il)),
+          data(pack.tensor(block + "experts")) {}
+
+    // Checks every number: what is read by them lands in memory of these sizes.
+    std::shared_ptr<PackedLayer> read(int file) {
+        if (data.shape->type != GGML_TYPE_I8 || data.offset % PAGE != 0) {
+            throw pack.damaged(block + "experts does not begin at a page");
         }
-        const size_t   id     = chunk.expert * n_roles + chunk.role;
-        const uint64_t within = block_offset(as_packed, (int) chunk.role, Form::FULL);
-        const uint64_t record = chunk.offset - within;
-        if (chunk.codec != 0 || chunk.plane != 0) {
-            throw Failure(PYORCH_FORMAT, format("%s was written by a newer version: chunks of its layer %d have the codec %"
-                PRId64 ", which this one does not know", pack.path.c_str(), layer.il, chunk.codec));
+        const std::vector<Chunk> rows = read_rows();
+        packed->file       = file;
+        packed->compressed = std::any_of(rows.begin(), rows.end(), [](const Chunk & row) {
+            return row.codec != 0 || row.plane != 0;
+        });
+        read_matrices(rows);
+        for (int expert = 0; expert < layer.n_expert; ++expert) {
+            if (packed->compressed) {
+                add_compressed(expert, &rows[(size_t) expert * first_chunk.back()]);
+            } else {
+                add_plain(expert, &rows[(size_t) expert * first_chunk.back()]);
+            }
         }
-        if (known[id] || chunk.raw != layer.tensors[chunk.role].stride || chunk.stored != chunk.raw || chunk.offset < within ||
-            record % PAGE != 0 || record > data.bytes || data.bytes - record < record_bytes(as_packed) ||
-            (packed->offset[chunk.expert] != UINT64_MAX && packed->offset[chunk.expert] != data.offset + record)) {
-            throw pack.damaged(format("%sindex misplaces expert %" PRId64, block.c_str(), chunk.expert));
-        }
-        known[id] = true;
-        packed->offset[chunk.expert] = data.offset + record;
-        packed->checksum[id]         = chunk.checksum;
+        check_overlaps();
+        return packed;
     }
-    return packed;
-}
+
+private:
+    struct Span {
+        uint64_t begin, end;
+        int      expert;
+    };
+
+    const Pack &      pack;
+    const MoeLayer &  layer;
+    const uint64_t    region_alignment;
+    const std::string block;
+    const Tensor      data;
+    std::vector<int>  n_shards;    // of the exponents of each matrix; 0: it is whole
+    std::vector<int>  first_chunk; // [matrices + 1]
+    std::vector<Span> spans;       // of all records
+    const std::shared_ptr<PackedLayer> packed = std::make_shared<PackedLayer>();
+
+    // By expert, matrix and plane.
+    std::vector<Chunk> read_rows() const {
+        const size_t n_roles = layer.tensors.size();
+        const Tensor index   = pack.tensor(block + "index");
+        const auto * shape   = index.shape;
+        const size_t n       = shape->ne[1];
+        const size_t n_most  = layer.n_expert * n_roles * (MAX_SHARDS + 1);
+        if (shape->type != GGML_TYPE_I64 || shape->ne[0] != COLUMNS || ggml_nelements(shape) != (int64_t) n * COLUMNS ||
+            n < layer.n_expert * n_roles || n > n_most || n % layer.n_expert != 0) {
+            throw pack.damaged(format("%sindex is not one of %d experts with %zu matrices", block.c_str(), layer.n_expert,
+                n_roles));
+        }
+        std::vector<Chunk> rows = pack.chunks(index, n);
+        for (const Chunk & row : rows) {
+            if (row.expert < 0 || row.expert >= layer.n_expert || row.role < 0 || row.role >= (int64_t) n_roles) {
+                throw pack.damaged(format("%sindex has expert %" PRId64 ", matrix %" PRId64, block.c_str(), row.expert,
+                    row.role));
+            }
+            if (row.codec < 0 || row.codec >= N_PLANE_CODECS || row.plane < 0 || row.plane > MAX_SHARDS + 1) {
+                throw Failure(PYORCH_FORMAT, format("%s was written by a newer version: chunks of its layer %d have the codec %"
+                    PRId64 " and the plane %" PRId64 ", which this one does not know", pack.path.c_str(), layer.il, row.codec,
+                    row.plane));
+            }
+        }
+        std::sort(rows.begin(), rows.end(), [](const Chunk & a, const Chunk & b) {
+            return std::tie(a.expert, a.role, a.plane) < std::tie(b.expert, b.role, b.plane);
+        });
+        return rows;
+    }
+
+    // The first expert says how all are taken apart.
+    void read_matrices(const std::vector<Chunk> & rows) {
+        const int n_chunks = (int) (rows.size() / layer.n_expert);
+        int       row      = 0;
+        for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+            const auto & tensor = layer.tensors[role];
+            first_chunk.push_back(row);
+            while (row < n_chunks && rows[row].expert == 0 && rows[row].role == role) {
+                ++row;
+            }
+            const int n = row - first_chunk.back();
+            n_shards.push_back(n - 1); // a whole matrix is one chunk, one in planes has at least two
+            if (n == 0 || (n > 1 && (numbers_of(tensor.type) == Numbers::BYTES || !makes_shards(tensor, n - 1)))) {
+                throw pack.damaged(format("%sindex has %d chunks of %s", block.c_str(), n, tensor.name.c_str()));
+            }
+        }
+        first_chunk.push_back(row);
+        if (row != n_chunks) {
+            throw misplaced(0);
+        }
+    }
+
+    // rows: of this expert, if the index is whole.
+    void check_chunk(int expert, int role, int i, const Chunk & row) const {
+        const uint64_t raw = raw_bytes(role, i);
+        if (row.expert != expert || row.role != role || row.plane != (n_shards[role] == 0 ? 0 : i + 1) || row.raw != raw ||
+            row.stored == 0 || (row.codec == 0 ? row.stored != raw : row.stored >= raw) ||
+            (row.codec != 0 && n_shards[role] > 0 && i == n_shards[role]) || // signs and mantissas are stored as they are
+            row.offset > data.bytes || row.stored > data.bytes - row.offset) {
+            throw misplaced(expert);
+        }
+    }
+
+    // A record that is laid out as a slot.
+    void add_plain(int expert, const Chunk * rows) {
+        MoeLayer as_packed = layer;
+        as_packed.pack = packed;
+        const uint64_t record = rows[0].offset;
+        for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+            check_chunk(expert, role, 0, rows[role]);
+            if (rows[role].offset != record + block_offset(as_packed, role, Form::FULL)) {
+                throw misplaced(expert);
+            }
+            packed->checksum.push_back(rows[role].checksum);
+        }
+        add_span(expert, record, record_bytes(as_packed), PAGE);
+        packed->offset.push_back(data.offset + record);
+    }
+
+    // A region has no gaps but those that alignment makes, so none of its chunks overlap.
+    void add_compressed(int expert, const Chunk * rows) {
+        uint64_t begin[N_STORED_PARTS] = { UINT64_MAX, UINT64_MAX };
+        uint64_t end[N_STORED_PARTS]   = {};
+        for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+            packed->first.push_back(packed->chunks.size());
+            for (int i = 0; i <= n_shards[role]; ++i) {
+                const Part    part = i < n_shards[role] ? PART_E : PART_SM;
+                const Chunk & row  = rows[first_chunk[role] + i];
+                check_chunk(expert, role, i, row);
+                const uint64_t offset = part == PART_E ? end[part] : round_up(end[part], CHUNK_ALIGNMENT);
+                begin[part] = begin[part] == UINT64_MAX ? row.offset : begin[part];
+                end[part]   = offset + row.stored;
+                if (row.offset < begin[part] || row.offset - begin[part] != offset) {
+                    throw misplaced(expert);
+                }
+                packed->chunks.push_back({ (int) row.plane, (PlaneCodec) row.codec, offset, row.stored, row.raw,
+                    row.checksum });
+            }
+        }
+        if (expert == layer.n_expert - 1) {
+            packed->first.push_back(packed->chunks.size());
+        }
+        begin[PART_E] = begin[PART_E] == UINT64_MAX ? begin[PART_SM] : begin[PART_E]; // whole matrices have none
+        for (const Part part : { PART_E, PART_SM }) {
+            add_span(expert, begin[part], end[part], region_alignment);
+            packed->part_offset[part].push_back(data.offset + begin[part]);
+            packed->part_bytes[part].push_back(end[part]);
+        }
+    }
+
+    // Bytes of the data that are read at once, in whole units.
+    void add_span(int expert, uint64_t begin, uint64_t bytes, uint64_t unit) {
+        if (begin % unit != 0 || begin > data.bytes || round_up(bytes, unit) > data.bytes - begin) {
+            throw misplaced(expert);
+        }
+        spans.push_back({ begin, begin + bytes, expert });
+    }
+
+    void check_overlaps() {
+        std::sort(spans.begin(), spans.end(), [](const Span & a, const Span & b) {
+            return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
+        });
+        for (size_t i = 1; i < spans.size(); ++i) {
+            if (spans[i].begin < spans[i - 1].end) {
+                throw misplaced(spans[i].expert);
+            }
+        }
+    }
+
+    uint64_t raw_bytes(int role, int i) const {
+        const auto & tensor = layer.tensors[role];
+        if (n_shards[role] == 0) {
+            return tensor.stride;
+        }
+        const uint64_t n    = n_numbers(tensor);
+        const uint64_t each = shard_numbers(n, n_shards[role]);
+        return i == n_shards[role] ? sm_bytes(numbers_of(tensor.type), n) : std::min(each, n - i * each);
+    }
+
+    static uint64_t n_numbers(const ExpertTensor & tensor) {
+        return tensor.stride / number_bytes(numbers_of(tensor.type));
+    }
+
+    // Whether so many shards are what comes of asking for as many.
+    static bool makes_shards(const ExpertTensor & tensor, uint64_t n_shards) {
+        const uint64_t n    = n_numbers(tensor);
+        const uint64_t each = shard_numbers(n, n_shards);
+        return (n + each - 1) / each == n_shards;
+    }
+
+    Failure misplaced(int expert) const {
+        return pack.damaged(format("%sindex misplaces expert %d", block.c_str(), expert));
+    }
+};
 
 } // namespace
+
+uint64_t ModelMap::region_alignment() const {
+    uint64_t largest = 0;
+    for (const auto & layer : layers) {
+        largest = std::max(largest, layer.expert_bytes());
+    }
+    return largest >= DIRECT_MIN_BYTES - 2 * PAGE ? PAGE : CHUNK_ALIGNMENT;
+}
 
 void ModelMap::attach_pack(const std::string & path) {
     const FatalGuard guard;
@@ -162,7 +335,7 @@ void ModelMap::attach_pack(const std::string & path) {
     size_t           n_matrices = 0;
     std::vector<std::shared_ptr<const PackedLayer>> packed;
     for (const MoeLayer & layer : layers) {
-        auto of_layer = packed_layer(pack, layer, n_shards);
+        auto of_layer = IndexReader(pack, *this, layer).read(n_shards);
         for (const ExpertTensor & tensor : layer.tensors) {
             const std::string layout = pack.text(LAYOUTS, n_matrices++);
             if (layout != PLAIN && layout != layout_name(tensor)) {
@@ -172,6 +345,9 @@ void ModelMap::attach_pack(const std::string & path) {
             of_layer->repacked.push_back(layout != PLAIN);
         }
         packed.push_back(of_layer);
+    }
+    if (std::any_of(packed.begin(), packed.end(), [](const auto & layer) { return layer->compressed; })) {
+        throw Failure(PYORCH_FORMAT, path + " is compressed, and this version cannot compute with it");
     }
     files.resize(n_shards);
     files.push_back({ path, pack.bytes, pack.bytes });

@@ -1,0 +1,36 @@
+// What planes are merged and tables are looked up with: the same functions for each kind of vectors. All work on whole
+// blocks of 64 numbers.
+
+#pragma once
+
+#include "codecs/bit_planes.h"
+
+namespace pyorch {
+
+inline constexpr size_t CODE_BYTES = 3 * sizeof(uint64_t); // of the codes of a block
+
+struct PlaneKernels {
+    // e [n_blocks * 64], sm -> raw. A block of sm is read before that of raw is written.
+    using Merge = void (*)(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t * raw);
+
+    // table [8], codes [n_blocks * CODE_BYTES], escapes up to their end -> e [n_blocks * 64]. Returns where the escapes
+    // that are left begin, null if there were not enough.
+    using Lookup = const uint8_t * (*)(const uint8_t * table, const uint8_t * codes, size_t n_blocks,
+                                       const uint8_t * escapes, const uint8_t * end, uint8_t * e);
+
+    Merge  bf16;
+    Merge  f16;
+    Merge  f32;
+    Lookup lookup;
+
+    Merge merge(Numbers type) const { return type == Numbers::BF16 ? bf16 : type == Numbers::F16 ? f16 : f32; }
+};
+
+const PlaneKernels & scalar_kernels();
+const PlaneKernels & neon_kernels();   // REQUIRES has_simd(), likewise below
+const PlaneKernels & avx2_kernels();
+const PlaneKernels & avx512_kernels();
+
+const PlaneKernels & plane_kernels(Simd simd);
+
+} // namespace pyorch
