@@ -311,6 +311,21 @@ static void loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared
     CHECK((double) (after.ru_minflt - before.ru_minflt) < 0.1 * pages);
 }
 
+static void memory_is_fresh_for_who_writes_there_first() {
+    House          house(1, 1.0, PYORCH_LRU, [](int) { return LARGE; });
+    HostBank       bank(house.map, 4 * house.map.layers[0].slot_bytes());
+    const int      size_class = bank.size_class(0, COMPUTABLE);
+    const uint64_t budget     = bank.budget();
+    const Slot     first      = bank.take(size_class);
+    CHECK(first.fresh);
+    bank.give(first);
+    CHECK(!bank.take(size_class).fresh && bank.take(size_class).fresh);
+    bank.give(first);
+    bank.set_budget(budget / 4); // what was given back loses its memory
+    bank.set_budget(budget);
+    CHECK(bank.take(size_class).fresh);
+}
+
 static void memory_follows_the_size_class_that_lacks_it() {
     House house(4, 0.5, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE : LARGE / 2; });
     auto shift = [&](int from) {
@@ -884,6 +899,7 @@ int main(int argc, char ** argv) {
     a_table_has_learned_from_all_layers_before_one_comes();
     where_turns_count_the_layer_whose_turn_comes_last_gives();
     loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out();
+    memory_is_fresh_for_who_writes_there_first();
     memory_follows_the_size_class_that_lacks_it();
     a_whole_layer_of_any_size_fits_into_the_smallest_budget();
     a_budget_can_shrink_and_grow();

@@ -22,9 +22,10 @@ from pyorch.sizes import KiB, MiB
 ENOUGH = 0.97  # of the most that any way of reading gives
 
 # With what it takes to begin and to end, a second in all. Ways to ask, by what is under way at once: more of it makes
-# what is needed first arrive later.
+# what is needed first arrive later. A disk that is kept busy by less while nobody computes is not while compute threads
+# have the processors: the one thread that starts requests gets its turn some milliseconds late.
 MEASURE_SECONDS = 0.8
-_RING = [(1, MiB), (2, MiB), (4, 512 * KiB), (4, MiB), (8, 512 * KiB), (16, 512 * KiB), (16, MiB)]
+_RING = [(4, MiB), (8, 512 * KiB), (8, MiB), (16, 512 * KiB), (16, MiB)]
 _THREADS = [(1, MiB), (2, MiB), (1, 4 * MiB), (4, MiB), (2, 4 * MiB), (4, 4 * MiB)]
 
 _ROUNDS = 3
@@ -71,10 +72,14 @@ def measure_ways(model_map: ModelMap, seconds: float, reader: str = "auto", dire
     faster for a moment. seconds: for all of it.
     """
     reader = measure(model_map, Reads(reader, 1, MiB), 1e-3, direct_io).reader
-    ways = [Reads(reader, depth, size) for depth, size in (_RING if reader == "io_uring" else _THREADS)]
+    ways = [Reads(reader, depth, size) for depth, size in _ways(reader)]
     each = seconds / len(ways) / _ROUNDS
     rounds = [[measure(model_map, way, each, direct_io) for way in ways] for _ in range(_ROUNDS)]
     return [sorted(runs, key=lambda one: one.bytes_per_second)[_ROUNDS // 2] for runs in zip(*rounds)]
+
+
+def _ways(reader: str) -> list[tuple[int, int]]:
+    return _RING if reader == "io_uring" else _THREADS
 
 
 def measure_bandwidth(model_map: ModelMap, seconds: float) -> Bandwidth:
@@ -108,7 +113,7 @@ def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | Non
     """What was measured before, if anything was."""
     with contextlib.suppress(OSError, ValueError, TypeError, PyorchError):
         kept = Bandwidth(**json.loads(_kept_in(model_map, reader).read_text(encoding="utf-8")))
-        if kept.bytes_per_second > 0 and kept.reads.depth and kept.reads.request_bytes:
+        if kept.bytes_per_second > 0 and (kept.depth, kept.request_bytes) in _ways(kept.reader):
             return kept
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def test_a_damaged_file_counts_as_none(model_map: ModelMap, cache: Path, damage:
     disk.measure_and_keep(model_map, seconds=0.05)
     (kept,) = cache.iterdir()
     kept.write_text(damage)
+    assert disk.kept_bandwidth(model_map) is None
+
+
+def test_a_way_that_is_measured_no_more_counts_as_none(model_map: ModelMap, cache: Path) -> None:
+    chosen, _ = disk.measure_and_keep(model_map, seconds=0.05)
+    (kept,) = cache.iterdir()
+    kept.write_text(json.dumps(dataclasses.asdict(chosen) | {"depth": 3}))
     assert disk.kept_bandwidth(model_map) is None
 
 

@@ -19,6 +19,7 @@ namespace pyorch {
 struct Slot {
     int    size_class = -1; // -1: no slot
     char * memory     = nullptr;
+    bool   fresh      = false; // its pages get memory when they are first written
 
     explicit operator bool() const { return size_class >= 0; }
 };

@@ -34,8 +34,9 @@ Slot SlotBank::take(int size_class) {
     if (!fits(size_class, 1)) {
         return {};
     }
-    char * memory;
-    if (!c.kept.empty()) {
+    char *     memory;
+    const bool fresh = c.kept.empty();
+    if (!fresh) {
         memory = c.kept.back();
         c.kept.pop_back();
         kept_bytes -= bytes;
@@ -53,7 +54,7 @@ Slot SlotBank::take(int size_class) {
     }
     taken_bytes += bytes;
     peak_bytes   = std::max(peak_bytes, used());
-    return { size_class, memory };
+    return { size_class, memory, fresh };
 }
 
 void SlotBank::give(const Slot & slot) {

@@ -124,7 +124,7 @@ bool Loader::pop(ReadRequest & request) {
         queue = &demanded;
     } else if (!ahead.empty() || orders.order_ahead()) {
         queue = &ahead;
-    } else if (n_reading < guess_depth && (!guessed.empty() || orders.order_guess())) {
+    } else if (n_reading == 0 && (!guessed.empty() || orders.order_guess())) {
         queue = &guessed;
     } else {
         return false;

@@ -12,8 +12,8 @@
 // second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
 // request reads several. What is read ahead is asked for only when a reader has nothing better to do
 // (Orders::order_ahead), and guesses last. A guess is read into time in which the disk would idle: it delays what is
-// demanded after it by no more than the requests of it that are under way, so those are small, and begin only while fewer
-// than guess_depth requests are under way, of whatever kind.
+// demanded after it by no more than the request of it that is under way, so that is small, and begins only while no other
+// is under way, of whatever kind.
 //
 // The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
 // across a read or a decode.
@@ -144,9 +144,6 @@ public:
     // The same in small requests, behind everything else.
     void guess(Load & load) { start(load, guessed, std::min(read_bytes, GUESS_BYTES)); }
 
-    // At least 1.
-    void set_guess_depth(int n) { guess_depth = n; }
-
     // Takes back the requests of a load that no reader works on yet.
     void take_back(Load & load);
 
@@ -200,7 +197,6 @@ private:
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
     std::deque<ReadRequest> guessed; // of one load
-    int                     guess_depth = 1;
     int                     n_reading   = 0; // requests under way
     int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
     bool                    stopped     = false;

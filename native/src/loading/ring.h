@@ -21,7 +21,7 @@ public:
         char *   buf;
         uint32_t size;
         int      buffer;    // the registered buffer that buf lies in, -1: none
-        bool     may_block; // a thread of the kernel waits for it: for a read that could not be started otherwise
+        bool     may_block; // a thread of the kernel waits for it: for a read that would stop who starts it
     };
 
     struct Result {

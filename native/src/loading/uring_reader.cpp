@@ -159,7 +159,8 @@ bool UringReader::start_one() {
     }
     UnderWay & u = under_way[idle.back()];
     idle.pop_back();
-    u = { request, 0, buffer_of(request), false };
+    // Who first touches a page of fresh memory waits for it: not this thread, but some of the kernel's, side by side.
+    u = { request, 0, buffer_of(request), request.load->slot.fresh };
     if (const int error = loader.bytes().check(request.file)) {
         end(u, error);
     } else {
@@ -169,7 +170,7 @@ bool UringReader::start_one() {
 }
 
 int UringReader::buffer_of(const ReadRequest & request) {
-    if (!registers || !request.direct) {
+    if (!registers || !request.direct || request.load->slot.fresh) {
         return -1;
     }
     char *     slot  = request.load->slot.memory;

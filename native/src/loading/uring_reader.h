@@ -1,9 +1,10 @@
 // One thread that starts reads by io_uring and takes their results: the disk has as many requests at once as it needs,
 // and the processor next to nothing to do.
 //
-// Files are registered, and the memory of a slot when it is first read into, where the limit on locked memory allows
-// it: to take hold of its pages for each read anew costs more than all the rest of a read. A slot that gives up its
-// memory is let go of before anything more is read.
+// Files are registered, and the memory of a slot when it is read into again, where the limit on locked memory allows
+// it: to take hold of its pages for each read anew costs more than all the rest of a read. When it is first read into it
+// has no pages yet, and the kernel's threads bring them. A slot that gives up its memory is let go of before anything more
+// is read.
 //
 // The thread sleeps in one place, in the kernel, until a read ends or wake() rings: it writes to a descriptor that the
 // kernel watches. A decode stage that computes runs on other threads.
