@@ -12,6 +12,6 @@ def test_every_native_test_passes() -> None:
     listed = json.loads(ctest(tree, "--show-only=json-v1").stdout)["tests"]
     names = {test["name"] for test in listed}
     assert names >= {"residency_stress_thread_threads", "residency_stress_address_threads", "balance_test", "codecs_test",
-                     "guess_test", "speculation_test", "router_test", "table_test"}
+                     "guess_test", "speculation_test", "router_test", "schedule_test", "table_test"}
     done = ctest(tree, "--output-on-failure", "--parallel", "2")
     assert done.returncode == 0, done.stdout

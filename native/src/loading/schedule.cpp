@@ -1,0 +1,190 @@
+#include "loading/schedule.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace pyorch {
+
+namespace {
+
+// In a block of more tasks no place is searched for another: a search costs the square of their number.
+constexpr size_t MAX_SEARCHED = 16;
+
+// Times are sums of the same numbers in different orders.
+constexpr double ROUNDING = 1 + 1e-9;
+
+using Tasks = std::vector<RecoveryTask>;
+
+// When the disk and each worker are free.
+struct Machine {
+    double              disk = 0;
+    std::vector<double> workers;
+};
+
+struct Progress {
+    Machine             after;
+    double              idle = 0;  // of workers, between what they do
+    std::vector<double> recovered; // by task
+};
+
+struct Shard {
+    double ready;
+    int    task;
+    bool   done;
+};
+
+bool reads_sm(const RecoveryTask & task) {
+    return task.sm_read > 0;
+}
+
+// The reads of a block, and the shards that are to be decoded then.
+void read(
+    const Tasks & tasks, const RecoveryBlock & block, bool one_pass, Progress & progress, std::vector<Shard> & shards) {
+    double & disk = progress.after.disk;
+    for (int i : block) {
+        if (one_pass) {
+            disk += tasks[i].sm_read;
+        }
+        for (int k = 0; k < tasks[i].n_shards; ++k) {
+            disk += tasks[i].e_read / tasks[i].n_shards;
+            shards.push_back({ tasks[i].e_read > 0 || (one_pass && reads_sm(tasks[i])) ? disk : 0, i, false });
+        }
+    }
+    for (int i : block) {
+        if (!one_pass && reads_sm(tasks[i])) {
+            disk += tasks[i].sm_read;
+            progress.recovered[i] = disk;
+        }
+    }
+}
+
+// What is to be decoded, each worker taking the first shard that is there, or comes soonest.
+void decode(const Tasks & tasks, Progress & progress, std::vector<Shard> & shards) {
+    std::vector<double> & workers = progress.after.workers;
+    for (size_t left = shards.size(); left > 0; --left) {
+        auto worker = std::min_element(workers.begin(), workers.end());
+        auto next   = shards.end();
+        for (auto shard = shards.begin(); shard != shards.end(); ++shard) {
+            if (shard->done || (next != shards.end() && shard->ready >= next->ready)) {
+                continue;
+            }
+            next = shard;
+            if (shard->ready <= *worker) {
+                break;
+            }
+        }
+        const RecoveryTask & task  = tasks[next->task];
+        const double         start = std::max(*worker, next->ready);
+        progress.idle += start - *worker;
+        *worker = start + task.decode / task.n_shards;
+        next->done = true;
+        progress.recovered[next->task] = std::max(progress.recovered[next->task], *worker);
+    }
+}
+
+// One block, from what the blocks before it left.
+Progress run(const Tasks & tasks, const RecoveryBlock & block, const Machine & before, bool one_pass) {
+    Progress           progress { before, 0, std::vector<double>(tasks.size(), 0) };
+    std::vector<Shard> shards;
+    read(tasks, block, one_pass, progress, shards);
+    decode(tasks, progress, shards);
+    return progress;
+}
+
+// Definition A.1: the workers have so much to do that those who are done first do not wait for the next exponents.
+bool compute_dominant(const Progress & progress, double shard_read, int max_shards) {
+    std::vector<double> free = progress.after.workers;
+    std::sort(free.begin(), free.end());
+    const size_t n = std::min(free.size(), (size_t) max_shards);
+    for (size_t i = 0; i < n; ++i) {
+        if (free[i] - progress.after.disk < (double) (i + 1) * shard_read) {
+            return false;
+        }
+    }
+    return true;
+}
+
+Machine idle(const Recoverer & recoverer) {
+    return { 0, std::vector<double>((size_t) std::max(1, recoverer.n_workers), 0) };
+}
+
+RecoveryBlock inserted(const RecoveryBlock & block, size_t place, int task) {
+    RecoveryBlock with = block;
+    with.insert(with.begin() + (long) place, task);
+    return with;
+}
+
+// Behind all of its class that are to be recovered sooner; its class are those in the block that need no SM read, or
+// all if there is none.
+size_t place_by_compute(const Tasks & tasks, const RecoveryBlock & block, int task) {
+    const bool any = std::any_of(block.begin(), block.end(), [&](int i) { return !reads_sm(tasks[i]); });
+    size_t place = 0;
+    for (size_t i = 0; i < block.size(); ++i) {
+        const RecoveryTask & other = tasks[block[i]];
+        if ((!any || !reads_sm(other)) && other.compute >= tasks[task].compute) {
+            place = i + 1;
+        }
+    }
+    return place;
+}
+
+} // namespace
+
+std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recoverer) {
+    std::vector<int> order(tasks.size());
+    std::iota(order.begin(), order.end(), 0);
+    // Those of an expert that take equally long stay together.
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+        const bool same = tasks[a].compute == tasks[b].compute;
+        return same ? tasks[a].expert < tasks[b].expert : tasks[a].compute > tasks[b].compute;
+    });
+    RecoveryBlock bases, others; // those of type I and II, of which the first is next
+    double shard_read = 0;
+    int    max_shards = 1;
+    for (int i : order) {
+        (reads_sm(tasks[i]) ? bases : others).push_back(i);
+        shard_read = std::max(shard_read, tasks[i].e_read / tasks[i].n_shards);
+        max_shards = std::max(max_shards, tasks[i].n_shards);
+    }
+    std::vector<RecoveryBlock> blocks;
+    Machine machine = idle(recoverer);
+    while (!bases.empty()) {
+        RecoveryBlock block { bases.front() };
+        bases.erase(bases.begin());
+        Progress progress = run(tasks, block, machine, recoverer.one_pass);
+        while (!compute_dominant(progress, shard_read, max_shards) && !(others.empty() && bases.empty())) {
+            RecoveryBlock & from = others.empty() ? bases : others;
+            const int       task = from.front();
+            from.erase(from.begin());
+            const size_t end = block.size() <= MAX_SEARCHED ? block.size() + 1 : 0;
+            size_t place = 0;
+            for (; place < end; ++place) {
+                const Progress with = run(tasks, inserted(block, place, task), machine, recoverer.one_pass);
+                if (with.idle <= progress.idle * ROUNDING) {
+                    break;
+                }
+            }
+            block    = inserted(block, place < end ? place : place_by_compute(tasks, block, task), task);
+            progress = run(tasks, block, machine, recoverer.one_pass);
+        }
+        machine = progress.after;
+        blocks.push_back(std::move(block));
+    }
+    if (!others.empty()) { // the workers have enough to do without them
+        blocks.push_back(std::move(others));
+    }
+    return blocks;
+}
+
+std::vector<double> recovery_times(
+    const Tasks & tasks, const std::vector<RecoveryBlock> & blocks, const Recoverer & recoverer) {
+    Progress           progress { idle(recoverer), 0, std::vector<double>(tasks.size(), 0) };
+    std::vector<Shard> shards;
+    for (const RecoveryBlock & block : blocks) {
+        read(tasks, block, recoverer.one_pass, progress, shards);
+    }
+    decode(tasks, progress, shards);
+    return progress.recovered;
+}
+
+} // namespace pyorch

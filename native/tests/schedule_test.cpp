@@ -1,0 +1,195 @@
+// The order in which matrices are recovered, against the best of all orders and against first come first served.
+
+#include "loading/schedule.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <numeric>
+#include <random>
+
+using namespace pyorch;
+
+static int n_failed = 0;
+
+static void require(bool ok, const char * claim) {
+    if (!ok) {
+        fprintf(stderr, "not so: %s\n", claim);
+        ++n_failed;
+    }
+}
+
+using Tasks  = std::vector<RecoveryTask>;
+using Blocks = std::vector<RecoveryBlock>;
+
+// Of all computing, if each expert is computed, one after the other, once all its matrices are there, those that are
+// there first before others.
+static double makespan(const Tasks & tasks, const std::vector<double> & recovered) {
+    int n_experts = 0;
+    for (const RecoveryTask & task : tasks) {
+        n_experts = std::max(n_experts, task.expert + 1);
+    }
+    std::vector<std::pair<double, double>> experts((size_t) n_experts, { 0, 0 }); // when it is there, what it takes
+    for (size_t i = 0; i < tasks.size(); ++i) {
+        auto & [ready, takes] = experts[(size_t) tasks[i].expert];
+        ready = std::max(ready, recovered[i]);
+        takes = tasks[i].compute;
+    }
+    std::sort(experts.begin(), experts.end());
+    double end = 0;
+    for (const auto & [ready, takes] : experts) {
+        end = std::max(end, ready) + takes;
+    }
+    return end;
+}
+
+static double makespan(const Tasks & tasks, const Blocks & blocks, const Recoverer & recoverer) {
+    return makespan(tasks, recovery_times(tasks, blocks, recoverer));
+}
+
+// The best there is: all orders of reads, and for each all orders of decoding, in which a worker may wait for a shard
+// while it could decode another.
+class Optimum {
+public:
+    Optimum(const Tasks & tasks, const Recoverer & recoverer) : tasks(tasks), recoverer(recoverer) {
+        for (int i = 0; i < (int) tasks.size(); ++i) {
+            for (int k = 0; k < tasks[i].n_shards; ++k) {
+                shards.push_back(i);
+                if (tasks[i].e_read > 0) {
+                    reads.push_back(2 * i);
+                }
+            }
+            if (tasks[i].sm_read > 0) {
+                reads.push_back(2 * i + 1);
+            }
+        }
+    }
+
+    double find() {
+        double best = INFINITY;
+        std::sort(reads.begin(), reads.end());
+        do { // shards of a task are alike
+            const size_t n = tasks.size();
+            std::vector<std::vector<double>> ready(n);
+            std::vector<double> sm(n, 0);
+            double disk = 0;
+            for (int read : reads) {
+                const RecoveryTask & task = tasks[(size_t) read / 2];
+                if (read % 2) {
+                    sm[(size_t) read / 2] = disk += task.sm_read;
+                } else {
+                    ready[(size_t) read / 2].push_back(disk += task.e_read / task.n_shards);
+                }
+            }
+            for (size_t i = 0; i < n; ++i) {
+                ready[i].resize((size_t) tasks[i].n_shards, 0);
+                for (double & at : ready[i]) {
+                    at = std::max(at, recoverer.one_pass ? sm[i] : 0);
+                }
+            }
+            std::sort(shards.begin(), shards.end());
+            do {
+                std::vector<double> recovered = sm, workers((size_t) recoverer.n_workers, 0);
+                std::vector<size_t> next(n, 0);
+                for (int i : shards) {
+                    auto & worker = *std::min_element(workers.begin(), workers.end());
+                    worker = std::max(worker, ready[i][next[i]++]) + tasks[i].decode / tasks[i].n_shards;
+                    recovered[i] = std::max(recovered[i], worker);
+                }
+                best = std::min(best, makespan(tasks, recovered));
+            } while (std::next_permutation(shards.begin(), shards.end()));
+        } while (std::next_permutation(reads.begin(), reads.end()));
+        return best;
+    }
+
+private:
+    const Tasks &     tasks;
+    const Recoverer & recoverer;
+    std::vector<int>  reads, shards;
+};
+
+// One model on one machine: all matrices take the same, but for what is in memory of them, and the tokens of an expert.
+static Tasks random_tasks(std::mt19937 & rng, int n_experts, int n_matrices, int n_shards) {
+    std::uniform_real_distribution<double> any(0, 1);
+    const double sm = 1, e = 0.2 + 0.6 * any(rng), decode = 3 * any(rng) * any(rng);
+    Tasks tasks;
+    for (int expert = 0; expert < n_experts; ++expert) {
+        const int    form    = (int) (4 * any(rng)); // missed, compressed, SM, E
+        const double compute = 0.5 * any(rng);
+        for (int matrix = 0; matrix < n_matrices; ++matrix) {
+            tasks.push_back({ expert, form == 0 || form == 2 ? e : 0, form == 0 || form == 3 ? sm : 0, decode, n_shards,
+                compute });
+        }
+    }
+    return tasks;
+}
+
+static Blocks first_come(const Tasks & tasks) {
+    Blocks blocks;
+    for (int i = 0; i < (int) tasks.size(); ++i) {
+        blocks.push_back({ i });
+    }
+    return blocks;
+}
+
+static bool has_each_once(const Tasks & tasks, const Blocks & blocks) {
+    std::vector<int> all;
+    for (const RecoveryBlock & block : blocks) {
+        all.insert(all.end(), block.begin(), block.end());
+    }
+    std::sort(all.begin(), all.end());
+    std::vector<int> wanted(tasks.size());
+    std::iota(wanted.begin(), wanted.end(), 0);
+    return all == wanted;
+}
+
+int main() {
+    std::mt19937 rng { 7 };
+    double worst = 0, sum = 0;
+    int    n = 0;
+    for (int round = 0; round < 240; ++round) {
+        const int       n_shards = 1 + round % 2;
+        const Recoverer recoverer { 1 + round % 3, round % 4 == 3 };
+        const Tasks     tasks = random_tasks(rng, n_shards == 1 ? 4 : 2 + round / 2 % 2, 1, n_shards);
+        const double    best  = Optimum(tasks, recoverer).find();
+        const double    found = makespan(tasks, schedule(tasks, recoverer), recoverer);
+        require(found >= best * (1 - 1e-9), "nothing is better than the best");
+        const double bound = 3 - 1.0 / recoverer.n_workers;
+        require(found <= bound * best * (1 + 1e-9), "theorem 3.1: (3 - 1 / L) of the optimum at most");
+        if (best > 0) {
+            worst = std::max(worst, found / best);
+            sum += found / best;
+            ++n;
+        }
+    }
+    printf("of the best of all orders: %.3f on average, %.3f at most\n", sum / n, worst);
+
+    for (const bool one_pass : { false, true }) {
+        double ours = 0, theirs = 0;
+        for (int round = 0; round < 300; ++round) {
+            const Recoverer recoverer { 1 + round % 4, one_pass };
+            const Tasks     tasks  = random_tasks(rng, 2 + round % 7, 3, 1 + round % 3);
+            const Blocks    blocks = schedule(tasks, recoverer);
+            require(has_each_once(tasks, blocks), "each task is in one block, once");
+            const double first = makespan(tasks, first_come(tasks), recoverer);
+            ours   += makespan(tasks, blocks, recoverer) / first;
+            theirs += 1;
+        }
+        printf("%s: %.3f of first come first served\n", one_pass ? "one pass" : "exponents first", ours / theirs);
+        require(ours <= theirs, "on average no later than first come first served");
+    }
+
+    const Recoverer two { 2, false };
+    require(schedule({}, two).empty(), "of nothing there is nothing");
+    require(schedule({ { 0, 0, 0, 1, 1, 1 }, { 1, 1, 0, 1, 1, 2 } }, two) == Blocks { { 1, 0 } },
+        "where no signs and mantissas are read, those for which the most computing waits are first");
+    // The worker would wait for the exponents of the base; the compressed expert is decoded meanwhile.
+    require(schedule({ { 0, 1, 2, 1, 1, 1 }, { 1, 0, 0, 1, 1, 1 } }, { 1, false }) == Blocks { { 1, 0 } },
+        "what needs no read is decoded while others are read");
+    // The base keeps the worker busy beyond all reads: the rest makes a block of its own.
+    require(schedule({ { 0, 1, 2, 9, 1, 1 }, { 1, 1, 2, 9, 1, 1 } }, { 1, false }) == Blocks { { 0 }, { 1 } },
+        "a block ends when the workers have more to do than the disk");
+    Tasks many(400, { 0, 1, 2, 0.1, 1, 1 });
+    require(has_each_once(many, schedule(many, two)), "a prompt's tasks are ordered, too");
+    return n_failed != 0;
+}

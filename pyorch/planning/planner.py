@@ -1,0 +1,188 @@
+"""The division of memory between forms of experts that makes layers wait least (ZipMoE, Algorithm 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabilities
+from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
+from pyorch.planning.ranks import selection_probabilities
+
+STEP = 0.05
+
+_CHUNK = 1 << 20  # probabilities of patterns at once
+_FIRST = 16  # candidates whose cost is computed to the end, so that others can be given up on the way
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What the experts of one layer cost.
+
+    n_expert: in the layer. form_bytes: memory of one expert in each of POOLS. delays: of the packed experts.
+    plain_read: seconds to read one expert as the model has it, which needs no decoding; None: that is not possible.
+    """
+
+    n_expert: int
+    form_bytes: tuple[int, int, int, int]
+    delays: Delays
+    plain_read: float | None = None
+
+
+@dataclass(frozen=True)
+class Split:
+    """A division of memory, and what is expected of it.
+
+    shares: of the memory, for each of POOLS. compressed: experts are read packed; else as the model has them, and all
+    memory is for whole ones. capacities: int64[n_layers, 4], experts in each pool. hits: float64[n_layers, 5], of a
+    token's experts those in each pool and in none, on average. makespans: float64[n_layers], seconds that a layer of a
+    token waits on average (Algorithm 3).
+    """
+
+    shares: tuple[float, float, float, float]
+    compressed: bool
+    capacities: np.ndarray
+    hits: np.ndarray
+    makespans: np.ndarray
+
+    @property
+    def makespan(self) -> float:
+        """Seconds that a token waits."""
+        return float(self.makespans.sum())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the search found.
+
+    best: of all. packed_best: of the divisions with packed experts. plain: all memory for whole experts, read as the
+    model has them; None where that is not possible. n_splits, n_evaluated: divisions there were, and those whose cost
+    had to be computed to the end: others cost more for certain.
+    """
+
+    best: Split
+    packed_best: Split
+    plain: Split | None
+    n_splits: int
+    n_evaluated: int
+
+
+class Planner:
+    """Of one model on one machine.
+
+    Args:
+        inclusion: float64[n_layers, n_expert], probabilities by rank (pyorch.planning.ranks).
+        n_used: experts of a token in a layer.
+        layers: one for each row of inclusion.
+
+    Raises PyorchError for probabilities that cannot be.
+    """
+
+    def __init__(self, inclusion: np.ndarray, n_used: int, layers: Sequence[LayerCosts]) -> None:
+        assert len(inclusion) == len(layers)
+        self.inclusion, self.n_used, self.layers = inclusion, n_used, tuple(layers)
+        self.q = selection_probabilities(inclusion, n_used)
+
+    def plan(self, budget: int, pools: str = POOLS, step: float = STEP) -> Planned:
+        """The best division of a budget in bytes between some of POOLS, in steps of a share of it.
+
+        All candidates are ordered by a lower bound of their cost, the makespan of mean hits: makespan() is convex, so
+        the mean is no less (Jensen). Then layers are computed one after the other, and a candidate is given up when
+        what it costs so far and its bound for the other layers are more than the whole cost of another.
+
+        Raises PyorchError for pools that are none, and a step that is not in (0, 1].
+        """
+        shares = _grid(pools, step)
+        capacities = self._capacities(shares, budget)
+        ends = self._ends(capacities)
+        _, distinct = np.unique(ends.reshape(len(ends), -1), axis=0, return_index=True)
+        distinct = np.sort(distinct)  # of those that hold the same, the one with the most in the first pools
+        shares, capacities, ends = shares[distinct], capacities[distinct], ends[distinct]
+        # [n_splits, n_layers]
+        bounds = np.stack([makespan(layer.delays, hits) for layer, hits
+                           in zip(self.layers, np.moveaxis(mean_hits(self.inclusion, ends), 1, 0))], axis=1)
+        patterns = hit_patterns(self.n_used, [POOLS.index(pool) for pool in sorted(pools, key=POOLS.index)])
+        n_splits = len(ends)
+        order = np.argsort(bounds.sum(axis=1), kind="stable")
+        first, others = order[:_FIRST], order[_FIRST:]
+        costs = np.full(n_splits, np.inf)
+        makespans = bounds.copy()
+        costs[first], makespans[first] = self._exact(ends[first], bounds[first], patterns, np.inf)
+        if len(others):
+            costs[others], makespans[others] = self._exact(ends[others], bounds[others], patterns, costs.min())
+        best = int(np.argmin(costs))
+        packed = Split(tuple(float(share) for share in shares[best]), True, capacities[best],
+                       mean_hits(self.inclusion, ends[best]), makespans[best])
+        plain = self.plain(budget)
+        return Planned(plain if plain is not None and plain.makespan <= packed.makespan else packed, packed, plain,
+                       n_splits, int(np.isfinite(costs).sum()))
+
+    def cost(self, shares: Sequence[float], budget: int) -> Split:
+        """What a given division of a budget costs: shares for each of POOLS."""
+        capacities = self._capacities(np.array([shares], np.float64), budget)
+        ends = self._ends(capacities)
+        pools = [pool for pool, share in enumerate(shares) if share]
+        _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), hit_patterns(self.n_used, pools), np.inf)
+        return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0])
+
+    def plain(self, budget: int) -> Split | None:
+        """All memory for whole experts, which are read as the model has them; None where that is not possible."""
+        if any(layer.plain_read is None for layer in self.layers):
+            return None
+        shares = (1.0, 0.0, 0.0, 0.0)
+        capacities = self._capacities(np.array([shares]), budget)[0]
+        hits = mean_hits(self.inclusion, self._ends(capacities))
+        reads = np.array([layer.plain_read for layer in self.layers])
+        return Split(shares, False, capacities, hits, reads * hits[:, -1])
+
+    def _capacities(self, shares: np.ndarray, budget: int) -> np.ndarray:
+        """int64[n_splits, n_layers, 4]: whole experts, where layers have memory in proportion to all their experts."""
+        sizes = np.array([layer.form_bytes for layer in self.layers], np.float64)
+        n_expert = np.array([layer.n_expert for layer in self.layers])
+        wholes = n_expert * sizes[:, 0]
+        of_layer = budget * wholes / wholes.sum()
+        # A share of 7 experts of 0.999999999 is one of 7.
+        capacities = np.floor(shares[:, None, :] * of_layer[:, None] / sizes + 1e-9).astype(np.int64)
+        return np.minimum(capacities, n_expert[:, None])
+
+    def _ends(self, capacities: np.ndarray) -> np.ndarray:
+        n_expert = np.array([layer.n_expert for layer in self.layers])
+        return np.minimum(np.cumsum(capacities, axis=-1), n_expert[:, None])
+
+    def _exact(
+        self, ends: np.ndarray, bounds: np.ndarray, patterns: np.ndarray, limit: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Mean costs of splits, inf of those that were found to cost more than the limit, and makespans by layer."""
+        makespans = bounds.copy()
+        alive = np.flatnonzero(bounds.sum(axis=1) <= limit)
+        rows = max(1, _CHUNK // len(patterns))
+        for i, layer in enumerate(self.layers):
+            if not len(alive):
+                break
+            counts = interval_counts(self.q[i], self.n_used)
+            delays = makespan(layer.delays, patterns)
+            same, inverse = np.unique(ends[alive, i], axis=0, return_inverse=True)
+            means = np.concatenate([pattern_probabilities(counts, same[at : at + rows], patterns) @ delays
+                                    for at in range(0, len(same), rows)])
+            makespans[alive, i] = means[inverse.ravel()]
+            alive = alive[makespans[alive].sum(axis=1) <= limit]
+        costs = np.full(len(ends), np.inf)
+        costs[alive] = makespans[alive].sum(axis=1)
+        return costs, makespans
+
+
+def _grid(pools: str, step: float) -> np.ndarray:
+    """float64[n_splits, 4]: all shares of some pools, in steps, that are 1 in all; most for the first pools first."""
+    if not pools or set(pools) - set(POOLS) or len(set(pools)) < len(pools):
+        raise PyorchError(f'pools "{pools}" are not understood: name some of {", ".join(POOLS)}, each once')
+    if not 0 < step <= 1:
+        raise PyorchError(f"a step of {step} is no share of the memory: use one above 0, and 1 at most")
+    n_steps = max(1, round(1 / step))
+    active = sorted(map(POOLS.index, pools))
+    # The last pool takes what the others leave.
+    patterns = hit_patterns(n_steps, active[:-1]).astype(np.float64)
+    patterns[:, active[-1]] += patterns[:, -1]
+    return patterns[::-1, :-1] / n_steps

@@ -1,0 +1,208 @@
+"""Planning: the model of routing by rank, and the search for the best division of memory, against enumeration."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from pyorch.errors import PyorchError
+from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabilities
+from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
+from pyorch.planning.planner import LayerCosts, Planner
+from pyorch.planning.ranks import (
+    even_inclusion, inclusion_by_rank, inclusion_of_counts, inclusion_probabilities, selection_probabilities,
+)
+
+N_USED = 3
+DELAYS = Delays(sm_read=2.0, e_read=0.7, decode=1.1, n_workers=2, n_shards=2, n_matrices=3)
+
+
+def subsets(q: np.ndarray, n_used: int) -> dict[tuple[int, ...], float]:
+    """Pr(set | n_used are taken) of independent draws: eq. 19 and 20, one by one."""
+    weights = {taken: float(np.prod([p if i in taken else 1 - p for i, p in enumerate(q)]))
+               for taken in combinations(range(len(q)), n_used)}
+    total = sum(weights.values())
+    return {taken: weight / total for taken, weight in weights.items()}
+
+
+def routed(n_layers: int, n_expert: int, n_used: int, n_tokens: int = 300, spread: float = 1.5) -> np.ndarray:
+    """Experts of random tokens, some experts likelier than others: [n_tokens, n_layers, n_used]."""
+    rng = np.random.default_rng(n_expert)
+    scores = spread * rng.normal(size=(n_layers, n_expert)) + rng.gumbel(size=(n_tokens, n_layers, n_expert))
+    return np.argsort(-scores, axis=2)[:, :, :n_used]
+
+
+def skewed(n_layers: int, n_expert: int, n_used: int, spread: float = 1.5) -> np.ndarray:
+    return inclusion_by_rank(routed(n_layers, n_expert, n_used, spread=spread), n_expert)
+
+
+@pytest.mark.parametrize("q", [[0.5] * 5, [0.9, 0.8, 0.5, 0.1, 0.02, 0.6], [1.0, 0.3, 0.2, 0.4, 0.0]])
+def test_inclusion_probabilities_are_those_of_all_sets(q):
+    sets = subsets(np.array(q), N_USED)
+    wanted = [sum(p for taken, p in sets.items() if i in taken) for i in range(len(q))]
+    assert inclusion_probabilities(np.array([q]), N_USED)[0] == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n_expert", "n_used", "spread"), [
+    (8, 2, 3.0), (4, 3, 1.0), (64, 6, 1.0), (256, 8, 1.0), (256, 8, 5.0), (3, 3, 1.0),
+])
+def test_weights_give_the_inclusion_probabilities_that_they_are_fitted_to(n_expert, n_used, spread):
+    wanted = skewed(3, n_expert, n_used, spread)
+    assert wanted.sum(axis=1) == pytest.approx([n_used] * 3)
+    reached = inclusion_probabilities(selection_probabilities(wanted, n_used), n_used)
+    assert np.abs(reached - wanted).max() < 1e-8
+
+
+def test_fitted_weights_are_the_only_ones_but_for_their_scale():
+    """Odds of the fit are those from which the probabilities were made, times one factor (Chen et al., 1994)."""
+    q = np.array([[0.9, 0.5, 0.3, 0.2, 0.05]])
+    found = selection_probabilities(inclusion_probabilities(q, 2), 2)
+    factor = (found / (1 - found)) / (q / (1 - q))
+    assert factor == pytest.approx(np.full((1, 5), factor[0, 0]), rel=1e-6)
+    assert found.sum() == pytest.approx(2)
+
+
+def test_experts_that_are_always_or_never_taken_stay_so():
+    wanted = np.array([[1.0, 0.7, 0.3, 0.0]])
+    q = selection_probabilities(wanted, 2)
+    assert (q[0, 0], q[0, 3]) == (1, 0)
+    assert inclusion_probabilities(q, 2) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("rows", [[[0.5, 0.5, 0.5]], [[1.5, 0.5, 0.0]], [[float("nan"), 1.0, 1.0]]])
+def test_probabilities_that_cannot_be_are_refused(rows):
+    with pytest.raises(PyorchError, match="the sum of a layer's is 2"):
+        selection_probabilities(np.array(rows), 2)
+
+
+def test_experts_are_ranked_by_what_was_used_before_each_token():
+    experts = routed(2, 7, 2, n_tokens=40)
+    counts = np.zeros((2, 7))
+    for layer in range(2):
+        uses = np.zeros(7)
+        for chosen in experts[:, layer]:
+            ranking = np.argsort(-uses, kind="stable")
+            counts[layer, [int(np.flatnonzero(ranking == e)[0]) for e in chosen]] += 1
+            uses *= 0.5 ** (1 / 4)
+            uses[chosen] += 1
+    found = inclusion_by_rank(experts, 7, half_life=4)
+    assert found == pytest.approx(np.sort((counts + 2 / 7) / 41, axis=1)[:, ::-1])
+    assert found.sum(axis=1) == pytest.approx([2, 2])
+
+
+def test_ranking_outlasts_long_traces():
+    long = np.tile(np.array([[[0, 1]], [[2, 3]]]), (4000, 1, 1))
+    found = inclusion_by_rank(long, 6, half_life=0.5)
+    assert np.isfinite(found).all() and found.sum() == pytest.approx(2)
+
+
+def test_counts_alone_rank_experts_by_their_sum():
+    assert inclusion_of_counts(np.array([[1.0, 9.0, 10.0, 0.0]]), 2) == pytest.approx(
+        np.array([[10.5, 9.5, 1.5, 0.5]]) / 11)
+    with pytest.raises(PyorchError, match="numbers from 0 on"):
+        inclusion_of_counts(np.zeros((1, 4)), 2)
+
+
+def test_counts_of_intervals_are_those_of_all_outcomes():
+    q = np.array([0.9, 0.4, 0.35, 0.1, 0.05])
+    counts = interval_counts(q, N_USED)
+    for i, j in combinations(range(len(q) + 1), 2):
+        wanted = np.zeros(j - i + 1)
+        for taken in product((0, 1), repeat=j - i):
+            wanted[sum(taken)] += np.prod([p if t else 1 - p for p, t in zip(q[i:j], taken)])
+        kept = min(j - i, N_USED) + 1
+        assert counts[i, j, :kept] == pytest.approx(wanted[:kept])
+        assert not counts[i, j, kept:].any()
+
+
+def test_hit_patterns_have_the_probabilities_of_the_sets_that_make_them():
+    q, ends = np.array([0.9, 0.6, 0.4, 0.35, 0.1, 0.05]), np.array([[1, 3, 4, 5], [2, 2, 6, 6], [0, 0, 0, 0]])
+    patterns = hit_patterns(N_USED, range(4))
+    assert len(patterns) == 35 and (patterns.sum(axis=1) == N_USED).all()
+    found = pattern_probabilities(interval_counts(q, N_USED), ends, patterns)
+    for row, of_pools in zip(found, ends):
+        wanted = dict.fromkeys(map(tuple, patterns.tolist()), 0.0)
+        for taken, p in subsets(q, N_USED).items():
+            wanted[tuple(np.bincount(np.searchsorted(of_pools, taken, side="right"), minlength=5).tolist())] += p
+        assert row == pytest.approx(list(wanted.values()))
+        means = mean_hits(inclusion_probabilities(q[None], N_USED), of_pools[None])[0]
+        assert means == pytest.approx(row @ patterns)
+
+
+@pytest.mark.parametrize(("hits", "reads", "work"), [
+    ((3, 0, 0, 0, 0), 0, 0),
+    ((0, 3, 0, 0, 0), 0, 18 * 1.1),
+    ((0, 0, 3, 0, 0), 18 * 0.7, 18 * (0.7 + 1.1)),
+    ((0, 0, 0, 3, 0), 9 * 2, 18 * 1.1),
+    ((1, 0, 0, 0, 2), 6 * 2 + 12 * 0.7, 12 * (0.7 + 1.1)),
+])
+def test_a_layer_waits_for_all_reads_or_all_decoding(hits, reads, work):
+    assert makespan(DELAYS, np.array(hits)) == pytest.approx(max(reads, work / 2))
+
+
+def costs(delays: Delays, n_layers: int, n_expert: int, plain_read: float | None = None) -> list[LayerCosts]:
+    return [LayerCosts(n_expert, (20, 14, 10, 4), delays, plain_read)] * n_layers
+
+
+@pytest.mark.parametrize("delays", [
+    DELAYS, Delays(2.0, 0.7, 0.1, 2, 2, 3), Delays(0.2, 0.1, 3.0, 1, 2, 1), Delays(1.0, 0.3, 0.65, 2, 2, 3),
+])
+@pytest.mark.parametrize("pools", ["FCSE", "FS", "C", "SE"])
+def test_the_search_finds_what_trying_everything_finds(delays, pools):
+    n_expert, step = 8, 0.25
+    inclusion = skewed(2, n_expert, N_USED)
+    budget = 2 * 5 * 20 + 7
+    planner = Planner(inclusion, N_USED, costs(delays, 2, n_expert))
+    sets = [subsets(q, N_USED) for q in planner.q]
+    best = np.inf
+    for shares in product(range(5), repeat=4):
+        if sum(shares) != 4 or any(s and pool not in pools for s, pool in zip(shares, POOLS)):
+            continue
+        capacities = [int(s / 4 * budget / 2 / size) for s, size in zip(shares, (20, 14, 10, 4))]
+        ends = np.minimum(np.cumsum(capacities), n_expert)
+        total = 0.0
+        for of_layer in sets:
+            for taken, p in of_layer.items():
+                hits = np.bincount(np.searchsorted(ends, taken, side="right"), minlength=5)
+                total += p * float(makespan(delays, hits))
+        best = min(best, total)
+        assert planner.cost([s / 4 for s in shares], budget).makespan == pytest.approx(total)
+    found = planner.plan(budget, pools, step)
+    assert found.packed_best.makespan == pytest.approx(best)
+    assert found.best is found.packed_best and found.plain is None
+    assert not [pool for pool, share in zip(POOLS, found.best.shares) if share and pool not in pools]
+    assert (found.best.capacities * np.array([20, 14, 10, 4])).sum() <= budget
+
+
+def test_most_divisions_are_given_up_before_they_are_computed():
+    planner = Planner(skewed(4, 64, 6), 6, costs(DELAYS, 4, 64))
+    found = planner.plan(4 * 64 * 8)
+    assert found.n_evaluated < found.n_splits / 4
+
+
+def test_nothing_is_compressed_where_that_does_not_pay():
+    inclusion, slow = skewed(2, 16, 4), Delays(0.5, 0.1, 30.0, 1, 2, 3)
+    found = Planner(inclusion, 4, costs(slow, 2, 16, plain_read=3.0)).plan(2 * 6 * 20)
+    assert not found.best.compressed and found.best.shares == (1, 0, 0, 0)
+    assert found.best.makespan == pytest.approx(3.0 * mean_hits(inclusion, np.array([[6] * 4] * 2))[:, 4].sum())
+    assert found.best.makespan < found.packed_best.makespan
+    quick = Delays(0.5, 0.1, 0.01, 1, 2, 3)
+    assert Planner(inclusion, 4, costs(quick, 2, 16, plain_read=3.0)).plan(2 * 6 * 20).best.compressed
+
+
+def test_with_memory_for_all_everything_is_whole_and_nobody_waits():
+    found = Planner(even_inclusion(2, 8, 3), 3, costs(DELAYS, 2, 8)).plan(10**6)
+    assert found.best.shares == (1, 0, 0, 0) and found.best.makespan == 0
+    assert found.best.hits == pytest.approx(np.array([[3, 0, 0, 0, 0]] * 2))
+
+
+@pytest.mark.parametrize(("pools", "step", "sentence"), [
+    ("FX", 0.1, 'pools "FX" are not understood'), ("", 0.1, "name some of F, C, S, E"), ("FF", 0.1, "each once"),
+    ("F", 0.0, "a step of 0.0 is no share"),
+])
+def test_pools_and_steps_that_are_none_are_refused(pools, step, sentence):
+    planner = Planner(even_inclusion(1, 8, 3), 3, costs(DELAYS, 1, 8))
+    with pytest.raises(PyorchError, match=sentence):
+        planner.plan(100, pools, step)
