@@ -9,6 +9,7 @@ Clients are torch_client.py's. The server ends when its standard input does.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -30,6 +31,8 @@ _OUT_OF_THE_WAY = 500  # a program may want its descriptors at any small number
 def run(connection: socket.socket) -> int:
     """Becomes the process that was asked for, as far as a program can tell. Returns its exit status."""
     head, received, _, _ = socket.recv_fds(connection, 8, 253)
+    if not head:
+        return 0  # somebody wanted to know whether the server is there
     with connection.makefile("rb") as stream:
         request = json.loads(stream.read(int.from_bytes(head, "little")))
     threading.Thread(target=end_with, args=(connection,), daemon=True).start()
@@ -74,7 +77,8 @@ def serve(connection: socket.socket) -> None:
     try:
         status = run(connection)
     finally:
-        connection.send(bytes([status]))
+        with contextlib.suppress(OSError):  # whoever asked has gone: nothing of this process is to be taken down
+            connection.send(bytes([status]))
         os._exit(status)
 
 
