@@ -18,13 +18,17 @@ from architectures import Zoo, asked_for
 from ggufs import write_dense_model
 from models import CHECKPOINT, PROMPT, assert_same_bits, small_model  # noqa: F401
 
-from pyorch.cli import progress
+from pyorch.bench import rounds
+from pyorch.cli import inspect, progress
 from pyorch.convert import children, convert
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
 
 # On a busy machine a command of a test may take so long that it says how far it is.
 progress.INTERVAL = 86400.0
+
+# Seconds for which disks are read to measure them: one read of each kind is enough where nobody wants the figure.
+rounds.BANDWIDTH_SECONDS = inspect.DISK_SECONDS = 0.02
 
 
 def pytest_configure(config: pytest.Config) -> None:

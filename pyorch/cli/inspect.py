@@ -15,7 +15,7 @@ from pyorch.errors import PyorchError
 if TYPE_CHECKING:
     from pyorch.runtime.disk import Bandwidth
 
-_DISK_SECONDS = 3.0
+DISK_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> I
 
     if measures_disk and not model_map.layers:
         raise PyorchError(f"{model_map.path}: a dense model has no experts to read")
-    chosen, ways = disk.measure_and_keep(model_map, seconds=_DISK_SECONDS) if measures_disk else (
+    chosen, ways = disk.measure_and_keep(model_map, seconds=DISK_SECONDS) if measures_disk else (
         disk.kept_bandwidth(model_map) if model_map.layers else None, [])
     info, layers = model_map.info, model_map.layers
     return Inspection(
