@@ -17,10 +17,13 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -72,8 +75,11 @@ public:
         if (count.fetch_add(1) % 701 == 700) {
             return nullptr;
         }
-        for (uint64_t i = 0; i < tensor.stride; ++i) {
-            read[i] = ~read[i];
+        for (uint64_t i = 0; i < tensor.stride; i += sizeof(uint64_t)) { // a sanitizer looks at each access
+            uint64_t word;
+            memcpy(&word, read + i, sizeof(word));
+            word = ~word;
+            memcpy(read + i, &word, sizeof(word));
         }
         return read;
     }
@@ -117,6 +123,26 @@ private:
     std::atomic<unsigned>   count { 0 };
 };
 
+// A number that others wait for, asleep: 17 threads that spin instead need minutes of a small machine.
+class Count {
+public:
+    void add() {
+        std::lock_guard<std::mutex> lock(mutex);
+        ++n;
+        changed.notify_all();
+    }
+
+    void wait(int least) {
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return n >= least; });
+    }
+
+private:
+    std::mutex              mutex;
+    std::condition_variable changed;
+    int                     n = 0;
+};
+
 static std::vector<int> random_experts(std::mt19937 & rng, int n) {
     std::vector<int> ids(N_EXPERT);
     for (int i = 0; i < N_EXPERT; ++i) {
@@ -156,7 +182,7 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
                 guess(table, owner.context, rng, (l + 1) % N_LAYERS, next[(l + 1) % N_LAYERS]);
             }
             const bool       aborted = pass % 7 == 6 && l == 2; // after its first matrix
-            std::atomic<int> n_passed { 0 };
+            Count            n_passed;
             auto compute = [&](const char * thread) {
                 const auto & tensors = table.map.layers[l].tensors;
                 for (int r = 0; r < (aborted ? 1 : (int) tensors.size()); ++r) {
@@ -174,10 +200,8 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
                             CHECK(first == last && (first == word_of(l, r, id) || first == 0));
                         }
                     }
-                    ++n_passed;
-                    while (n_passed < 2 * (r + 1)) { // as the threads of a graph do behind each node
-                        std::this_thread::yield();
-                    }
+                    n_passed.add();
+                    n_passed.wait(2 * (r + 1)); // as the threads of a graph do behind each node
                 }
             };
             std::thread other(compute, "other");
