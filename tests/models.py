@@ -25,8 +25,8 @@ class Reader:
 
 
 def small_model(path: Path, budget: str | int, **options: object) -> Model:
-    """A model with a small context of its own and two threads."""
-    return load(path, budget=budget, **{"n_ctx": 256, "n_batch": 256, "n_threads": 2, **options})
+    """A model with a small context of its own. One thread: those that wait for each other use a processor, too."""
+    return load(path, budget=budget, **{"n_ctx": 256, "n_batch": 256, "n_threads": 1, **options})
 
 
 def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:

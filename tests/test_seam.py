@@ -59,10 +59,10 @@ def test_no_kernel_takes_an_expert_from_where_the_loader_mapped_it(
                     place = model_map.expert_range(layer.il, expert, role)
                     file.seek(place.offset)
                     file.write(bytes(place.size))
-    with small_model(small_moe_q4, "100%") as model, Context(model.llama.model, n_ctx=128) as context:
+    with small_model(small_moe_q4, "100%") as model, Context(model.llama.model, n_ctx=128, n_threads=1) as context:
         expected = context.decode(prompt_tokens)
     with small_model(path, "30%", source=IntactSource(small_moe_q4), use_mmap=use_mmap) as model:
-        with Context(model.llama.model, n_ctx=128) as context:
+        with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
             assert_same_bits(context.decode(prompt_tokens), expected)
 
 
@@ -72,7 +72,7 @@ def test_kernels_take_the_matrices_of_an_expert_in_the_order_of_the_map(
     """In another order, what was read for the next matrix of a layer that is streamed would be read again."""
     with ModelMap(small_moe) as model_map:
         floor, expert_bytes = model_map.info.floor_bytes, model_map.layers[0].expert_bytes
-    with small_model(small_moe, floor, prefetch="none") as model, Context(model.llama.model, n_ctx=128) as context:
+    with small_model(small_moe, floor, prefetch="none") as model, Context(model.llama.model, n_ctx=128, n_threads=1) as context:
         context.decode(prompt_tokens)
         stats = model.engine.stats()
     assert stats.loads == stats.misses > 13 * len(model.layers), "more than the budget holds"
@@ -101,7 +101,7 @@ def test_residuals_are_what_the_router_inputs_are_the_normalization_of(
     routings: list[Routing] = []
     with small_model(small_moe, "50%", prefetch="none") as model:
         model.engine.set_observer(routings.append)
-        with Context(model.llama.model, n_ctx=128) as context:
+        with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
             context.decode(prompt_tokens[:16])
         model.engine.set_observer(None)
         for routing in routings:

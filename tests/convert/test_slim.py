@@ -53,7 +53,7 @@ def test_the_pair_computes_what_the_model_does(zoo: Zoo, tmp_path: Path, name: s
             whole.info.expert_bytes, whole.info.dense_bytes)
     logits = []
     for path, budget, mapped in ((model, "30%", False), (pair, "30%", False), (pair, "auto", False), (pair, "30%", True)):
-        with small_model(path, budget, use_mmap=mapped) as loaded, Context(loaded.llama.model, n_ctx=64) as it:
+        with small_model(path, budget, use_mmap=mapped) as loaded, Context(loaded.llama.model, n_ctx=64, n_threads=1) as it:
             logits.append(it.decode(TOKENS))
     for other in logits[1:]:
         assert_same_bits(other, logits[0])
@@ -63,7 +63,7 @@ def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_pa
     shards = split(small_moe, tmp_path / "model.gguf", max_tensors=20)
     other = slim_of(shards[0], tmp_path)
     with small_model(slim, "50%") as first, small_model(other, "50%") as second:
-        with Context(first.llama.model, n_ctx=64) as a, Context(second.llama.model, n_ctx=64) as b:
+        with Context(first.llama.model, n_ctx=64, n_threads=1) as a, Context(second.llama.model, n_ctx=64, n_threads=1) as b:
             assert_same_bits(b.decode(TOKENS), a.decode(TOKENS))
 
 
@@ -96,7 +96,7 @@ def test_a_damaged_expert_fails_the_decode_and_is_named(slim: Path, tmp_path: Pa
         for expert in range(model_map.layers[2].n_expert):
             where = model_map.expert_range(2, expert, 1)
             flip(Path(where.path), where.offset + 100)
-    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64) as it:
+    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
         with pytest.raises(PyorchError, match=r"cannot read expert \d+ of blk.2.ffn_\w+_exps.weight from .*"
                                               "model.experts.gguf: what was read is damaged"):
             it.decode(TOKENS)

@@ -82,7 +82,7 @@ def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
 ) -> None:
     seen: list[dict[str, str]] = []
     model.engine.set_prefetch("previous-token")
-    with Context(model.llama.model) as context:
+    with Context(model.llama.model, n_threads=1) as context:
         context.decode(prompt_tokens[:8])
         getattr(model.engine, kind)(lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
         for token in prompt_tokens[8:12]:
@@ -103,7 +103,7 @@ def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
 
 def test_a_decode_inside_an_observer_fails_and_the_outer_one_does_not(model: Model, prompt_tokens: list[int]) -> None:
     seen: list[str] = []
-    with Context(model.llama.model) as outer, Context(model.llama.model) as inner:
+    with Context(model.llama.model, n_threads=1) as outer, Context(model.llama.model, n_threads=1) as inner:
         def decode(_routing: object) -> None:
             if not seen:
                 try:
@@ -133,7 +133,7 @@ def test_closing_a_model_inside_an_observer_is_refused_and_spares_the_decode(
         except PyorchError as error:
             refusals.append(str(error))
 
-    with Context(model.llama.model) as context:
+    with Context(model.llama.model, n_threads=1) as context:
         expected = context.decode(prompt_tokens[:4])
         context.clear()
         model.engine.set_observer(close)
@@ -155,7 +155,7 @@ def test_an_interrupt_inside_an_observer_reaches_the_caller_of_the_decode(
 
     model.engine.set_observer(interrupted)
     try:
-        with Context(model.llama.model) as context, pytest.raises(KeyboardInterrupt):
+        with Context(model.llama.model, n_threads=1) as context, pytest.raises(KeyboardInterrupt):
             context.decode(prompt_tokens[:4])
         routed.clear()
         with pytest.raises(KeyboardInterrupt):

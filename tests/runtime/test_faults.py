@@ -55,10 +55,10 @@ def test_a_read_error_fails_the_decode_and_spares_the_next(
     small_moe: Path, resident: Model, prompt_tokens: list[int], fault: str, budget: str
 ) -> None:
     """With the smaller budget the layers of a prompt are streamed."""
-    with Context(resident.llama.model) as it:
+    with Context(resident.llama.model, n_threads=1) as it:
         expected = it.decode(prompt_tokens)
     source = FaultySource(small_moe)
-    with small_model(small_moe, budget, source=source) as model, Context(model.llama.model) as it:
+    with small_model(small_moe, budget, source=source) as model, Context(model.llama.model, n_threads=2) as it:
         source.fault = fault
         with pytest.raises(ExpertReadError) as failed:
             it.decode(prompt_tokens)
@@ -94,11 +94,11 @@ def test_an_error_in_the_middle_of_generating_is_raised_and_generating_again_wor
 
 
 def test_an_error_in_one_context_spares_another(small_moe: Path, resident: Model, prompt_tokens: list[int]) -> None:
-    with Context(resident.llama.model) as it:
+    with Context(resident.llama.model, n_threads=1) as it:
         expected = it.decode(prompt_tokens)
     source = FaultySource(small_moe)
     with small_model(small_moe, "20%", source=source) as model:
-        with Context(model.llama.model) as one, Context(model.llama.model) as other:
+        with Context(model.llama.model, n_threads=1) as one, Context(model.llama.model, n_threads=1) as other:
             source.fault = "EIO"
             with pytest.raises(ExpertReadError):
                 one.decode(prompt_tokens)
@@ -112,7 +112,7 @@ def test_a_decode_reports_its_own_error_though_another_one_fails_before_it_is_as
 ) -> None:
     source, others = FaultySource(small_moe), []
     with small_model(small_moe, "20%", source=source) as model:
-        with Context(model.llama.model) as one, Context(model.llama.model) as other:
+        with Context(model.llama.model, n_threads=1) as one, Context(model.llama.model, n_threads=1) as other:
             remove = llama.llama_memory_seq_rm
 
             def fail_other(*arguments: object) -> bool:
@@ -149,15 +149,15 @@ def test_a_file_truncated_after_loading_fails_the_request_and_spares_the_process
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%", direct_io=direct_io) as model, Context(model.llama.model) as it:
+    with small_model(path, "20%", direct_io=direct_io) as model, Context(model.llama.model, n_threads=1) as it:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ExpertReadError, match=f"from {path}: the file was changed after it was loaded"):
             it.decode(prompt_tokens)
         with pytest.raises(ExpertReadError):
             it.decode(prompt_tokens)
-    with Context(resident.llama.model) as it:
+    with Context(resident.llama.model, n_threads=1) as it:
         expected = it.decode(prompt_tokens)
-    with small_model(small_moe, "20%") as model, Context(model.llama.model) as it:
+    with small_model(small_moe, "20%") as model, Context(model.llama.model, n_threads=1) as it:
         assert_same_bits(it.decode(prompt_tokens), expected)
 
 
@@ -166,7 +166,7 @@ def test_a_file_overwritten_in_place_with_its_time_set_back_fails_the_request(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model) as it:
+    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it:
         before = path.stat()
         with path.open("r+b") as file:
             file.seek(before.st_size // 2)
@@ -183,7 +183,7 @@ def test_a_file_that_gets_and_loses_a_name_is_read_as_it_was(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model) as it, Context(resident.llama.model) as whole:
+    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
         os.link(path, tmp_path / "other.gguf")
         path.unlink()
         os.link(tmp_path / "other.gguf", path)
@@ -195,7 +195,7 @@ def test_a_file_replaced_after_loading_is_read_as_it_was(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model) as it, Context(resident.llama.model) as whole:
+    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
         replacement = tmp_path / "new"
         replacement.write_bytes(bytes(path.stat().st_size))
         replacement.rename(path)
@@ -207,6 +207,6 @@ def test_a_file_deleted_after_loading_is_read_as_it_was(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model) as it, Context(resident.llama.model) as whole:
+    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
         path.unlink()
         assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))

@@ -26,7 +26,7 @@ def model(small_moe: Path):
 
 def test_the_budget_is_never_exceeded_while_running(small_moe: Path, prompt_tokens: list[int]) -> None:
     samples, done = [], threading.Event()
-    with small_model(small_moe, "15%") as model, Context(model.llama.model, n_ctx=1024) as it:
+    with small_model(small_moe, "15%") as model, Context(model.llama.model, n_ctx=1024, n_threads=2) as it:
 
         def sample() -> None:
             while not done.is_set():
@@ -50,7 +50,7 @@ def test_the_budget_is_never_exceeded_while_running(small_moe: Path, prompt_toke
 
 
 def test_the_masks_and_the_counters_tell_the_same(model: Model, prompt_tokens: list[int]) -> None:
-    with Context(model.llama.model) as it:
+    with Context(model.llama.model, n_threads=1) as it:
         it.decode(prompt_tokens)
     model.engine.wait_idle()
     stats = model.stats()
@@ -65,11 +65,11 @@ def test_the_masks_and_the_counters_tell_the_same(model: Model, prompt_tokens: l
 def test_the_observer_sees_what_the_router_chose(model: Model, prompt_tokens: list[int]) -> None:
     seen: list[Routing] = []
     model.engine.set_observer(seen.append)
-    with Context(model.llama.model, n_ubatch=16, n_batch=64) as it:
+    with Context(model.llama.model, n_ubatch=16, n_batch=64, n_threads=1) as it:
         it.decode(prompt_tokens[:40])
     model.engine.set_observer(None)
     n_seen = len(seen)
-    with Context(model.llama.model) as it:
+    with Context(model.llama.model, n_threads=1) as it:
         it.decode(prompt_tokens[:4])
     assert len(seen) == n_seen, "a removed observer was called"
 
@@ -90,7 +90,7 @@ def test_the_statistics_count_what_the_observer_saw(model: Model, prompt_tokens:
     uses = []
     model.engine.set_observer(lambda routing: uses.append(len(np.unique(routing.experts))))
     model.reset_stats()
-    with Context(model.llama.model) as it:
+    with Context(model.llama.model, n_threads=1) as it:
         for token in prompt_tokens[:10]:
             it.decode([token])
     stats = model.stats().experts
@@ -101,7 +101,7 @@ def test_the_statistics_count_what_the_observer_saw(model: Model, prompt_tokens:
 def test_prefetched_experts_become_resident_and_count_as_hits(model: Model, prompt_tokens: list[int]) -> None:
     chosen = set()
     model.engine.set_observer(lambda routing: routing.il == 2 and chosen.update(routing.experts.ravel().tolist()))
-    with Context(model.llama.model) as it:
+    with Context(model.llama.model, n_threads=1) as it:
         it.decode(prompt_tokens[:1])
     for layer in model.layers.values():
         layer.evict(range(N_EXPERT))
@@ -110,7 +110,7 @@ def test_prefetched_experts_become_resident_and_count_as_hits(model: Model, prom
     model.layers[2].prefetch(sorted(chosen))
     model.engine.wait_idle()
     assert set(np.flatnonzero(model.residency[2])) == chosen
-    with Context(model.llama.model) as it:
+    with Context(model.llama.model, n_threads=1) as it:
         it.decode(prompt_tokens[:1])
     layer = model.layers[2].stats()
     assert (layer.hits, layer.misses, layer.prefetch_hits) == (N_USED, 0, N_USED)
@@ -120,7 +120,7 @@ def test_pinned_experts_stay_until_they_are_unpinned(model: Model, prompt_tokens
     pinned = frozenset({1, 5, 33})
     model.layers[4].policy = LayerPolicy(pinned=pinned)
     model.engine.wait_idle()
-    with Context(model.llama.model, n_ctx=512) as it:
+    with Context(model.llama.model, n_ctx=512, n_threads=1) as it:
         for _ in range(5):
             it.decode(prompt_tokens)
             assert model.residency[4][list(pinned)].all()
@@ -141,7 +141,7 @@ def test_pinning_more_than_the_budget_allows_is_refused(model: Model) -> None:
 def test_a_layer_keeps_its_minimum_and_its_maximum(model: Model, prompt_tokens: list[int]) -> None:
     model.layers[0].policy = LayerPolicy(min_experts=30)
     model.layers[7].policy = LayerPolicy(max_experts=8)
-    with Context(model.llama.model, n_ctx=1024) as it:
+    with Context(model.llama.model, n_ctx=1024, n_threads=1) as it:
         for _ in range(5):
             it.decode(prompt_tokens)
         for token in prompt_tokens[:20]:
@@ -166,8 +166,8 @@ def test_what_is_no_layer_policy_is_refused(model: Model) -> None:
 def test_more_budget_means_fewer_misses(small_moe: Path, prompt_tokens: list[int]) -> None:
     misses = []
     for budget in ("15%", "30%", "60%", "100%"):
-        with small_model(small_moe, budget, prefetch="none") as model, Context(model.llama.model) as it:
-            for token in prompt_tokens:
+        with small_model(small_moe, budget, prefetch="none") as model, Context(model.llama.model, n_threads=1) as it:
+            for token in prompt_tokens[:32]:
                 it.decode([token])
             misses.append(model.stats().experts.misses)
     assert misses == sorted(misses, reverse=True) and misses[0] > 2 * misses[-1]
