@@ -21,4 +21,4 @@ class FaultySource:
 
 
 model, port, broken = sys.argv[1:]
-sys.exit(serve(model, "20%", ["--port", port], source=FaultySource(model, broken)))
+sys.exit(serve(model, "20%", ["--port", port, "-t", "1"], source=FaultySource(model, broken)))

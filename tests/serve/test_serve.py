@@ -22,6 +22,7 @@ from models import PROMPT, small_model
 from ggufs import write_moe_model
 from processes import HANG_SECONDS, pyorch
 
+from pyorch.cli import main
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
 from pyorch.sizes import MiB
@@ -96,6 +97,7 @@ def start(tmp_path: Path):
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
     port = free_port()
+    # Two threads: what is answered beside others is computed as by most users.
     command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "2", "--", "--slots")
     server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
     yield server
@@ -134,9 +136,9 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
 
 
 def test_a_slim_model_and_its_pack_are_served_like_the_model(start, server: ServerProcess, small_moe: Path, tmp_path: Path):
-    assert pyorch("pack", str(small_moe), "--slim", str(tmp_path / "slim.gguf")).returncode == 0
+    assert main(["pack", str(small_moe), "--slim", str(tmp_path / "slim.gguf")]) == 0
     port = free_port()
-    slim = start(pyorch_serve(tmp_path / "slim.gguf", "--port", str(port), "--threads", "2", "--", "-c", "256"), port)
+    slim = start(pyorch_serve(tmp_path / "slim.gguf", "--port", str(port), "--threads", "1", "--", "-c", "256"), port)
     assert slim.complete(PROMPT) == server.complete(PROMPT, extra_body=WHOLE_PROMPT)
     assert slim.stop()[0] == 0
 
@@ -146,7 +148,7 @@ def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_m
     answers = []
     for budget in ("resident", "20%"):
         port = free_port()
-        server = start(pyorch_serve(small_moe, "--budget", budget, "--port", str(port), "--threads", "2"), port)
+        server = start(pyorch_serve(small_moe, "--budget", budget, "--port", str(port), "--threads", "1"), port)
         answers.append([
             server.client.completions.create(model="", prompt=prompt, max_tokens=16, temperature=0, logprobs=3).choices[0]
             for prompt in (PROMPT, PROMPT, PROMPT + "\n    return")
@@ -173,17 +175,19 @@ def test_cancelled_stream_frees_its_slot(server: ServerProcess):
     assert server.complete(PROMPT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_ends_it_cleanly_and_the_port_is_free_again(start, small_moe: Path, number: int):
+def test_signal_ends_it_cleanly_and_the_port_is_free_again(start, small_moe: Path):
     port = free_port()
-    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--json", "--stats-every", "0.2")
-    for _ in range(2):
+    command = pyorch_serve(
+        small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--json", "--stats-every", "0.2")
+    for number in (signal.SIGTERM, signal.SIGINT):
         server = start(command, port)
         assert server.complete(PROMPT)
         status, stdout = server.stop(number)
         assert status == 0, server.log.read_text()
         last = json.loads(stdout.splitlines()[-1])
         assert last["misses"] > 0 and last["peak_bytes"] <= last["budget_bytes"]
+        with socket.create_server(("127.0.0.1", port)):
+            pass
 
 
 def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
@@ -206,7 +210,7 @@ def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_
 def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
     port, model = free_port(), tmp_path / "model.gguf"
     shutil.copyfile(small_moe, model)
-    server = start(pyorch_serve(model, "--budget", "20%", "--port", str(port)), port)
+    server = start(pyorch_serve(model, "--budget", "20%", "--port", str(port), "--threads", "1"), port)
     assert server.complete(PROMPT)
 
     os.truncate(model, 1 << 20)
@@ -216,19 +220,33 @@ def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe
     assert server.stop()[0] == 0
 
 
-def refused(*arguments: object) -> str:
-    """The one sentence that a server says which does not start."""
+def refused_process(*arguments: object) -> str:
+    """The one sentence that a server says which does not start, though llama-server was called."""
     result = pyorch("serve", *arguments)
     assert result.returncode == 2 and result.stdout == ""
     assert len(result.stderr.splitlines()) == 1, result.stderr
     return result.stderr
 
 
-def test_wrong_path_is_refused(tmp_path: Path):
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The one sentence where it is not."""
+
+    def run(*arguments: object) -> str:
+        capfd.readouterr()
+        assert main(["serve", *map(str, arguments)]) == 2
+        printed = capfd.readouterr()
+        assert printed.out == "" and len(printed.err.splitlines()) == 1, printed.err
+        return printed.err
+
+    return run
+
+
+def test_wrong_path_is_refused(refused, tmp_path: Path):
     assert "absent.gguf: no such file" in refused(tmp_path / "absent.gguf")
 
 
-def test_budget_below_the_floor_is_refused(small_moe: Path):
+def test_budget_below_the_floor_is_refused(refused, small_moe: Path):
     assert "below the floor" in refused(small_moe, "--budget", "1KiB", "--port", 0)
 
 
@@ -236,10 +254,10 @@ def test_budget_below_the_floor_is_refused(small_moe: Path):
 def test_a_model_that_would_end_the_server_is_refused(tmp_path: Path, budget: str):
     path = tmp_path / "tiny.gguf"
     write_moe_model(path, gating=False)
-    assert "it has no dots1.expert_gating_func" in refused(path, "--budget", budget, "--port", 0)
+    assert "it has no dots1.expert_gating_func" in refused_process(path, "--budget", budget, "--port", 0)
 
 
-def test_port_in_use_is_refused(small_moe: Path):
+def test_port_in_use_is_refused(refused, small_moe: Path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -248,10 +266,10 @@ def test_port_in_use_is_refused(small_moe: Path):
 
 
 def test_unknown_flag_of_llama_server_is_refused(small_moe: Path):
-    assert "--no-such-flag" in refused(small_moe, "--port", 0, "--", "--no-such-flag")
+    assert "--no-such-flag" in refused_process(small_moe, "--port", 0, "--", "--no-such-flag")
 
 
-def test_second_model_is_refused(small_moe: Path):
+def test_second_model_is_refused(refused, small_moe: Path):
     assert "cannot be given again" in refused(small_moe, "--", "-m", small_moe)
 
 
