@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import CHECKPOINT, PROMPT, small_model
-from processes import pyorch as pyorch_command
 from shared import torch_at_hand, with_torch
 
 import pyorch
@@ -33,7 +32,7 @@ from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
 N_TOKENS = 24
 FACTS, TEXT = CHECKPOINT / "facts-train.jsonl", CHECKPOINT / "text-test.txt"
-LEARNED = ["--data", str(FACTS), "--tokens", "3000", "--threads", "2"]
+LEARNED = ["--data", str(FACTS), "--tokens", "3000", "--threads", "1"]
 SIZES = ["--latent", "32", "--hidden", "48"]
 
 
@@ -54,9 +53,8 @@ def made(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     directory = tmp_path_factory.mktemp("estimator")
     model = directory / "model.gguf"
     os.link(small_moe, model)
-    assert main(["calibrate", str(model), "--data", str(FACTS), "--tokens", "2000", "--threads", "2"]) == 0
-    command = ("train-predictor", model, *LEARNED, "--json", "--epochs", "4", *SIZES)
-    return Made(model, json.loads(pyorch_command(*command, check=True).stdout))
+    assert main(["calibrate", str(model), "--data", str(FACTS), "--tokens", "1000", "--threads", "1"]) == 0
+    return Made(model, trained(model, "--epochs", "4", *SIZES))
 
 
 def trained(model: Path, *options: str) -> dict:
@@ -223,14 +221,14 @@ def test_calibrating_again_says_that_the_estimator_is_gone(
     model, sidecar = tmp_path / "model.gguf", tmp_path / "model.predictor.gguf"
     os.link(made.model, model)
     shutil.copy(made.model.with_name("model.predictor.gguf"), sidecar)
-    assert main(["calibrate", str(model), "--data", str(TEXT), "--tokens", "200", "--threads", "2"]) == 0
+    assert main(["calibrate", str(model), "--data", str(TEXT), "--tokens", "200", "--threads", "1"]) == 0
     captured = capsys.readouterr()
     assert "held an estimator" in captured.err
     assert "how many layers ahead to read was not tried: that takes 10 pieces of at most 512 tokens, and the text has fewer" in captured.out
     with ModelMap(model) as model_map:
         file = PredictorFile.read(sidecar, model_map)
         assert file.estimator is None and file.distance is None
-    assert main(["calibrate", str(model), "--data", str(TEXT), "--tokens", "200", "--threads", "2"]) == 0
+    assert main(["calibrate", str(model), "--data", str(TEXT), "--tokens", "200", "--threads", "1"]) == 0
     assert "held an estimator" not in capsys.readouterr().err
 
 

@@ -45,7 +45,7 @@ def pack_of(model: Path) -> Path:
 
 
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
-    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16) as it:
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
         return np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
 
 
@@ -100,7 +100,7 @@ from pyorch.llama.model import load
 from pyorch.llama.context import Context
 with load({str(packed)!r}, budget="30%", n_ctx=256, n_batch=256, n_threads=2) as model:
     assert model.map.pack
-    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16) as it:
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
         tokens = {prompt_tokens}
         logits = np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
         np.save({str(packed.parent / "logits.npy")!r}, logits)
@@ -117,7 +117,8 @@ with load({str(packed)!r}, budget="30%", n_ctx=256, n_batch=256, n_threads=2) as
 def test_a_pack_that_does_not_belong_there_is_refused_once(
     packed: Path, small_moe_q4: Path, resident: Model, prompt_tokens: list[int], told: list[str]
 ) -> None:
-    expected = logits(resident, prompt_tokens)
+    tokens = prompt_tokens[:20]
+    expected = logits(resident, tokens)
     whole = pack_of(packed).read_bytes()
     other = Path(shutil.copy(small_moe_q4, packed.with_name("other.gguf")))
     packing.pack(other)
@@ -133,7 +134,7 @@ def test_a_pack_that_does_not_belong_there_is_refused_once(
         for _ in range(2):
             with small_model(packed, "30%") as model:
                 assert model.map.pack is None
-                assert_same_bits(logits(model, prompt_tokens), expected)
+                assert_same_bits(logits(model, tokens), expected)
         assert len(told) == 1 and sentence in told[0] and str(pack_of(packed)) in told[0], (sentence, told)
         assert told[0].endswith(f"the experts are read from {packed}")
 

@@ -138,7 +138,7 @@ def calibrated(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     path = tmp_path_factory.mktemp("calibrated") / "model.gguf"
     os.link(small_moe, path)
     data = CHECKPOINT / "facts-train.jsonl"
-    assert main(["calibrate", str(path), "--data", str(data), "--tokens", "2000", "--threads", "1"]) == 0
+    assert main(["calibrate", str(path), "--data", str(data), "--tokens", "400", "--threads", "1"]) == 0
     return path
 
 

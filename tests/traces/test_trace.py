@@ -31,9 +31,9 @@ from pyorch.traces.statistics import analyze
 FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
 
-N_PIECES = 4  # of prose, that fill a context of 256 tokens
+N_PIECES = 2  # of prose, that fill a context of 256 tokens
 HEADER = TraceHeader("f" * 64, "qwen2moe", (1, 2, 5), n_expert=16, n_expert_used=4, n_embd=8, n_inputs=5, seed=3)
-OPTIONS = dict(budget="50%", n_threads=2)
+OPTIONS = dict(budget="50%", n_threads=1)
 
 
 def random_records(header: TraceHeader, n: int, seed: int = 0) -> np.ndarray:
