@@ -8,6 +8,7 @@
 // threads on their cores, medians of tokens. Weights are random. A small file is written to DIRECTORY (default: /tmp)
 // and removed.
 
+#include "random_weights.h"
 #include "synthetic.h"
 
 #include "banks/host_bank.h"
@@ -20,7 +21,6 @@
 #include <algorithm>
 #include <atomic>
 #include <ctime>
-#include <random>
 #include <thread>
 
 using namespace pyorch;
@@ -50,16 +50,6 @@ static double median(std::vector<double> & times) {
     return times[times.size() / 2];
 }
 
-static std::vector<float> normal(size_t n, float scale) {
-    static std::mt19937 rng { 1 };
-    std::normal_distribution<float> values(0, scale);
-    std::vector<float> to(n);
-    for (float & v : to) {
-        v = values(rng);
-    }
-    return to;
-}
-
 // Of this process, in memory.
 static double resident_bytes() {
     long   pages = 0, resident = 0;
@@ -77,7 +67,7 @@ static double resident_bytes() {
 class Weights {
 public:
     Weights() : rows(N_ROWS * ROW_BYTES), input(ggml_row_size(GGML_TYPE_Q8_0, N_COLUMNS)) {
-        const std::vector<float> values = normal(N_COLUMNS, 1);
+        const std::vector<float> values = random_weights(N_COLUMNS, 1);
         ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float(values.data(), input.data(), N_COLUMNS);
         ggml_get_type_traits_cpu(GGML_TYPE_Q4_0)->from_float(values.data(), rows.data(), N_COLUMNS);
         for (size_t r = 1; r < N_ROWS; ++r) {
@@ -126,13 +116,13 @@ private:
 
 static std::shared_ptr<const Estimator> random_estimator(const Shape & shape) {
     const size_t n_layers = shape.n_layers - 1;
-    const auto in_weight   = normal((size_t) N_LATENT * shape.n_embd, 0.02f), in_bias = normal(N_LATENT, 1);
-    const auto position    = normal(n_layers * N_LATENT, 0.5f);
-    const auto up_weight   = normal((size_t) N_HIDDEN * N_LATENT, 0.06f), up_bias = normal(N_HIDDEN, 1);
-    const auto down_weight = normal((size_t) N_LATENT * N_HIDDEN, 0.03f), down_bias = normal(N_LATENT, 1);
-    const auto norm_weight = normal(N_LATENT, 1), norm_bias = normal(N_LATENT, 1);
-    const auto head_weight = normal(n_layers * shape.n_expert * N_LATENT, 0.01f);
-    const auto head_bias   = normal(n_layers * shape.n_expert, 0.1f);
+    const auto in_weight   = random_weights((size_t) N_LATENT * shape.n_embd, 0.02f), in_bias = random_weights(N_LATENT, 1);
+    const auto position    = random_weights(n_layers * N_LATENT, 0.5f);
+    const auto up_weight   = random_weights((size_t) N_HIDDEN * N_LATENT, 0.06f), up_bias = random_weights(N_HIDDEN, 1);
+    const auto down_weight = random_weights((size_t) N_LATENT * N_HIDDEN, 0.03f), down_bias = random_weights(N_LATENT, 1);
+    const auto norm_weight = random_weights(N_LATENT, 1), norm_bias = random_weights(N_LATENT, 1);
+    const auto head_weight = random_weights(n_layers * shape.n_expert * N_LATENT, 0.01f);
+    const auto head_bias   = random_weights(n_layers * shape.n_expert, 0.1f);
     pyorch_estimator e = {};
     e.n_embd      = shape.n_embd;
     e.n_latent    = N_LATENT;
@@ -161,7 +151,7 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
         plain_codec, config);
 
     // The graph has routers of its own: one that all layers share does here.
-    const std::vector<float> gate = normal((size_t) shape.n_expert * shape.n_embd, 0.02f), norm(shape.n_embd, 1);
+    const std::vector<float> gate = random_weights((size_t) shape.n_expert * shape.n_embd, 0.02f), norm(shape.n_embd, 1);
     Routers routers(shape.n_layers);
     for (int layer = 0; layer < shape.n_layers; ++layer) {
         Router router;
@@ -183,7 +173,7 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
         routed.weights.push_back(1.0f / shape.n_used);
     }
     routed.computed = routed.experts;
-    routed.residuals = normal(shape.n_embd, 1);
+    routed.residuals = random_weights(shape.n_embd, 1);
 
     Weights weights;
     for (pyorch_predictor kind : { PYORCH_PREDICT_QUASI_HIDDEN, PYORCH_PREDICT_HYBRID }) {
@@ -194,7 +184,7 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
                 planner.set(layer, { kind, distance, 0.6 });
             }
             {
-                const std::vector<float> vectors = normal((size_t) shape.n_expert * shape.n_embd, 0.1f);
+                const std::vector<float> vectors = random_weights((size_t) shape.n_expert * shape.n_embd, 0.1f);
                 for (int layer = 0; layer < shape.n_layers; ++layer) {
                     planner.set_default_vectors(layer,
                         std::make_shared<const CompactMatrix>(vectors.data(), shape.n_expert, shape.n_embd));

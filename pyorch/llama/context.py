@@ -3,6 +3,7 @@ one batch, the logits of chosen positions, contexts in several threads."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import llama_cpp
@@ -12,6 +13,7 @@ import numpy as np
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama.memory import physical_cores
+from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held
 
 
@@ -54,6 +56,7 @@ class Context:
             params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._model = model
+        self._pid = os.getpid()
         self._n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self._context = llama.llama_init_from_model(model, params)
         if not self._context:
@@ -62,10 +65,10 @@ class Context:
         self._n_past = [0] * n_seq_max
 
     def close(self) -> None:
-        if self._context:
+        if self._context and self._pid == os.getpid():
             llama.llama_batch_free(self._batch)
             llama.llama_free(self._context)
-            self._context = None
+        self._context = None
 
     def __enter__(self) -> Context:
         return self
@@ -90,7 +93,9 @@ class Context:
 
         Raises:
             ExpertReadError: an expert could not be read. The sequences are as before.
+            PyorchError: the process was forked after the context was made.
         """
+        self._check_process()
         sequences = sequences if sequences is not None else [0] * len(tokens)
         n_past = list(self._n_past)
         wanted = set(range(len(tokens)) if outputs is None else outputs)
@@ -134,6 +139,11 @@ class Context:
         """Empties all sequences."""
         self._n_past = [0] * len(self._n_past)
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+
+    def _check_process(self) -> None:
+        """PyorchError in a process that was forked since: the threads that compute and read were not copied."""
+        if self._pid != os.getpid():
+            raise PyorchError(FORKED)
 
     def _forget(self) -> None:
         """Removes what ubatches before the failed one have left in the KV cache."""

@@ -32,10 +32,15 @@ def attempt(what: str, call: Callable[[], object]) -> None:
 def main() -> None:
     model = pyorch.load(sys.argv[1], budget="50%", n_ctx=64, n_threads=2)
     before = text(model)
+    used = Context(model.llama.model, n_ctx=64, n_threads=2)
+    used.decode([1, 5, 9])
     if os.fork() == 0:
         attempt("generate", lambda: text(model))
         attempt("stats", model.stats)
         attempt("context", lambda: Context(model.llama.model, n_ctx=64))
+        attempt("decode", lambda: used.decode([2]))
+        attempt("decode in Llama's context", lambda: model.llama.eval([2]))
+        used.close()
         model.close()
         attempt("closed", lambda: text(model))
         print("closed by a child", flush=True)
@@ -45,6 +50,8 @@ def main() -> None:
         sys.exit("left open by a child")
     print("status", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
     assert text(model) == before, "the parent's model is as it was"
+    assert used.decode([2]).shape[0] == 1
+    used.close()
     print("same", flush=True)
     model.close()
 

@@ -18,7 +18,8 @@ def test_a_model_that_was_used_is_refused_in_a_forked_process_and_closing_it_the
     done = python(PROCESS, small_moe)  # seconds, or for ever
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        f"generate: {FORKED}", f"stats: {FORKED}", f"context: {FORKED}",
+        f"generate: {FORKED}", f"stats: {FORKED}", f"context: {FORKED}", f"decode: {FORKED}",
+        f"decode in Llama's context: {FORKED}",
         "closed: the model was closed: load it again", "closed by a child", "status 0",
         "status 1",
         "same",

@@ -1,4 +1,4 @@
-"""The C API, as a program in C99 sees it: native/tests/c_api.c."""
+"""The C API, as a program in C99 sees it: native/tests/api/c_api.c."""
 
 from __future__ import annotations
 

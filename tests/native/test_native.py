@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 
-from native_build import built_tests, ctest
+from native_build import ROOT, built_tests, ctest
 
 
 def test_every_native_test_passes() -> None:
     tree = built_tests()
     listed = json.loads(ctest(tree, "--show-only=json-v1").stdout)["tests"]
     names = {test["name"] for test in listed}
-    assert names >= {"residency_stress_thread_threads", "residency_stress_address_threads", "balance_test", "codecs_test",
-                     "guess_test", "speculation_test", "router_test", "schedule_test", "table_test"}
+    assert names >= {source.stem for source in (ROOT / "native" / "tests").rglob("*_test.cpp")}
+    assert names >= {"residency_stress_thread_threads", "residency_stress_address_threads"}
     done = ctest(tree, "--output-on-failure", "--parallel", "2")
     assert done.returncode == 0, done.stdout

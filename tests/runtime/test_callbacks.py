@@ -1,6 +1,6 @@
 """Inside a callback of an engine: what might wait for the callback is refused in a sentence, the rest works.
 
-The read callback is tested by native/tests/c_api.c.
+The read callback is tested by native/tests/api/c_api.c.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 //
 // FILE.gguf is written and removed.
 
+#include "check.h"
 #include "synthetic.h"
 
 #include "banks/host_bank.h"
@@ -16,11 +17,6 @@
 #include <set>
 
 using namespace pyorch;
-
-#define CHECK(x) \
-    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
-
-static std::string path;
 
 // Three layers of eight experts, of which a past request used the first in each.
 struct House {
@@ -116,10 +112,9 @@ static void default_vectors_of_another_width_are_not_used() {
 }
 
 int main(int argc, char ** argv) {
-    CHECK(argc == 2);
-    path = argv[1];
-    forecasts_are_of_layers_that_the_context_computes();
-    nothing_is_forecast_where_prefetching_does_not_pay();
-    default_vectors_of_another_width_are_not_used();
-    printf("all hold\n");
+    return run(argc, argv, {
+        forecasts_are_of_layers_that_the_context_computes,
+        nothing_is_forecast_where_prefetching_does_not_pay,
+        default_vectors_of_another_width_are_not_used,
+    });
 }

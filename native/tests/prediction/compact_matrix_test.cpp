@@ -1,11 +1,12 @@
 // Products with matrices that predictors keep in 8 or 16 bits a weight are near those with the floats that they copy.
 
+#include "random_weights.h"
+
 #include "prediction/compact_matrix.h"
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <random>
 
 using namespace pyorch;
 
@@ -16,20 +17,10 @@ static void require(bool ok, const char * what) {
     }
 }
 
-static std::vector<float> normal(size_t n, float scale) {
-    static std::mt19937 rng { 1 };
-    std::normal_distribution<float> values(0, scale);
-    std::vector<float> to(n);
-    for (float & v : to) {
-        v = values(rng);
-    }
-    return to;
-}
-
 // Of so many columns, some of which are whole blocks. scale: more than 16-bit floats of IEEE hold.
 static void check(int n_columns, float scale) {
     constexpr size_t N_ROWS = 12, N_INPUTS = 3, BEGIN = 4, N = 5;
-    const std::vector<float> weights = normal(N_ROWS * n_columns, scale);
+    const std::vector<float> weights = random_weights(N_ROWS * n_columns, scale);
     const CompactMatrix      matrix(weights.data(), N_ROWS, n_columns);
     require(matrix.n_rows() == N_ROWS && matrix.n_columns() == n_columns, "a matrix knows its shape");
     require(matrix.n_bytes() <= 2 * weights.size(), "a weight takes two bytes at most");
@@ -38,7 +29,7 @@ static void check(int n_columns, float scale) {
     std::vector<std::vector<float>> inputs;
     std::vector<CompactVector>      compact;
     for (size_t i = 0; i < N_INPUTS; ++i) {
-        inputs.push_back(normal(n_columns, 1));
+        inputs.push_back(random_weights(n_columns, 1));
         compact.emplace_back(inputs.back().data(), n_columns);
     }
     std::vector<float> products(N_INPUTS * N, scale);

@@ -4,6 +4,7 @@
 //
 // FILE.gguf is written and removed.
 
+#include "check.h"
 #include "synthetic.h"
 
 #include "banks/host_bank.h"
@@ -12,11 +13,6 @@
 #include <functional>
 
 using namespace pyorch;
-
-#define CHECK(x) \
-    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
-
-static std::string path;
 
 static constexpr uint64_t SMALL_REQUEST = 512u << 10;
 
@@ -82,10 +78,13 @@ struct House {
         return all;
     }
 
-    bool loading(int layer, int expert) {
+    bool loading (int layer, int expert) { return is(PYORCH_LOADING, layer, expert); }
+    bool resident(int layer, int expert) { return is(PYORCH_RESIDENT, layer, expert); }
+
+    bool is(int state, int layer, int expert) {
         uint8_t mask[N_EXPERT];
         table.get_residency(map.layers[layer].il, mask, N_EXPERT);
-        return mask[expert] & PYORCH_LOADING;
+        return mask[expert] & state;
     }
 };
 
@@ -160,6 +159,27 @@ static void an_abandoned_guess_goes_on_for_who_needs_it_after_all() {
     CHECK(house.stats().bytes_read == 2 * 3u * (1u << 20)); // each byte once
 }
 
+static void an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name() {
+    for (bool pinned : { false, true }) {
+        House house(12);
+        house.pass(house.owner, 0, { 0 });
+        house.guess(house.owner, 1, 1);
+        ReadRequest guessed;
+        CHECK(house.disk.take(guessed));
+        house.pass(house.owner, 1, { 0 });
+        const int32_t asked[] = { 1 };
+        if (pinned) {
+            house.table.pin(house.map.layers[1].il, asked, 1);
+        } else {
+            house.table.prefetch(house.map.layers[1].il, asked, 1);
+        }
+        house.disk.end(guessed);
+        house.read_all();
+        CHECK(house.resident(1, 1));
+        CHECK(house.stats().bytes_read == 3 * 3u * (1u << 20)); // each byte once
+    }
+}
+
 static void who_lacks_memory_gets_that_of_a_guess_under_way() {
     House house(4);
     Owner other = { &other };
@@ -182,12 +202,12 @@ static void who_lacks_memory_gets_that_of_a_guess_under_way() {
 }
 
 int main(int argc, char ** argv) {
-    CHECK(argc == 2);
-    path = argv[1];
-    a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk();
-    a_demand_waits_for_one_small_request_of_a_guess_at_most();
-    a_guess_whose_pass_went_without_it_is_read_no_further();
-    an_abandoned_guess_goes_on_for_who_needs_it_after_all();
-    who_lacks_memory_gets_that_of_a_guess_under_way();
-    printf("all hold\n");
+    return run(argc, argv, {
+        a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk,
+        a_demand_waits_for_one_small_request_of_a_guess_at_most,
+        a_guess_whose_pass_went_without_it_is_read_no_further,
+        an_abandoned_guess_goes_on_for_who_needs_it_after_all,
+        an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name,
+        who_lacks_memory_gets_that_of_a_guess_under_way,
+    });
 }

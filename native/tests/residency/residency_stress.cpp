@@ -6,6 +6,8 @@
 //
 // FILE.gguf is written, used and left. Exit status 77: this system has no io_uring.
 
+#include "check.h"
+
 #include "banks/host_bank.h"
 #include "loading/reader_threads.h"
 #include "loading/uring_reader.h"
@@ -33,9 +35,6 @@ using namespace pyorch;
 static constexpr int N_LAYERS = 5;
 static constexpr int N_EXPERT = 12;
 static constexpr int N_CONTEXTS = 8;
-
-#define CHECK(x) \
-    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
 
 static uint32_t word_of(int layer, int role, int expert) {
     return 0x10000000u * (uint32_t) (layer + 1) + 0x10000u * (uint32_t) role + (uint32_t) expert;

@@ -1,0 +1,134 @@
+// What the residency table lets go first:
+//
+//     eviction_test FILE.gguf
+//
+// FILE.gguf is written and removed.
+
+#include "residency/house.h"
+
+#include <cmath>
+#include <random>
+
+using namespace pyorch;
+
+static void the_index_finds_what_a_search_of_all_finds() {
+    std::mt19937 rng(1);
+    const std::vector<int> n_experts = { 5, 64, 3, 17 };
+    Victims victims(n_experts);
+    std::vector<std::vector<double>> keys;
+    for (int n : n_experts) {
+        keys.emplace_back(n, Victims::NEVER);
+    }
+    for (int step = 0; step < 20000; ++step) {
+        const int layer = (int) (rng() % n_experts.size());
+        const int id    = (int) (rng() % n_experts[layer]);
+        const double key = rng() % 4 == 0 ? Victims::NEVER : rng() % 7 == 0 ? Victims::SCANNED :
+            (double) (rng() % 1000);
+        victims.set(layer, id, FOR_GUESS, key);
+        keys[layer][id] = key;
+        const int  asked = (int) (rng() % n_experts.size());
+        const auto least = victims.least(asked, FOR_GUESS);
+        const auto found = std::min_element(keys[asked].begin(), keys[asked].end());
+        CHECK(least.key == *found);
+        CHECK(least.expert < 0 ? *found == Victims::NEVER : keys[asked][least.expert] == *found);
+        CHECK(victims.least(asked, FOR_DEMAND).expert < 0);
+    }
+}
+
+static void values_keep_the_order_of_faded_frequencies_at_any_time() {
+    const auto   policy    = make_policy(PYORCH_LFU, 4);
+    const double half_life = 32.0 * 4;
+    std::mt19937 rng(2);
+    struct Faded {
+        double   frequency = 0;
+        uint64_t at        = 0;
+    };
+    std::vector<Usage> usage(30);
+    std::vector<Faded> faded(30);
+    for (uint64_t now = 1; now < 4000; ++now) {
+        const size_t i = std::min(rng() % 30, rng() % 30); // some more often than others
+        policy->used(usage[i], now);
+        faded[i] = { faded[i].frequency * std::exp2(-(double) (now - faded[i].at) / half_life) + 1, now };
+        const size_t a = rng() % 30, b = rng() % 30;
+        const double fa = faded[a].frequency * std::exp2(-(double) (now - faded[a].at) / half_life);
+        const double fb = faded[b].frequency * std::exp2(-(double) (now - faded[b].at) / half_life);
+        if (std::abs(fa - fb) > 1e-9) {
+            CHECK((fa < fb) == (policy->value(usage[a], 0, false) < policy->value(usage[b], 0, false)));
+        }
+    }
+}
+
+static void what_was_used_longest_ago_goes_first() {
+    House house(4, 0.5);
+    for (int token = 0; token < 4; ++token) {
+        for (int layer = 0; layer < 4; ++layer) {
+            house.pass(layer, { 2 * token, 2 * token + 1 });
+        }
+    }
+    CHECK(house.stats().evictions == 0 && house.stats().resident_experts == 32); // all that fits
+    for (int layer = 0; layer < 4; ++layer) {
+        house.pass(layer, { 12, 13 });
+        CHECK(!house.resident(layer, 0) && !house.resident(layer, 1) && house.resident(layer, 2));
+    }
+    CHECK(house.stats().evictions == 8);
+}
+
+// Stale experts are all alike, so what goes is of the layer whose turn comes last; none that no decode passes stay.
+static void where_turns_count_the_layer_whose_turn_comes_last_gives() {
+    House house(4, 0.5, PYORCH_LEAST_STALE); // 32 experts
+    for (int token = 0; token < 2; ++token) {
+        for (int layer = 0; layer < 4; ++layer) {
+            house.pass(layer, range(4 * token, 4 * token + 4));
+        }
+    }
+    CHECK(house.stats().resident_experts == 32);
+    house.pass(0, { 8, 9 });
+    CHECK(house.n_resident(0) == 8); // its own go, for its own turn comes last
+    house.pass(1, { 8, 9 });
+    CHECK(house.n_resident(1) == 8 && house.n_resident(0) == 8 && house.n_resident(2) == 8);
+    house.table.set_executed({ 0, 1, 2 });
+    house.pass(2, { 8, 9 });
+    CHECK(house.n_resident(2) == 10 && house.n_resident(3) == 6);
+}
+
+static void a_forecast_changes_what_goes_unless_it_comes_too_late() {
+    std::vector<float> first_two(16, 0.001f);
+    first_two[0] = first_two[1] = 1;
+    for (bool late : { false, true }) {
+        House house(2, 0.5, PYORCH_FINEMOE);
+        house.pass(1, {});
+        for (int i = 0; i < 16; i += 2) {
+            house.pass(0, { i, i + 1 });
+        }
+        // Of the next pass, as layer 0 came; or of the one that layer 0 has just had, as layer 1 came before it.
+        house.table.expect(house.owner.context, 0, late ? 1 : 0, first_two);
+        house.pass(1, { 0, 1 });
+        CHECK(house.resident(0, 0) == !late && house.resident(0, 1) == !late && house.n_resident(0) == 14);
+    }
+}
+
+static void experts_that_the_router_asks_for_count_as_used_whatever_took_their_place() {
+    for (bool substituted : { false, true }) {
+        House house(2, 0.5);
+        house.pass(0, range(0, 16)); // the budget is full
+        house.pass(0, range(2, 16));
+        // 0 is asked for again and again; 1 was used as long ago. If 2 stands in for 0, it is computed with.
+        for (int i = 0; i < 3; ++i) {
+            house.pass(house.owner, 0, { 2 }, { substituted ? 0 : 2 }, 1);
+        }
+        house.pass(1, { 0 });
+        house.pass(1, { 1 });
+        CHECK(!house.resident(0, 1) && house.resident(0, 0) == substituted);
+    }
+}
+
+int main(int argc, char ** argv) {
+    return run(argc, argv, {
+        the_index_finds_what_a_search_of_all_finds,
+        values_keep_the_order_of_faded_frequencies_at_any_time,
+        what_was_used_longest_ago_goes_first,
+        where_turns_count_the_layer_whose_turn_comes_last_gives,
+        a_forecast_changes_what_goes_unless_it_comes_too_late,
+        experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
+    });
+}
