@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -111,9 +112,11 @@ def reads_for(model_map: ModelMap, reads: Reads, direct_io: bool) -> Reads:
 
 def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | None:
     """What was measured before, if anything was."""
-    with contextlib.suppress(OSError, ValueError, TypeError, PyorchError):
+    # RuntimeError: there is no home, or no end of brackets.
+    with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError, PyorchError):
         kept = Bandwidth(**json.loads(_kept_in(model_map, reader).read_text(encoding="utf-8")))
-        if kept.bytes_per_second > 0 and (kept.depth, kept.request_bytes) in _ways(kept.reader):
+        whole = type(kept.depth) is type(kept.request_bytes) is int
+        if whole and 0 < kept.bytes_per_second < math.inf and (kept.depth, kept.request_bytes) in _ways(kept.reader):
             return kept
     return None
 

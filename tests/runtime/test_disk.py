@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from pyorch.cli import main
 from pyorch.errors import PyorchError
@@ -43,7 +45,15 @@ def test_the_least_that_suffices_is_chosen() -> None:
     assert disk.least_that_suffices(ways) == least
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"bytes_per_second": 1}', "\0"])
+def kept_as(**changes: object) -> str:
+    good = {"bytes_per_second": 1e9, "reader": "threads", "depth": 2, "request_bytes": 1 << 20, "direct": True, "cores": 0}
+    return json.dumps(good | changes)
+
+
+@pytest.mark.parametrize("damage", [
+    "", "{}", "[1]", '{"bytes_per_second": 1}', "\0", "[" * 100_000, kept_as(depth=2.0), kept_as(depth=True),
+    kept_as(request_bytes=1048576.0), kept_as(bytes_per_second=float("inf")),
+])
 def test_a_damaged_file_counts_as_none(model_map: ModelMap, cache: Path, damage: str) -> None:
     disk.measure_and_keep(model_map, seconds=0.05)
     (kept,) = cache.iterdir()
@@ -56,6 +66,33 @@ def test_a_way_that_is_measured_no_more_counts_as_none(model_map: ModelMap, cach
     (kept,) = cache.iterdir()
     kept.write_text(json.dumps(dataclasses.asdict(chosen) | {"depth": 3}))
     assert disk.kept_bandwidth(model_map) is None
+
+
+def test_where_there_is_no_home_nothing_is_kept(model_map: ModelMap, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(disk, "_WORTH_BYTES", 0)
+    assert disk.reads_for(model_map, Reads(), direct_io=True) == Reads()
+
+
+def test_the_disk_of_a_pack_is_measured_to_the_end(small_moe: Path, tmp_path: Path) -> None:
+    """Checksums are verified on other threads than the one that reads, which must hear of their end."""
+    model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    program = f"""
+from pyorch.convert.pack import pack
+from pyorch.runtime import disk
+from pyorch.settings.reads import Reads
+from pyorch.sidecars import packs
+pack({str(model)!r})
+with packs.open_model({str(model)!r}) as model_map:
+    assert packs.attach(model_map) == ""
+    print(disk.measure(model_map, Reads("auto", 1, 1 << 20), 0.05).bytes_per_second > 0)
+"""
+    done = python("-c", program)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_a_small_model_is_not_worth_a_second(model_map: ModelMap, cache: Path) -> None:

@@ -149,6 +149,7 @@ private:
     void finished(Load & load) override {
         if (load.ended()) {
             idle.push_back(&load);
+            loader.wake(); // a reader sleeps where a decode thread ends this
         }
         if (n_read() >= wanted) {
             changed.notify_all();
