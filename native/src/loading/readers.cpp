@@ -55,7 +55,7 @@ std::unique_ptr<Reader> make_reader(Loader & loader, const ReadPlan & plan) {
             return reader;
         }
     }
-    return std::make_unique<ReaderThreads>(loader, plan.depth);
+    return std::make_unique<ReaderThreads>(loader, plan.io_uring ? default_threads() : plan.depth);
 }
 
 } // namespace pyorch
