@@ -26,6 +26,8 @@ def check_target(target: Path) -> None:
         raise PyorchError(f"the output directory {directory} does not exist: create it first")
     if target.is_dir():
         raise PyorchError(f"the output {target} is a directory: name a file, such as {target / 'model.gguf'}")
+    if target.exists() and not target.is_file():
+        raise PyorchError(f"the output {target} is no file, and would be replaced by one: name another")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PyorchError(f"the output directory {directory} is not writable")
 

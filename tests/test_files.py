@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pyorch.files import staging, write_text
+from pyorch.errors import PyorchError
+from pyorch.files import check_target, staging, write_text
 
 _SCRIPT = """
 import subprocess, sys
@@ -84,3 +85,10 @@ def test_other_directories_stay_whatever_their_names(tmp_path: Path) -> None:
     write_text(tmp_path / "other.txt", "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         [*names, ".file.abcdefgh.part", ".link.abcdefgh.part", "other.txt"])
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PyorchError, match="is no file"):
+        check_target(tmp_path / "pipe")
+    check_target(tmp_path / "new")

@@ -130,7 +130,7 @@ class ModelMap:
         """
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
-        return ByteRange(string(path[0]), offset[0], size[0])
+        return ByteRange(os.fsdecode(ffi.string(path[0])), offset[0], size[0])
 
     def repack(self, il: int, role: int, matrix: bytearray | memoryview) -> None:
         """Brings a matrix of any expert of a layer from the file's order into Role.layout, in place.
@@ -144,7 +144,7 @@ class ModelMap:
         """Where any tensor lies. PyorchError if there is none of that name."""
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.pyorch_model_map_get_tensor(self.handle, name.encode(), path, offset, size))
-        return ByteRange(string(path[0]), offset[0], size[0])
+        return ByteRange(os.fsdecode(ffi.string(path[0])), offset[0], size[0])
 
     def tensor_type(self, name: str) -> str:
         """The ggml type of any tensor, such as q4_K. PyorchError if there is none of that name."""
@@ -188,7 +188,7 @@ class ModelMap:
         """The files that pyorch adds, those that lie beside the model: kind and path."""
         stem = Path(self.path).with_suffix("")
         paths = {kind: stem.with_name(f"{stem.name}.{kind}.gguf") for kind in SIDECARS}
-        return {kind: path for kind, path in paths.items() if path.is_file()}
+        return {kind: path for kind, path in paths.items() if os.path.isfile(path)}
 
     @property
     def decoded_layers(self) -> tuple[LayerInfo, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from ggufs import split, write_moe_model
 from mutations import set_metadata
+from processes import pyorch
 
 from pyorch.llama import memory
 from pyorch.cli import main
@@ -40,6 +42,11 @@ def test_no_such_file(refused, tmp_path: Path, command: tuple[str, ...]) -> None
 
 def test_a_directory_is_no_model(refused, tmp_path: Path) -> None:
     assert str(tmp_path) in refused("run", tmp_path, "-p", "x")
+
+
+def test_a_pipe_is_no_model(refused, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "is no file" in refused("inspect", tmp_path / "pipe.gguf")
 
 
 def test_not_a_gguf(refused, tmp_path: Path) -> None:
@@ -196,6 +203,21 @@ def test_a_prompt_file_that_is_absent(refused, small_moe: Path, tmp_path: Path) 
 
 def test_a_script_that_is_absent(refused, tmp_path: Path) -> None:
     assert refused("exec", tmp_path / "no.py") == f"{tmp_path}/no.py: no such script"
+
+
+def test_a_path_that_is_no_text(small_moe: Path, tmp_path: Path) -> None:
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    directory.mkdir()
+    (directory / "model.gguf").symlink_to(small_moe)
+    packed = pyorch("pack", directory / "model.gguf", text=False)
+    assert packed.returncode == 0 and packed.stdout.startswith(os.fsencode(directory)), packed.stderr
+    assert pyorch("pack", directory / "model.gguf", "--check", text=False).returncode == 0
+
+
+def test_a_name_so_long_that_no_sidecar_can_have_it(small_moe: Path, tmp_path: Path) -> None:
+    model = tmp_path / f"{'x' * 245}.gguf"
+    model.symlink_to(small_moe)
+    assert main(["inspect", str(model)]) == 0
 
 
 def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:

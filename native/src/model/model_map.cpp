@@ -54,6 +54,9 @@ void check_readable(const std::string & path) {
     if (S_ISDIR(st.st_mode)) {
         throw Failure(PYORCH_FORMAT, format("%s is a directory, not a GGUF file", path.c_str()));
     }
+    if (!S_ISREG(st.st_mode)) { // a pipe would be waited for
+        throw Failure(PYORCH_FORMAT, format("%s is no file, so it is not a GGUF file", path.c_str()));
+    }
     FILE * f = fopen(path.c_str(), "rb");
     if (!f) {
         throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), strerror(errno)));
