@@ -7,6 +7,7 @@ default, and run(args) -> exit status. Only the module of the command at hand is
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from importlib import import_module
@@ -39,6 +40,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns its exit status: 2 for an error that has a sentence, 130 for Ctrl-C."""
+    _open_standard_streams()
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         status = args.run(args)
@@ -62,6 +64,20 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError as error:
         print(f"pyorch: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
         return 2
+
+
+def _open_standard_streams() -> None:
+    """Those that are closed lead nowhere from now on. Else the next file that is opened would have such a descriptor,
+    and get what libraries say."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, which is this one
+            setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path need not be text
 
 
 def _discard_output() -> None:

@@ -177,6 +177,16 @@ def test_a_closed_pipe_is_quiet(small_moe: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")  # as of a program that the signal ends
 
 
+def test_descriptors_that_are_closed_lead_nowhere(small_moe: Path, tmp_path: Path) -> None:
+    """A file that is opened next must not get what was meant for them."""
+    command = f"{sys.executable} -m pyorch pack {small_moe} -o {tmp_path / 'out.experts.gguf'} >&- 2>&- <&-"
+    assert subprocess.run(command, shell=True, timeout=HANG_SECONDS).returncode == 0
+    assert pyorch("pack", small_moe, "--check", "-o", tmp_path / "out.experts.gguf").returncode == 0
+    command = f"{sys.executable} -m pyorch run {small_moe} -p import -n 2 --budget 50% 2>&-"
+    printed = subprocess.run(command, shell=True, timeout=HANG_SECONDS, capture_output=True, text=True)
+    assert printed.returncode == 0 and "tok/s" not in printed.stdout
+
+
 def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], small_moe: Path) -> None:
     from pyorch.llama.model import Model
 
