@@ -73,6 +73,14 @@ class Flags:
         values = [value for argument, value in pairs if argument in option.names]
         return values[-1] if values else os.environ.get(option.env, default)
 
+    def replace(self, option: Option, value: object) -> None:
+        """Gives the option another value, wherever it was given."""
+        at = [i for i, argument in enumerate(self.arguments[:-1]) if argument in option.names]
+        for i in at:
+            self.arguments[i + 1] = str(value)
+        if not at:
+            self.arguments += (option.names[0], str(value))
+
     def number(self, option: Option, default: int) -> int:
         text = self.value(option, str(default))
         try:

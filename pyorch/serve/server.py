@@ -166,7 +166,7 @@ def _free_address(server: Flags) -> Address:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise PyorchError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
     if port == 0:
-        server.arguments += ("--port", str(free))
+        server.replace(llama_server.PORT, free)
     return Address(host, free, prefix)
 
 
@@ -203,7 +203,10 @@ class _Watch(threading.Thread):
                 failures = n
             if time.monotonic() >= due:
                 due += self._stats_every
-                self._print_stats()
+                try:
+                    self._print_stats()
+                except OSError:  # nobody reads them any more: the server has others to serve
+                    due = float("inf")
 
     def finish(self) -> None:
         """The server has ended, the engine not yet."""
