@@ -64,6 +64,11 @@ def run(args: argparse.Namespace) -> int:
             print(exit.code, file=sys.stderr)
             return 1
         status = exit.code or 0
+    except (OSError, MemoryError) as error:  # of the script, whose author wants to know where
+        if isinstance(error, (PyorchError, BrokenPipeError)):
+            raise
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
     finally:
         sys.argv, sys.path[:] = before
     if unsaved:

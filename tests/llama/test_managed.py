@@ -48,9 +48,9 @@ def test_a_script_that_fails_fails_as_it_would_alone(tmp_path: Path) -> None:
     path = tmp_path / "fails.py"
     path.write_text("import sys\nsys.exit(7)\n")
     assert python("-m", "pyorch", "exec", path).returncode == 7
-    path.write_text("raise KeyError('here')\n")
+    path.write_text("open('absent')\n")
     failed = python("-m", "pyorch", "exec", path)
-    assert failed.returncode == 1 and "KeyError: 'here'" in failed.stderr
+    assert failed.returncode == 1 and f'{path}", line 1' in failed.stderr and "FileNotFoundError" in failed.stderr
 
 
 def test_a_script_sees_its_own_arguments_and_directory(tmp_path: Path) -> None:
