@@ -165,28 +165,37 @@ class _Reports(threading.Thread):
         super().__init__(daemon=True)  # where this process is interrupted, nobody waits for it
         self._reader, self._on_progress = reader, on_progress
         self._error: dict | None = None
+        self._unseen: OSError | None = None  # why progress could not be shown
         self._turns = threading.Semaphore(1)
         self.start()
 
     def run(self) -> None:
-        with os.fdopen(self._reader) as reports:
-            for line in reports:
-                message = json.loads(line)
-                if "error" in message:
-                    self._error = message
-                elif "taken" in message:
-                    self._turns.release()
-                elif self._on_progress is not None:
-                    self._on_progress(message["done"], message["total"])
-        self._turns.release()  # nobody will take anything: writing says so
+        try:
+            with os.fdopen(self._reader) as reports:
+                for line in reports:
+                    message = json.loads(line)
+                    if "error" in message:
+                        self._error = message
+                    elif "taken" in message:
+                        self._turns.release()
+                    elif self._on_progress is not None:
+                        self._on_progress(message["done"], message["total"])
+        except OSError as error:
+            self._unseen = error
+        finally:
+            self._turns.release()  # nobody will take anything: writing says so
 
     def send_in_turn(self, pipe: BinaryIO, frame: bytes) -> None:
         """BrokenPipeError where the child has ended."""
         self._turns.acquire()
+        if self._unseen is not None:
+            raise BrokenPipeError
         pipe.write(frame)
         pipe.flush()
 
     def error(self) -> dict | None:
-        """The error among the reports, when all have come."""
+        """The error among the reports, when all have come. OSError where progress cannot be shown any more."""
         self.join()
+        if self._unseen is not None:
+            raise self._unseen
         return self._error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -304,6 +305,15 @@ def test_interruption_leaves_nothing(checkpoint, out, stop):
     assert "Traceback" not in stderr
     assert list(out.iterdir()) == []
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_it_ends_where_nobody_sees_its_progress_any_more(plain, out):
+    def on_progress(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(PyorchError, match="Broken pipe"):
+        convert(plain, out / "q8.gguf", quantize="Q8_0", on_progress=on_progress)
+    assert list(out.iterdir()) == []
 
 
 def test_target_is_replaced_only_by_a_whole_file(plain, out):
