@@ -46,8 +46,8 @@ def test_the_least_that_suffices_is_chosen() -> None:
 
 
 def kept_as(**changes: object) -> str:
-    good = {"bytes_per_second": 1e9, "reader": "threads", "depth": 2, "request_bytes": 1 << 20, "direct": True, "cores": 0}
-    return json.dumps(good | changes)
+    good = disk.Bandwidth(1e9, "threads", 2, 1 << 20, True, 0.0)
+    return json.dumps(dataclasses.asdict(good) | changes)
 
 
 @pytest.mark.parametrize("damage", [

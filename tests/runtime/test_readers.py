@@ -44,7 +44,8 @@ with ModelMap(sys.argv[1]) as model_map:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="seccomp is of Linux")
 def test_where_io_uring_is_forbidden_threads_read(small_moe: Path) -> None:
-    result = subprocess.run([sys.executable, "-c", FORBIDDEN, str(small_moe), str(SETUP)], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-c", FORBIDDEN, str(small_moe), str(SETUP)], capture_output=True,
+                            text=True)
     assert result.returncode == 0, result.stderr
     reader, refusal = result.stdout.splitlines()
     assert reader == "threads"
