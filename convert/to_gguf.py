@@ -134,7 +134,9 @@ def _gguf_elements(path: Path) -> int:
     shards = sorted(path.parent.glob(f"{glob.escape(split[1])}-?????-of-{split[2]}.gguf")) if split else [path]
     if split and len(shards) != int(split[2]):
         raise FormatError(f"{path} is one of {int(split[2])} shards, of which {len(shards)} are there")
-    ModelMap(path).close()  # GGUFReader takes for true what a damaged file says of its lengths
+    with ModelMap(path) as model_map:  # GGUFReader takes for true what a damaged file says of its lengths
+        if model_map.info.slim:
+            raise PyorchError(f"{path} is slim, its experts are in its pack: quantize the model that it was made of")
     n_elements = 0
     for shard in shards:
         try:

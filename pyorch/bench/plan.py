@@ -53,13 +53,17 @@ class Plan:
 
 
 def read_limit(text: str | None) -> Amount | None:
-    """A memory limit, such as "1600MiB", or "40%" of the file. PyorchError for what is neither."""
+    """A memory limit, such as "1600MiB", or "40%" of the file. PyorchError for what is neither, or nothing at all."""
+    if text is None:
+        return None
     try:
-        return Amount.parse(text) if text else None
+        amount = Amount.parse(text)
     except ValueError:
+        amount = None
+    if amount is None or not (amount.n_bytes or amount.share):
         raise PyorchError(
-            f'memory limit "{text}" is not understood: use a size such as 1600MiB, or a share of the file such as 40%'
-        ) from None
+            f'memory limit "{text}" is not understood: use a size such as 1600MiB, or a share of the file such as 40%')
+    return amount
 
 
 def check(plan: Plan, info: MapInfo) -> None:

@@ -75,6 +75,8 @@ def test_commands_take_the_pair_as_one_model(slim: Path, capsys: pytest.CaptureF
     assert "each as" in capsys.readouterr().out
     assert main(["pack", str(slim)]) == 2
     assert "is slim: its experts are in its pack already" in capsys.readouterr().err
+    assert main(["convert", str(slim), "-o", str(slim.with_name("q8.gguf")), "--quantize", "Q8_0"]) == 2
+    assert "quantize the model that it was made of" in capsys.readouterr().err
 
 
 def test_it_is_refused_without_its_pack(slim: Path, small_moe_q4: Path, tmp_path: Path) -> None:
