@@ -220,7 +220,7 @@ typedef enum pyorch_reader {
 typedef struct pyorch_config {
     uint64_t       struct_size;
     uint64_t       budget_bytes; // for all expert memory; above slots_bytes means all, the default
-    int32_t        policy;       // pyorch_policy; default PYORCH_FINEMOE
+    int32_t        policy;       // pyorch_policy; default PYORCH_LEARNED
     int32_t        read_depth;   // requests under way at once, of threads one each; 0: 4, or as many threads as suit
                                  // the processor
     int32_t        direct_io;    // nonzero, the default: O_DIRECT where files have it and experts are large enough

@@ -12,7 +12,7 @@ namespace pyorch {
 pyorch_config default_config() {
     pyorch_config config = {};
     config.budget_bytes = UINT64_MAX;
-    config.policy       = PYORCH_FINEMOE;
+    config.policy       = PYORCH_LEARNED;
     config.direct_io    = 1;
     return config;
 }

@@ -141,7 +141,7 @@ static void test_an_older_program_gets_defaults_and_is_not_overrun(const pyorch_
     fill(&memory);
     OK(pyorch_config_default(config, old_config));
     CHECK(untouched_from(&memory, old_config));
-    CHECK(config->struct_size == old_config && config->policy == PYORCH_FINEMOE);
+    CHECK(config->struct_size == old_config && config->policy == PYORCH_LEARNED);
     pyorch_engine * engine;
     OK(pyorch_engine_new(map, config, &engine)); /* 0x5a5a... would be a read function */
 
