@@ -2,6 +2,8 @@
 //
 //     prediction_bench [DIRECTORY]
 //
+// First with all layers predicted, then with those that the allowance of `--prefetch auto` leaves.
+//
 // A token is taken to last as long as the kernel of Q4_0 needs, on all cores, for the weights that are active in it:
 // nothing is read from a disk, and there is neither attention nor a barrier, so a real token takes longer. Between two
 // layers so many weights are multiplied, so that predictors find the caches as decoding leaves them. Times are those of
@@ -12,6 +14,7 @@
 #include "synthetic.h"
 
 #include "banks/host_bank.h"
+#include "prediction/prediction_allowance.h"
 #include "prediction/estimator.h"
 #include "prediction/prefetch_planner.h"
 #include "residency/table.h"
@@ -20,7 +23,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <ctime>
+#include <numeric>
 #include <thread>
 
 using namespace pyorch;
@@ -48,6 +53,10 @@ static double seconds() {
 static double median(std::vector<double> & times) {
     std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
     return times[times.size() / 2];
+}
+
+static double mean(const std::vector<double> & times) {
+    return std::accumulate(times.begin(), times.end(), 0.0) / (double) times.size();
 }
 
 // Of this process, in memory.
@@ -143,6 +152,33 @@ static std::shared_ptr<const Estimator> random_estimator(const Shape & shape) {
     return std::make_shared<const Estimator>(e);
 }
 
+struct Times {
+    double predicted, computed; // seconds
+};
+
+// allowance: null: all layers are predicted. Its clock is the time that computing takes.
+static Times predict_token(PrefetchPlanner & planner, RoutedLayer & routed, const Shape & shape, Weights & weights,
+                           PredictionAllowance * allowance) {
+    static double clock = 0;
+    Times         times = {};
+    planner.begin(&shape, { false, true, 1, {} });
+    for (int layer = 0; layer < shape.n_layers; ++layer) {
+        const double computed = weights.multiply(shape.active_bytes / shape.n_layers);
+        clock          += computed;
+        times.computed += computed;
+        routed.layer    = layer;
+        routed.reach    = allowance ? allowance->reach(clock) : INT_MAX;
+        const double begin = seconds();
+        planner.routed(&shape, routed);
+        const double took = seconds() - begin;
+        times.predicted += took;
+        if (allowance) {
+            allowance->spend(took);
+        }
+    }
+    return times;
+}
+
 static void measure(const std::string & path, const Shape & shape, int n_tokens) {
     const ModelMap map = synthetic_map(path, shape.n_layers, shape.n_expert, [](int) { return 2; });
     pyorch_config  config = {};
@@ -194,31 +230,35 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
                 planner.set_estimator(random_estimator(shape));
                 planner.set_estimated(std::vector<uint8_t>(shape.n_layers, 1));
             }
-            std::vector<double> predicting, token;
-            double              held = 0;
-            for (int t = 0; t <= n_tokens; ++t) {
-                double predicted = 0, computed = 0;
-                planner.begin(&shape, { false, true, 1, {} });
-                for (int layer = 0; layer < shape.n_layers; ++layer) {
-                    computed += weights.multiply(shape.active_bytes / shape.n_layers);
-                    routed.layer = layer;
-                    const double begin = seconds();
-                    planner.routed(&shape, routed);
-                    predicted += seconds() - begin;
+            std::vector<int> forecasts(distance + 1); // by layers ahead
+            planner.set_observer([&](const void *, int, const Forecast & it) { ++forecasts[it.distance]; });
+            predict_token(planner, routed, shape, weights, nullptr); // copies are made
+            const double held = resident_bytes() - before;
+            printf("%-14s %3d x %3d, n_embd %4d, %-13s %d ahead: %3.0f MB, %.2f %% of the model\n", shape.name,
+                shape.n_layers, shape.n_expert, shape.n_embd,
+                kind == PYORCH_PREDICT_HYBRID ? "hybrid," : "quasi-hidden,", distance, held / 1e6,
+                100 * held / shape.model_bytes);
+            for (bool bounded : { false, true }) {
+                PredictionAllowance allowance;
+                std::vector<double> predicting, token;
+                std::fill(forecasts.begin(), forecasts.end(), 0);
+                for (int t = 0; t < n_tokens; ++t) {
+                    const Times it = predict_token(planner, routed, shape, weights, bounded ? &allowance : nullptr);
+                    predicting.push_back(it.predicted);
+                    token.push_back(it.computed);
                 }
-                if (t == 0) { // copies are made
-                    held = resident_bytes() - before;
-                    continue;
+                // What the allowance leaves differs from token to token: the mean counts.
+                const double predicted = bounded ? mean(predicting) : median(predicting);
+                const double computed  = bounded ? mean(token) : median(token);
+                printf("    %-12s %6.2f ms of %6.1f ms a token, %4.1f %%; layers predicted",
+                    bounded ? "as auto:" : "all layers:", 1e3 * predicted, 1e3 * computed, 100 * predicted / computed);
+                for (int ahead = 1; ahead <= distance; ++ahead) {
+                    printf(" %s%.0f of %d, %d ahead", ahead > 1 ? "and " : "", (double) forecasts[ahead] / n_tokens,
+                        shape.n_layers - ahead, ahead);
                 }
-                predicting.push_back(predicted);
-                token.push_back(computed);
+                printf("\n");
+                fflush(stdout);
             }
-            const double predicted = median(predicting), computed = median(token);
-            printf("%-14s %3d x %3d, n_embd %4d, %-12s %d ahead: %6.2f ms of %6.1f ms a token, %4.1f %%; %4.0f MB, "
-                "%.2f %% of the model\n", shape.name, shape.n_layers, shape.n_expert, shape.n_embd,
-                kind == PYORCH_PREDICT_HYBRID ? "hybrid," : "quasi-hidden,", distance, 1e3 * predicted, 1e3 * computed,
-                100 * predicted / computed, held / 1e6, 100 * held / shape.model_bytes);
-            fflush(stdout);
         }
     }
 }
@@ -227,7 +267,7 @@ int main(int argc, char ** argv) {
     const std::string directory = argc > 1 ? argv[1] : "/tmp";
     const std::string path      = directory + "/prediction_bench." + std::to_string(getpid()) + ".gguf";
     for (const Shape & shape : SHAPES) {
-        measure(path, shape, shape.n_expert > 128 ? 2 : 5);
+        measure(path, shape, shape.n_expert > 128 ? 4 : 40);
     }
     return 0;
 }

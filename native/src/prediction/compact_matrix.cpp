@@ -8,7 +8,7 @@
 namespace pyorch {
 
 static constexpr size_t CACHE_LINE = 64;
-static constexpr size_t AHEAD      = 2; // rows that are fetched while others are multiplied
+static constexpr size_t AHEAD      = 16 << 10; // bytes that are fetched while others are multiplied
 
 static ggml_type type_of(int n_columns) {
     static const bool tables = (ggml_cpu_init(), true); // of ggml's kernels; a replay has no model that made them
@@ -31,19 +31,31 @@ CompactMatrix::CompactMatrix(const float * values, size_t n_rows, int n_columns)
     }
 }
 
+// Into the second level: processors have more such fetches under way at once than of those into the first.
+void prefetch(const void * from, size_t n_bytes) {
+    for (size_t at = 0; at < n_bytes; at += CACHE_LINE) {
+        __builtin_prefetch((const char *) from + at, 0, 2);
+    }
+}
+
 const uint8_t * CompactMatrix::row_at(size_t row) const {
     return bytes.data() + row * row_bytes;
 }
 
+void CompactMatrix::prefetch(size_t begin, size_t n) const {
+    pyorch::prefetch(row_at(begin), n * row_bytes);
+}
+
 void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const {
-    const auto dot = ggml_get_type_traits_cpu(type_of(columns))->vec_dot;
+    const auto   dot   = ggml_get_type_traits_cpu(type_of(columns))->vec_dot;
+    const size_t ahead = std::min(n, AHEAD / row_bytes + 1);
+    prefetch(begin, ahead);
     for (size_t r = 0; r < n; ++r) {
-        // Decoding has flushed the caches, and hardware looks no farther ahead than a page.
-        const uint8_t * row  = row_at(begin + r);
-        const uint8_t * next = row_at(begin + std::min(r + AHEAD, n - 1));
-        for (size_t at = 0; at < row_bytes; at += CACHE_LINE) {
-            __builtin_prefetch(next + at);
+        // Hardware looks no farther ahead than a page.
+        if (r + ahead < n) {
+            prefetch(begin + r + ahead, 1);
         }
+        const uint8_t * row = row_at(begin + r);
         for (size_t i = 0; i < inputs.size(); ++i) {
             float product;
             dot(columns, &product, 0, row, 0, inputs[i].bytes.data(), 0, 1);

@@ -24,6 +24,9 @@ private:
     std::vector<uint8_t> bytes;
 };
 
+// Asks for memory that is needed soon.
+void prefetch(const void * from, size_t n_bytes);
+
 class CompactMatrix {
 public:
     CompactMatrix() = default;
@@ -34,6 +37,9 @@ public:
     size_t n_rows() const { return rows; }
     int    n_columns() const { return columns; }
     size_t n_bytes() const { return bytes.size(); }
+
+    // Asks for rows that are needed soon: decoding has flushed the caches.
+    void prefetch(size_t begin, size_t n) const;
 
     // to[inputs.size()][n] += rows [begin, begin + n) times each input. A row is read once for all inputs.
     // REQUIRES: as many values in each input as there are columns

@@ -3,6 +3,8 @@
 #include "base/cpu_time.h"
 
 #include <algorithm>
+#include <chrono>
+#include <climits>
 
 namespace pyorch {
 
@@ -41,6 +43,7 @@ void Prefetcher::set_automatic(bool automatic_) {
     std::lock_guard<std::mutex> lock(mutex);
     automatic = automatic_;
     balance   = {};
+    allowance = {};
     balanced  = now;
     spent     = 0;
 }
@@ -93,11 +96,14 @@ void Prefetcher::begin(const void * context, IterationBegin && it) {
     work.notify_one();
 }
 
-bool Prefetcher::wants() {
+bool Prefetcher::wants(int & reach) {
     if (!active()) {
         return false;
     }
+    const bool   whole = needs() & (NEEDS_PROBS | NEEDS_PREFILL); // a predictor loses what misses a layer
+    const double now   = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     std::lock_guard<std::mutex> lock(mutex);
+    reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
     return !automatic || balance.pays();
 }
 
@@ -171,6 +177,7 @@ void Prefetcher::run() {
         const double took = 1e-9 * (double) (thread_cpu_ns() - began);
         lock.lock();
         spent     += took;
+        allowance.spend(took);
         predicting = nullptr;
         settled.notify_all();
     }

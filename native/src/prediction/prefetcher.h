@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "prediction/prediction_allowance.h"
 #include "prediction/prediction_balance.h"
 #include "prediction/prefetch_planner.h"
 
@@ -30,7 +31,8 @@ public:
         changed();
     }
 
-    // automatic: only while what it saves is worth the processor's time that it takes.
+    // automatic: only while what it saves is worth the processor's time that it takes, and never for more of it than
+    // the allowance.
     void set_automatic(bool automatic);
     bool is_automatic();
 
@@ -41,7 +43,10 @@ public:
     bool     active() const { return is_active.load(std::memory_order_relaxed); }
     unsigned needs() const { return wanted.load(std::memory_order_relaxed); }
     void     begin(const void * context, IterationBegin && it);
-    bool     wants(); // whether routed() wants a layer of a decoding ubatch now
+
+    // By compute threads: whether routed() wants a layer of a narrow ubatch now. reach: for forecasts of how many layers
+    // ahead; 0: only to know which guesses came true.
+    bool wants(int & reach);
 
     // By compute threads: a layer was routed and its demand is queued. Returns at once.
     void routed(const void * context, RoutedLayer && layer);
@@ -74,6 +79,7 @@ private:
     PredictionBalance                             balance;
     Table::ReadSeconds                            balanced   = {}; // what of the table's is in the balance
     double                                        spent      = 0;  // seconds of a processor, not in the balance yet
+    PredictionAllowance                           allowance;
     bool                                          stopped    = false;
 
     Table &                              table;

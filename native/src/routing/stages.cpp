@@ -2,6 +2,8 @@
 
 #include "base/callback.h"
 
+#include <climits>
+
 namespace pyorch {
 
 namespace {
@@ -86,8 +88,9 @@ void predict(Context & context, RoutedBatch & batch) {
     Prefetcher &   prefetcher = context.routing.prefetcher;
     const unsigned needs      = prefetcher.needs();
     const bool     speculates = speculative(context.routing, batch);
+    int            reach      = INT_MAX;
     const bool     predicts   = (batch.decode || (needs & NEEDS_ROUTERS)) &&
-        is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants();
+        is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants(reach);
     if (!speculates && !predicts && !(prefetcher.active() && !batch.decode && (needs & NEEDS_PREFILL))) {
         return;
     }
@@ -100,8 +103,9 @@ void predict(Context & context, RoutedBatch & batch) {
     layer.n_tokens = batch.n_tokens;
     layer.n_used   = batch.n_used;
     layer.decode   = batch.decode;
+    layer.reach    = speculates ? INT_MAX : reach;
     layer.experts.assign(batch.requested, batch.requested + n_slots);
-    if (speculates || predicts) {
+    if (speculates || (predicts && reach > 0)) {
         layer.computed.assign(batch.experts, batch.experts + n_slots);
         layer.weights.assign(batch.weights, batch.weights + n_slots);
         if ((needs & NEEDS_RESIDUALS) && batch.residuals) {

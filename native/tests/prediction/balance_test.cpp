@@ -1,7 +1,9 @@
-// Predictions are made where what they save is worth their time, and only there.
+// Predictions are made where what they save is worth their time, and only there; and never for more than an allowance.
 
+#include "prediction/prediction_allowance.h"
 #include "prediction/prediction_balance.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <vector>
 
@@ -34,16 +36,67 @@ static int n_failed = 0;
 
 static void require(bool ok, const char * claim, const std::vector<double> & found) {
     if (!ok) {
-        fprintf(stderr, "%s: was predicted for", claim);
+        fprintf(stderr, "%s: does not hold; shares:", claim);
         for (double share : found) {
             fprintf(stderr, " %.3f", share);
         }
-        fprintf(stderr, " of the ubatches\n");
+        fprintf(stderr, "\n");
         ++n_failed;
     }
 }
 
+struct Allowed {
+    double share;     // of the time that passed, what predictions took
+    double predicted; // of the layers
+    double far;       // of the layers, those predicted for more than one layer ahead
+    int    most_missed; // layers one after another without a prediction
+};
+
+// Layers that take so many us each, predicted one layer ahead in so many us, and farther ahead in twice that.
+static Allowed allowed(double us_layer, double us_prediction) {
+    pyorch::PredictionAllowance allowance;
+    Allowed   it       = { 0, 0, 0, 0 };
+    const int n_layers = 100000;
+    double    now      = 0;
+    for (int layer = 0, missed = 0; layer < n_layers; ++layer) {
+        now += 1e-6 * us_layer;
+        const int    reach = allowance.reach(now);
+        const double took  = 1e-6 * us_prediction * (reach == 0 ? 0 : reach == 1 ? 1 : 2);
+        allowance.spend(took);
+        it.share     += took;
+        it.predicted += (double) (reach > 0) / n_layers;
+        it.far       += (double) (reach > 1) / n_layers;
+        missed         = reach > 0 ? 0 : missed + 1;
+        it.most_missed = std::max(it.most_missed, missed);
+    }
+    it.share /= now;
+    return it;
+}
+
+static void the_allowance_is_kept() {
+    const Allowed cheap = allowed(2000, 5), dear = allowed(2000, 30), too_dear = allowed(2000, 120);
+    require(cheap.far > 0.999, "what costs a two-hundredth is predicted as far ahead as wanted", { cheap.far });
+    require(dear.predicted > 0.999 && dear.far < 0.5 && dear.far > 0.2, "where time is short the next layer goes first",
+        { dear.predicted, dear.far });
+    require(too_dear.predicted > 0.3 && too_dear.predicted < 0.4 && too_dear.most_missed <= 3,
+        "of layers that cost three times the allowance every third is predicted",
+        { too_dear.predicted, (double) too_dear.most_missed });
+    for (const Allowed & it : { cheap, dear, too_dear }) {
+        require(it.share < 0.0201, "predictions take a fiftieth of the time at most", { it.share });
+    }
+
+    pyorch::PredictionAllowance allowance;
+    allowance.spend(1); // by far too long
+    require(allowance.reach(10) == 0 && allowance.reach(51) > 0, "what took too long is made up for", {});
+    allowance = {};
+    allowance.reach(1e6);
+    allowance.spend(0.003);
+    require(allowance.reach(1e6) == 0, "an hour's pause is no allowance for what comes then", {});
+}
+
 int main() {
+    the_allowance_is_kept();
+
     const Regime gains = { 5000, 60, 0.2, 0.8 }, resident = { 5000, 0, 0, 0.8 }, tiny = { 5000, 0.1, 0.5, 0.8 };
     auto found = shares({ gains });
     require(found[0] > 0.99, "predictions that save more than they take are made, and at once", found);

@@ -13,6 +13,7 @@
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
 
+#include <climits>
 #include <cmath>
 #include <set>
 
@@ -68,6 +69,31 @@ static void forecasts_are_of_layers_that_the_context_computes() {
     }
 }
 
+static void routers_are_applied_as_far_ahead_as_there_is_time_for() {
+    House house;
+    const std::vector<float> gate(House::N_EXPERT * 4, 1);
+    Router router;
+    router.gate     = gate.data();
+    router.n_embd   = 4;
+    router.n_expert = House::N_EXPERT;
+    router.n_used   = 1;
+    for (int layer = 0; layer < House::N_LAYERS; ++layer) {
+        house.routers.set(layer, router, &house);
+    }
+    house.prefetcher.change([&](PrefetchPlanner & planner) {
+        for (int layer = 0; layer < House::N_LAYERS; ++layer) {
+            planner.set(layer, { PYORCH_PREDICT_NEXT_ROUTER, 2, 0 });
+        }
+    });
+    for (int reach : { 0, 1, INT_MAX }) {
+        house.forecast.clear();
+        house.prefetcher.begin(&house, { false, true, 1, {} });
+        house.prefetcher.routed(&house, { 0, 1, 1, true, { 0 }, { 0 }, { 1 }, {}, { 1, 2, 3, 4 }, {}, reach });
+        house.prefetcher.wait_idle();
+        CHECK(house.forecast == (reach == 0 ? std::set<int> {} : reach == 1 ? std::set<int> { 1 } : std::set<int> { 1, 2 }));
+    }
+}
+
 static void nothing_is_forecast_where_prefetching_does_not_pay() {
     for (bool automatic : { false, true }) {
         House house;
@@ -114,6 +140,7 @@ static void default_vectors_of_another_width_are_not_used() {
 int main(int argc, char ** argv) {
     return run(argc, argv, {
         forecasts_are_of_layers_that_the_context_computes,
+        routers_are_applied_as_far_ahead_as_there_is_time_for,
         nothing_is_forecast_where_prefetching_does_not_pay,
         default_vectors_of_another_width_are_not_used,
     });

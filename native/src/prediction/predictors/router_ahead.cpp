@@ -2,6 +2,7 @@
 #include "prediction/estimator.h"
 #include "prediction/predictors/predictors.h"
 
+#include <algorithm>
 #include <cmath>
 
 namespace pyorch {
@@ -50,14 +51,20 @@ public:
     RouterAhead(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
-        const int n_layers = (int) model.routers.size();
+        std::vector<int> reached;
+        for (int layer = it.layer + 1; layer < (int) model.routers.size(); ++layer) {
+            if (layer - it.layer <= std::min(distance[layer], it.reach) && model.routers[layer]) {
+                reached.push_back(layer);
+            }
+        }
+        if (reached.empty()) {
+            return;
+        }
+        prefetch_what_is_read(it, reached);
         const std::vector<HiddenState> states = states_of(it);
-        for (int layer = it.layer + 1; layer < n_layers; ++layer) {
+        for (int layer : reached) {
             const Router & router = model.routers[layer];
             const int      ahead  = layer - it.layer;
-            if (ahead > distance[layer] || !router) {
-                continue;
-            }
             std::vector<CompactVector> inputs;
             for (const HiddenState & state : states) {
                 const std::vector<float> input = state.input_of(router);
@@ -85,12 +92,27 @@ protected:
     const PredictionModel model;
 
     virtual std::vector<HiddenState> states_of(const RoutedLayer & it) = 0; // by token
+    virtual bool needs_defaults() const { return false; } // of the layer that was routed
 
     // Of the router of layer `to` for inputs that were guessed behind `from`: logits[inputs.size()][n_expert].
     virtual void correct(int, int, const std::vector<CompactVector> &, float *) {}
 
 private:
     const Distances distance;
+
+    // Memory answers while the first of it is computed with.
+    void prefetch_what_is_read(const RoutedLayer & it, const std::vector<int> & reached) const {
+        const CompactMatrix * defaults = needs_defaults() ? model.defaults[it.layer].get() : nullptr;
+        for (size_t slot = 0; defaults && slot < it.computed.size(); ++slot) {
+            defaults->prefetch(it.computed[slot], 1);
+        }
+        for (int layer : reached) {
+            if (const Router & router = model.routers[layer]; router.norm) {
+                prefetch(router.norm, router.n_embd * sizeof(float));
+            }
+        }
+        model.gates[reached.front()]->prefetch(0, 1);
+    }
 };
 
 // This layer's router input: the residual stream changes slowly (Mixtral-Offloading).
@@ -111,6 +133,8 @@ class NextRouter : public RouterAhead {
 // (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router input.
 class QuasiHidden : public RouterAhead {
     using RouterAhead::RouterAhead;
+
+    bool needs_defaults() const override { return true; }
 
     std::vector<HiddenState> states_of(const RoutedLayer & it) override {
         std::vector<HiddenState> states(it.n_tokens);
