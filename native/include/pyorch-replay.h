@@ -65,9 +65,10 @@ typedef struct pyorch_replay_result {
 // Plays a recording on a simulated engine, which keeps what it then has resident.
 // right, total: [L][max_distance][n_ranks] or NULL: how often the expert that a forecast named at a rank, so many
 // layers (less one) ahead, was used, and how often one was named. Of decoded tokens.
+// ends: [n_ubatches] or NULL: when each ubatch ended, in seconds since the first one began.
 pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording,
                             const pyorch_replay_config * config, pyorch_replay_result * result, int32_t max_distance,
-                            int32_t n_ranks, uint64_t * right, uint64_t * total);
+                            int32_t n_ranks, uint64_t * right, uint64_t * total, double * ends);
 
 #ifdef __cplusplus
 }

@@ -228,6 +228,7 @@ class Replayed:
     # uint64[L, D, R], of forecasts for a layer, d + 1 layers ahead: those whose rank r was used, and all.
     rank_hits: np.ndarray = field(repr=False)
     rank_totals: np.ndarray = field(repr=False)
+    ubatch_ends: np.ndarray = field(repr=False)  # float64[n], of all ubatches, in seconds since the first began
 
     @property
     def recall(self) -> np.ndarray:
@@ -264,6 +265,7 @@ def replay(
     n_ranks = n_ranks or min(2 * recording.experts.shape[2], recording.n_expert)
     schedule = recording.schedule(settings.batch, settings.as_decode)
     counts = np.zeros((2, len(recording.layers), distance, n_ranks), np.uint64)
+    ends = np.zeros(len(schedule.decode))
     with Engine(model_map, settings.budget, settings.policy, simulated=True) as engine:
         needs = predictors()[prefetch.predictor].needs
         if Needs.ROUTERS & needs:
@@ -274,7 +276,7 @@ def replay(
         if Needs.HISTORY & needs:
             engine.set_history(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
         engine.set_prefetch(prefetch.predictor, distance, prefetch.min_precision)
-        result = _play(engine, recording, schedule, settings, prefetch, model_map, counts)
+        result = _play(engine, recording, schedule, settings, prefetch, model_map, counts, ends)
         stats, by_layer = engine.stats(), [engine.stats(layer.il) for layer in model_map.layers]
     sizes = [layer.expert_bytes for layer in model_map.layers]
     late_bytes = sum(layer.prefetch_late * size for layer, size in zip(by_layer, sizes))
@@ -292,7 +294,7 @@ def replay(
         predict_wall_ms=_ratio(1000 * result.predict_wall_seconds, len(recording)),
         stats=stats, n_expert_used=recording.experts.shape[2],
         hit_rates=np.array([layer.hit_rate for layer in by_layer[: len(recording.layers)]]),
-        rank_hits=counts[0], rank_totals=counts[1],
+        rank_hits=counts[0], rank_totals=counts[1], ubatch_ends=ends,
     )
 
 
@@ -337,9 +339,9 @@ def _checked(
 
 def _play(
     engine: Engine, recording: Recording, schedule: Schedule, settings: ReplaySettings, prefetch: Prefetch,
-    model_map: ModelMap, counts: np.ndarray,
+    model_map: ModelMap, counts: np.ndarray, ends: np.ndarray,
 ):
-    """The pyorch_replay_result; counts: uint64[2, L, D, R] is filled."""
+    """The pyorch_replay_result; counts: uint64[2, L, D, R] and ends: float64[n_ubatches] are filled."""
     n_tokens, _, n_used = recording.experts.shape
     predictor = predictors()[prefetch.predictor]
     wanted = predictor.needs | predictor.uses
@@ -370,7 +372,8 @@ def _play(
     )
     result = new("pyorch_replay_result")
     hits, totals = (ffi.from_buffer("uint64_t[]", array) for array in counts)
-    check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals))
+    check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals,
+                            ffi.from_buffer("double[]", ends)))
     return result
 
 

@@ -30,7 +30,7 @@ pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64
 
 pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording,
                             const pyorch_replay_config * config, pyorch_replay_result * result, int32_t max_distance,
-                            int32_t n_ranks, uint64_t * right, uint64_t * total) {
+                            int32_t n_ranks, uint64_t * right, uint64_t * total, double * ends) {
     return guarded_outside_callbacks(__func__, [&] {
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "a replay needs a simulated engine");
@@ -42,7 +42,7 @@ pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * rec
         engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) {
             pyorch::write_struct(result, "pyorch_replay_result",
                 pyorch::replay(engine->table, planner, engine->routers.all(), given, settings,
-                    { max_distance, n_ranks, right, total }));
+                    { max_distance, n_ranks, right, total }, ends));
         });
     });
 }

@@ -21,8 +21,9 @@ SimulatedDisk disk_of(const pyorch_replay_config & config) {
 class Replay {
 public:
     Replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-           const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) :
-        table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks),
+           const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
+           double * ends) :
+        table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks), ends(ends),
         n_layers(recording.n_layers),
         // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
         reader(table.loader(), disk_of(config), [this](double ended) { wait_until(ended); }),
@@ -57,6 +58,9 @@ public:
                 reader.busy_seconds = 0;
             }
             play();
+            if (ends) {
+                ends[ubatch] = now;
+            }
         }
         // Nobody waits for the rest; the next replay on this engine finds nothing half read.
         while (reader.reading()) {
@@ -112,6 +116,7 @@ private:
     const pyorch_recording &           rec;
     const pyorch_replay_config &       config;
     const RankCounts                   ranks;
+    double * const                     ends;
     const int                          n_layers;
     SimulatedReader                    reader;
     PrefetchPlanner::Observer          observer; // the engine's own
@@ -392,13 +397,14 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
 }
 
 pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks) {
+                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
+                            double * ends) {
     for (const Router & router : routers) {
         if (recording.states && router && router.n_embd != recording.n_embd) {
             throw Failure(PYORCH_INVALID, format("routers take %d values, the recording's states have %d", router.n_embd, recording.n_embd));
         }
     }
-    return Replay(table, planner, routers, recording, config, ranks).run();
+    return Replay(table, planner, routers, recording, config, ranks, ends).run();
 }
 
 } // namespace pyorch

@@ -23,7 +23,9 @@ struct RankCounts {
 // Throws Failure for a recording of another model, or numbers that cannot be.
 void check_recording(const ModelMap & map, const pyorch_recording & recording, const pyorch_replay_config & config);
 
+// ends: by ubatch, seconds since the first one began; or null.
 pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks);
+                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
+                            double * ends);
 
 } // namespace pyorch

@@ -267,7 +267,7 @@ static void make_calls(calls * c) {
     FORBIDDEN(pyorch_set_substitution, (engine, c->il, &substitution));
     FORBIDDEN(pyorch_set_buddies, (engine, c->il, c->n_expert, 1, &expert, &value, NULL, NULL));
     FORBIDDEN(pyorch_set_cache, (engine, c->il, NULL, 0));
-    FORBIDDEN(pyorch_replay, (engine, &recording, &replay, &result, 0, 0, NULL, NULL));
+    FORBIDDEN(pyorch_replay, (engine, &recording, &replay, &result, 0, 0, NULL, NULL, NULL));
 #undef FORBIDDEN
 
     OK(pyorch_get_residency(engine, c->il, mask, c->n_expert));
@@ -367,7 +367,7 @@ static void test_a_tiny_recording_is_replayed_and_shows_its_predictions(calls c,
     pyorch_replay_result   result;
     OK(pyorch_replay_config_default(&settings, sizeof(settings)));
     result.struct_size = sizeof(result);
-    OK(pyorch_replay(c.engine, &recording, &settings, &result, 0, 0, NULL, NULL));
+    OK(pyorch_replay(c.engine, &recording, &settings, &result, 0, 0, NULL, NULL, NULL));
     CHECK(result.n_tokens == N_TOKENS && result.n_decoded == N_TOKENS && result.seconds > 0);
     CHECK(c.n == 1);
     pyorch_stats stats;
