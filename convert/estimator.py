@@ -75,7 +75,8 @@ class LayerRecall:
 @dataclass(frozen=True)
 class Trained:
     """n_training, n_held_out: tokens. losses: mean KL divergence on those held out, before training and after each of
-    the equal parts that it has; best_part: after which of them the estimator was as it is, 0: before training."""
+    the equal parts that it has; best_part: after which of them the estimator was as it is, 0: before training. curve:
+    as in PredictorFile."""
 
     estimator: Estimator
     layers: tuple[LayerRecall, ...]
@@ -83,6 +84,7 @@ class Trained:
     n_held_out: int
     losses: tuple[float, ...]
     best_part: int
+    curve: np.ndarray
 
 
 def train(
@@ -140,7 +142,7 @@ def train(
     recalls = zip(layers[1:], measured["quasi_hidden"], measured["estimator"])
     return Trained(
         estimator, tuple(LayerRecall(*recall) for recall in recalls), n_training, n_held_out,
-        tuple(measured["losses"]), measured["best_part"],
+        tuple(measured["losses"]), measured["best_part"], np.array(measured["curve"], np.float32),
     )
 
 

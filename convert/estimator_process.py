@@ -91,7 +91,9 @@ def train(job: dict, source: BinaryIO, report: Report) -> tuple[dict[str, np.nda
         if device == "cpu":
             report.send(taken=True)
     training.run(training.n_steps)
-    return training.best_weights, {**training.best, "losses": training.losses, "best_part": training.best_part}
+    return training.best_weights, {
+        **training.best, "losses": training.losses, "best_part": training.best_part, "curve": training.curve,
+    }
 
 
 class Pool:
@@ -141,7 +143,9 @@ class Pool:
 class Training:
     """An estimator on its way.
 
-    best: what was measured when the loss on the held-out tokens was lowest, with best_weights, after best_part.
+    best: what was measured when the loss on the held-out tokens was lowest, with best_weights, after best_part. curve:
+    before training and after each part, the tokens trained on so far, each use counted, and the mean recall on those
+    that are held out.
     """
 
     def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, report: Report) -> None:
@@ -161,6 +165,7 @@ class Training:
         self._n_training, self._n_taken = job["n_training"], 0
         self._step = 0
         self.losses: list[float] = []
+        self.curve: list[tuple[int, float]] = []
         self.best: dict = {}
         self.best_weights: dict[str, np.ndarray] = {}
         self.best_part = 0
@@ -193,6 +198,7 @@ class Training:
     def _measure(self) -> None:
         measured = evaluate(self._network, self._lesson, self._held_out)
         self.losses.append(measured["loss"])
+        self.curve.append((self._step * min(BATCH, len(self._pool)), float(np.mean(measured["estimator"]))))
         if not self.best or measured["loss"] < self.best["loss"]:
             self.best, self.best_weights = measured, self._network.arrays()
             self.best_part = len(self.losses) - 1

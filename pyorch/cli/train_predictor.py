@@ -101,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
                         verbose=args.verbose, on_progress=progress.update)
         hybrid = {il: False for il in file.default_vectors.vectors}
         hybrid |= {layer.il: layer.hybrid for layer in trained.layers}
-        dataclasses.replace(file, estimator=trained.estimator, hybrid=hybrid).write(output, model.map)
+        dataclasses.replace(file, estimator=trained.estimator, hybrid=hybrid,
+                            curve=trained.curve).write(output, model.map)
     report = Report(output, trained.estimator.n_parameters, trained.n_training, trained.n_held_out, trained.losses,
                     trained.best_part, trained.layers)
     if args.json:

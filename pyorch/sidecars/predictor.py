@@ -85,13 +85,15 @@ class PredictorFile:
     """What a sidecar holds; parts that it does not hold are None.
 
     hybrid: by il, whether the estimator guesses the layer better than quasi-hidden states. distance: layers ahead
-    that pay.
+    that pay. curve: float32[n, 2] of the estimator's training: the tokens that it had been trained on, each use
+    counted, and its recall on those that were held out, the mean of the layers.
     """
 
     default_vectors: DefaultVectors | None = None
     estimator: Estimator | None = None
     hybrid: dict[int, bool] | None = None
     distance: int | None = None
+    curve: np.ndarray | None = None
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. PyorchError if it cannot be written."""
@@ -103,6 +105,8 @@ class PredictorFile:
             arrays |= {f"blk.{il}.counts": array for il, array in self.default_vectors.counts.items()}
         if self.estimator is not None:
             arrays |= {f"estimator.{name}": array for name, array in self.estimator.arrays().items()}
+        if self.curve is not None:
+            arrays["estimator.curve"] = self.curve
         if self.hybrid is not None:
             metadata["hybrid"] = [self.hybrid[layer.il] for layer in model_map.layers]
         if self.distance is not None:
@@ -132,9 +136,12 @@ class PredictorFile:
             raise FormatError(f"{os.fspath(path)}: a prefetch distance of {distance!r} layers cannot be")
         if not isinstance(n_tokens, int) or n_tokens < 0:
             raise FormatError(f"{os.fspath(path)}: default vectors of {n_tokens!r} tokens cannot be")
+        curve = arrays.get("estimator.curve")
+        if curve is not None and (curve.ndim != 2 or curve.shape[1] != 2):
+            raise FormatError(f"{os.fspath(path)}: the course of the estimator's training is no list of pairs")
         return cls(
             _default_vectors(path, model_map, arrays, n_tokens, n_embd),
-            _estimator(path, model_map, arrays, n_embd), hybrid, distance,
+            _estimator(path, model_map, arrays, n_embd), hybrid, distance, curve,
         )
 
     def apply(self, engine: Engine) -> None:

@@ -75,6 +75,9 @@ def test_training_improves_on_quasi_hidden_states(made: Made) -> None:
     mean = {name: np.mean([layer[name] for layer in layers]) for name in ("quasi_hidden", "estimator")}
     assert mean["estimator"] > mean["quasi_hidden"] + 0.02
     file = made.read()
+    tokens, recalls = file.curve.T
+    assert tokens[0] == 0 and (np.diff(tokens) > 0).all() and len(recalls) == len(losses)
+    assert recalls[made.report["best_part"]] == pytest.approx(mean["estimator"]) and recalls[0] < recalls[-1]
     assert file.hybrid == {0: False} | {layer["il"]: layer["estimator"] > layer["quasi_hidden"] for layer in layers}
     assert file.default_vectors is not None and file.distance in (1, 2, 3, 4)
 
@@ -183,7 +186,7 @@ def test_a_predictor_file_gives_back_what_was_written(made: Made, tmp_path: Path
     with ModelMap(made.model) as model_map:
         whole.write(path, model_map)
         read = PredictorFile.read(path, model_map)
-        assert read.distance == 3 and read.hybrid == whole.hybrid
+        assert read.distance == 3 and read.hybrid == whole.hybrid and np.array_equal(read.curve, whole.curve)
         assert read.default_vectors.n_tokens == vectors.n_tokens
         for il in range(N_LAYERS):
             assert np.array_equal(read.default_vectors.vectors[il], vectors.vectors[il])
@@ -192,7 +195,7 @@ def test_a_predictor_file_gives_back_what_was_written(made: Made, tmp_path: Path
             assert np.array_equal(getattr(read.estimator, name), array)
         PredictorFile(vectors).write(path, model_map)
         read = PredictorFile.read(path, model_map)
-        assert (read.estimator, read.hybrid, read.distance) == (None, None, None)
+        assert (read.estimator, read.hybrid, read.distance, read.curve) == (None, None, None, None)
         PredictorFile(estimator=estimator).write(path, model_map)
         assert PredictorFile.read(path, model_map).default_vectors is None
 
@@ -212,6 +215,14 @@ def test_a_damaged_estimator_is_refused(made: Made, tmp_path: Path, change: dict
     with ModelMap(made.model) as model_map:
         PredictorFile(estimator=dataclasses.replace(file.estimator, **change)).write(path, model_map)
         with pytest.raises(FormatError, match=complaint):
+            PredictorFile.read(path, model_map)
+
+
+def test_a_damaged_course_of_training_is_refused(made: Made, tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    with ModelMap(made.model) as model_map:
+        PredictorFile(estimator=made.read().estimator, curve=np.zeros((3, 4), np.float32)).write(path, model_map)
+        with pytest.raises(FormatError, match="no list of pairs"):
             PredictorFile.read(path, model_map)
 
 
