@@ -70,7 +70,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     given = _check(args)
 
-    from pyorch.eval import prefetch, prefetch_plots, prefetch_report
+    from pyorch.eval import prefetch, prefetch_plots, prefetch_report, prefetch_serving
     from pyorch.sidecars import packs
     from pyorch.settings.budget import Budget
 
@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             conditions = _measured_conditions(args, given, model_map, progress)
             material = prefetch.Material(model_map, past, present, conditions)
             evaluation = prefetch.evaluate(material, progress.update)
+            evaluation = prefetch_serving.evaluate(material, evaluation, progress.update)
             if args.measure:
                 evaluation = _measured(args, given, evaluation, progress)
     if args.output is not None:

@@ -236,6 +236,11 @@ class Evaluation:
     batches: list[Played]
     entropies: list[Entropy] = field(default_factory=list)
     cosines: list[StateCosine] = field(default_factory=list)
+    curve: tuple[tuple[float, float], ...] = ()  # of the estimator's training, as in PredictorFile
+    served: list = field(default_factory=list)  # of prefetch_serving.Served
+    streamed: list = field(default_factory=list)  # of prefetch_serving.Streamed
+    patterns: list = field(default_factory=list)  # of prefetch_serving.Pattern
+    store_sizes: list = field(default_factory=list)  # of prefetch_serving.StoreSize
     contexts: list = field(default_factory=list)  # of prefetch_measure.Iteration
     overheads: list = field(default_factory=list)  # of prefetch_measure.Overhead
 
@@ -261,6 +266,7 @@ def evaluate(material: Material, on_progress: OnProgress) -> Evaluation:
         batches=batches(material, store, on_progress),
         entropies=entropies(material.recording.probs, material.recording.request),
         cosines=cosines_of_states(material),
+        curve=tuple(map(tuple, material.file.curve.tolist())) if material.file.curve is not None else (),
     )
 
 
@@ -328,7 +334,7 @@ def distances(material: Material, store: ExpertMaps, on_progress: OnProgress) ->
     for done, (pair, distance) in enumerate(steps):
         on_progress("distances", done, len(steps))
         guessed = _guessed(material, store, pair.predictor, distance)
-        rows.append(Distance(_play(material, store, pair, _middle(material), distance=distance),
+        rows.append(Distance(_play(material, store, pair, middle(material), distance=distance),
                              _recall(material, guessed, pair.predictor, distance).mean))
     return rows
 
@@ -348,7 +354,7 @@ def capacities(material: Material, on_progress: OnProgress) -> list[Capacity]:
         kept = store.export()
         known = trajectory_cosines(maps, kept.maps)[: material.n_layers - distance]
         rows.append(Capacity(
-            replace(_play(material, store, FINEMOE, _middle(material)), capacity=n), store.n_maps,
+            replace(_play(material, store, FINEMOE, middle(material)), capacity=n), store.n_maps,
             float(cosines(embeddings, kept.embeddings).max(axis=1).mean()), float(known.max(axis=2).mean()),
         ))
     return rows
@@ -362,7 +368,7 @@ def batches(material: Material, store: ExpertMaps, on_progress: OnProgress) -> l
     rows = []
     for done, (batch, pair) in enumerate(steps):
         on_progress("batches", done, len(steps))
-        rows.append(_play(material, store, pair, _middle(material), batch=batch))
+        rows.append(_play(material, store, pair, middle(material), batch=batch))
     return rows
 
 
@@ -397,7 +403,8 @@ def _recall(material: Material, replayed: Replayed, predictor: str, distance: in
                   tuple(map(tuple, by_rank.tolist())), _mean(by_layer[distance:]))
 
 
-def _middle(material: Material) -> str:
+def middle(material: Material) -> str:
+    """The budget of what is not measured at all of them."""
     return material.conditions.budgets[len(material.conditions.budgets) // 2]
 
 

@@ -29,13 +29,15 @@ def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
     """Writes PNG files into a directory; returns their paths.
 
     recall: by layer and by rank. similarity: hit rate against it. budgets: hit rate and TPOT of each pair. sweeps:
-    distance, store capacity, batch. contexts: measured, where it was.
+    distance, store capacity, batch. stream: how many requests had ended after how long. contexts: measured, where it
+    was.
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
     figure_class = _figure_class()
     pictures: dict[str, Callable] = {
         "recall": _recall, "similarity": _similarity, "budgets": _budgets, "sweeps": _sweeps,
+        "stream": _stream,
     }
     if evaluation.contexts:
         pictures["contexts"] = _contexts
@@ -142,6 +144,18 @@ def _sweeps(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
     for axis in (distance, capacity, batch):
         axis.grid(alpha=0.3)
     figure.legend(*batch.get_legend_handles_labels(), loc="outside right center", fontsize=7)
+    return figure
+
+
+def _stream(figure_class: type[Figure], evaluation: Evaluation) -> Figure:
+    figure = figure_class(figsize=(7, 3.4), layout="constrained")
+    axis = figure.subplots()
+    for row in evaluation.streamed:
+        _line(axis, row.pair, row.latencies, (np.arange(len(row.latencies)) + 1) / len(row.latencies))
+    axis.set_xlabel("replayed seconds from a request's coming to its end")
+    axis.set_ylabel("share of requests")
+    axis.grid(alpha=0.3)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right center", fontsize=7)
     return figure
 
 

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from pyorch.eval.prefetch import (
     DISTANCES, FINEMOE, MIXTRAL_OFFLOADING, MOE_INFINITY, ON_DEMAND, ON_DEMAND_LFU, Evaluation, Pair, Played,
 )
+from pyorch.eval.prefetch_serving import PERCENTILES
 from pyorch.files import write_text
 
 
@@ -62,7 +65,11 @@ class Goal:
 def tables(evaluation: Evaluation) -> list[Table]:
     made = [make(evaluation) for make in (
         _recall, _ranks, _cosines, _entropies, _similarity, _bins, _budgets, _distances, _capacities, _batches,
+        _requests, _stream, _patterns, _stores,
     )]
+    if evaluation.curve:
+        made.append(Table("training", "recall of the estimator while it was trained, on tokens that were held out",
+                          ("tokens", "recall"), tuple((int(n), recall) for n, recall in evaluation.curve)))
     if evaluation.contexts:
         made += [_flat("contexts", "decoding after a prompt, milliseconds a token", evaluation.contexts)]
     if evaluation.overheads:
@@ -238,6 +245,41 @@ def _batches(evaluation: Evaluation) -> Table:
     return Table("batches", "requests decoded together", ("batch", "budget", "predictor", "policy", *_PLAYED), tuple(
         (row.batch, row.budget, row.predictor, row.policy, *_played(row)) for row in evaluation.batches
     ))
+
+
+def _requests(evaluation: Evaluation) -> Table:
+    on_demand = {(row.machine, row.n_prompt): row for row in evaluation.served if row.pair == ON_DEMAND}
+    rows = []
+    for row in evaluation.served:
+        base = on_demand[row.machine, row.n_prompt]
+        rows.append((row.machine, row.n_prompt, row.pair.predictor, row.pair.policy, row.pair.known_as, row.hit_rate,
+                     row.ttft_ms, row.tpot_ms, 1 - row.ttft_ms / base.ttft_ms, 1 - row.tpot_ms / base.tpot_ms))
+    columns = ("machine", "prompt", "predictor", "policy", "known as", "hit rate", "TTFT ms", "TPOT ms", "TTFT saved",
+               "TPOT saved")
+    return Table("requests", "requests with prompts, one after the other: ms to the first token, then ms a token",
+                 columns, tuple(rows))
+
+
+def _stream(evaluation: Evaluation) -> Table:
+    columns = ("predictor", "policy", "known as", "requests", "hit rate", "busy", "mean s",
+               *(f"{p} % within s" for p in PERCENTILES))
+    return Table("stream", "requests that come at random times, with nothing known of the past: seconds to the end",
+                 columns, tuple(
+        (row.pair.predictor, row.pair.policy, row.pair.known_as, len(row.latencies), row.hit_rate, row.busy,
+         sum(row.latencies) / len(row.latencies),
+         *np.percentile(row.latencies, PERCENTILES).tolist()) for row in evaluation.streamed
+    ))
+
+
+def _patterns(evaluation: Evaluation) -> Table:
+    return Table("patterns", "what ways to follow the use of experts name, of what was used",
+                 ("approach", "distance", "covered", "named", "hit rate"), tuple(
+        (row.approach, row.distance, row.covered, row.n_named, row.hit_rate) for row in evaluation.patterns))
+
+
+def _stores(evaluation: Evaluation) -> Table:
+    return Table("stores", "memory of a full map store", ("capacity", "MiB"),
+                 tuple((row.capacity, row.mib) for row in evaluation.store_sizes))
 
 
 def _flat(name: str, title: str, rows: Sequence) -> Table:

@@ -15,7 +15,7 @@ from models import CHECKPOINT
 
 from pyorch.cli import main
 from pyorch.errors import PyorchError
-from pyorch.eval import prefetch, prefetch_report
+from pyorch.eval import prefetch, prefetch_report, prefetch_serving
 from pyorch.eval.prefetch import (
     FINEMOE, MIXTRAL_OFFLOADING, MOE_INFINITY, ON_DEMAND, ON_DEMAND_LFU, Conditions, Evaluation, Material, Played,
     Recall, TracePart, split,
@@ -26,15 +26,16 @@ from pyorch.eval.similarity import overlaps, pearson, similarities, trajectory_c
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
 from pyorch.traces.recorder import profile
-from pyorch.traces.file import Trace
+from pyorch.traces.replay import Recording
+from pyorch.traces.file import PREFILL, Trace
 
 TEXT, FACTS = CHECKPOINT / "text-test.txt", CHECKPOINT / "facts-test.jsonl"
 N_LAYERS, N_USED = 8, 6
 TABLES = ("recall", "ranks", "cosines", "entropies", "similarity", "similarity-bins", "budgets", "distances",
-          "capacities", "batches", "goals")
+          "capacities", "batches", "requests", "stream", "patterns", "stores", "goals")
 FAST = ("--read-bandwidth", "20MB", "--compute-ms", "10", "--capacity", "60", "--distance", "1",
         "--min-precision", "0.3")
-PICTURES = ("recall", "similarity", "budgets", "sweeps")
+PICTURES = ("recall", "similarity", "budgets", "sweeps", "stream")
 CONDITIONS = Conditions(read_bandwidth=20e6, compute_ms=10.0, distances=(1, 2), min_precisions=(0.0, 0.6), capacity=100)
 
 
@@ -179,6 +180,47 @@ def test_default_vectors_that_tell_all_make_states_the_true_ones():
     assert [it.mean for it in state_cosines(states, experts, weights, routers, {})][1] < 0.95
 
 
+def test_requests_of_a_stream_are_the_text_cut_anew():
+    request = np.repeat([4, 2, 9], (700, 20, 300))
+    experts = np.arange(len(request))[:, None, None] % 64
+    text = Recording((0,), 64, experts, np.ones(experts.shape), request)
+    cut = prefetch_serving.pieces(text, np.random.default_rng(1))
+    assert np.array_equal(cut.experts, text.experts)
+    whole = np.flatnonzero(np.diff(text.request)) + 1
+    begin = np.flatnonzero(np.diff(cut.request, prepend=cut.request[0] + 1))
+    assert set(whole) < set(begin) and len(begin) > len(whole) + 1
+    for at, end in zip(begin, [*begin[1:], len(cut)]):
+        n_prompt = int((cut.phase[at:end] == PREFILL).sum())
+        assert n_prompt == max(1, round(0.2 * (end - at))) and (cut.phase[at : at + n_prompt] == PREFILL).all()
+        assert end - at <= prefetch_serving.LENGTHS[1] + prefetch_serving.LENGTHS[0]
+
+
+def test_the_time_to_the_first_token_is_that_of_the_prompt(material: Material):
+    recording = prefetch_serving.prompted(material.recording, 20)
+    n_ubatches = len(recording.schedule(1, as_decode=False).decode)
+    ends = np.cumsum(np.arange(1, n_ubatches + 1)).astype(float)  # each ubatch takes a second longer than that before
+    prompts, whole = prefetch_serving.request_seconds(recording, ends)
+    lengths = np.bincount(recording.request)
+    assert lengths.min() > 20  # a ubatch of its prompt, then one of each token
+    first = np.cumsum(lengths - 20 + 1) - (lengths - 20)
+    assert prompts.tolist() == first.tolist() and whole.sum() == ends[-1]
+
+
+def test_a_request_waits_for_those_before_it():
+    come, took = np.array([1.0, 2.0, 10.0]), np.array([5.0, 1.0, 1.0])
+    assert prefetch_serving.latencies(come, took).tolist() == [5.0, 5.0, 1.0]
+
+
+def test_maps_name_more_the_more_they_are_searched_by(material: Material):
+    found = {(it.approach, it.distance): it for it in prefetch_serving.patterns(material, material.store(100), quiet)}
+    for distance in (1, 3):
+        alone, both, all = (found[f"map ({it})", distance] for it in ("T", "T+S", "T+S+delta"))
+        assert alone.covered < both.covered <= all.covered < 1  # the first layers have no trajectory
+        assert alone.n_named == pytest.approx(N_USED * (N_LAYERS - distance) / N_LAYERS, rel=0.01)
+        assert both.n_named == pytest.approx(N_USED, rel=0.01) and all.n_named >= both.n_named
+    assert found["speculate", 1].covered > found["speculate", 3].covered > found["hit count", 3].covered
+
+
 def test_what_does_not_vary_has_no_correlation():
     assert math.isnan(pearson(np.ones(5), np.arange(5)))
     assert pearson(np.arange(5), -np.arange(5)) == pytest.approx(-1)
@@ -239,6 +281,14 @@ def test_command_writes_every_table_and_picture(small_moe: Path, tmp_path: Path,
     budgets = list(csv.DictReader((out / "budgets.csv").open()))
     hit_rate = {(row["predictor"], row["policy"]): float(row["hit rate"]) for row in budgets}
     assert hit_rate["none", "belady"] > hit_rate["none", "lru"]
+    requests = list(csv.DictReader((out / "requests.csv").open()))
+    on_demand = {row["machine"]: float(row["TPOT ms"]) for row in requests
+                 if (row["predictor"], row["policy"], row["prompt"]) == ("none", "lru", "40")}
+    assert on_demand["does both"] < on_demand["reads 4 times as fast"] < on_demand["as given"]
+    first = [float(row["TTFT ms"]) for row in requests if row["machine"] == "as given" and row["predictor"] == "none"]
+    assert first[0] < first[1]  # prompts of 4 and of 40 tokens
+    sizes = {int(row["capacity"]): float(row["MiB"]) for row in csv.DictReader((out / "stores.csv").open())}
+    assert sizes[1000] == pytest.approx(1000 * 4 * (N_LAYERS * 64 + 128) / 2**20, rel=1e-3)
 
 
 def test_command_prints_one_json_object_of_traces(small_moe: Path, trace: Trace, capsys: pytest.CaptureFixture):
