@@ -46,6 +46,8 @@ typedef struct pyorch_replay_config {
     int64_t n_warm;          // ubatches that are played before anything is counted
     double  pause_seconds;   // at the end of each period the disk stands still for so long; 0: never
     double  period_seconds;
+    double  decode_bytes_per_second; // of one thread, of compressed experts as kernels compute with them; 0: no time
+    int64_t n_decoders;      // such threads; default 1
 } pyorch_replay_config;
 
 pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size);
@@ -60,6 +62,7 @@ typedef struct pyorch_replay_result {
     double   stall_seconds; // of these, the time without a matrix to compute with
     double   read_seconds;  // in which the disk was busy
     double   predict_wall_seconds; // that forecasts really took, on this machine
+    double   decode_work_seconds;  // of threads that decode compressed experts, their sum
 } pyorch_replay_result;
 
 // Plays a recording on a simulated engine, which keeps what it then has resident.

@@ -165,7 +165,7 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
 pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info);
 
 // Where a matrix of an expert lies: path (owned by the map), offset and size in bytes. In the model, but of a slim one in
-// its pack; PYORCH_FORMAT where none is attached.
+// its pack; PYORCH_FORMAT where none is attached, or holds the layer compressed.
 pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
                                          const char ** path, uint64_t * offset, uint64_t * size);
 
@@ -231,6 +231,7 @@ typedef struct pyorch_config {
     int32_t        reader;       // pyorch_reader; default PYORCH_READER_AUTO
     uint64_t       plain;        // nonzero: experts stay as they lie in the file; default: they are repacked when they
                                  // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    double         pool_shares[4]; // see pyorch_set_pools; default: all for full experts
 } pyorch_config;
 
 pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);
@@ -256,6 +257,12 @@ pyorch_status pyorch_decode_error(char * buf, size_t size);
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
+
+// How the budget is divided among the forms in which experts of a compressed pack are kept: full, compressed, signs and
+// mantissas only, exponents only (ZipMoE, section 3.2: the pools F, C, S, E). shares[4]: 0 to 1, their sum is 1. Full
+// experts get what the largest layer needs in any case; PYORCH_BUDGET where pinned ones need more than their share.
+// Of a model whose experts are not compressed all are full, whatever the shares.
+pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares);
 
 // What the policy PYORCH_LEARNED has learned. n_expert: of the widest layer; rows of others end with numbers that mean
 // nothing.
@@ -347,6 +354,12 @@ typedef struct pyorch_stats {
     uint64_t used_bytes;      // all expert memory now
     uint64_t peak_bytes;      // the most it ever was
     uint64_t budget_bytes;
+    uint64_t compressed_hits; // misses, but all parts of the compressed expert were in memory: nothing was read for it
+    uint64_t sm_hits;         // misses that found its signs and mantissas there
+    uint64_t e_hits;          // misses that found its exponents there
+    uint64_t stored_bytes;    // of parts of compressed experts that stay, now
+    uint64_t decoded_bytes;   // of compressed experts, as kernels compute with them
+    uint64_t decode_ns;       // that took, the sum over threads
 } pyorch_stats;
 
 // il -1: the whole engine. Of one layer: counters of uses, loads, evictions and residency only.

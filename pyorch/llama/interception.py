@@ -215,6 +215,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             reads = reads_for(managed.map, reads, settings.direct_io)
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
+            pools=settings.pools,
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):

@@ -20,6 +20,7 @@ from pyorch.runtime.residency import ResidencyCalls
 from pyorch.runtime.sources import Source, read_callback
 from pyorch.runtime.substitution import SubstitutionCalls
 from pyorch.settings.budget import Budget
+from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
 
 
@@ -38,6 +39,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         source: reads in place of the map's files.
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
         plain: compute with experts as they lie in the file, not repacked for faster kernels (Role.layout).
+        pools: how the budget is divided among the forms of compressed experts.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         source: Source | None = None,
         simulated: bool = False,
         plain: bool = False,
+        pools: Pools | str = Pools(),
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
@@ -61,6 +64,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
             "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info),
             reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes,
             direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
+            pool_shares=Pools.parse(pools).shares,
         )
         if policy is not None:
             config.policy = policies().choose(policy, simulated).value
@@ -112,6 +116,10 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
     def set_policy(self, policy: str) -> None:
         """Which expert goes first from now on: one of policies()."""
         check(lib.pyorch_set_policy(self.handle, policies().choose(policy, self.simulated).value))
+
+    def set_pools(self, pools: Pools | str) -> None:
+        """Divides the budget anew. BudgetError where pinned experts need more than the share of full ones."""
+        check(lib.pyorch_set_pools(self.handle, Pools.parse(pools).shares))
 
     def learned(self) -> dict[str, np.ndarray]:
         """A copy of what the policy "learned" has learned: the arrays of pyorch_learned, float32.

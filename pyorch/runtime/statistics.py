@@ -36,6 +36,12 @@ class Stats:
     used_bytes: int
     peak_bytes: int
     budget_bytes: int
+    compressed_hits: int
+    sm_hits: int
+    e_hits: int
+    stored_bytes: int
+    decoded_bytes: int
+    decode_ns: int
 
     @property
     def hit_rate(self) -> float:

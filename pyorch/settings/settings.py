@@ -12,6 +12,7 @@ from typing import Any
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
+from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.settings.substitution import Substitution
@@ -66,6 +67,11 @@ class Settings:
     packed: bool = option(
         True, flag, "true or false", flag="--no-pack",
         help="read experts from the model itself, even where a pack of them lies beside it",
+    )
+    pools: Pools = option(
+        Pools(), Pools.parse, "text or a Pools", metavar="F,C,S,E",
+        help="where experts come from a compressed pack: the shares of their memory for full experts, compressed ones, "
+             "signs and mantissas only, and exponents only, such as 0.6,0.4,0,0",
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",

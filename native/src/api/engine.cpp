@@ -5,6 +5,7 @@
 #include "routing/seam.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace pyorch {
@@ -14,10 +15,24 @@ pyorch_config default_config() {
     config.budget_bytes = UINT64_MAX;
     config.policy       = PYORCH_LEARNED;
     config.direct_io    = 1;
+    config.pool_shares[0] = 1;
     return config;
 }
 
 namespace {
+
+void check_shares(const double * shares) {
+    double sum = 0;
+    for (int i = 0; i < 4; ++i) {
+        if (!(shares[i] >= 0 && shares[i] <= 1)) {
+            throw Failure(PYORCH_INVALID, format("a pool cannot have a share of %g: 0 to 1 can be", shares[i]));
+        }
+        sum += shares[i];
+    }
+    if (std::abs(sum - 1) > 1e-6) {
+        throw Failure(PYORCH_INVALID, format("the shares of the pools sum up to %g, not 1", sum));
+    }
+}
 
 void copy_sentence(const std::string & sentence, char * buf, size_t size) {
     if (size > 0) {
@@ -42,6 +57,7 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
     return guarded_outside_callbacks(__func__, [&] {
         const pyorch_config given = read_struct(config, "pyorch_config", default_config());
         checked_choice(PYORCH_CHOICES_POLICY, given.policy, given.simulated != 0);
+        check_shares(given.pool_shares);
         if (map->map.layers.empty()) {
             throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
         }
@@ -90,6 +106,13 @@ pyorch_status pyorch_decode_error(char * buf, size_t size) {
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
     return guarded_outside_callbacks(__func__, [&] { engine->table.set_budget(budget_bytes); });
+}
+
+pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares) {
+    return guarded_outside_callbacks(__func__, [&] {
+        check_shares(shares);
+        engine->table.set_pools({ 0, shares[0], shares[1], shares[2], shares[3] });
+    });
 }
 
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {

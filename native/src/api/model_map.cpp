@@ -117,8 +117,12 @@ pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t i
         if (map->map.slim && !layer.pack) {
             throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
         }
+        if (map->map.slim && is_compressed(layer)) {
+            throw Failure(PYORCH_FORMAT, format("%s holds layer %d compressed: no matrix of it lies there as it is",
+                map->map.files[layer.pack->file].path.c_str(), il));
+        }
         *path   = map->map.files[map->map.slim ? layer.pack->file : t.file].path.c_str();
-        *offset = map->map.slim ? layer.pack->offset[expert] + block_offset(layer, role, Form::FULL) : t.offset + expert * t.stride;
+        *offset = map->map.slim ? layer.pack->offset[expert] + block_offset(layer, role) : t.offset + expert * t.stride;
         *size   = t.stride;
     });
 }

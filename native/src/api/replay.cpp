@@ -13,6 +13,7 @@ namespace {
 pyorch_replay_config default_config() {
     pyorch_replay_config config = {};
     config.read_bytes_per_second = 1e9;
+    config.n_decoders = 1;
     return config;
 }
 

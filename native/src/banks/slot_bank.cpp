@@ -5,32 +5,38 @@
 
 namespace pyorch {
 
-SlotBank::SlotBank(const ModelMap & map, uint64_t budget) : limit(budget) {
-    std::map<uint64_t, int> by_size;
+SlotBank::SlotBank(const ModelMap & map, uint64_t budget) {
+    matrices.limit = budget;
+    std::map<std::pair<bool, uint64_t>, int> by_size;
     for (const auto & layer : map.layers) {
-        class_of.emplace_back(N_FORMS, -1);
-        for (int form = 0; form < N_FORMS; ++form) {
-            const uint64_t bytes = slot_bytes(layer, (Form) form);
+        class_of.emplace_back(N_PARTS, -1);
+        for (Part part : { PART_MATRICES, PART_E, PART_SM }) {
+            const bool     is_stored = part != PART_MATRICES;
+            const uint64_t bytes     = slot_bytes(layer, part);
             if (bytes == 0) {
                 continue;
             }
-            const auto [place, is_new] = by_size.emplace(bytes, (int) classes.size());
+            const auto [place, is_new] = by_size.emplace(std::pair(is_stored, bytes), (int) classes.size());
             if (is_new) {
-                classes.push_back({ bytes });
+                classes.push_back({ bytes, is_stored });
             }
             classes[place->second].n_experts += layer.n_expert;
-            class_of.back()[form] = place->second;
+            class_of.back()[part] = place->second;
         }
     }
 }
 
 bool SlotBank::fits(int size_class, int n) const {
-    return taken_bytes + n * classes[size_class].slot_bytes <= limit;
+    const SizeClass & c     = classes[size_class];
+    const uint64_t    bytes = n * c.slot_bytes;
+    return c.is_stored ? stored.taken + bytes <= stored.limit :
+        matrices.taken + bytes <= matrices.limit && matrices.taken + stored.taken + bytes <= budget();
 }
 
 Slot SlotBank::take(int size_class) {
-    SizeClass &    c     = classes[size_class];
-    const uint64_t bytes = c.slot_bytes;
+    SizeClass &    c       = classes[size_class];
+    Account &      account = account_of(c);
+    const uint64_t bytes   = c.slot_bytes;
     if (!fits(size_class, 1)) {
         return {};
     }
@@ -39,9 +45,10 @@ Slot SlotBank::take(int size_class) {
     if (!fresh) {
         memory = c.kept.back();
         c.kept.pop_back();
-        kept_bytes -= bytes;
+        account.kept -= bytes;
     } else {
-        strip_kept(limit - bytes);
+        strip_kept(account, account.limit - bytes);
+        strip_for(bytes);
         if (!c.bare.empty()) {
             memory = c.bare.back();
             c.bare.pop_back();
@@ -52,20 +59,21 @@ Slot SlotBank::take(int size_class) {
             return {};
         }
     }
-    taken_bytes += bytes;
-    peak_bytes   = std::max(peak_bytes, used());
+    account.taken += bytes;
+    peak_bytes     = std::max(peak_bytes, used());
     return { size_class, memory, fresh };
 }
 
 void SlotBank::give(const Slot & slot) {
-    SizeClass & c = classes[slot.size_class];
-    taken_bytes -= c.slot_bytes;
-    if (used() + c.slot_bytes > limit) {
+    SizeClass & c       = classes[slot.size_class];
+    Account &   account = account_of(c);
+    account.taken -= c.slot_bytes;
+    if (account.used() + c.slot_bytes > account.limit || used() + c.slot_bytes > budget()) {
         give_up(slot.size_class, slot.memory); // the budget was lowered meanwhile
         c.bare.push_back(slot.memory);
         return;
     }
-    kept_bytes += c.slot_bytes;
+    account.kept += c.slot_bytes;
     c.kept.push_back(slot.memory);
 }
 
@@ -76,21 +84,31 @@ void SlotBank::give_up(int size_class, char * slot) {
     }
 }
 
-void SlotBank::strip_kept(uint64_t until) {
+void SlotBank::strip_kept(Account & account, uint64_t until) {
     for (int i = 0; i < (int) classes.size(); ++i) {
         SizeClass & c = classes[i];
-        while (!c.kept.empty() && used() > until) {
+        while (&account_of(c) == &account && !c.kept.empty() && account.used() > until) {
             give_up(i, c.kept.back());
             c.bare.push_back(c.kept.back());
             c.kept.pop_back();
-            kept_bytes -= c.slot_bytes;
+            account.kept -= c.slot_bytes;
         }
     }
 }
 
-void SlotBank::set_budget(uint64_t bytes) {
-    limit = bytes;
-    strip_kept(bytes);
+void SlotBank::strip_for(uint64_t bytes) {
+    for (Account * account : { &matrices, &stored }) {
+        const uint64_t others = used() - account->used();
+        strip_kept(*account, budget() > others + bytes ? budget() - others - bytes : 0);
+    }
+}
+
+void SlotBank::set_budget(uint64_t bytes, uint64_t stored_bytes) {
+    matrices.limit = bytes - stored_bytes;
+    stored.limit   = stored_bytes;
+    strip_kept(matrices, matrices.limit);
+    strip_kept(stored, stored.limit);
+    strip_for(0);
 }
 
 } // namespace pyorch

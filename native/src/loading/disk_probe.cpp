@@ -27,6 +27,8 @@ public:
     const char * decode(const ExpertTensor &, char *, char * read) const override { return read; }
     bool         computes() const override { return false; }
     bool         intact(const MoeLayer &, int, int, const char *) const override { return true; }
+
+    bool recover(const MoeLayer &, int, int, const char *, const char *, char *) const override { return true; }
 };
 
 const Codec & no_codec(Form) {
@@ -41,7 +43,7 @@ public:
             map(map), loader(map, std::move(source), no_codec, plan.bytes,
             mutex, *this) {
         for (const MoeLayer & l : map.layers) {
-            slot = std::max(slot, slot_bytes(l, COMPUTABLE));
+            slot = std::max({ slot, slot_bytes(l, PART_MATRICES), slot_bytes(l, PART_E) + slot_bytes(l, PART_SM) });
         }
         slot = (slot + PAGE - 1) / PAGE * PAGE;
         in_flight = plan.depth * std::min(plan.bytes, slot);
@@ -130,7 +132,7 @@ private:
         idle.pop_back();
         std::tie(load.layer, load.expert) = order[next++ % order.size()];
         load.form = COMPUTABLE;
-        for (const Extent & e : extents(map.layers[load.layer], load.expert, load.form)) {
+        for (const Extent & e : extents(map.layers[load.layer], load.expert)) {
             direct = direct && e.direct && loader.bytes().direct(e.file);
         }
         loader.read_ahead(load);
@@ -138,6 +140,13 @@ private:
     }
 
     bool order_guess() override { return false; }
+
+    // Nothing is decoded: both parts lie where the matrices would.
+    Staged stage(Load & load) override {
+        load.parts[PART_E].memory  = load.slot.memory;
+        load.parts[PART_SM].memory = load.slot.memory + slot_bytes(map.layers[load.layer], PART_E);
+        return Staged::YES;
+    }
 
     void published(Load &, int, const char *) override {}
 

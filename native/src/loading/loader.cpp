@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 
 namespace pyorch {
@@ -21,15 +22,15 @@ Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs code
 
 // The end of a request of at most so many bytes that begins at `at`, before last. Where a matrix ends within reach the
 // request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by one.
-static uint64_t request_end(const MoeLayer & layer, Form form, const Extent & e, uint64_t at, uint64_t last,
+static uint64_t request_end(const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last,
                             uint64_t most) {
     if (last - at <= most) {
         return last;
     }
     for (int role = e.last_role - 1; role >= e.role; --role) {
-        const uint64_t begin = e.offset + block_offset(layer, role, form) - block_offset(layer, e.role, form);
-        const uint64_t end   = (begin + layer.tensors[role].stride + PAGE - 1) / PAGE * PAGE;
-        if (end > at && end - at <= most) {
+        const Extent   matrix = extent_of(layer, expert, e, role);
+        const uint64_t end    = (matrix.offset + matrix.bytes + PAGE - 1) / PAGE * PAGE;
+        if (matrix.bytes > 0 && end > at && end - at <= most) {
             return end;
         }
     }
@@ -42,18 +43,23 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     const bool       direct = e.direct && source->direct(e.file);
     const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
     const uint64_t   last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
-    const uint64_t   block  = block_offset(layer, e.role, load.form);
-    // A slot has the layout of a record, pages before a matrix included; else the block has room for them.
-    char *           memory = load.slot.memory + block - (layer.pack ? e.offset - first : 0);
+    // A slot has the layout of a record or a region, pages before a matrix included; else the block has room for them.
+    char *           memory;
+    if (e.part != PART_MATRICES) {
+        memory = load.parts[e.part].memory + (first - layer.pack->part_offset[e.part][load.expert]);
+    } else {
+        memory = load.slot.memory + block_offset(layer, e.role) - (layer.pack ? e.offset - first : 0);
+    }
     for (uint64_t at = first; at < end;) {
-        const uint64_t next = request_end(layer, load.form, e, at, last, request_bytes);
+        const uint64_t next = request_end(layer, load.expert, e, at, last, request_bytes);
         ReadRequest request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
-            memory + (at - first), direct, layer.pack != nullptr, 0 };
+            memory + (at - first), direct, layer.pack != nullptr, 0, 0, e.part, false };
         for (int role = e.role; role <= e.last_role; ++role) {
-            const uint64_t begin = e.offset + block_offset(layer, role, load.form) - block;
-            if (begin < next && begin + layer.tensors[role].stride > at) {
+            const Extent matrix = extent_of(layer, load.expert, e, role);
+            if (matrix.bytes > 0 && matrix.offset < next && matrix.offset + matrix.bytes > at) {
                 request.role      = std::min(request.role, role);
-                request.last_role = role;
+                request.last_role = std::max(request.last_role, role);
+                request.touches  |= 1u << role;
                 ++load.unread[role];
             }
         }
@@ -63,28 +69,56 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     }
 }
 
-void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
-    load.failed = false;
-    load.read   = 0;
-    for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
-        load.unread[role] = 0;
-        load.missed[role] = false;
-    }
+// REQUIRES: the load has its memory
+void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
     const MoeLayer & layer = map.layers[load.layer];
-    for (const Extent & e : extents(layer, load.expert, load.form)) {
+    for (const Extent & e : extents(layer, load.expert, load.there)) {
         const uint32_t within = (2u << e.last_role) - (1u << e.role);
         if ((load.roles & within) == within) {
             cut(load, e, queue, request_bytes);
             continue;
         }
         for (int role = e.role; role <= e.last_role; ++role) {
-            if (load.roles >> role & 1) {
-                const uint64_t before = block_offset(layer, role, load.form) - block_offset(layer, e.role, load.form);
-                cut(load, { e.file, e.offset + before, layer.tensors[role].stride, e.direct, role, role }, queue,
-                    request_bytes);
+            const Extent matrix = extent_of(layer, load.expert, e, role);
+            if ((load.roles >> role & 1) && matrix.bytes > 0) {
+                cut(load, matrix, queue, request_bytes);
             }
         }
     }
+    for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+        if ((load.roles >> role & 1) && load.unread[role] == 0) {
+            queue.push_back({ &load, role, role, layer.pack->file, 0, 0, 0, nullptr, false, true, 0, 1u << role,
+                PART_MATRICES, false });
+            ++load.queued;
+            ++load.unread[role];
+        }
+    }
+}
+
+void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
+    load.failed  = false;
+    load.damaged = false;
+    load.read    = 0;
+    for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
+        load.unread[role] = 0;
+        load.missed[role] = false;
+    }
+    if (!is_compressed(map.layers[load.layer]) || orders.stage(load) == Staged::YES) {
+        cut(load, queue, request_bytes);
+        return;
+    }
+    int role = 0;
+    while (!(load.roles >> role & 1)) {
+        ++role;
+    }
+    queue.push_back({ &load, role, role, 0, 0, 0, 0, nullptr, false, true, 0, 0, PART_MATRICES, true });
+    ++load.queued;
+}
+
+// In which order what a layer waits for is done. What needs no reading goes first: it is decoded while the disk works.
+static bool goes_before(const ReadRequest & a, const ReadRequest & b) {
+    const bool a_reads = a.reads() || a.waits, b_reads = b.reads() || b.waits;
+    return a_reads != b_reads ? b_reads : a.role != b.role ? a.role < b.role : a.load->expert < b.load->expert;
 }
 
 void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued) {
@@ -101,9 +135,7 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
     for (Load * load : loads) {
         start(*load, demanded, read_bytes);
     }
-    std::stable_sort(demanded.begin() + before, demanded.end(), [](const ReadRequest & a, const ReadRequest & b) {
-        return a.role != b.role ? a.role < b.role : a.load->expert < b.load->expert;
-    });
+    std::stable_sort(demanded.begin() + before, demanded.end(), goes_before);
 }
 
 void Loader::take_back(Load & load) {
@@ -118,19 +150,43 @@ void Loader::take_back(Load & load) {
     }
 }
 
+// Takes the first request of a queue that a reader can do something for.
+bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request) {
+    for (size_t i = 0; i < queue.size();) {
+        Load & load = *queue[i].load;
+        if (!queue[i].waits) {
+            request = queue[i];
+            queue.erase(queue.begin() + i);
+            return true;
+        }
+        const Staged staged = orders.stage(load);
+        if (staged == Staged::LATER) {
+            ++i;
+        } else if (staged == Staged::YES) {
+            std::deque<ReadRequest> requests;
+            cut(load, requests, request_bytes);
+            queue.erase(queue.begin() + i);
+            --load.queued;
+            queue.insert(queue.begin() + i, requests.begin(), requests.end());
+        } else {
+            fail(load, queue[i].role, queue[i].file, "there is no memory for it"); // takes the request away
+            orders.finished(load);
+            i = 0;
+        }
+    }
+    return false;
+}
+
 bool Loader::pop(ReadRequest & request) {
-    std::deque<ReadRequest> * queue;
-    if (!demanded.empty()) {
-        queue = &demanded;
-    } else if (!ahead.empty() || orders.order_ahead()) {
-        queue = &ahead;
-    } else if (n_reading == 0 && (!guessed.empty() || orders.order_guess())) {
-        queue = &guessed;
-    } else {
+    const uint64_t guess_bytes = std::min(read_bytes, GUESS_BYTES);
+    // Who waits in a queue for memory has it next: nothing more is begun behind it.
+    const bool     any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
+        (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
+        (n_reading == 0 && (take(guessed, guess_bytes, request) || (demanded.empty() && ahead.empty() &&
+        guessed.empty() && orders.order_guess() && take(guessed, guess_bytes, request))));
+    if (!any) {
         return false;
     }
-    request = queue->front();
-    queue->pop_front();
     --request.load->queued;
     ++request.load->in_flight;
     ++n_reading;
@@ -154,8 +210,10 @@ bool Loader::try_next(ReadRequest & request) {
     return !stopped && pop(request);
 }
 
-uint64_t Loader::slot_bytes(const ReadRequest & request) const {
-    return pyorch::slot_bytes(map.layers[request.load->layer], request.load->form);
+Loader::Memory Loader::slot_of(const ReadRequest & request) const {
+    const Load & load = *request.load;
+    const Slot & slot = request.part == PART_MATRICES ? load.slot : load.parts[request.part];
+    return { slot.memory, slot_bytes(map.layers[load.layer], request.part), slot.fresh };
 }
 
 void Loader::watch_memory() {
@@ -189,6 +247,7 @@ void Loader::fail(Load & load, int role, int file, const std::string & why) {
 // What a request was to bring of a matrix is not there, or damaged: the model's own file has it too.
 void Loader::missing(const ReadRequest & request, int role, const char * why) {
     Load & load = *request.load;
+    load.damaged = true;
     if (!request.from_pack || map.slim) {
         fail(load, role, request.file, why);
         return;
@@ -203,7 +262,7 @@ void Loader::missing(const ReadRequest & request, int role, const char * why) {
     }
     // The block has no room for the pages around the matrix: so it is read through the page cache.
     demanded.push_front({ &load, role, role, e.file, e.offset, e.bytes, e.bytes,
-        load.slot.memory + block_offset(layer, role, load.form), false, false, 0 });
+        load.slot.memory + block_offset(layer, role), false, false, 0, 1u << role, PART_MATRICES, false });
     ++load.queued;
     ++load.unread[role];
     load.missed[role] = false;
@@ -230,6 +289,9 @@ bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t c
     request.complete = 0;
     const bool is_short = result < (int64_t) request.needed;
     for (int role = request.role; role <= request.last_role && !load.failed; ++role) {
+        if (!(request.touches >> role & 1)) {
+            continue;
+        }
         load.missed[role] |= is_short;
         if (--load.unread[role] > 0) {
             continue;
@@ -247,23 +309,50 @@ bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t c
     return false;
 }
 
-// Verifies and decodes a matrix of which everything was read, and publishes it. False if it is damaged.
-bool Loader::arrived(const ReadRequest & request, int role) {
+// Verifies and decodes a matrix of which everything was read. Null if it is damaged.
+const char * Loader::brought(const ReadRequest & request, int role) {
     Load &           load  = *request.load;
     const MoeLayer & layer = map.layers[load.layer];
     const Codec &    codec = codecs(load.form);
-    char *           block = load.slot.memory + block_offset(layer, role, load.form);
+    char *           block = load.slot.memory + block_offset(layer, role);
+    if (request.from_pack && is_compressed(layer)) {
+        const auto begin = std::chrono::steady_clock::now();
+        const bool whole = codec.recover(layer, role, load.expert, load.parts[PART_E].memory,
+            load.parts[PART_SM].memory, block);
+        const auto ns    = std::chrono::steady_clock::now() - begin;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            decoded    += layer.tensors[role].stride;
+            ns_decoded += (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(ns).count();
+        }
+        return !whole ? nullptr : layer.pack->repacked[role] ? block : codec.decode(layer.tensors[role], block, block);
+    }
     // Reads of a block begin where the matrix does, or at the page before, which for what a pack holds is the same.
-    const bool       widened = request.direct && !layer.pack;
-    char *           begin   = block + (widened ? in_model(layer, role, load.expert).offset % PAGE : 0);
-    const bool       intact  = !request.from_pack || codec.intact(layer, role, load.expert, begin);
-    const bool       is_done = request.from_pack && layer.pack->repacked[role];
-    const char *     address = !intact ? nullptr : is_done ? begin : codec.decode(layer.tensors[role], block, begin);
+    const bool widened = request.direct && !layer.pack;
+    char *     begin   = block + (widened ? in_model(layer, role, load.expert).offset % PAGE : 0);
+    if (request.from_pack && !codec.intact(layer, role, load.expert, begin)) {
+        return nullptr;
+    }
+    return request.from_pack && layer.pack->repacked[role] ? begin : codec.decode(layer.tensors[role], block, begin);
+}
+
+// Publishes a matrix of which everything was read. False if it is damaged.
+bool Loader::arrived(const ReadRequest & request, int role) {
+    const char * address = brought(request, role);
     std::lock_guard<std::mutex> lock(mutex);
-    if (address && !load.failed) {
-        orders.published(load, role, address);
+    if (address && !request.load->failed) {
+        orders.published(*request.load, role, address);
     }
     return address != nullptr;
+}
+
+uint64_t Loader::bytes_to_decode(const ReadRequest & request) const {
+    const MoeLayer & layer = map.layers[request.load->layer];
+    uint64_t         bytes = 0;
+    for (size_t role = 0; request.from_pack && is_compressed(layer) && role < layer.tensors.size(); ++role) {
+        bytes += request.complete >> role & 1 ? layer.tensors[role].stride : 0;
+    }
+    return bytes;
 }
 
 void Loader::decode(const ReadRequest & request) {
@@ -306,7 +395,7 @@ void Loader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable &
 
 void Loader::reset_stats() {
     std::fill(read_by_layer.begin(), read_by_layer.end(), 0);
-    ns_read = 0;
+    ns_read = decoded = ns_decoded = 0;
 }
 
 void Loader::stop() {

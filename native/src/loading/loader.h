@@ -8,6 +8,12 @@
 //
 // A matrix of a pack that is not as it was packed is read once more, from the model's own file, if that has it.
 //
+// A compressed expert is a small graph: its E-chunks and its SM-chunks are read, or are there already, into slots of
+// their own; once both of a matrix are there, it is recovered into the slot of the load. Memory for stored parts is
+// scarcer than loads are: who orders gives it (Orders::stage). A load for which there is none yet is one request that
+// waits, in its place of the queue, and becomes its requests once there is. Others that are behind it go before it; those
+// have their memory, so they end, and give it back.
+//
 // Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
 // second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
 // request reads several. What is read ahead is asked for only when a reader has nothing better to do
@@ -47,6 +53,10 @@ struct Load {
     int  expert = 0;
     Form form   = Form::ABSENT; // that it will have; absent: nothing is on its way
     Slot slot;
+    Slot     parts[N_STORED_PARTS] = {}; // of a compressed expert, from stage() on
+    uint32_t there  = 0;       // bits: those of them that are whole in memory
+    bool     staged = false;   // who orders has given it memory for all of them
+    bool     damaged = false;  // what was read of them is not what was packed
     uint32_t roles  = ~0u;     // bits: the matrices that are read
     Stream * stream = nullptr; // of who orders: what the slot is a part of, if not an expert's own
     bool failed    = false;
@@ -71,7 +81,16 @@ struct ReadRequest {
     bool     direct;    // around the page cache
     bool     from_pack; // what it reads has a checksum
     uint32_t complete;  // bits: the matrices of which it was the last request, when it was read
+    uint32_t touches;   // bits: the matrices that it reads something of, or is to decode
+    Part     part;      // whose slot it reads into
+    bool     waits;     // for memory: its load has not been cut into requests yet. No reader sees it
+
+    // Of a compressed expert whose stored parts are there: nothing is to be read, only to be decoded.
+    bool reads() const { return size > 0; }
 };
+
+// What comes of a load's wish for memory.
+enum class Staged : uint8_t { YES, LATER, NEVER };
 
 class Loader {
 public:
@@ -84,6 +103,9 @@ public:
         // none now.
         virtual bool order_ahead() = 0;
         virtual bool order_guess() = 0;
+
+        // Gives a load of a compressed expert slots for those stored parts that are not there.
+        virtual Staged stage(Load & load) = 0;
 
         // A matrix is there, and begins at address.
         virtual void published(Load & load, int role, const char * address) = 0;
@@ -112,6 +134,9 @@ public:
     bool read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0);
     void decode(const ReadRequest & request);
 
+    // Bytes of the matrices of compressed experts among those that decode() makes. REQUIRES: read() returned true
+    uint64_t bytes_to_decode(const ReadRequest & request) const;
+
     // Both, on this thread.
     void finish(ReadRequest request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0) {
         if (read(request, result, ns, cpu_ns)) {
@@ -124,8 +149,13 @@ public:
     int      n_files() const { return (int) map.files.size(); }
     bool     computes(Form form) const { return codecs(form).computes() || map.layers[0].pack; } // packs have checksums
 
-    // Bytes of the slot that a request is for.
-    uint64_t slot_bytes(const ReadRequest & request) const;
+    // The slot that a request is for.
+    struct Memory {
+        char *   begin;
+        uint64_t bytes;
+        bool     fresh;
+    };
+    Memory slot_of(const ReadRequest & request) const;
 
     // For a reader that takes hold of the memory of slots: from watch_memory() on, what slots give up is kept in a
     // list. Who reads into a slot takes the list before.
@@ -174,6 +204,8 @@ public:
     bool     has_reader() const { return reader != nullptr; } // a simulated engine has one while it replays
     uint64_t bytes_read(int layer) const { return read_by_layer[layer]; }
     uint64_t read_ns() const { return ns_read; }
+    uint64_t bytes_decoded() const { return decoded; } // of compressed experts, as kernels compute with them
+    uint64_t decode_ns() const { return ns_decoded; }
     void     reset_stats();
 
     // Lately; 0 before the first read.
@@ -205,14 +237,19 @@ private:
     std::vector<char *>     stripped;
     std::vector<uint64_t>   read_by_layer;
     uint64_t                ns_read      = 0;
+    uint64_t                decoded      = 0;
+    uint64_t                ns_decoded   = 0; // the sum over threads
     double                  recent_bytes = 0; // fading sums
     double                  recent_ns    = 0;
     double                  recent_cpu   = 0; // ns
     bool                    said         = false; // that a pack is damaged
 
     void start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    void cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    bool take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
     bool pop(ReadRequest & request);
+    const char * brought(const ReadRequest & request, int role);
     bool arrived(const ReadRequest & request, int role);
     void missing(const ReadRequest & request, int role, const char * why);
     void fail(Load & load, int role, int file, const std::string & why);

@@ -12,7 +12,8 @@ static void read_until_stopped(Loader & loader) {
     while (loader.next(request)) {
         const uint64_t cpu  = thread_cpu_ns();
         const auto    begin = clock::now();
-        const int64_t n     = loader.bytes().read(request.file, request.offset, request.buf, request.size);
+        const int64_t n     = !request.reads() ? 0 :
+            loader.bytes().read(request.file, request.offset, request.buf, request.size);
         const auto    end   = clock::now();
         loader.finish(request, n, (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(),
             thread_cpu_ns() - cpu);

@@ -153,6 +153,12 @@ bool UringReader::start_one() {
     if (!any) {
         return false;
     }
+    if (!request.reads()) {
+        if (loader.read(request, 0, 0)) {
+            hand_over(request);
+        }
+        return true;
+    }
     if (idle.size() == under_way.size()) {
         last_ns  = now_ns();
         last_cpu = thread_cpu_ns();
@@ -160,7 +166,7 @@ bool UringReader::start_one() {
     UnderWay & u = under_way[idle.back()];
     idle.pop_back();
     // Who first touches a page of fresh memory waits for it: not this thread, but some of the kernel's, side by side.
-    u = { request, 0, buffer_of(request), request.load->slot.fresh };
+    u = { request, 0, buffer_of(request), loader.slot_of(request).fresh };
     if (const int error = loader.bytes().check(request.file)) {
         end(u, error);
     } else {
@@ -170,10 +176,10 @@ bool UringReader::start_one() {
 }
 
 int UringReader::buffer_of(const ReadRequest & request) {
-    if (!registers || !request.direct || request.load->slot.fresh) {
+    const auto [slot, bytes, fresh] = loader.slot_of(request);
+    if (!registers || !request.direct || fresh) {
         return -1;
     }
-    char *     slot  = request.load->slot.memory;
     const auto place = buffers.find(slot);
     if (place != buffers.end()) {
         return (int) place->second;
@@ -181,7 +187,7 @@ int UringReader::buffer_of(const ReadRequest & request) {
     if (unused.empty()) {
         return -1;
     }
-    if (!ring->set_buffer(unused.back(), slot, loader.slot_bytes(request))) {
+    if (!ring->set_buffer(unused.back(), slot, bytes)) {
         registers = false; // no more of them: the limit on locked memory is reached
         return -1;
     }
@@ -225,9 +231,12 @@ void UringReader::end(UnderWay & u, int64_t result) {
     last_ns  = now;
     last_cpu = cpu;
     idle.push_back((int) (&u - under_way.data()));
-    if (!loader.read(request, result, ns, cpu_ns)) {
-        return;
+    if (loader.read(request, result, ns, cpu_ns)) {
+        hand_over(request);
     }
+}
+
+void UringReader::hand_over(const ReadRequest & request) {
     if (decoders && loader.computes(request.load->form)) {
         decoders->push(request);
     } else {

@@ -66,6 +66,7 @@ private:
     int  buffer_of(const ReadRequest & request);
     void ended(UnderWay & u, int32_t value);
     void end(UnderWay & u, int64_t result);
+    void hand_over(const ReadRequest & request);
 };
 
 } // namespace pyorch

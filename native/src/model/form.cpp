@@ -1,6 +1,7 @@
 #include "model/form.h"
 
 #include <algorithm>
+#include <map>
 
 namespace pyorch {
 
@@ -25,24 +26,58 @@ static uint64_t packed_bytes(const MoeLayer & layer) {
 
 Extent in_model(const MoeLayer & layer, int role, int expert) {
     const ExpertTensor & tensor = layer.tensors[role];
-    return { tensor.file, tensor.offset + expert * tensor.stride, tensor.stride, reads_directly(tensor), role, role };
+    return { tensor.file, tensor.offset + expert * tensor.stride, tensor.stride, reads_directly(tensor), role, role,
+        PART_MATRICES };
 }
 
-Extents extents(const MoeLayer & layer, int expert, Form form) {
-    Extents of;
-    if (form == Form::ABSENT) {
+Extents extents(const MoeLayer & layer, int expert, uint32_t there) {
+    Extents   of;
+    const int n_roles = (int) layer.tensors.size();
+    if (is_compressed(layer)) {
+        for (Part part : { PART_E, PART_SM }) {
+            const uint64_t bytes = layer.pack->part_bytes[part][expert];
+            if (!(there & bit_of(part)) && bytes > 0) {
+                of.all[of.n++] = { layer.pack->file, layer.pack->part_offset[part][expert], bytes,
+                    layer.pack->part_slot[part] >= DIRECT_MIN_BYTES, 0, n_roles - 1, part };
+            }
+        }
         return of;
     }
-    const int n_roles = (int) layer.tensors.size();
     if (layer.pack) {
-        const uint64_t bytes = packed_bytes(layer);
+        const uint64_t bytes  = packed_bytes(layer);
         const bool     direct = bytes >= DIRECT_MIN_BYTES;
-        of.all[of.n++] = { layer.pack->file, layer.pack->offset[expert], bytes, direct, 0, n_roles - 1 };
+        of.all[of.n++] = { layer.pack->file, layer.pack->offset[expert], bytes, direct, 0, n_roles - 1, PART_MATRICES };
         return of;
     }
     for (int role = 0; role < n_roles; ++role) {
         of.all[of.n++] = in_model(layer, role, expert);
     }
+    return of;
+}
+
+static Part part_of(const PackedChunk & chunk, bool is_last) {
+    return chunk.plane == 0 || is_last ? PART_SM : PART_E;
+}
+
+Extent extent_of(const MoeLayer & layer, int expert, const Extent & e, int role) {
+    Extent of = e;
+    of.role = of.last_role = role;
+    if (e.part == PART_MATRICES) {
+        of.offset = e.offset + block_offset(layer, role) - block_offset(layer, e.role);
+        of.bytes  = layer.tensors[role].stride;
+        return of;
+    }
+    const PackedLayer & pack  = *layer.pack;
+    const size_t        id    = expert * layer.tensors.size() + role;
+    uint64_t            begin = UINT64_MAX, end = 0;
+    for (size_t i = pack.first[id]; i < pack.first[id + 1]; ++i) {
+        if (part_of(pack.chunks[i], i + 1 == pack.first[id + 1]) == e.part) {
+            begin = std::min(begin, pack.chunks[i].offset);
+            end   = std::max(end, pack.chunks[i].offset + pack.chunks[i].stored);
+        }
+    }
+    of.bytes  = end > begin ? end - begin : 0;
+    of.offset = of.bytes > 0 ? pack.part_offset[e.part][expert] + begin : e.offset;
     return of;
 }
 
@@ -52,11 +87,8 @@ static uint64_t block_bytes(const ExpertTensor & tensor) {
     return reads_directly(tensor) ? round_up(tensor.stride, PAGE) + PAGE : round_up(tensor.stride, CACHE_LINE);
 }
 
-uint64_t block_offset(const MoeLayer & layer, int role, Form form) {
+uint64_t block_offset(const MoeLayer & layer, int role) {
     uint64_t offset = 0;
-    if (form == Form::ABSENT) {
-        return offset;
-    }
     if (layer.pack) {
         for (int r = 0; r < role; ++r) {
             offset = round_up(offset + layer.tensors[r].stride, CACHE_LINE);
@@ -72,9 +104,9 @@ uint64_t block_offset(const MoeLayer & layer, int role, Form form) {
     return offset;
 }
 
-uint64_t slot_bytes(const MoeLayer & layer, Form form) {
-    if (form == Form::ABSENT) {
-        return 0;
+uint64_t slot_bytes(const MoeLayer & layer, Part part) {
+    if (part != PART_MATRICES) {
+        return is_compressed(layer) ? layer.pack->part_slot[part] : 0;
     }
     if (layer.pack) {
         const uint64_t bytes = packed_bytes(layer);
@@ -90,6 +122,21 @@ uint64_t slot_bytes(const MoeLayer & layer, Form form) {
 
 uint64_t record_bytes(const MoeLayer & layer) {
     return round_up(packed_bytes(layer), PAGE);
+}
+
+void give_part_slots(const std::vector<MoeLayer> & layers, std::vector<std::shared_ptr<PackedLayer>> & packed) {
+    for (Part part : { PART_E, PART_SM }) {
+        std::map<uint64_t, uint64_t> most; // by the bytes of an expert
+        for (size_t i = 0; i < layers.size(); ++i) {
+            uint64_t & bytes = most[layers[i].expert_bytes()];
+            for (const uint64_t stored : packed[i]->part_bytes[part]) {
+                bytes = std::max(bytes, round_up(stored, PAGE));
+            }
+        }
+        for (size_t i = 0; i < layers.size(); ++i) {
+            packed[i]->part_slot[part] = packed[i]->compressed ? most[layers[i].expert_bytes()] : 0;
+        }
+    }
 }
 
 } // namespace pyorch

@@ -24,7 +24,7 @@ uint64_t MoeLayer::expert_bytes() const {
 }
 
 uint64_t MoeLayer::slot_bytes() const {
-    return pyorch::slot_bytes(*this, COMPUTABLE);
+    return pyorch::slot_bytes(*this, PART_MATRICES);
 }
 
 static const char * const SLIM = "pyorch.slim"; // key: the model has no expert data; its value is the whole model's fingerprint
@@ -247,7 +247,7 @@ uint64_t ModelMap::slots_bytes() const {
     for (const auto & l : layers) {
         n += l.slot_bytes() * l.n_expert;
     }
-    return n;
+    return n + max_staged() * parts_bytes();
 }
 
 uint64_t ModelMap::floor_bytes() const {
@@ -255,7 +255,21 @@ uint64_t ModelMap::floor_bytes() const {
     for (const auto & l : layers) {
         n = std::max(n, l.slot_bytes() * floor_experts(l));
     }
+    return n + MIN_STAGED * parts_bytes();
+}
+
+uint64_t ModelMap::parts_bytes() const {
+    uint64_t n = 0;
+    for (const auto & l : layers) {
+        n = std::max(n, pyorch::slot_bytes(l, PART_E) + pyorch::slot_bytes(l, PART_SM));
+    }
     return n;
+}
+
+// Those of a token, and some that are read ahead meanwhile.
+int ModelMap::max_staged() const {
+    constexpr int AHEAD = 2;
+    return std::max(MIN_STAGED, n_expert_used + AHEAD);
 }
 
 int ModelMap::floor_experts(const MoeLayer & layer) const {

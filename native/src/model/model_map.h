@@ -67,6 +67,7 @@ struct PackedLayer {
     bool                     compressed = false;
     std::vector<uint64_t>    part_offset[N_STORED_PARTS] = {}; // [n_expert] of each region, from the start of the file
     std::vector<uint64_t>    part_bytes[N_STORED_PARTS]  = {}; // [n_expert] to the end of its last chunk
+    uint64_t                 part_slot[N_STORED_PARTS]   = {}; // memory of a region: see give_part_slots()
     std::vector<PackedChunk> chunks = {}; // by expert, role and plane
     std::vector<size_t>      first  = {}; // [n_expert * matrices + 1] in chunks, of each matrix
 };
@@ -132,6 +133,13 @@ public:
     uint64_t expert_bytes() const;
     uint64_t slots_bytes() const;
     uint64_t floor_bytes() const;
+
+    // Stored parts of the largest compressed expert; 0 where there is none.
+    uint64_t parts_bytes() const;
+
+    // Of memory through which compressed experts come: how many there are at once at least, and at most.
+    static constexpr int MIN_STAGED = 2;
+    int max_staged() const;
 
     // What the regions of compressed records begin at: pages if one of them may be large enough to be read directly.
     uint64_t region_alignment() const;

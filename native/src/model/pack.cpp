@@ -234,7 +234,7 @@ private:
         const uint64_t record = rows[0].offset;
         for (int role = 0; role < (int) layer.tensors.size(); ++role) {
             check_chunk(expert, role, 0, rows[role]);
-            if (rows[role].offset != record + block_offset(as_packed, role, Form::FULL)) {
+            if (rows[role].offset != record + block_offset(as_packed, role)) {
                 throw misplaced(expert);
             }
             packed->checksum.push_back(rows[role].checksum);
@@ -333,7 +333,7 @@ void ModelMap::attach_pack(const std::string & path) {
     const FatalGuard guard;
     const Pack       pack(path);
     size_t           n_matrices = 0;
-    std::vector<std::shared_ptr<const PackedLayer>> packed;
+    std::vector<std::shared_ptr<PackedLayer>> packed;
     for (const MoeLayer & layer : layers) {
         auto of_layer = IndexReader(pack, *this, layer).read(n_shards);
         for (const ExpertTensor & tensor : layer.tensors) {
@@ -346,9 +346,7 @@ void ModelMap::attach_pack(const std::string & path) {
         }
         packed.push_back(of_layer);
     }
-    if (std::any_of(packed.begin(), packed.end(), [](const auto & layer) { return layer->compressed; })) {
-        throw Failure(PYORCH_FORMAT, path + " is compressed, and this version cannot compute with it");
-    }
+    give_part_slots(layers, packed);
     files.resize(n_shards);
     files.push_back({ path, pack.bytes, pack.bytes });
     for (size_t i = 0; i < layers.size(); ++i) {

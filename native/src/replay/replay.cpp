@@ -14,8 +14,15 @@
 namespace pyorch {
 namespace {
 
+constexpr int MAX_DECODERS = 512;
+
 SimulatedDisk disk_of(const pyorch_replay_config & config) {
     return { config.read_seconds, config.read_bytes_per_second, config.pause_seconds, config.period_seconds };
+}
+
+SimulatedDecoders decoders_of(const pyorch_replay_config & config) {
+    const bool takes_time = config.decode_bytes_per_second > 0;
+    return { (int) config.n_decoders, takes_time ? config.decode_bytes_per_second : INFINITY };
 }
 
 class Replay {
@@ -26,7 +33,7 @@ public:
         table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks), ends(ends),
         n_layers(recording.n_layers),
         // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
-        reader(table.loader(), disk_of(config), [this](double ended) { wait_until(ended); }),
+        reader(table.loader(), disk_of(config), decoders_of(config), [this](double ended) { wait_until(ended); }),
         forecasts(table.map.layers.size()) {
         std::vector<int> executed(n_layers);
         std::iota(executed.begin(), executed.end(), 0);
@@ -55,7 +62,7 @@ public:
             if (ubatch == config.n_warm) {
                 table.reset_stats();
                 result = {};
-                reader.busy_seconds = 0;
+                reader.busy_seconds = reader.decode_seconds = 0;
             }
             play();
             if (ends) {
@@ -63,10 +70,11 @@ public:
             }
         }
         // Nobody waits for the rest; the next replay on this engine finds nothing half read.
-        while (reader.reading()) {
-            reader.end_read();
+        while (reader.at_work()) {
+            reader.end_next();
         }
-        result.read_seconds = reader.busy_seconds;
+        result.read_seconds        = reader.busy_seconds;
+        result.decode_work_seconds = reader.decode_seconds;
         return result;
     }
 
@@ -298,16 +306,16 @@ private:
 
     // Forecasts that fall into the wait come in their time.
     void wait_for(int layer, int expert, int role) {
-        while (!table.address(owner, layer, expert, role, false) && reader.reading()) {
+        while (!table.address(owner, layer, expert, role, false) && reader.at_work()) {
             wait_until(next_event());
             run_until(now);
         }
     }
 
-    // REQUIRES: a read is under way
+    // REQUIRES: something is read or decoded
     double next_event() const {
-        const double read_ends = reader.ends_at();
-        return pending.empty() ? read_ends : std::min(read_ends, pending.front().at);
+        const double ends = reader.ends_at();
+        return pending.empty() ? ends : std::min(ends, pending.front().at);
     }
 
     RoutedLayer routed_layer(int layer, int n_tokens, bool decode) const {
@@ -390,9 +398,10 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
         !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||
+        !(config.decode_bytes_per_second >= 0) || config.n_decoders < 1 || config.n_decoders > MAX_DECODERS ||
         !(config.pause_seconds >= 0) || (config.pause_seconds > 0 && !(config.period_seconds > config.pause_seconds)) || !(config.route_share >= 0 && config.route_share <= 1)) {
-        throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative, shares from 0 to 1, and "
-            "pauses shorter than their period");
+        throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative, shares from 0 to 1, 1 to "
+            "512 decoders, and pauses shorter than their period");
     }
 }
 

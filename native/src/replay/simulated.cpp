@@ -15,6 +15,10 @@ public:
     bool intact(const MoeLayer &, int, int, const char *) const override {
         return true;
     }
+
+    bool recover(const MoeLayer &, int, int, const char *, const char *, char *) const override {
+        return true;
+    }
 };
 
 } // namespace
@@ -37,39 +41,75 @@ double SimulatedDisk::end_of(double begin, double seconds) const {
     return begin - since + done + pauses * pause_seconds;
 }
 
-SimulatedReader::SimulatedReader(Loader & loader, const SimulatedDisk & disk, std::function<void(double)> waited) :
-        Reader(loader), disk(disk), waited(std::move(waited)) {}
+SimulatedReader::SimulatedReader(Loader & loader, const SimulatedDisk & disk, const SimulatedDecoders & decoders,
+                                 std::function<void(double)> waited) :
+        Reader(loader), disk(disk), decoders(decoders), waited(std::move(waited)), free_at(decoders.n) {}
+
+double SimulatedReader::ends_at() const {
+    return decoding.empty() || (busy && ends <= decoding.front().ends) ? ends : decoding.front().ends;
+}
 
 void SimulatedReader::run_until(double now) {
-    while (busy && ends <= now) {
-        end_read();
+    while (at_work() && ends_at() <= now) {
+        end_next();
     }
     if (!busy) {
         take(now);
     }
 }
 
-double SimulatedReader::end_read() {
-    const double at = ends;
-    busy = false;
-    busy_seconds += at - began;
-    loader.finish(request, (int64_t) request.size, (uint64_t) std::llround((at - began) * 1e9));
-    take(at);
+double SimulatedReader::end_next() {
+    const double at = ends_at();
+    if (busy && ends <= at) {
+        busy = false;
+        busy_seconds += at - began;
+        if (loader.read(request, (int64_t) request.size, (uint64_t) std::llround((at - began) * 1e9))) {
+            decode(request, at);
+        }
+    } else {
+        const ReadRequest decoded = decoding.front().request;
+        decoding.erase(decoding.begin());
+        loader.decode(decoded);
+    }
+    if (!busy) {
+        take(at);
+    }
     return at;
 }
 
 void SimulatedReader::take(double at) {
-    if (loader.try_next(request)) {
+    while (!busy && loader.try_next(request)) {
+        if (!request.reads()) {
+            if (loader.read(request, 0, 0)) {
+                decode(request, at);
+            }
+            continue;
+        }
         busy  = true;
         began = at;
         ends  = disk.end_of(at, disk.read_seconds + (double) request.size / disk.bytes_per_second);
     }
 }
 
+// What all of a matrix was read of is decoded by the thread that is free first.
+void SimulatedReader::decode(const ReadRequest & read, double at) {
+    const double seconds = (double) loader.bytes_to_decode(read) / decoders.bytes_per_second;
+    if (seconds <= 0) {
+        loader.decode(read);
+        return;
+    }
+    double & free = *std::min_element(free_at.begin(), free_at.end());
+    free = std::max(free, at) + seconds;
+    decode_seconds += seconds;
+    const auto later = std::find_if(decoding.begin(), decoding.end(),
+        [&](const Decoding & d) { return d.ends > free; });
+    decoding.insert(later, { read, free });
+}
+
 void SimulatedReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) {
     lock.unlock();
-    if (busy) {
-        waited(end_read());
+    if (at_work()) {
+        waited(end_next());
     }
     lock.lock();
 }

@@ -34,33 +34,50 @@ struct SimulatedDisk {
     double end_of(double begin, double seconds) const;
 };
 
-// The one reader and its disk, in simulated time.
+// Threads that decode matrices of compressed experts.
+struct SimulatedDecoders {
+    int    n;
+    double bytes_per_second; // of each, as kernels compute with them; infinite: decoding takes no time
+};
+
+// The one reader with its disk, and the threads that decode beside it, in simulated time.
 class SimulatedReader : public Reader {
 public:
-    // waited(time): called when someone waits for memory that a read holds, with the time at which that read ends.
-    SimulatedReader(Loader & loader, const SimulatedDisk & disk, std::function<void(double)> waited);
+    // waited(time): called when someone waits for memory that a load holds, with the time at which it may be free.
+    SimulatedReader(Loader & loader, const SimulatedDisk & disk, const SimulatedDecoders & decoders,
+        std::function<void(double)> waited);
 
     // Lets it do what it does up to a time. What it could take then, it takes.
     void run_until(double now);
 
-    // The time at which it ends what it reads. REQUIRES: reading()
-    double end_read();
+    // Ends what ends first of what is read and decoded; returns that time. REQUIRES: at_work()
+    double end_next();
 
-    bool   reading() const { return busy; }
-    double ends_at() const { return ends; }
-    double busy_seconds = 0;
+    bool   at_work() const { return busy || !decoding.empty(); }
+    double ends_at() const;
+    double busy_seconds   = 0; // of the disk
+    double decode_seconds = 0; // the sum over threads
 
     void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override;
 
 private:
+    struct Decoding {
+        ReadRequest request;
+        double      ends;
+    };
+
     const SimulatedDisk         disk;
+    const SimulatedDecoders     decoders;
     std::function<void(double)> waited;
+    std::vector<double>         free_at;  // each decoder
+    std::vector<Decoding>       decoding; // the first to end comes first
     ReadRequest                 request = {};
     bool                        busy    = false;
     double                      began   = 0;
     double                      ends    = 0;
 
     void take(double at);
+    void decode(const ReadRequest & request, double at);
 };
 
 } // namespace pyorch

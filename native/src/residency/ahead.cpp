@@ -141,7 +141,7 @@ void Table::settle_guessed(Layer & l, const void * context) {
             l.guessed.push_back(id);
             continue;
         }
-        const double share = e.loading() ? (double) e.load.read / (double) l.slot_bytes : 1;
+        const double share = e.loading() ? std::min(1.0, (double) e.load.read / (double) l.read_bytes) : 1;
         read_share += (share - read_share) / 50;
         if (!e.in_use) {
             l.stats.prefetch_wasted += e.read_in_vain();
@@ -290,6 +290,10 @@ void Table::finished(Load & load) {
 void Table::expert_finished(Expert & e) {
     Load &  load = e.load;
     Layer & l    = layer_of(e);
+    const bool compressed = is_compressed(map.layers[e.layer()]);
+    if (load.ended() && load.failed && compressed) {
+        keep_parts(e, Form::ABSENT); // others may wait for that memory
+    }
     if (load.ended() && !load.failed) {
         e.form    = load.form;
         load.form = Form::ABSENT;
@@ -299,6 +303,11 @@ void Table::expert_finished(Expert & e) {
         l.stats.prefetch_loads += e.unasked; // also where a layer came to need it meanwhile
         e.unasked = e.unwanted = false;
         value_changed(e);
+        if (compressed) {
+            load.there  = load.damaged ? 0 : STORED_PARTS;
+            load.staged = false;
+            settle_parts(e);
+        }
     } else if (load.ended() && e.in_use == 0) {
         drop(e);
     } else {

@@ -21,7 +21,8 @@ struct Expert {
 
     Load         load;                      // its layer and id; and while it is loading, all of that
     Slot         slot;                      // its memory, from the beginning of its load
-    Form         form       = Form::ABSENT; // that it is resident in
+    Form         form       = Form::ABSENT; // that it is resident in, for kernels to compute with
+    Form         kept       = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
     bool         pinned     = false;
     bool         scanned    = false;        // only ever used by wide batches
     bool         changed    = false;        // since its keys were last computed, see Table::value_changed

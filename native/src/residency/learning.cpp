@@ -40,7 +40,7 @@ LearnedValue & Table::learned_value() {
 // Where all experts fit none goes.
 void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
     if (learns && !demand.scans() && !demand.asked.empty() && bank->budget() < map.slots_bytes()) {
-        visits.push_back({ owner.context, layer, demand.continues, bank->budget(), demand.asked });
+        visits.push_back({ owner.context, layer, demand.continues, bank->matrices_budget(), demand.asked });
         has_visits = true;
     }
 }

@@ -85,9 +85,9 @@ void Table::pin(int il, const int32_t * experts, int n) {
         n_reserved[layer] = std::max(n_reserved[layer],
             layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
         const uint64_t most = needed_budget(n_reserved);
-        if (most > bank->budget()) {
+        if (most > bank->matrices_budget()) {
             throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
-                mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
+                mebibytes(most).c_str(), mebibytes(bank->matrices_budget()).c_str()));
         }
         for (int i = n - 1; i >= 0; --i) {
             Expert & e = layers[layer].experts[experts[i]];
@@ -125,6 +125,9 @@ void Table::evict(int il, const int32_t * experts, int n) {
             ++l.stats.evictions;
             drop(e);
         }
+        if (e.kept != Form::ABSENT && !e.load.staged) {
+            keep_parts(e, Form::ABSENT);
+        }
     });
 }
 
@@ -132,14 +135,13 @@ void Table::set_budget(uint64_t bytes) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         bytes = std::min(bytes, map.slots_bytes());
-        const uint64_t most = needed_budget(reserved());
+        const uint64_t most = needed_budget(reserved()) + ModelMap::MIN_STAGED * map.parts_bytes();
         if (bytes < most) {
             throw Failure(PYORCH_BUDGET,
                 format("budget %s is below the %s that the largest layer needs beside what is reserved",
                 mebibytes(bytes).c_str(), mebibytes(most).c_str()));
         }
-        bank->set_budget(bytes);
-        keep_budget();
+        divide_budget(bytes);
     }
     space.notify_all();
     loads.wake();
@@ -165,9 +167,9 @@ void Table::set_layer_limits(int il, int min, int max) {
     std::vector<int> n_reserved = reserved();
     n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
     const uint64_t most = needed_budget(n_reserved);
-    if (most > bank->budget()) {
+    if (most > bank->matrices_budget()) {
         throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s",
-            min, il, mebibytes(most).c_str(), mebibytes(bank->budget()).c_str()));
+            min, il, mebibytes(most).c_str(), mebibytes(bank->matrices_budget()).c_str()));
     }
     l.min = min;
     l.max = max;

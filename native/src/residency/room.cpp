@@ -32,6 +32,7 @@ void Table::drop(Expert & e) {
         bank->give(e.slot);
         e.slot = {};
     }
+    unstage(e.load);
     if (e.guessed) {
         l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id()));
         l.stats.prefetch_wasted += e.read_in_vain();
@@ -102,20 +103,28 @@ double Table::worth(const Layer & l, double value) const {
 
 void Table::compute_keys(const Expert & e) {
     const bool   free  = e.resident() && !e.in_use && !e.pinned;
-    const double key   = !free ? Victims::NEVER : e.scanned ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
-        value_of(e);
     const bool   waits = e.read_ahead;
+    // What a pool has too is there to be computed with now; to get it again costs little.
+    const bool   passes = e.scanned || (e.kept != Form::ABSENT && !e.guessed && !waits);
+    const double key    = !free ? Victims::NEVER : passes ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
+        value_of(e);
     const bool   fresh = is_fresh(e);
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
     victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
     victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
+    for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
+        if (pools.any()) {
+            const bool may_go = e.kept == form && !e.load.staged;
+            pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? value_of(e) : Victims::NEVER);
+        }
+    }
 }
 
 void Table::compute_changed_keys() {
     for (Layer * l : changed_layers) {
         l->changed = false;
         for (int id = 0; id < l->n_expert; ++id) {
-            if (l->is_resident[id]) {
+            if (l->is_resident[id] || l->experts[id].kept != Form::ABSENT) {
                 compute_keys(l->experts[id]);
             }
         }
@@ -226,7 +235,7 @@ bool Table::drop_queued() {
 
 // Under a budget that was lowered: what nobody holds goes at once, what running layers hold when they end.
 void Table::keep_budget() {
-    while (bank->taken() > bank->budget()) {
+    while (bank->matrices_taken() > bank->matrices_budget()) {
         const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
         if (victim.expert) {
             ++layer_of(*victim.expert).stats.evictions;

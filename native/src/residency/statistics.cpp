@@ -22,6 +22,13 @@ void Table::get_stats(int il, pyorch_stats & out) {
     const int only = il < 0 ? -1 : layer_index(il);
     out = only < 0 ? totals : pyorch_stats {};
     out.read_ns = only < 0 ? loads.read_ns() : 0;
+    if (only < 0) {
+        out.decoded_bytes = loads.bytes_decoded();
+        out.decode_ns     = loads.decode_ns();
+        for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
+            out.stored_bytes += pools.bytes(form);
+        }
+    }
     for (size_t i = 0; i < layers.size(); ++i) {
         if (only >= 0 && (int) i != only) {
             continue;
@@ -29,6 +36,9 @@ void Table::get_stats(int il, pyorch_stats & out) {
         const Layer & l = layers[i];
         out.hits           += l.stats.hits;
         out.misses         += l.stats.misses;
+        out.compressed_hits += l.stats.compressed_hits;
+        out.sm_hits         += l.stats.sm_hits;
+        out.e_hits          += l.stats.e_hits;
         out.loads          += l.stats.loads;
         out.prefetch_loads += l.stats.prefetch_loads;
         out.prefetch_hits  += l.stats.prefetch_hits;

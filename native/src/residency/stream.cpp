@@ -52,7 +52,7 @@ int Table::window(int layer) const {
 int Table::capacity(int layer) const {
     const Layer &  l      = layers[layer];
     const uint64_t others = reserved_bytes - std::max(l.min, l.n_pinned) * l.slot_bytes;
-    return (int) std::min<uint64_t>(l.n_expert, (bank->budget() - others) / l.slot_bytes);
+    return (int) std::min<uint64_t>(l.n_expert, (bank->matrices_budget() - others) / l.slot_bytes);
 }
 
 // The same, beside its own window: those that eviction may not take included.
@@ -117,6 +117,9 @@ const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const v
         s.begun = s.passed;
         for (Stream::Frame & frame : s.frames) {
             loads.take_back(frame.load);
+            if (frame.load.ended()) {
+                unstage(frame.load);
+            }
             frame.number = -1;
         }
     }
@@ -139,6 +142,7 @@ void Table::passed_by(Load & load) {
     if (!load.ended()) {
         return;
     }
+    unstage(load);
     if (!s.closed) {
         layers[s.layer].stats.loads += !load.failed && load.roles == 1u << s.roles.back();
         fill(s);
@@ -152,6 +156,7 @@ void Table::give_frames(Stream & s) {
     bool any = false;
     for (Stream::Frame & frame : s.frames) {
         if (frame.load.slot && frame.load.ended()) {
+            unstage(frame.load);
             bank->give(frame.load.slot);
             frame.load.slot = {};
         }

@@ -26,6 +26,17 @@ static std::vector<int> n_experts(const ModelMap & map) {
     return n;
 }
 
+static uint64_t mean_read_bytes(const MoeLayer & layer) {
+    if (!is_compressed(layer)) {
+        return layer.slot_bytes();
+    }
+    uint64_t bytes = 0;
+    for (const auto & of_part : layer.pack->part_bytes) {
+        bytes = std::accumulate(of_part.begin(), of_part.end(), bytes);
+    }
+    return bytes / layer.n_expert;
+}
+
 Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
     const pyorch_config & config) :
         map(map_),
@@ -35,6 +46,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
             mutex, *this),
         layers(map.layers.size()),
         victims(n_experts(map)),
+        pools(map),
         n_executed((int) map.layers.size()) {
     measure_turns();
     if (bank->budget() < map.floor_bytes()) {
@@ -46,8 +58,9 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         layer_by_il[map.layers[i].il] = (int) i;
         layer.n_expert   = map.layers[i].n_expert;
         layer.max        = layer.n_expert;
-        layer.size_class = bank->size_class((int) i, COMPUTABLE);
+        layer.size_class = bank->size_class((int) i, PART_MATRICES);
         layer.slot_bytes = map.layers[i].slot_bytes();
+        layer.read_bytes = mean_read_bytes(map.layers[i]);
         layer.position   = (int) i;
         layer.passes.resize(map.layers[i].tensors.size());
         std::iota(layer.passes.begin(), layer.passes.end(), 0);
@@ -65,6 +78,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         }
     }
     bank->on_give_up([this](char * slot) { loads.given_up(slot); });
+    std::copy(std::begin(config.pool_shares), std::end(config.pool_shares), shares.begin() + (int) Form::FULL);
+    divide_budget(bank->budget());
     make_learner_of((pyorch_policy) config.policy);
     if (zeros_size) {
         // Never written, so it is the system's one page of zeros however large it is.
@@ -121,16 +136,17 @@ void Table::count_seconds(const Layer & l, const Expert & e) {
     const double rate = loads.bytes_per_second();
     if (rate > 0 && (e.absent() || e.guessed)) {
         const double free = (1 - loads.cpu_share()) / rate;
-        reads.absent += free * (double) l.slot_bytes;
-        reads.saved  += free * (double) (e.resident() ? l.slot_bytes : e.loading() ? e.load.read : 0);
+        const uint64_t bytes = e.kept == Form::COMPRESSED ? 0 : l.read_bytes;
+        reads.absent += free * (double) bytes;
+        reads.saved  += free * (double) (e.resident() ? bytes : e.loading() ? e.load.read : 0);
     }
 }
 
 double Table::break_even() {
     std::lock_guard<std::mutex> lock(mutex);
-    const MoeLayer & l       = map.layers[0];
-    const double     request = std::min((double) GUESS_BYTES, (double) l.slot_bytes() / (double) l.tensors.size());
-    const double     rest    = 0.5 * request / (double) l.slot_bytes();
+    const auto   bytes   = (double) layers[0].read_bytes;
+    const double request = std::min((double) GUESS_BYTES, bytes / (double) map.layers[0].tensors.size());
+    const double rest    = 0.5 * request / bytes;
     // p * share = cpu * share + regret + (1 - p) * rest
     return std::min(1.0, (loads.cpu_share() * read_share + regret.value() + rest) / (read_share + rest));
 }
@@ -156,6 +172,7 @@ void Table::count_uses(int layer, const Demand & demand) {
     if (!scan) {
         for (int id : demand.asked) {
             used(l.experts[id]);
+            pools.used(layer, id, now);
         }
     }
     count_regret(l, demand);
@@ -166,6 +183,11 @@ void Table::count_uses(int layer, const Demand & demand) {
             count_seconds(l, e);
         }
         e.resident() ? ++l.stats.hits : ++l.stats.misses;
+        if (!e.resident()) {
+            l.stats.compressed_hits += e.kept == Form::COMPRESSED;
+            l.stats.sm_hits         += e.kept == Form::SM_ONLY;
+            l.stats.e_hits          += e.kept == Form::E_ONLY;
+        }
         if (e.read_ahead) {
             ++l.stats.prefetch_hits;
             l.stats.prefetch_late += e.loading();
@@ -295,6 +317,8 @@ void Table::release_held(Owner & owner, bool & failed) {
             if (e->in_use == 0 && e->load.ended()) {
                 drop(*e);
             }
+        } else if (e->kept != Form::ABSENT && e->resident()) {
+            settle_parts(*e); // it has another rank now
         }
     }
     owner.held.clear();

@@ -7,6 +7,9 @@
 //
 //     absent --start_load--> loading --its last request ends--> resident in a form --drop--> absent
 //
+// That is about what kernels compute with. Beside it, stored parts of a compressed expert may be in memory (pools.h): a
+// load has them all, and when it ends, those that the expert's pool wants stay.
+//
 // A layer that runs holds its experts (in_use) from acquire() to release(); what is held or pinned is
 // never dropped. A layer gets all its experts at once, or holds none and waits for others to release theirs; so
 // contexts that share an engine cannot wait for each other in a circle. What does not fit into the budget at all is
@@ -27,6 +30,7 @@
 #include "residency/expert.h"
 #include "residency/guesses.h"
 #include "residency/learned_value.h"
+#include "residency/pools.h"
 #include "residency/stream.h"
 #include "residency/victims.h"
 
@@ -142,6 +146,7 @@ public:
     void     unpin   (int il, const int32_t * experts, int n);
     void     evict   (int il, const int32_t * experts, int n);
     void     set_budget(uint64_t bytes);
+    void     set_pools(const PoolShares & shares); // by form, their sum is 1; only compressed experts have forms
     void     set_policy(pyorch_policy policy);
 
     // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
@@ -176,6 +181,7 @@ private:
         int                  max;
         int                  size_class;           // of an expert that kernels can compute with
         uint64_t             slot_bytes;           // of it
+        uint64_t             read_bytes;           // that are read for it, on average
         std::vector<int>     passes;               // roles, in the order in which the kernels go through them
         bool                 executed     = true;
         int                  position;             // among those that are executed
@@ -224,6 +230,8 @@ private:
 
     std::vector<Layer>      layers;
     Victims                 victims;
+    Pools                   pools;
+    PoolShares              shares = ALL_FULL;
     std::vector<Expert *>   changed_experts; // with the flag
     std::vector<Layer *>    changed_layers;
     std::vector<int>        pressure;      // by size class: see choose_victim
@@ -264,6 +272,7 @@ private:
     // Loader::Orders
     bool order_ahead() override;
     bool order_guess() override;
+    Staged stage(Load & load) override;
     void published(Load & load, int role, const char * address) override;
     void failed(Load & load, const std::string & sentence) override;
     void finished(Load & load) override;
@@ -302,6 +311,15 @@ private:
 
     bool start_load(Expert & e);
     void drop(Expert & e);
+    void give_parts(Load & load, uint32_t parts);
+    void unstage(Load & load);
+    void keep_parts(Expert & e, Form form);
+    void settle_parts(Expert & e);
+    uint64_t stored_room() const;
+    Expert * least_stored();
+    Expert * least_stored(Form form);
+    void trim_pools();
+    void divide_budget(uint64_t bytes);
     void used(Expert & e);
     void value_changed(Expert & e);
     void values_changed(Layer & l);

@@ -39,15 +39,15 @@ static void loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared
 static void memory_is_fresh_for_who_writes_there_first() {
     House          house(1, 1.0, PYORCH_LRU, [](int) { return LARGE; });
     HostBank       bank(house.map, 4 * house.map.layers[0].slot_bytes());
-    const int      size_class = bank.size_class(0, COMPUTABLE);
+    const int      size_class = bank.size_class(0, PART_MATRICES);
     const uint64_t budget     = bank.budget();
     const Slot     first      = bank.take(size_class);
     CHECK(first.fresh);
     bank.give(first);
     CHECK(!bank.take(size_class).fresh && bank.take(size_class).fresh);
     bank.give(first);
-    bank.set_budget(budget / 4); // what was given back loses its memory
-    bank.set_budget(budget);
+    bank.set_budget(budget / 4, 0); // what was given back loses its memory
+    bank.set_budget(budget, 0);
     CHECK(bank.take(size_class).fresh);
 }
 

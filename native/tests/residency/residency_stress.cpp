@@ -2,9 +2,12 @@
 // fail now and then. Every matrix must hold its own bytes while it is held, and the budget must hold.
 // Built with a sanitizer:
 //
-//     residency_stress FILE.gguf SEED N_PASSES threads|io_uring
+//     residency_stress FILE.gguf SEED N_PASSES threads|io_uring plain|compressed
 //
-// FILE.gguf is written, used and left. Exit status 77: this system has no io_uring.
+// FILE.gguf is written, used and left; compressed: experts come from FILE.gguf.pack, in all forms. Exit status 77: this
+// system has no io_uring.
+
+#include "compressed_pack.h"
 
 #include "check.h"
 
@@ -229,7 +232,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
         pyorch_stats stats;
         uint8_t mask[N_EXPERT];
         try {
-            switch (rng() % 9) {
+            switch (rng() % 10) {
                 case 0: table.pin(il, ids.data(), 2); break;
                 case 1: table.unpin(il, ids.data(), 2); break;
                 case 2: table.evict(il, ids.data(), 2); break;
@@ -243,13 +246,27 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
                 case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
                 case 6: table.get_residency(il, mask, N_EXPERT); break;
                 case 7: table.set_executed(rng() % 2 ? but_the_last : all); break;
+                case 8: {
+                    if (rng() % 8 > 0) { // pools get the time to fill
+                        break;
+                    }
+                    constexpr PoolShares SHARES[] = { ALL_FULL, { 0, 0.5, 0.5, 0, 0 }, { 0, 0.4, 0.2, 0.2, 0.2 },
+                        { 0, 0.6, 0, 0.4, 0 }, { 0, 0, 0, 0, 1 } };
+                    for (const auto & l : table.map.layers) { // what is pinned and reserved leaves pools no memory
+                        table.unpin(l.il, random_experts(rng, N_EXPERT).data(), N_EXPERT);
+                        table.set_layer_limits(l.il, 0, N_EXPERT);
+                    }
+                    table.set_budget(2 * floor);
+                    table.set_pools(SHARES[rng() % std::size(SHARES)]);
+                    break;
+                }
                 default: table.prefetch(il, ids.data(), 2); break;
             }
         } catch (const Failure & e) {
             CHECK(e.status == PYORCH_BUDGET);
         }
         table.get_stats(-1, stats);
-        CHECK(stats.peak_bytes <= 2 * floor);
+        CHECK(stats.peak_bytes <= 2 * floor && stats.used_bytes <= 2 * floor);
         CHECK(stats.prefetch_late <= stats.prefetch_hits);
         std::this_thread::yield();
     }
@@ -270,14 +287,18 @@ static uint64_t pinned_bytes() {
 }
 
 int main(int argc, char ** argv) {
-    CHECK(argc == 5);
+    CHECK(argc == 6);
     const int seed     = atoi(argv[2]);
     const int n_passes = atoi(argv[3]);
     write_model(argv[1]);
 
-    const ModelMap map(argv[1]);
+    ModelMap map(argv[1]);
     CHECK(map.layers.size() == N_LAYERS && map.layers[0].il == 1 && map.layers[2].tensors.size() == 2);
 
+    const bool compressed = std::string(argv[5]) == "compressed";
+    if (compressed) {
+        CHECK(compress(map, std::string(argv[1]) + ".pack"));
+    }
     pyorch_config config = {};
     config.budget_bytes = map.floor_bytes();
     config.read_bytes   = 48 * 1024;
@@ -311,6 +332,11 @@ int main(int argc, char ** argv) {
         table.get_stats(-1, stats);
         CHECK(stats.failures == (uint64_t) n_failed && stats.loads > 0 && stats.evictions > 0);
         CHECK(stats.used_bytes <= stats.budget_bytes);
+        CHECK(compressed == (stats.decoded_bytes > 0));
+        CHECK(compressed == (stats.compressed_hits + stats.sm_hits + stats.e_hits > 0));
+        table.set_pools(ALL_FULL);
+        table.get_stats(-1, stats);
+        CHECK(stats.stored_bytes == 0);
         for (const auto & l : table.map.layers) {
             uint8_t mask[N_EXPERT];
             table.get_residency(l.il, mask, N_EXPERT);
@@ -324,8 +350,9 @@ int main(int argc, char ** argv) {
             CHECK(std::chrono::steady_clock::now() < until);
             std::this_thread::yield();
         }
-        printf("%llu hits, %llu misses, %llu loads, %d failed layers\n", (unsigned long long) stats.hits,
-            (unsigned long long) stats.misses, (unsigned long long) stats.loads, (int) n_failed);
+        printf("%llu hits, %llu misses (%llu of stored parts), %llu loads, %d failed layers\n",
+            (unsigned long long) stats.hits, (unsigned long long) stats.misses,
+            (unsigned long long) (stats.compressed_hits + stats.sm_hits + stats.e_hits), (unsigned long long) stats.loads, (int) n_failed);
     }
     return 0;
 }

@@ -1,0 +1,119 @@
+#include "residency/pools.h"
+
+#include "residency/eviction.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+
+namespace pyorch {
+
+// Uses of so many tokens ago count half: ranks are to last, unlike what eviction goes by.
+static constexpr double HALF_LIFE_TOKENS = 128;
+
+// Ranks change slowly, and looking at them costs a look at all experts.
+static constexpr int RANKING_TOKENS = 8;
+
+// Ranks so near behind the last of a pool count as in it (the tolerance margin delta of ZipMoE), as a share of its size.
+static constexpr double TOLERANCE = 0.05;
+
+// Of the budget at most, the memory through which experts come, if that is enough for the fewest.
+static constexpr double STAGING_SHARE = 1.0 / 16;
+
+static constexpr Form HIERARCHY[] = { Form::FULL, Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY };
+
+Pools::Pools(const ModelMap & map) : map(map) {
+    if (map.parts_bytes() == 0) {
+        return;
+    }
+    std::vector<int> n_experts;
+    for (const MoeLayer & layer : map.layers) {
+        n_experts.push_back(layer.n_expert);
+        heat.emplace_back(layer.n_expert, -INFINITY);
+        before.emplace_back(layer.n_expert, -INFINITY);
+    }
+    for (int form = (int) Form::COMPRESSED; form < N_FORMS; ++form) {
+        lists.push_back(std::make_unique<Victims>(n_experts));
+    }
+}
+
+void Pools::divide(uint64_t budget, const PoolShares & shares) {
+    limits  = {};
+    staging = 0;
+    if (!any()) {
+        limits[(int) Form::FULL] = budget;
+        return;
+    }
+    const uint64_t each = map.parts_bytes();
+    const auto     n    = (uint64_t) ((double) budget * STAGING_SHARE / (double) each);
+    staging = each * std::clamp<uint64_t>(n, ModelMap::MIN_STAGED, map.max_staged());
+    const uint64_t rest = budget - staging;
+    const uint64_t full = std::min(rest, std::max(map.floor_bytes() - ModelMap::MIN_STAGED * each,
+        (uint64_t) (shares[(int) Form::FULL] * (double) rest)));
+    double others = 0;
+    for (int form = (int) Form::COMPRESSED; form < N_FORMS; ++form) {
+        others += shares[form];
+    }
+    for (int form = (int) Form::COMPRESSED; others > 0 && form < N_FORMS; ++form) {
+        limits[form] = (uint64_t) (shares[form] / others * (double) (rest - full));
+    }
+    limits[(int) Form::FULL] = others > 0 ? full : rest;
+    rank();
+}
+
+uint64_t Pools::stored_limit() const {
+    return staging + limit(Form::COMPRESSED) + limit(Form::SM_ONLY) + limit(Form::E_ONLY);
+}
+
+void Pools::used(int layer, int expert, uint64_t now) {
+    if (!any()) {
+        return;
+    }
+    const double half_life = HALF_LIFE_TOKENS * (double) map.layers.size();
+    double &     h         = heat[layer][expert];
+    before[layer][expert] = h;
+    h = fading_use(h, (double) now / half_life);
+    if (now >= ranked + RANKING_TOKENS * map.layers.size()) {
+        ranked = now;
+        rank();
+    }
+}
+
+// Experts of all layers compete: the heat with which a pool ends is that of the rank at which it is full.
+void Pools::rank() {
+    std::vector<double> all;
+    double              full = 0, stored[N_STORED_PARTS] = {};
+    for (size_t i = 0; i < heat.size(); ++i) {
+        all.insert(all.end(), heat[i].begin(), heat[i].end());
+        full += (double) map.layers[i].slot_bytes() * map.layers[i].n_expert;
+        for (Part part : { PART_E, PART_SM }) {
+            stored[part] += (double) slot_bytes(map.layers[i], part) * map.layers[i].n_expert;
+        }
+    }
+    const double n = (double) all.size(); // of experts of the mean size
+    const double bytes[N_FORMS] = { 0, full / n, (stored[PART_E] + stored[PART_SM]) / n, stored[PART_SM] / n,
+        stored[PART_E] / n };
+    double last = 0;
+    for (const Form form : HIERARCHY) {
+        const double size = (double) limit(form) / bytes[(int) form];
+        last += size;
+        const auto at = (size_t) std::llround(last + TOLERANCE * size);
+        if (at >= all.size()) {
+            least[(int) form] = -INFINITY;
+        } else {
+            std::nth_element(all.begin(), all.begin() + (long) at, all.end(), std::greater<double>());
+            least[(int) form] = all[at];
+        }
+    }
+}
+
+Form Pools::form_of(int layer, int expert) const {
+    for (const Form form : HIERARCHY) {
+        if (limit(form) > 0 && before[layer][expert] >= least[(int) form]) {
+            return form;
+        }
+    }
+    return Form::ABSENT;
+}
+
+} // namespace pyorch

@@ -1,0 +1,206 @@
+// Experts of a compressed pack in every form, one step at a time: what is read for them, what they hold, what stays.
+//
+//     forms_test FILE.gguf
+//
+// FILE.gguf and FILE.gguf.pack are written, used and left.
+
+#include "banks/host_bank.h"
+#include "check.h"
+#include "compressed_pack.h"
+#include "residency/table.h"
+#include "synthetic.h"
+
+#include <cstring>
+#include <random>
+
+using namespace pyorch;
+
+static constexpr int N_LAYERS = 2;
+static constexpr int N_EXPERT = 10;
+
+// Weights are numbers around zero, as those of a model are: a few exponents are most of them.
+static void write_model() {
+    ggml_init_params params = { 64u << 20, nullptr, false };
+    ggml_context * ctx  = ggml_init(params);
+    gguf_context * gguf = gguf_init_empty();
+    gguf_set_val_str(gguf, "general.architecture", "forms");
+    gguf_set_val_u32(gguf, "forms.block_count", N_LAYERS);
+    gguf_set_val_u32(gguf, "forms.expert_used_count", 2);
+    std::mt19937 rng(1);
+    for (int l = 0; l < N_LAYERS; ++l) {
+        for (const char * role : { "gate", "up", "down" }) {
+            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 64, 600, N_EXPERT);
+            ggml_format_name(t, "blk.%d.ffn_%s_exps.weight", l, role);
+            for (int64_t i = 0; i < ggml_nelements(t); ++i) {
+                ((float *) t->data)[i] = (float) ((int) (rng() % 2001) - 1000) / 1000;
+            }
+            gguf_add_tensor(gguf, t);
+        }
+    }
+    CHECK(gguf_write_to_file(gguf, path.c_str(), false));
+    gguf_free(gguf);
+    ggml_free(ctx);
+}
+
+static ModelMap compressed_map() {
+    static const bool written = (write_model(), true);
+    CHECK(written);
+    ModelMap map(path);
+    CHECK(compress(map, path + ".pack"));
+    return map;
+}
+
+static std::vector<char> from_model(const ModelMap & map, int layer, int expert, int role) {
+    const ExpertTensor & t = map.layers[layer].tensors[role];
+    std::vector<char>    bytes(t.stride);
+    std::ifstream        model(map.files[t.file].path, std::ios::binary);
+    model.seekg((std::streamoff) (t.offset + expert * t.stride));
+    CHECK(model.read(bytes.data(), (std::streamsize) bytes.size()));
+    return bytes;
+}
+
+struct House {
+    Table       table;
+    LocalReader reader;
+    Owner       owner = { &owner };
+
+    // A budget of so many full experts beside what the smallest one has.
+    explicit House(const ModelMap & map, int more, const PoolShares & shares) :
+        table(map, std::make_unique<HostBank>(map, map.floor_bytes() + more * map.layers[0].slot_bytes()),
+            open_files(map, true), plain_codec, {}),
+        reader(table.loader()) {
+        table.set_pools(shares);
+    }
+
+    void acquire(int layer, const std::vector<int> & experts, int n_tokens = 1) {
+        table.acquire(owner, layer, { experts, experts, n_tokens });
+    }
+
+    // Each matrix of them is that of the model. False: one of them failed.
+    bool check(int layer, const std::vector<int> & experts) {
+        for (int role = 0; role < 3; ++role) {
+            for (int id : experts) {
+                const char * matrix = nullptr;
+                while (!(matrix = table.address(owner, layer, id, role, false)) && reader.read_one()) {
+                }
+                const std::vector<char> expected = from_model(table.map, layer, id, role);
+                CHECK(matrix && memcmp(matrix, expected.data(), expected.size()) == 0);
+            }
+        }
+        reader.read_all();
+        const pyorch_stats now = stats();
+        CHECK(now.used_bytes <= now.budget_bytes && now.peak_bytes <= now.budget_bytes);
+        CHECK(now.resident_bytes + now.stored_bytes <= now.used_bytes);
+        return table.release(owner);
+    }
+
+    bool use(int layer, const std::vector<int> & experts, int n_tokens = 1) {
+        acquire(layer, experts, n_tokens);
+        return check(layer, experts);
+    }
+
+    pyorch_stats stats() {
+        pyorch_stats now;
+        table.get_stats(-1, now);
+        return now;
+    }
+};
+
+static constexpr PoolShares MIXES[] = {
+    ALL_FULL, { 0, 0.5, 0.5, 0, 0 }, { 0, 0.5, 0, 0.5, 0 }, { 0, 0.5, 0, 0, 0.5 }, { 0, 0.4, 0.2, 0.2, 0.2 },
+};
+
+static void experts_are_those_of_the_model_in_every_mix_of_forms() {
+    const ModelMap map = compressed_map();
+    for (const PoolShares & shares : MIXES) {
+        House        house(map, 6, shares);
+        std::mt19937 rng(7);
+        for (int pass = 0; pass < 40; ++pass) {
+            for (int layer = 0; layer < N_LAYERS; ++layer) {
+                const int a = (int) (rng() % 4), b = 4 + (int) (rng() % 6); // some are used more often than others
+                CHECK(house.use(layer, { a, b }));
+            }
+        }
+        const pyorch_stats stats = house.stats();
+        CHECK(stats.decoded_bytes > 0 && stats.evictions > 0);
+        CHECK((stats.compressed_hits > 0) == (shares[(int) Form::COMPRESSED] > 0));
+        CHECK((stats.sm_hits > 0) == (shares[(int) Form::SM_ONLY] > 0));
+        CHECK((stats.e_hits > 0) == (shares[(int) Form::E_ONLY] > 0));
+    }
+}
+
+static void what_is_compressed_in_memory_is_not_read_again() {
+    const ModelMap map = compressed_map();
+    House house(map, 12, { 0, 0.3, 0.7, 0, 0 });
+    // All were used once; a few are used so often that full ones are these.
+    for (int round = 0; round < 30; ++round) {
+        CHECK(house.use(0, { 0, 1 }));
+        CHECK(house.use(1, { 0, 1 }));
+        const int id = 2 + round % (N_EXPERT - 2);
+        CHECK(house.use(0, { id }));
+    }
+    const uint64_t read = house.stats().bytes_read;
+    const uint64_t hits = house.stats().compressed_hits;
+    for (int id = 2; id < N_EXPERT; ++id) {
+        CHECK(house.use(0, { id }));
+    }
+    const pyorch_stats stats = house.stats();
+    CHECK(stats.compressed_hits > hits);
+    CHECK(stats.bytes_read - read < (N_EXPERT - 2 - (stats.compressed_hits - hits) + 1) * map.layers[0].slot_bytes());
+}
+
+static void a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it() {
+    const ModelMap map = compressed_map();
+    for (const PoolShares & shares : MIXES) {
+        House            house(map, 0, shares);
+        std::vector<int> all;
+        for (int id = 0; id < N_EXPERT; ++id) {
+            all.push_back(id);
+        }
+        for (int round = 0; round < 3; ++round) {
+            CHECK(house.use(0, all, 64));
+            CHECK(house.use(1, { 1, 2 }));
+        }
+    }
+}
+
+static void loads_come_through_a_pool_that_shrinks_under_them() {
+    const ModelMap map = compressed_map();
+    House house(map, 12, { 0, 0, 0, 0, 1 });
+    for (int round = 0; round < 40; ++round) {
+        CHECK(house.use(0, { round % N_EXPERT }));
+    }
+    CHECK(house.stats().stored_bytes > 0);
+    const std::vector<int> some = { 0, 1, 2, 3, 4 };
+    house.acquire(0, some);
+    house.table.set_pools(ALL_FULL);
+    CHECK(house.check(0, some));
+    CHECK(house.stats().stored_bytes == 0);
+}
+
+static void damaged_chunks_are_read_from_the_model_and_do_not_stay() {
+    for (const Part part : { PART_E, PART_SM }) {
+        const ModelMap      map  = compressed_map();
+        const PackedLayer & pack = *map.layers[0].pack;
+        {
+            std::fstream file(path + ".pack", std::ios::in | std::ios::out | std::ios::binary);
+            file.seekp((std::streamoff) (pack.part_offset[part][3] + pack.part_bytes[part][3] / 2));
+            file.put(99);
+        }
+        House house(map, 12, { 0, 0, 1, 0, 0 });
+        for (int round = 0; round < 20; ++round) {
+            CHECK(house.use(0, { 3, 4 + round % 6 }));
+        }
+        CHECK(house.stats().failures == 0);
+    }
+}
+
+int main(int argc, char ** argv) {
+    return run(argc, argv, {
+        experts_are_those_of_the_model_in_every_mix_of_forms,
+        what_is_compressed_in_memory_is_not_read_again,
+        a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it,
+        loads_come_through_a_pool_that_shrinks_under_them,
+        damaged_chunks_are_read_from_the_model_and_do_not_stay,
+    });
+}

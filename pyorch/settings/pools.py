@@ -1,0 +1,55 @@
+"""How the memory for experts is divided among the forms in which experts of a compressed pack are kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pyorch.errors import PyorchError
+
+_TOLERANCE = 1e-6  # of the sum
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Shares of the budget, whose sum is 1 (ZipMoE, section 3.2: the pools F, C, S, E).
+
+    Args:
+        full: of experts as the kernels compute with them.
+        compressed: of those that need no reading, but decoding.
+        sm_only: of those whose signs and mantissas are there, and whose exponents are to be read.
+        e_only: the other way round.
+    """
+
+    full: float = 1.0
+    compressed: float = 0.0
+    sm_only: float = 0.0
+    e_only: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= share <= 1 for share in self.shares):
+            raise PyorchError(f"shares of pools must be from 0 to 1, and {self} has others")
+        if not math.isclose(sum(self.shares), 1, abs_tol=_TOLERANCE):
+            raise PyorchError(f"the sum of the shares of all pools must be 1, and that of {self} is {sum(self.shares):g}")
+
+    @property
+    def shares(self) -> tuple[float, float, float, float]:
+        """In the order of the library."""
+        return self.full, self.compressed, self.sm_only, self.e_only
+
+    @classmethod
+    def parse(cls, text: str | Pools) -> Pools:
+        """From the four shares, F,C,S,E: "0.6,0.4,0,0"."""
+        if isinstance(text, Pools):
+            return text
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is not text")
+        try:
+            full, compressed, sm_only, e_only = map(float, text.split(","))
+        except ValueError:
+            raise PyorchError(f'pools "{text}" is not four shares F,C,S,E such as 0.6,0.4,0,0') from None
+        return cls(full, compressed, sm_only, e_only)
+
+    def __str__(self) -> str:
+        """What parse() reads."""
+        return ",".join(f"{share:g}" for share in self.shares)
