@@ -20,7 +20,8 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.file import PREFILL, Trace
-from pyorch.traces.replay import Recording, ReplaySettings, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import ReplaySettings, replay
 
 COMPUTE_MS = 36.0  # of a token, all experts being resident
 PREFILL_MS = 15.0  # of one of a prompt

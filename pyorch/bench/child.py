@@ -23,7 +23,7 @@ from pyorch.library.bindings import decode_error
 from pyorch.llama import memory
 
 if TYPE_CHECKING:
-    from pyorch.llama.interception import ManagedModel
+    from pyorch.llama.managed import ManagedModel
 
 _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
@@ -164,9 +164,9 @@ def _managing(job: Job) -> Iterator[None]:
 
 
 def _record_of(model: int) -> ManagedModel:
-    from pyorch.llama import interception
+    from pyorch.llama.managed import find
 
-    return interception.find(model)
+    return find(model)
 
 
 @llama.llama_log_callback

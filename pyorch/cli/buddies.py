@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, add_output_options, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -61,9 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--compare", action="store_true",
                         help="also show whether experts that are selected together compute similar outputs, and store "
                              "how to scale the output of a buddy; needs a trace with --inputs")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="the file to write (default: MODEL.buddies.gguf beside the model)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_output_options(parser, "MODEL.buddies.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_model_options, print_json
+from pyorch.cli.options import add_command, add_model_options, add_output_options, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.errors import FormatError, PyorchError
@@ -37,9 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")
     parser.add_argument("--tokens", type=int, metavar="N", help="read at most N tokens of the data (default: all)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="the file to write (default: MODEL.predictor.gguf beside the model)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_output_options(parser, "MODEL.predictor.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
 

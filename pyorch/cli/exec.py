@@ -14,7 +14,7 @@ from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, LONG, LOSSY
 
 if TYPE_CHECKING:
-    from pyorch.llama.interception import ManagedModel
+    from pyorch.llama.managed import ManagedModel
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:

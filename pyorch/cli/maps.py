@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, add_output_options, print_json
 from pyorch.cli.progress import Progress
 
 
@@ -46,9 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--distance", type=int, default=3, metavar="LAYERS",
                         help="prefetch distance: the embedding of a token stands for as many layers when two maps are "
                              "compared (default: %(default)s)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="the file to write (default: MODEL.maps.gguf beside the model)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_output_options(parser, "MODEL.maps.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
 

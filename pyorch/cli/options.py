@@ -55,6 +55,14 @@ def add_model_options(
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 
+def add_output_options(
+    parser: argparse.ArgumentParser, default: str, as_json: str = "print the result as one JSON object"
+) -> None:
+    """-o and --json of a command that writes one file. default: where it writes without -o, for the help."""
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the file to write (default: {default})")
+    parser.add_argument("--json", action="store_true", help=as_json)
+
+
 def read_prompt(text: str | None, file: Path | None) -> str | None:
     """The prompt of -p or -f. PyorchError if the file cannot be read as text."""
     if file is None:

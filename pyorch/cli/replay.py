@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
@@ -14,6 +15,9 @@ from pyorch.cli.settings import add_settings, listed, names
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
+
+if TYPE_CHECKING:
+    from pyorch.traces.measures import Measures
 
 PROBE_SECONDS = 2.0
 
@@ -27,25 +31,12 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Row:
-    """Of one combination. Names and units are those of pyorch.traces.replay.Replayed; recall: mean over layers, by how
-    many layers ahead the predictions are."""
+    """Of one combination. recall: mean over layers, by how many layers ahead the predictions are."""
 
     policy: str
     predictor: str
     budget: str
-    n_tokens: int
-    hit_rate: float
-    tpot_ms: float
-    tokens_per_second: float
-    stall_ms: float
-    bytes_per_token: float
-    useful: int
-    late: int
-    wasted: int
-    useful_bytes: int
-    late_bytes: int
-    wasted_bytes: int
-    predict_wall_ms: float
+    measures: Measures
     recall: list[float]
 
 
@@ -118,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
-    from pyorch.traces.replay import DEFAULTS, Recording, ReplaySettings, default_route_share, replay
+    from pyorch.traces.recording import Recording
+    from pyorch.traces.replay import DEFAULTS, ReplaySettings, default_route_share, replay
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
     with packs.open_model(args.model) as model_map, Progress() as progress:
@@ -141,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, args.compute_ms, share, args.batch, rows)
     if args.json:
-        print_json(report)
+        print_json({**vars(report), "rows": [_flat(row) for row in report.rows]})
     else:
         show(_parts(report))
     return 0
@@ -163,15 +155,22 @@ def parse_rate(text: str) -> float:
 def _row(replayed) -> Row:
     import numpy as np
 
+    from pyorch.traces.measures import Measures
+
     recall = []
     for distance in range(1, replayed.rank_hits.shape[1] + 1):
         of_layers = replayed.recall_at(distance)
         recall.append(float(np.nanmean(of_layers)) if np.isfinite(of_layers).any() else float("nan"))
-    same = {name: getattr(replayed, name)
-            for name in Row.__dataclass_fields__ if hasattr(replayed, name) and name != "recall"}
+    measures = Measures(**{field.name: getattr(replayed, field.name) for field in fields(Measures)})
     settings = replayed.settings
     return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch),
-               budget=str(settings.budget), recall=recall, **same)
+               budget=str(settings.budget), measures=measures, recall=recall)
+
+
+def _flat(row: Row) -> dict[str, object]:
+    """As --json prints it."""
+    return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **vars(row.measures),
+            "recall": row.recall}
 
 
 def _parts(report: Report) -> list[str | Table]:
@@ -181,7 +180,7 @@ def _parts(report: Report) -> list[str | Table]:
         latency += f", standing still for {report.pause_ms:g} of {report.pause_every_ms:g} ms"
     together = f", {report.batch} requests together" if report.batch > 1 else ""
     return [
-        f"{report.trace}: {report.rows[0].n_tokens} tokens{together}",
+        f"{report.trace}: {report.rows[0].measures.n_tokens} tokens{together}",
         f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:g} ms "
         f"a token, {report.route_share:.0%} of it before the routers",
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
@@ -194,12 +193,13 @@ def _parts(report: Report) -> list[str | Table]:
 def _cells(row: Row) -> tuple[str, ...]:
     from pyorch.sizes import MiB
 
-    per_token = [f"{n / row.n_tokens / MiB:.1f}" for n in (row.useful_bytes, row.late_bytes, row.wasted_bytes)]
+    found = row.measures
+    per_token = [f"{n / found.n_tokens / MiB:.1f}" for n in (found.useful_bytes, found.late_bytes, found.wasted_bytes)]
     recall = "-" if all(share != share for share in row.recall) else " ".join(
         "-" if share != share else f"{share:.0%}" for share in row.recall)
     return (
-        row.policy, row.predictor, row.budget, "-" if row.hit_rate != row.hit_rate else f"{row.hit_rate:.1%}",
-        _number(row.tpot_ms), _number(row.stall_ms), f"{row.bytes_per_token / MiB:.1f}", *per_token, recall,
+        row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
+        _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
     )
 
 

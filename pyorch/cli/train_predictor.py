@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_model_options, print_json
+from pyorch.cli.options import add_command, add_model_options, add_output_options, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.cli.tables import Table, show
@@ -58,9 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="seed of the first weights and of the order (default: %(default)s)")
     parser.add_argument("--predictor-file", type=Path, metavar="FILE",
                         help="the file that pyorch calibrate wrote (default: MODEL.predictor.gguf beside the model)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="the file to write (default: the predictor file, to which the estimator is added)")
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    add_output_options(parser, "the predictor file, to which the estimator is added")
     parser.set_defaults(run=run)
     return parser
 

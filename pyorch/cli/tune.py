@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
-from pyorch.cli.options import add_command, add_model_options, print_json
+from pyorch.cli.options import add_command, add_model_options, add_output_options, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -48,9 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
                         help="measure speed by decoding N tokens, twice; 0: do not measure, choose by what would be "
                              "read (default: 256)")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE",
-                        help="the file to write (default: MODEL.tuned.json beside the model)")
-    parser.add_argument("--json", action="store_true", help="print the trials and the setting as one JSON object")
+    add_output_options(parser, "MODEL.tuned.json beside the model",
+                       as_json="print the trials and the setting as one JSON object")
     parser.set_defaults(run=run)
     return parser
 

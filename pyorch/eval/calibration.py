@@ -20,7 +20,8 @@ from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 from pyorch.traces.data import read_documents
 from pyorch.traces.recorder import Recorder, trace_header
-from pyorch.traces.replay import Recording, ReplaySettings, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import ReplaySettings, replay
 
 _PIECE = 512  # tokens that are computed together, from nothing but themselves
 

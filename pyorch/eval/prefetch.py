@@ -23,7 +23,9 @@ from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embedd
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
-from pyorch.traces.replay import Recording, ReplaySettings, Replayed, read_router, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import Replayed, ReplaySettings, replay
+from pyorch.traces.routers import read_router
 
 DISTANCES = (1, 2, 3, 4)
 SWEPT_PREDICTORS = ("next-router", "quasi-hidden", "expert-map")

@@ -17,7 +17,8 @@ from pyorch.eval.prefetch import (
 from pyorch.settings.prefetch import Prefetch
 from pyorch.sidecars.history import DISTANCE, ExpertMaps
 from pyorch.traces.file import DECODE, PREFILL
-from pyorch.traces.replay import Recording, ReplaySettings, Replayed, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import Replayed, ReplaySettings, replay
 
 DEEPSPEED = Pair("layer-all", "lru", "DeepSpeed-Inference")
 DEFAULT = Pair("quasi-hidden", "finemoe")

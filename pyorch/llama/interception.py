@@ -7,12 +7,10 @@ that do the same and look after the engine. Without settings in force they only 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import llama_cpp
 import llama_cpp._internals as internals
@@ -20,77 +18,20 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
-from pyorch.library.choices import LEARNED, default_policy
-from pyorch.llama import logs, measure, memory
+from pyorch.llama import logs, measure
+from pyorch.llama.capture import capture
 from pyorch.llama.closed import closing
-from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies, speculative
+from pyorch.llama.context_plan import default_ubatch, plan_context
+from pyorch.llama.managed import ManagedModel, find, is_forked, lock, models
+from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
-from pyorch.runtime.disk import reads_for
-from pyorch.runtime.engine import Engine
 from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import AUTO, RESIDENT, Budget
-from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
-from pyorch.sidecars import eviction, packs
-from pyorch.sidecars.beside import Sidecars
-from pyorch.sidecars.buddies import Buddies
-from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.tuned_setting import read_tuned
 
-LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048
-
-
-@dataclass
-class ManagedModel:
-    """A loaded model: its map, and its engine unless it is dense or llama.cpp keeps its experts."""
-
-    path: str
-    map: ModelMap
-    settings: Settings
-    params: llama.llama_model_params
-    engine: Engine | None = None
-    buddies: Buddies | None = None
-    speculating: bool = False  # layers execute what is forecast for them
-    contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
-    pid: int = field(default_factory=os.getpid)
-
-    @property
-    def forked(self) -> bool:
-        """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
-        return self.pid != os.getpid()
-
-    @functools.cached_property
-    def sidecars(self) -> Sidecars:
-        return Sidecars(self.map)
-
-    @property
-    def prefetch(self) -> Prefetch:
-        """What the model was loaded with."""
-        settings = self.settings
-        return speculative(settings.prefetch, self.sidecars) if settings.speculate else settings.prefetch
-
-    def save(self) -> None:
-        """Writes what was learned where the settings say. PyorchError if it cannot be written."""
-        if self.engine is None:
-            return
-        if self.settings.maps is not None and self.engine.history:
-            self.engine.history.write(self.settings.maps, self.map)
-        if self.settings.learned is not None:
-            eviction.write(self.settings.learned, self.engine, self.map)
-
-    @property
-    def automatic(self) -> bool:
-        return self.engine is not None and self.settings.budget == AUTO
-
-
-_models: dict[int, ManagedModel] = {}  # by llama_model *
-# Of _models and of the contexts in it. Reentrant, and loops run over copies: the garbage collector may free
-# a model at any moment.
-_lock = threading.RLock()
 _process_settings: list[Settings] = []
-_refused_packs: set[str] = set()  # of which people were told
 _thread = threading.local()
 
 
@@ -136,17 +77,6 @@ def managing(settings: Settings, model_map: ModelMap | None = None) -> Iterator[
         _thread.managing = before
 
 
-def find(model: int) -> ManagedModel | None:
-    """What is known of a llama_model *; None if it was loaded without settings in force."""
-    return _models.get(model)
-
-
-def is_forked(model: int) -> bool:
-    """Whether another process loaded this managed llama_model *."""
-    managed = _models.get(model)
-    return managed is not None and managed.forked
-
-
 def _settings() -> Settings | None:
     settings, _ = getattr(_thread, "managing", None) or (None, None)
     return settings or (_process_settings[-1] if _process_settings else None)
@@ -180,86 +110,16 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
         if managed.engine is not None:
             managed.engine.close()
         raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
-    with _lock:
-        _models[model] = managed
+    with lock:
+        models[model] = managed
     return model
-
-
-@contextlib.contextmanager
-def capture(managed: ManagedModel) -> Iterator[None]:
-    """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
-    plain = not managed.params.use_extra_bufts
-    use_pack(managed.map, managed.settings, plain)
-    info = managed.map.info
-    if managed.settings.tuned is not None:
-        tuned = read_tuned(managed.settings.tuned, managed.map)
-        managed.settings = managed.settings.with_tuned(tuned.substitution, tuned.budget)
-    settings = managed.settings
-    budget = settings.budget
-    if budget == AUTO:
-        # Each context will take its share; then the budget is set to the rest.
-        memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
-        budget = info.floor_bytes
-    elif budget == RESIDENT and info.slim:
-        budget = info.slots_bytes
-        fatal.notice(f"note: {managed.path} is slim, llama.cpp by itself cannot load it: the reference is the model with "
-                     "all experts in memory, from the pack")
-    elif budget != RESIDENT:
-        budget = budget.resolve(info)
-    if not managed.map.layers or budget == RESIDENT:
-        yield
-    else:
-        managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.sidecars)
-        reads = settings.reads
-        if settings.source is None:
-            reads = reads_for(managed.map, reads, settings.direct_io)
-        managed.engine = Engine(
-            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
-            pools=settings.pools,
-        )
-        try:
-            if settings.maps is not None and os.path.exists(settings.maps):
-                managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
-            if (settings.policy or default_policy()) == LEARNED:
-                if settings.learned is None:
-                    managed.sidecars.read_learned(managed.engine)
-                elif os.path.exists(settings.learned):
-                    eviction.read(settings.learned, managed.engine, managed.map)
-            apply_prefetch(managed.prefetch, managed.engine, managed.sidecars)
-            managed.engine.set_speculation("decode" if settings.speculate else "none")
-            managed.speculating = settings.speculate
-            for layer in managed.map.layers:
-                apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies)
-        except PyorchError:
-            managed.engine.close()
-            raise
-        with managed.engine.capture():
-            yield
-
-
-def use_pack(model_map: ModelMap, settings: Settings, plain: bool) -> None:
-    """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
-
-    plain: they will be computed with as they lie in the model.
-    """
-    if model_map.info.slim and settings.source is None:
-        if not settings.packed:
-            raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
-                              "(packed=False in Python)")
-        packs.require(model_map)
-    if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
-        return
-    refusal = packs.attach(model_map, plain)
-    if refusal and refusal not in _refused_packs:
-        _refused_packs.add(refusal)
-        fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")
 
 
 def _free_model(free: Callable, model: int) -> None:
     if is_forked(model):
         return
-    with _lock:  # first: once it is freed, another thread may get a model at the same address
-        managed = _models.pop(model, None)
+    with lock:  # first: once it is freed, another thread may get a model at the same address
+        managed = models.pop(model, None)
     free(model)
     if managed is None:
         return
@@ -270,7 +130,7 @@ def _free_model(free: Callable, model: int) -> None:
 
 
 def _init_context(init: Callable, model: int, params: llama.llama_context_params) -> int | None:
-    managed = _models.get(model)
+    managed = find(model)
     if managed is None:
         return init(model, params)
     if managed.forked:
@@ -305,107 +165,18 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
             original("llama_free")(context)
             raise
     if managed.automatic:
-        with _lock:
+        with lock:
             managed.contexts[context] = reserved
     return context
-
-
-def default_ubatch(managed: ManagedModel) -> int | None:
-    """Tokens to compute at once: in prefill every expert is read once for each ubatch, so twice as wide is half the
-    reading. None under the automatic budget, where it depends on what memory a context leaves."""
-    if managed.automatic:
-        return None
-    whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
-    return NARROW_UBATCH if whole else WIDE_UBATCH
-
-
-def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
-    """Sets the engine's budget to what a context with these parameters will leave; returns its bytes.
-
-    widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor. Raises
-    BudgetError if that is not left.
-    """
-    limit, info = memory.memory_limit(), managed.map.info
-    free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
-    free = dataclasses.replace(limit, free_bytes=free_bytes)
-    # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
-    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    dense_bytes = info.dense_bytes if mapped else 0
-    with managed.engine.capture(), measure.twin(
-        original("llama_model_load_from_file"), managed.path, managed.params
-    ) as twin:
-
-        def need(n_ubatch: int) -> int:
-            params.n_ubatch = n_ubatch
-            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
-
-        if widen:
-            params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)
-        needed = need(params.n_ubatch)
-        while widen and params.n_ubatch > LEAST_UBATCH and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes:
-            needed = need(params.n_ubatch // 2)
-    plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
-    managed.engine.set_budget(plan.budget_bytes)
-    return needed
-
-
-def try_context(managed: ManagedModel, params: llama.llama_context_params) -> None:
-    """Raises FormatError or BudgetError where llama.cpp refuses the model or a context; nothing is allocated.
-
-    For what loads the model beyond this module's reach, and would end the process.
-    """
-    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
-        measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
-
-
-def _promised_bytes(managed: ManagedModel) -> int:
-    """What looks free and is not: what other models' experts may still take, and contexts of this model."""
-    with _lock:
-        # Compute buffers may not have been touched yet; to count them twice is on the safe side.
-        promised = sum(managed.contexts.values())
-        for other in list(_models.values()):
-            if other.engine is not None and other is not managed:
-                stats = other.engine.stats()
-                promised += stats.budget_bytes - stats.used_bytes
-    return promised
-
-
-def _widest_ubatch(need: Callable[[int], int], n_batch: int, free: memory.MemoryLimit, slots_bytes: int) -> int:
-    """The widest ubatch whose buffers cost the experts at most a tenth of their memory.
-
-    need: bytes of the context for an ubatch. Where all experts fit, none is read twice: the narrow one.
-    """
-    narrow = min(NARROW_UBATCH, n_batch)
-    least = need(narrow)
-    rest = free.free_bytes - memory.margin_bytes(free) - least
-    width = min(WIDE_UBATCH, n_batch)
-    while width > narrow and (rest >= slots_bytes or need(width) - least > rest // 10):
-        width //= 2
-    return max(width, narrow)
 
 
 def _free_context(free: Callable, context: int) -> None:
     if is_forked(llama.llama_get_model(context)):
         return
-    with _lock:
-        for managed in list(_models.values()):
+    with lock:
+        for managed in list(models.values()):
             managed.contexts.pop(context, None)
     free(context)
-
-
-_originals: dict[str, Callable] = {}
-
-
-def original(name: str) -> Callable:
-    """A function of llama_cpp.llama_cpp as it was before it was replaced."""
-    return _originals[name]
-
-
-def _replace(name: str, wrapper: Callable) -> None:
-    function = _originals[name] = getattr(llama, name)
-    replacement = functools.wraps(function)(functools.partial(wrapper, function))
-    setattr(llama, name, replacement)
-    setattr(llama_cpp, name, replacement)
 
 
 def _load_from_file(load: Callable, path: bytes, params: llama.llama_model_params) -> int | None:
@@ -451,13 +222,13 @@ def _raise_decode_errors(method: Callable) -> Callable:
 
 def _install() -> None:
     logs.install()
-    _replace("llama_model_load_from_file", _load_from_file)
-    _replace("llama_model_load_from_splits", _load_from_splits)
-    _replace("llama_model_free", _free_model)
-    _replace("llama_init_from_model", _init_context)
-    _replace("llama_free", _free_context)
+    replace("llama_model_load_from_file", _load_from_file)
+    replace("llama_model_load_from_splits", _load_from_splits)
+    replace("llama_model_free", _free_model)
+    replace("llama_init_from_model", _init_context)
+    replace("llama_free", _free_context)
     internals.LlamaModel.tokenize = _tokenize
-    llama_cpp.Llama.close = closing(llama_cpp.Llama.close, lambda model: model in _models)
+    llama_cpp.Llama.close = closing(llama_cpp.Llama.close, lambda model: model in models)
     internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)
     internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)
 

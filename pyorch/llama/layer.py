@@ -10,7 +10,7 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.llama.apply import apply_prefetch, apply_substitution
-from pyorch.llama.interception import ManagedModel
+from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution

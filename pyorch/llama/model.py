@@ -16,8 +16,9 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, speculative
 from pyorch.llama.closed import ClosedLlama
-from pyorch.llama.interception import WIDE_UBATCH, ManagedModel
+from pyorch.llama.context_plan import WIDE_UBATCH
 from pyorch.llama.layer import NOTHING_ABSENT, Layer, ResidencyView
+from pyorch.llama.managed import ManagedModel, find
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
@@ -345,7 +346,7 @@ def load(
             raise PyorchError(f"{path}: {error}") from error
         except MemoryError as error:  # numpy's, of the logits of a whole batch
             raise BudgetError(f"{path} does not fit: {error}; use a smaller context, batch or ubatch") from None
-    return Model(model, interception.find(model.model))
+    return Model(model, find(model.model))
 
 
 def _describe() -> None:

@@ -16,8 +16,10 @@ from collections.abc import Iterator, Sequence
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import interception, logs
-from pyorch.llama.interception import ManagedModel
+from pyorch.llama import logs
+from pyorch.llama.capture import capture
+from pyorch.llama.context_plan import default_ubatch, plan_context, try_context
+from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import llama_server
@@ -80,18 +82,18 @@ def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedMo
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
-    record = interception.ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
-    with interception.capture(record):
+    record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
+    with capture(record):
         try:
-            ubatch = interception.default_ubatch(record)
+            ubatch = default_ubatch(record)
             params = server.context_params()
             if record.automatic:
                 widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
-                interception.plan_context(record, params, widen)
+                plan_context(record, params, widen)
                 ubatch = params.n_ubatch
             else:
-                interception.try_context(record, params)
+                try_context(record, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))

@@ -18,7 +18,7 @@ from pyorch.errors import PyorchError
 from pyorch.files import check_target
 from pyorch.llama import memory
 from pyorch.llama.context import Context
-from pyorch.llama.interception import NARROW_UBATCH, WIDE_UBATCH
+from pyorch.llama.context_plan import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import DEFAULT_CTX, Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Routing

@@ -7,34 +7,25 @@ for each token. `pyorch replay` prints it for many settings at once.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
-import gguf
 import numpy as np
 
-from pyorch.errors import BudgetError, FormatError, PyorchError
+from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.apply import best_predictor, check_prefetch
 from pyorch.library.bindings import check, default, ffi, lib, new
-from pyorch.library.choices import Needs, gatings, predictors
+from pyorch.library.choices import Needs, predictors
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.routers import Router
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.budget import REPLAY_BUDGETS, Budget
 from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
-from pyorch.sidecars import container
-from pyorch.sidecars.history import ExpertMaps, token_embeddings
+from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
-from pyorch.traces.file import PREFILL, Trace
-
-# Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
-_GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
-
-UBATCH = 512  # tokens of a prompt that are computed at once
+from pyorch.traces.measures import Measures
+from pyorch.traces.recording import Recording, Schedule
+from pyorch.traces.routers import read_router
 
 
 @dataclass(frozen=True)
@@ -43,14 +34,15 @@ class ReplaySettings:
 
     policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: as
     pyorch.load takes it, but for the processor's time, which a replay does not weigh; or "oracle", which guesses what
-    comes, and nothing else. budget: as pyorch.load takes it, but for
-    "auto".
+    comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
 
     read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
-    bytes. pause_ms: how long the disk stands still at the end of each pause_every_ms. compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of
-    it, what comes before a layer's router is known, None: the share of the dense weights in the bytes that a token
-    reads. prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the
-    forecasts that follow from it.
+    bytes. pause_ms: how long the disk stands still at the end of each pause_every_ms.
+
+    compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of it,
+    what comes before a layer's router is known, None: the share of the dense weights in the bytes that a token reads.
+    prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the forecasts
+    that follow from it.
 
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
     recording, of prompts too, is one that is decoded, as if the text had been generated.
@@ -81,147 +73,14 @@ DEFAULTS = {
 }
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Ubatches, in the order in which they are played.
-
-    Ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1] of a recording; decode: one of each sequence.
-    """
-
-    begin: np.ndarray  # int64[n + 1]
-    order: np.ndarray  # int64[begin[n]]
-    decode: np.ndarray  # uint8[n]
-
-
-class Recording:
-    """A routing, token by token: those of one request in order, and its requests one after the other.
-
-    Args:
-        layers: block numbers il. experts: uint16[n, L, k], the likeliest first. weights: float32[n, L, k], of their
-            outputs. request: uint32[n]. phase: uint8[n], as in a trace; None: all are decoded.
-        probs: float32[n, L, n_expert], distributions of the routers. states: float32[n, L, n_embd], of which the
-            routers' inputs are the normalization. embeddings: float32[n, n_embd]. Each may be None. The last two may
-            be functions that make the array when something asks for it.
-    """
-
-    def __init__(
-        self, layers: tuple[int, ...], n_expert: int, experts: np.ndarray, weights: np.ndarray, request: np.ndarray,
-        phase: np.ndarray | None = None, probs: np.ndarray | None = None,
-        states: np.ndarray | Callable[[], np.ndarray] | None = None,
-        embeddings: np.ndarray | Callable[[], np.ndarray] | None = None,
-    ) -> None:
-        self.layers, self.n_expert = layers, n_expert
-        self.experts = np.ascontiguousarray(experts, np.uint16)
-        self.weights = np.ascontiguousarray(weights, np.float32)
-        self.request = np.ascontiguousarray(request, np.uint32)
-        self.phase = np.ones(len(experts), np.uint8) if phase is None else np.asarray(phase, np.uint8)
-        self.probs = None if probs is None else np.ascontiguousarray(probs, np.float32)
-        self._states, self._embeddings = states, embeddings
-
-    @classmethod
-    def from_trace(cls, trace: Trace, model_map: ModelMap) -> Recording:
-        """Raises FormatError for a trace of another model, PyorchError for one without tokens.
-
-        Weights are those of the trace where it has states; else probabilities, with the sum 1.
-        """
-        header, records = trace.header, trace.records
-        if header.fingerprint != container.fingerprint(model_map):
-            raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
-        if not len(trace):
-            raise PyorchError(f"{trace.path} holds no tokens: there is nothing to replay")
-        order = np.lexsort((records["position"], records["request"]))
-        if (np.diff(order) == 1).all():
-            order = slice(None)  # spares copies
-
-        def column(name: str) -> np.ndarray:
-            return np.ascontiguousarray(records[name][order])
-
-        if header.states:
-            weights = column("weights")
-        else:
-            weights = column("probs")
-            weights = weights / np.maximum(weights.sum(axis=-1, keepdims=True), np.finfo(np.float32).tiny)
-        probs = None
-        if header.router == "full":
-            probs = column("router").astype(np.float32)
-            probs /= probs.sum(axis=-1, keepdims=True)
-        return cls(
-            header.layers, header.n_expert, column("experts"), weights, column("request"), column("phase"), probs,
-            (lambda: column("states")) if header.states else None, lambda: token_embeddings(model_map, column("token")),
-        )
-
-    def __len__(self) -> int:
-        """Tokens."""
-        return len(self.experts)
-
-    @property
-    def has_states(self) -> bool:
-        return self._states is not None
-
-    @cached_property
-    def states(self) -> np.ndarray | None:
-        return _made(self._states)
-
-    @cached_property
-    def embeddings(self) -> np.ndarray | None:
-        return _made(self._embeddings)
-
-    def schedule(self, batch: int = 1, as_decode: bool = True) -> Schedule:
-        """Ubatches: a prompt's tokens together, at most 512; then one token of each of up to `batch` requests.
-
-        When a request ends the next one takes its place. as_decode: prompts too are played token by token.
-        """
-        ends = np.flatnonzero(np.diff(self.request)) + 1
-        waiting = deque(np.split(np.arange(len(self)), ends))
-        running: list[deque[int]] = []
-        ubatches: list[tuple[list[int], bool]] = []
-        while waiting or running:
-            while waiting and len(running) < batch:
-                tokens = waiting.popleft()
-                prompt = np.zeros(len(tokens), bool) if as_decode else self.phase[tokens] == PREFILL
-                head = tokens[prompt].tolist()
-                ubatches += [(head[i : i + UBATCH], False) for i in range(0, len(head), UBATCH)]
-                if not prompt.all():
-                    running.append(deque(tokens[~prompt].tolist()))
-            if running:
-                ubatches.append(([request.popleft() for request in running], True))
-                running = [request for request in running if request]
-        sizes = [len(tokens) for tokens, _ in ubatches]
-        return Schedule(
-            np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-            np.array([token for tokens, _ in ubatches for token in tokens], np.int64),
-            np.array([decode for _, decode in ubatches], np.uint8),
-        )
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What it came to, of the tokens that were counted.
-
-    hit_rate: uses of experts that found the expert resident. tpot_ms: from one token
-    of a request to the next; stall_ms: of it, without a matrix to compute with; nan if nothing was decoded.
-    bytes_per_token: read.
-    useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
-    their bytes. predict_wall_ms: what the forecasts of a token really took, here.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Measures):
+    """What it came to, of the tokens that were counted."""
 
     settings: ReplaySettings
-    n_tokens: int
     n_decoded: int
     seconds: float
-    hit_rate: float
-    tpot_ms: float
-    tokens_per_second: float  # decoded, of all requests together
-    stall_ms: float
-    bytes_per_token: float
     disk_busy: float  # share of the time
-    useful: int
-    late: int
-    wasted: int
-    useful_bytes: int
-    late_bytes: int
-    wasted_bytes: int
-    predict_wall_ms: float
     stats: Stats
     n_expert_used: int
     hit_rates: np.ndarray = field(repr=False)  # float64[L], by layer
@@ -395,55 +254,6 @@ def default_route_share(model_map: ModelMap) -> float:
     return dense / (dense + experts)
 
 
-def read_router(model_map: ModelMap, il: int) -> Router:
-    """From the file, what llama.cpp's graph chooses with. How it weighs what it chose does not matter to a replay.
-
-    Raises PyorchError where there is none, or it cannot be dequantized.
-    """
-    arch = model_map.info.arch
-    gate = _tensor(model_map, f"blk.{il}.ffn_gate_inp.weight")
-    if gate is None:
-        raise PyorchError(f"{model_map.path} has no router weights blk.{il}.ffn_gate_inp.weight: only predictors that "
-                          "do without can be replayed")
-    n_expert = model_map.layer(il).n_expert
-    norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
-    norm = next((norm for norm in norms if norm is not None), None)
-    eps = model_map.metadata_float(f"{arch}.attention.layer_norm_rms_epsilon")
-    n_groups = max(1, model_map.metadata_int(f"{arch}.expert_group_count", default=1))
-    return Router(
-        gate=gate.reshape(n_expert, -1),
-        bias=_tensor(model_map, f"blk.{il}.ffn_gate_inp.bias"),
-        norm=norm if eps is not None else None,  # not an RMS normalization
-        eps=eps or 0.0,
-        selection_bias=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
-        gating=_GATING.get(arch)
-        or gatings().named(model_map.metadata_int(f"{arch}.expert_gating_func", default=0))
-        or "softmax",
-        n_used=model_map.info.n_expert_used,
-        n_groups=n_groups,
-        n_groups_used=model_map.metadata_int(f"{arch}.expert_group_used_count", default=1) if n_groups > 1 else 1,
-    )
-
-
-def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
-    """float32 of any tensor, flat; None where there is none. PyorchError if it cannot be dequantized."""
-    try:
-        where = model_map.tensor_range(name)
-    except PyorchError:
-        return None
-    kind = getattr(gguf.GGMLQuantizationType, model_map.tensor_type(name).upper())
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    try:
-        data = np.fromfile(where.path, np.uint8, where.size, offset=where.offset)
-        if len(data) < where.size:
-            raise FormatError(f"{where.path} cannot be read: it ends within {name}")
-        return gguf.quants.dequantize(data.reshape(-1, block_bytes), kind).astype(np.float32, copy=False).reshape(-1)
-    except OSError as error:
-        raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
-    except NotImplementedError:
-        raise PyorchError(f"{where.path}: {name} of the type {kind.name} cannot be dequantized here") from None
-
-
 def _copy(maps: ExpertMaps) -> ExpertMaps:
     """One that may grow. Nothing is replaced: all of it fits."""
     copied = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance, maps.request_capacity)
@@ -453,10 +263,6 @@ def _copy(maps: ExpertMaps) -> ExpertMaps:
     for counts in contents.requests:
         copied.add_request(counts)
     return copied
-
-
-def _made(array):
-    return array() if callable(array) else array
 
 
 def _ratio(a: float, b: float) -> float:

@@ -20,7 +20,7 @@ from pyorch.cli import main
 from pyorch.convert import pack as packing
 from pyorch.convert.slim import write_slim
 from pyorch.errors import FormatError, PyorchError
-from pyorch.llama import interception
+from pyorch.llama import capture
 from pyorch.llama.context import Context
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, packs
@@ -131,13 +131,14 @@ def test_verify_eval_and_tune_compare_with_all_experts_in_memory(
 ) -> None:
     """And say that it is not llama.cpp's own load. What they find is what they find with the whole model."""
     told: list[str] = []
-    monkeypatch.setattr(interception.fatal, "notice", told.append)
+    monkeypatch.setattr(capture.fatal, "notice", told.append)
     pair = tmp_path / "pair.gguf"
     for name in ("gguf", "experts.gguf"):
         pair.with_name(f"pair.{name}").symlink_to(slim.with_name(f"slim.{name}"))
     with ModelMap(pair) as model_map:
         complete_buddies().write(container.default_path(pair, "buddies"), model_map)
-    facts, text = CHECKPOINT / "facts-train.jsonl", CHECKPOINT / "text-test.txt"
+    facts, text = tmp_path / "facts.jsonl", CHECKPOINT / "text-test.txt"
+    facts.write_text("".join((CHECKPOINT / "facts-train.jsonl").read_text().splitlines(keepends=True)[:4]))
 
     def run(*command: object) -> str:
         capsys.readouterr()
@@ -146,14 +147,14 @@ def test_verify_eval_and_tune_compare_with_all_experts_in_memory(
 
     assert "are bit-identical to the resident model's" in run("verify", pair, "--budget", "30%", "--tokens", 2)
     perplexity, accuracy = (
-        [json.loads(run("eval", *command, model, "--budget", "30%", "--json")) for model in (pair, small_moe)]
-        for command in (("perplexity", "--data", text, "--tokens", 130, "--compare", small_moe),
-                        ("arc", "--data", facts, "--limit", 4)))
+        [json.loads(run("eval", kind, model, *options, "--budget", "30%", "--json")) for model in (pair, small_moe)]
+        for kind, *options in (("perplexity", "--data", text, "--tokens", 130, "--compare", small_moe),
+                               ("arc", "--data", facts)))
     assert perplexity[0]["perplexity"] == perplexity[1]["perplexity"]
     assert perplexity[0]["kl_divergence"] == perplexity[1]["kl_divergence"] == 0
     assert accuracy[0] == accuracy[1]
     assert len(told) == 1
-    run("tune", pair, "--data", facts, "--limit", 4, "--trials", 5, "--candidates", 1, "--cache-rate", 0.5,
+    run("tune", pair, "--data", facts, "--trials", 5, "--candidates", 1, "--cache-rate", 0.5,
         "--speed-tokens", 0, "--min-accuracy", 0.1, "--max-kl", 100, "-o", tmp_path / "tuned.json")
     assert len(told) == 2 and all(f"{pair} is slim, llama.cpp by itself cannot load it" in it for it in told)
 

@@ -26,7 +26,7 @@ from pyorch.eval.similarity import overlaps, pearson, similarities, trajectory_c
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
 from pyorch.traces.recorder import profile
-from pyorch.traces.replay import Recording
+from pyorch.traces.recording import Recording
 from pyorch.traces.file import PREFILL, Trace
 
 TEXT, FACTS = CHECKPOINT / "text-test.txt", CHECKPOINT / "facts-test.jsonl"

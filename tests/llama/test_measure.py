@@ -9,14 +9,14 @@ import llama_cpp.llama_cpp as llama
 import pytest
 
 from pyorch.llama import logs
-from pyorch.llama import interception
+from pyorch.llama import originals
 from pyorch.llama import measure
 from pyorch.errors import BudgetError, FormatError
 from pyorch.sizes import MiB
 from pyorch.runtime.model_map import ModelMap
 
-LOAD = interception.original("llama_model_load_from_file")
-INIT = interception.original("llama_init_from_model")
+LOAD = originals.original("llama_model_load_from_file")
+INIT = originals.original("llama_init_from_model")
 
 
 def context_params(n_ctx: int, n_ubatch: int) -> llama.llama_context_params:

@@ -14,7 +14,7 @@ from processes import python
 
 from pyorch.convert import pack as packing
 from pyorch.errors import PyorchError
-from pyorch.llama import interception
+from pyorch.llama import capture
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.sidecars import container, packs
@@ -35,8 +35,8 @@ def packed(model: Path) -> Path:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What people are told about packs that are refused."""
     lines: list[str] = []
-    monkeypatch.setattr(interception.fatal, "notice", lines.append)
-    monkeypatch.setattr(interception, "_refused_packs", set())
+    monkeypatch.setattr(capture.fatal, "notice", lines.append)
+    monkeypatch.setattr(capture, "_refused_packs", set())
     return lines
 
 
@@ -112,6 +112,20 @@ with load({str(packed)!r}, budget="30%", n_ctx=256, n_batch=256, n_threads=2) as
     lines = [line for line in done.stderr.splitlines() if "note" in line]
     assert len(lines) == 1 and "ffn_" in lines[0] and str(pack_of(packed)) in lines[0]
     assert "what was read is damaged" in lines[0]
+
+
+def test_damaged_experts_of_a_native_pack_are_read_from_the_model_and_repacked(
+    model: Path, small_moe_q4: Path, prompt_tokens: list[int]
+) -> None:
+    shutil.copy(small_moe_q4, model)
+    with small_model(model, "30%") as without:
+        expected = logits(without, prompt_tokens)
+    packing.pack(model, layout="native")
+    damage(pack_of(model), 3)
+    with small_model(model, "30%") as loaded:
+        assert loaded.map.pack == pack_of(model)
+        assert_same_bits(logits(loaded, prompt_tokens), expected)
+        assert loaded.stats().experts.failures == 0
 
 
 def test_a_pack_that_does_not_belong_there_is_refused_once(

@@ -17,7 +17,7 @@ from pyorch.llama.context import Context
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.observers import Routing
 from pyorch.runtime.routers import Router
-from pyorch.traces.replay import read_router
+from pyorch.traces.routers import read_router
 
 GATING = {
     "deepseek-v3": "sigmoid", "glm4-moe": "sigmoid", "dots1": "sigmoid", "llama4": "sigmoid",

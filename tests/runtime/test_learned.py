@@ -16,7 +16,8 @@ from pyorch.llama.model import Model
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, eviction
-from pyorch.traces.replay import Recording, ReplaySettings, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import ReplaySettings, replay
 
 LAYERS = tuple(range(8))
 

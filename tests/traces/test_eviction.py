@@ -11,7 +11,8 @@ import routings
 
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.traces.replay import Recording, ReplaySettings, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import ReplaySettings, replay
 
 N_EXPERT, N_USED, N_LAYERS = 64, 6, 4
 FIXED = "lru", "lfu", "bandit", "least-stale"

@@ -23,7 +23,9 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import Prefetch
 from pyorch.traces.recorder import profile
 from pyorch.traces.expert_maps import maps_from_trace
-from pyorch.traces.replay import Recording, Replayed, ReplaySettings, read_router, replay
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import Replayed, ReplaySettings, replay
+from pyorch.traces.routers import read_router
 from pyorch.traces.file import Trace
 
 N_LAYERS, N_EXPERT, N_USED = 8, 64, 6

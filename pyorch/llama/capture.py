@@ -1,0 +1,94 @@
+"""While a model is loaded: its engine is made, and what the settings ask for is read from beside the model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from pyorch.errors import PyorchError
+from pyorch.library.choices import LEARNED, default_policy
+from pyorch.llama import memory
+from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies
+from pyorch.llama.managed import ManagedModel
+from pyorch.runtime import fatal
+from pyorch.runtime.disk import reads_for
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import AUTO, RESIDENT
+from pyorch.settings.settings import Settings
+from pyorch.sidecars import eviction, packs
+from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.tuned_setting import read_tuned
+
+_refused_packs: set[str] = set()  # of which people were told
+
+
+@contextlib.contextmanager
+def capture(managed: ManagedModel) -> Iterator[None]:
+    """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
+    plain = not managed.params.use_extra_bufts
+    use_pack(managed.map, managed.settings, plain)
+    info = managed.map.info
+    if managed.settings.tuned is not None:
+        tuned = read_tuned(managed.settings.tuned, managed.map)
+        managed.settings = managed.settings.with_tuned(tuned.substitution, tuned.budget)
+    settings = managed.settings
+    budget = settings.budget
+    if budget == AUTO:
+        # Each context will take its share; then the budget is set to the rest.
+        memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
+        budget = info.floor_bytes
+    elif budget == RESIDENT and info.slim:
+        budget = info.slots_bytes
+        fatal.notice(f"note: {managed.path} is slim, llama.cpp by itself cannot load it: the reference is the model "
+                     "with all experts in memory, from the pack")
+    elif budget != RESIDENT:
+        budget = budget.resolve(info)
+    if not managed.map.layers or budget == RESIDENT:
+        yield
+    else:
+        managed.buddies = find_buddies(settings.substitution, settings.buddies, managed.sidecars)
+        reads = settings.reads
+        if settings.source is None:
+            reads = reads_for(managed.map, reads, settings.direct_io)
+        managed.engine = Engine(
+            managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
+            pools=settings.pools,
+        )
+        try:
+            if settings.maps is not None and os.path.exists(settings.maps):
+                managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
+            if (settings.policy or default_policy()) == LEARNED:
+                if settings.learned is None:
+                    managed.sidecars.read_learned(managed.engine)
+                elif os.path.exists(settings.learned):
+                    eviction.read(settings.learned, managed.engine, managed.map)
+            apply_prefetch(managed.prefetch, managed.engine, managed.sidecars)
+            managed.engine.set_speculation("decode" if settings.speculate else "none")
+            managed.speculating = settings.speculate
+            for layer in managed.map.layers:
+                apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies)
+        except PyorchError:
+            managed.engine.close()
+            raise
+        with managed.engine.capture():
+            yield
+
+
+def use_pack(model_map: ModelMap, settings: Settings, plain: bool) -> None:
+    """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
+
+    plain: they will be computed with as they lie in the model.
+    """
+    if model_map.info.slim and settings.source is None:
+        if not settings.packed:
+            raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
+                              "(packed=False in Python)")
+        packs.require(model_map)
+    if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
+        return
+    refusal = packs.attach(model_map, plain)
+    if refusal and refusal not in _refused_packs:
+        _refused_packs.add(refusal)
+        fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")

@@ -1,0 +1,90 @@
+"""How wide a context computes, and what it leaves for experts under the automatic budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch.llama import measure, memory
+from pyorch.llama.managed import ManagedModel, lock, models
+from pyorch.llama.originals import original
+
+# Tokens that are computed at once.
+LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048
+
+
+def default_ubatch(managed: ManagedModel) -> int | None:
+    """Tokens to compute at once: in prefill every expert is read once for each ubatch, so twice as wide is half the
+    reading. None under the automatic budget, where it depends on what memory a context leaves."""
+    if managed.automatic:
+        return None
+    whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
+    return NARROW_UBATCH if whole else WIDE_UBATCH
+
+
+def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
+    """Sets the engine's budget to what a context with these parameters will leave; returns its bytes.
+
+    widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor. Raises
+    BudgetError if that is not left.
+    """
+    limit, info = memory.memory_limit(), managed.map.info
+    free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
+    free = dataclasses.replace(limit, free_bytes=free_bytes)
+    # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
+    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
+    dense_bytes = info.dense_bytes if mapped else 0
+    with managed.engine.capture(), measure.twin(
+        original("llama_model_load_from_file"), managed.path, managed.params
+    ) as twin:
+
+        def need(n_ubatch: int) -> int:
+            params.n_ubatch = n_ubatch
+            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+
+        if widen:
+            params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)
+        needed = need(params.n_ubatch)
+        while (widen and params.n_ubatch > LEAST_UBATCH
+               and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes):
+            needed = need(params.n_ubatch // 2)
+    plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
+    managed.engine.set_budget(plan.budget_bytes)
+    return needed
+
+
+def try_context(managed: ManagedModel, params: llama.llama_context_params) -> None:
+    """Raises FormatError or BudgetError where llama.cpp refuses the model or a context; nothing is allocated.
+
+    For what loads the model beyond this module's reach, and would end the process.
+    """
+    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
+        measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+
+
+def _promised_bytes(managed: ManagedModel) -> int:
+    """What looks free and is not: what other models' experts may still take, and contexts of this model."""
+    with lock:
+        # Compute buffers may not have been touched yet; to count them twice is on the safe side.
+        promised = sum(managed.contexts.values())
+        for other in list(models.values()):
+            if other.engine is not None and other is not managed:
+                stats = other.engine.stats()
+                promised += stats.budget_bytes - stats.used_bytes
+    return promised
+
+
+def _widest_ubatch(need: Callable[[int], int], n_batch: int, free: memory.MemoryLimit, slots_bytes: int) -> int:
+    """The widest ubatch whose buffers cost the experts at most a tenth of their memory.
+
+    need: bytes of the context for an ubatch. Where all experts fit, none is read twice: the narrow one.
+    """
+    narrow = min(NARROW_UBATCH, n_batch)
+    least = need(narrow)
+    rest = free.free_bytes - memory.margin_bytes(free) - least
+    width = min(WIDE_UBATCH, n_batch)
+    while width > narrow and (rest >= slots_bytes or need(width) - least > rest // 10):
+        width //= 2
+    return max(width, narrow)

@@ -1,0 +1,80 @@
+"""Models whose experts are looked after: what is known of each, by its llama_model *."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from dataclasses import dataclass, field
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch.llama.apply import speculative
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import AUTO
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.settings import Settings
+from pyorch.sidecars import eviction
+from pyorch.sidecars.beside import Sidecars
+from pyorch.sidecars.buddies import Buddies
+
+
+@dataclass
+class ManagedModel:
+    """A loaded model: its map, and its engine unless it is dense or llama.cpp keeps its experts."""
+
+    path: str
+    map: ModelMap
+    settings: Settings
+    params: llama.llama_model_params
+    engine: Engine | None = None
+    buddies: Buddies | None = None
+    speculating: bool = False  # layers execute what is forecast for them
+    contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def forked(self) -> bool:
+        """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
+        return self.pid != os.getpid()
+
+    @functools.cached_property
+    def sidecars(self) -> Sidecars:
+        return Sidecars(self.map)
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """What the model was loaded with."""
+        settings = self.settings
+        return speculative(settings.prefetch, self.sidecars) if settings.speculate else settings.prefetch
+
+    def save(self) -> None:
+        """Writes what was learned where the settings say. PyorchError if it cannot be written."""
+        if self.engine is None:
+            return
+        if self.settings.maps is not None and self.engine.history:
+            self.engine.history.write(self.settings.maps, self.map)
+        if self.settings.learned is not None:
+            eviction.write(self.settings.learned, self.engine, self.map)
+
+    @property
+    def automatic(self) -> bool:
+        return self.engine is not None and self.settings.budget == AUTO
+
+
+models: dict[int, ManagedModel] = {}  # by llama_model *
+# Of models and of the contexts in it. Reentrant, and loops run over copies: the garbage collector may free
+# a model at any moment.
+lock = threading.RLock()
+
+
+def find(model: int) -> ManagedModel | None:
+    """What is known of a llama_model *; None if it was loaded without settings in force."""
+    return models.get(model)
+
+
+def is_forked(model: int) -> bool:
+    """Whether another process loaded this managed llama_model *."""
+    managed = models.get(model)
+    return managed is not None and managed.forked

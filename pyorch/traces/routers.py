@@ -1,0 +1,63 @@
+"""Routers as a model's file has them: a replay has no graph to ask."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+
+from pyorch.errors import FormatError, PyorchError
+from pyorch.library.choices import gatings
+from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.routers import Router
+
+# Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
+_GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
+
+
+def read_router(model_map: ModelMap, il: int) -> Router:
+    """From the file, what llama.cpp's graph chooses with. How it weighs what it chose does not matter to a replay.
+
+    Raises PyorchError where there is none, or it cannot be dequantized.
+    """
+    arch = model_map.info.arch
+    gate = _tensor(model_map, f"blk.{il}.ffn_gate_inp.weight")
+    if gate is None:
+        raise PyorchError(f"{model_map.path} has no router weights blk.{il}.ffn_gate_inp.weight: only predictors that "
+                          "do without can be replayed")
+    n_expert = model_map.layer(il).n_expert
+    norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
+    norm = next((norm for norm in norms if norm is not None), None)
+    eps = model_map.metadata_float(f"{arch}.attention.layer_norm_rms_epsilon")
+    n_groups = max(1, model_map.metadata_int(f"{arch}.expert_group_count", default=1))
+    return Router(
+        gate=gate.reshape(n_expert, -1),
+        bias=_tensor(model_map, f"blk.{il}.ffn_gate_inp.bias"),
+        norm=norm if eps is not None else None,  # not an RMS normalization
+        eps=eps or 0.0,
+        selection_bias=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
+        gating=_GATING.get(arch)
+        or gatings().named(model_map.metadata_int(f"{arch}.expert_gating_func", default=0))
+        or "softmax",
+        n_used=model_map.info.n_expert_used,
+        n_groups=n_groups,
+        n_groups_used=model_map.metadata_int(f"{arch}.expert_group_used_count", default=1) if n_groups > 1 else 1,
+    )
+
+
+def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
+    """float32 of any tensor, flat; None where there is none. PyorchError if it cannot be dequantized."""
+    try:
+        where = model_map.tensor_range(name)
+    except PyorchError:
+        return None
+    kind = getattr(gguf.GGMLQuantizationType, model_map.tensor_type(name).upper())
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        data = np.fromfile(where.path, np.uint8, where.size, offset=where.offset)
+        if len(data) < where.size:
+            raise FormatError(f"{where.path} cannot be read: it ends within {name}")
+        return gguf.quants.dequantize(data.reshape(-1, block_bytes), kind).astype(np.float32, copy=False).reshape(-1)
+    except OSError as error:
+        raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
+    except NotImplementedError:
+        raise PyorchError(f"{where.path}: {name} of the type {kind.name} cannot be dequantized here") from None
