@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ggufs import write_moe_model
+
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
 
 # A sandbox as containers have it: seccomp answers a system call with EPERM.
 SANDBOX = """
@@ -67,3 +72,24 @@ def test_a_depth_for_io_uring_is_no_number_of_threads(small_moe: Path) -> None:
                             text=True)
     assert result.returncode == 0, result.stderr
     assert 1 <= int(result.stdout) <= 4
+
+
+def pinned_kib() -> int:
+    """Of this process, what the kernel has hold of."""
+    return int(re.search(r"^VmPin:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="io_uring is of Linux")
+def test_an_engine_that_is_closed_lets_go_of_its_memory_at_once(tmp_path: Path) -> None:
+    """The next one may need it."""
+    write_moe_model(tmp_path / "model.gguf", n_layer=2, n_embd=512)
+    before = pinned_kib()
+    with ModelMap(tmp_path / "model.gguf") as model_map, Engine(model_map, "100%") as engine:
+        (layer,) = model_map.layers
+        for _ in range(2):  # memory is registered when it is read into again
+            engine.prefetch(layer.il, range(layer.n_expert))
+            engine.wait_idle()
+            engine.evict(layer.il, range(layer.n_expert))
+        if pinned_kib() == before:
+            pytest.skip("this system registers no memory")
+    assert pinned_kib() == before
