@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
@@ -64,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("tokens", "prompt_tokens", "repeat"):
         if getattr(args, name) < 1:
             raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
-    if args.data and not os.access(args.data, os.R_OK):
-        raise PyorchError(f"{args.data} cannot be read: --data names a text file")
+    check_readable([args.data])
     settings = given_settings(args, "budget", "policy", "prefetch")
     n_threads = settings.pop("n_threads", None) or physical_cores()
     asked = plan.Plan(

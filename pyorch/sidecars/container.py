@@ -39,8 +39,8 @@ _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeErr
 def default_path(model: str | os.PathLike[str], kind: str) -> Path:
     """Where the sidecar of a model lies: model.KIND.gguf beside it, where ModelMap.sidecars() looks."""
     assert kind in SIDECARS, kind
-    stem = Path(model).with_suffix("")
-    return stem.with_name(f"{stem.name}.{kind}.gguf")
+    stem, _ = os.path.splitext(Path(model))  # also of a directory that has no name, which is refused elsewhere
+    return Path(f"{stem}.{kind}.gguf")
 
 
 def fingerprint(model_map: ModelMap) -> str:
