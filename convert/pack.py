@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
+import struct
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from pyorch import files
-from pyorch.errors import FormatError, PyorchError
-from pyorch.library.bindings import ffi, lib
+from pyorch.convert import compression
+from pyorch.convert.compression import KindReport, Scheme
+from pyorch.convert.pack_plan import Plan, aligned, layouts_of
+from pyorch.convert.packed_experts import Experts, forget
+from pyorch.errors import PyorchError
+from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
 from pyorch.sizes import MiB
@@ -37,31 +44,24 @@ class Packing:
     n_continued: int  # of them, those that an interrupted run had packed
     n_bytes: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class Check:
-    """What a pack was found to be. damaged: experts whose bytes are not those of the model."""
-
-    path: Path
-    n_layers: int
-    n_experts: int
-    n_bytes: int
-    damaged: tuple[str, ...]
-    seconds: float
+    codecs: tuple[str, ...]  # that some matrix is stored with
+    ratio: float  # of what is stored of the experts to their bytes
+    kinds: tuple[KindReport, ...] = ()  # of a compressed pack, from a sample of the matrices
+    reason: str = ""  # why it is so compressed; "" where that was asked for
 
 
 def pack(
     model: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, layout: str = LAYOUTS[0],
-    spare_bytes: int = 0, on_progress: OnProgress | None = None,
+    codec: str = compression.NONE, level: int | None = None, shards: int | None = None, spare_bytes: int = 0,
+    on_progress: OnProgress | None = None,
 ) -> Packing:
     """Writes the pack of a model, beside it unless `target` says where. It appears whole or not at all.
 
-    layout: one of LAYOUTS; native: only for machines whose kernels want the same order. spare_bytes: room that must be
-    left on the disk for what the caller writes there afterwards.
+    layout: one of LAYOUTS; native: only for machines whose kernels want the same order. codec, level, shards: see
+    compression.choose(). spare_bytes: room that must be left on the disk for what the caller writes there afterwards.
 
     A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next
-    one goes on from there. No more than one expert is in memory. Raises PyorchError.
+    one goes on from there. No more than some experts for each core are in memory. Raises PyorchError.
     """
     begin = time.monotonic()
     target = Path(target or container.default_path(model, packs.KIND)).absolute()
@@ -72,187 +72,163 @@ def pack(
         if model_map.info.slim:
             raise PyorchError(f"{model_map.path} is slim: its experts are in its pack already")
         files.check_no_source(target, model_map.shards)
-        plan = _Plan(model_map, layout)
         with files.continued(target) as (part, descriptor):
+            choice = _begun(descriptor, model_map, layout) if codec == compression.AUTO else None
+            if choice is None:
+                with Experts(model_map, layouts_of(model_map, layout)) as experts:
+                    choice = compression.choose(model_map, experts.read, codec, level, shards)
+            plan = Plan(model_map, layout, choice.schemes)
             try:
-                n_continued = _write(plan, descriptor, target.parent, spare_bytes, on_progress)
+                written = _write(plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
                 files.replace(part, target)
             except OSError as error:
                 raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
                                   "command goes on from it") from None
-        return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued, plan.n_bytes,
-                       time.monotonic() - begin)
+        used = {scheme.codec for scheme in choice.schemes}
+        return Packing(target, layout, len(model_map.layers), plan.n_experts, written.n_continued,
+                       target.stat().st_size, time.monotonic() - begin,
+                       tuple(name for name in codecs.NAMES if name in used),
+                       written.stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
 
 
-def check(
-    model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, layout: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Check:
-    """Compares every byte of every expert in a pack with the model, and with the checksums; of a slim model's pack,
-    which alone has the bytes, with the checksums only.
-
-    Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where;
-    and for one in another layout, if one is asked for.
-    """
-    begin = time.monotonic()
-    path = Path(path or container.default_path(model, packs.KIND)).absolute()
-    with ModelMap(model) as model_map, ModelMap(model) as attached:
-        metadata, arrays = container.read(path, packs.KIND, packs.VERSION, model_map)
-        attached.attach_pack(path)  # which checks the index
-        if layout is not None and metadata[packs.LAYOUTS] != _layouts(model_map, layout):
-            raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "
-                              f"{layout}, or check it without")
-        if model_map.info.slim:
-            model_map.attach_pack(path)
-        damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
-        with _Experts(model_map, metadata[packs.LAYOUTS]) as experts:
-            for layer in model_map.layers:
-                data = arrays[packs.data_name(layer.il)]
-                index = arrays[packs.index_name(layer.il)].view(packs.CHUNK)[:, 0]
-                for chunk in sorted(index, key=lambda chunk: (chunk["expert"], chunk["role"])):
-                    raw = experts.read(layer, int(chunk["expert"]), int(chunk["role"]))
-                    stored = data[chunk["offset"] : chunk["offset"] + chunk["stored"]]
-                    if not np.array_equal(stored.view(np.uint8), raw) or _checksum(raw) != chunk["checksum"]:
-                        name = layer.roles[chunk["role"]].name
-                        damaged.append(f"expert {chunk['expert']} of blk.{layer.il}.ffn_{name}_exps")
-                    n_done += len(raw)
-                    if on_progress is not None:
-                        on_progress("checking", n_done, total)
-                n_experts += layer.n_expert
-    return Check(path, len(model_map.layers), n_experts, path.stat().st_size, tuple(damaged), time.monotonic() - begin)
+def _begun(descriptor: int, model_map: ModelMap, layout: str) -> compression.Choice | None:
+    """What an interrupted run had chosen, if it left something to go on with."""
+    head = os.pread(descriptor, min(os.fstat(descriptor).st_size, 64 * MiB), 0)
+    schemes = _schemes_in(head, sum(len(layer.roles) for layer in model_map.layers))
+    if schemes and head.startswith(Plan(model_map, layout, schemes).header):
+        return compression.Choice(schemes, (), "as the run that was interrupted chose")
+    return None
 
 
-class _Experts:
-    """Reads matrices of experts, and leaves nothing of them in the page cache.
-
-    layouts: of every matrix of every layer, into which it is brought.
-    """
-
-    def __init__(self, model_map: ModelMap, layouts: Sequence[str]) -> None:
-        self._map = model_map
-        matrices = [(layer.il, role) for layer in model_map.layers for role in range(len(layer.roles))]
-        # A slim model's experts come from the pack: they are in its layout already.
-        self._repacked = set() if model_map.info.slim else {
-            matrix for matrix, layout in zip(matrices, layouts) if layout != packs.PLAIN}
-        self._files: dict[str, int] = {}
-        most = max(model_map.expert_range(layer.il, 0, role).size
-                   for layer in model_map.layers for role in range(len(layer.roles)))
-        self._buffer = mmap.mmap(-1, most)
-
-    def __enter__(self) -> _Experts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-
-    def read(self, layer: LayerInfo, expert: int, role: int) -> np.ndarray:
-        """uint8[bytes of the matrix], valid until the next call. FormatError if it cannot be read."""
-        where = self._map.expert_range(layer.il, expert, role)
-        try:
-            if where.path not in self._files:
-                self._files[where.path] = os.open(where.path, os.O_RDONLY)
-            descriptor = self._files[where.path]
-            view, n = memoryview(self._buffer)[: where.size], 0
-            while n < where.size:
-                got = os.preadv(descriptor, [view[n:]], where.offset + n)
-                if got == 0:
-                    raise FormatError(
-                        f"{where.path} is truncated: {where.size} bytes at {where.offset} are not all there")
-                n += got
-            _forget(descriptor, where.offset, where.size)
-        except OSError as error:
-            raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
-        if (layer.il, role) in self._repacked:
-            self._map.repack(layer.il, role, view)
-        return np.frombuffer(view, np.uint8)
+def _schemes_in(head: bytes, n: int) -> tuple[Scheme, ...]:
+    """Of the beginning of a pack, the metadata that say what n matrices are stored with; () without them."""
+    key = f"{packs.KIND}.{packs.CODECS}".encode()
+    at = head.find(struct.pack("<Q", len(key)) + key)
+    try:
+        if at < 0 or struct.unpack_from("<Q", head, at + 16 + len(key))[0] != n:
+            return ()
+        at += 24 + len(key)
+        schemes = []
+        for _ in range(n):
+            length = struct.unpack_from("<Q", head, at)[0]
+            schemes.append(Scheme.parse(head[at + 8 : at + 8 + length].decode()))
+            at += 8 + length
+        return tuple(schemes)
+    except (struct.error, ValueError):
+        return ()
 
 
-class _Plan:
-    """Where everything will lie in the pack of a model."""
-
-    def __init__(self, model_map: ModelMap, layout: str) -> None:
-        self.map = model_map
-        self.layouts = _layouts(model_map, layout)
-        self.layers = {layer.il: packs.role_offsets(model_map, layer) for layer in model_map.layers}
-        self.n_experts = sum(layer.n_expert for layer in model_map.layers)
-        self.header = self._header()
-        self.index: dict[int, int] = {}  # offsets in the file, by layer
-        self.data: dict[int, int] = {}
-        at = len(self.header)
-        for offsets, n_bytes in ((self.index, self._index_bytes), (self.data, self._data_bytes)):
-            for layer in model_map.layers:
-                offsets[layer.il] = at
-                at += -(-n_bytes(layer) // packs.PAGE) * packs.PAGE
-        self.n_bytes = at
-
-    def _index_bytes(self, layer: LayerInfo) -> int:
-        return layer.n_expert * len(layer.roles) * packs.CHUNK.itemsize
-
-    def _data_bytes(self, layer: LayerInfo) -> int:
-        return layer.n_expert * self.layers[layer.il][1]
-
-    def _header(self) -> bytes:
-        """All before the first tensor's data."""
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "header"
-            writer = container.new_writer(path, packs.KIND, packs.VERSION, self.map, {packs.LAYOUTS: self.layouts})
-            writer.add_custom_alignment(packs.PAGE)
-            for layer in self.map.layers:
-                n_chunks = layer.n_expert * len(layer.roles)
-                writer.add_tensor_info(packs.index_name(layer.il), (n_chunks, len(packs.CHUNK)), np.dtype(np.int64),
-                                       self._index_bytes(layer))
-            for layer in self.map.layers:
-                n_bytes = self._data_bytes(layer)
-                writer.add_tensor_info(packs.data_name(layer.il), (n_bytes,), np.dtype(np.int8), n_bytes)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            writer.close()
-            header = path.read_bytes()
-        return header.ljust(-(-len(header) // packs.PAGE) * packs.PAGE, b"\0")
-
-
-def _layouts(model_map: ModelMap, layout: str) -> list[str]:
-    """Of every matrix of every layer."""
-    return [packs.PLAIN if layout == packs.PLAIN else role.layout
-            for layer in model_map.layers for role in layer.roles]
+@dataclass(frozen=True)
+class _Written:
+    n_continued: int
+    stored_bytes: int  # of all chunks
 
 
 def _write(
-    plan: _Plan, descriptor: int, directory: Path, spare_bytes: int, on_progress: OnProgress | None
-) -> int:
-    """Packs what the file does not have yet. Returns how many experts it had.
+    plan: Plan, ratio: float, descriptor: int, directory: Path, spare_bytes: int, on_progress: OnProgress | None
+) -> _Written:
+    """Packs what the file does not have yet, in order.
 
-    The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros.
+    The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros. Until
+    all is there, the header says that the layers are empty.
     """
-    if os.pread(descriptor, len(plan.header), 0) != plan.header or os.fstat(descriptor).st_size != plan.n_bytes:
+    begun = os.pread(descriptor, len(plan.header), 0) == plan.header and os.fstat(descriptor).st_size >= plan.data
+    if not begun:
         os.ftruncate(descriptor, 0)
-        files.check_free_space(directory, plan.n_bytes + spare_bytes)
-        os.ftruncate(descriptor, plan.n_bytes)
+    there = os.fstat(descriptor).st_blocks * 512
+    files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes)
+    if not begun:
+        os.ftruncate(descriptor, plan.data)
         _write_all(descriptor, plan.header, 0)
-    else:
-        missing = max(0, plan.n_bytes - os.fstat(descriptor).st_blocks * 512)
-        files.check_free_space(directory, missing + spare_bytes)
     journal = _Journal(descriptor)
-    n_continued = n_done = 0
-    total = plan.map.info.expert_bytes
+    known = _known_rows(plan, descriptor)
+    at, n_done, stored_bytes = plan.data, 0, 0
+    layer_begin: dict[int, int] = {}
+    data_bytes: dict[int, int] = {}
+
+    def count(il: int, rows: np.ndarray) -> None:
+        """The records of these rows are there."""
+        nonlocal at, n_done, stored_bytes
+        layer = plan.layers[il]
+        end = layer_begin[il] + int((rows["offset"] + rows["stored"]).max())
+        at = aligned(end, layer.unit if layer.is_compressed else packs.PAGE)
+        data_bytes[il] = at - layer_begin[il]
+        stored_bytes += int(rows["stored"].sum())
+        n_done += layer.info.expert_bytes
+        if on_progress is not None:
+            on_progress("packing", n_done, plan.map.info.expert_bytes)
+
+    def begin(il: int) -> None:
+        if il not in layer_begin:
+            layer_begin[il] = aligned(at, packs.PAGE)
+
     try:
-        with _Experts(plan.map, plan.layouts) as experts:
-            for layer, expert, at, row_at in _records(plan):
-                known = _read_all(descriptor, len(layer.roles) * packs.CHUNK.itemsize, row_at)
-                if np.frombuffer(known, packs.CHUNK)["stored"].all():
-                    n_continued += 1
-                else:
-                    record, rows = _record(plan, experts, layer, expert)
-                    _write_all(descriptor, record, at)
-                    journal.add(row_at, rows.tobytes(), at, len(record))
-                n_done += layer.expert_bytes
-                if on_progress is not None:
-                    on_progress("packing", n_done, total)
+        for il, _, rows in known:
+            begin(il)
+            count(il, rows)
+        with closing(_records(plan, len(known))) as records:
+            for layer, expert, record, rows in records:
+                begin(layer.il)
+                record_at = max(at, layer_begin[layer.il])
+                rows["offset"] += record_at - layer_begin[layer.il]
+                _write_all(descriptor, record, record_at)
+                row_at = plan.index[layer.il] + expert * plan.layers[layer.il].row_bytes
+                journal.add(row_at, rows.tobytes(), record_at, len(record))
+                count(layer.il, rows)
     finally:
         journal.flush()
-    return n_continued
+    os.ftruncate(descriptor, aligned(at, packs.PAGE))
+    _write_all(descriptor, plan.make_header(data_bytes), 0)
+    return _Written(len(known), stored_bytes)
+
+
+def _known_rows(plan: Plan, descriptor: int) -> list[tuple[int, int, np.ndarray]]:
+    """Of the experts that are there, up to the first that is not: layer, number, and rows."""
+    known = []
+    for il, layer in plan.layers.items():
+        for expert in range(layer.info.n_expert):
+            content = _read_all(descriptor, layer.row_bytes, plan.index[il] + expert * layer.row_bytes)
+            rows = np.frombuffer(content, packs.CHUNK)
+            if not rows["stored"].all():
+                return known
+            known.append((il, expert, rows))
+    return known
+
+
+def _records(plan: Plan, n_known: int) -> Iterator[tuple[LayerInfo, int, np.ndarray, np.ndarray]]:
+    """Of all experts but the first n_known, in order: layer, number, record and rows.
+
+    Compressing is shared by all cores; so many records wait at most.
+    """
+    wanted = [(layer, expert) for layer in plan.map.layers for expert in range(layer.n_expert)][n_known:]
+    is_compressed = any(layer.is_compressed for layer in plan.layers.values())
+    n_threads = compression.n_cores() if is_compressed else 1
+    of_thread = threading.local()
+    with ExitStack() as stack:  # of what threads read with: it ends after them
+        def make(layer: LayerInfo, expert: int) -> tuple[np.ndarray, np.ndarray]:
+            if not hasattr(of_thread, "experts"):
+                of_thread.experts = stack.enter_context(Experts(plan.map, plan.layouts))
+            matrices = (of_thread.experts.read(layer, expert, role) for role in range(len(layer.roles)))
+            return plan.layers[layer.il].record(expert, matrices)
+
+        if n_threads == 1:
+            for layer, expert in wanted:
+                yield layer, expert, *make(layer, expert)
+            return
+        under_way: deque[tuple[LayerInfo, int, Future]] = deque()
+        with ThreadPoolExecutor(n_threads) as pool:
+            try:
+                for layer, expert in wanted:
+                    under_way.append((layer, expert, pool.submit(make, layer, expert)))
+                    if len(under_way) > 2 * n_threads:
+                        layer, expert, future = under_way.popleft()
+                        yield layer, expert, *future.result()
+                while under_way:
+                    layer, expert, future = under_way.popleft()
+                    yield layer, expert, *future.result()
+            finally:
+                for *_, future in under_way:
+                    future.cancel()
 
 
 class _Journal:
@@ -273,33 +249,9 @@ class _Journal:
         os.fdatasync(self._descriptor)
         for at, rows, data_at, n_bytes in self._rows:
             _write_all(self._descriptor, rows, at)
-            _forget(self._descriptor, data_at, n_bytes)
+            forget(self._descriptor, data_at, n_bytes)
         self._rows.clear()
         self._n_bytes = 0
-
-
-def _records(plan: _Plan) -> Iterator[tuple[LayerInfo, int, int, int]]:
-    """Of all experts: layer, expert, where its record begins in the file, and where its rows of the index."""
-    for layer in plan.map.layers:
-        _, record_bytes = plan.layers[layer.il]
-        for expert in range(layer.n_expert):
-            yield (layer, expert, plan.data[layer.il] + expert * record_bytes,
-                   plan.index[layer.il] + expert * len(layer.roles) * packs.CHUNK.itemsize)
-
-
-def _record(plan: _Plan, experts: _Experts, layer: LayerInfo, expert: int) -> tuple[np.ndarray, np.ndarray]:
-    offsets, n_bytes = plan.layers[layer.il]
-    record = np.zeros(n_bytes, np.uint8)
-    rows = np.zeros(len(offsets), packs.CHUNK)
-    for role, offset in enumerate(offsets):
-        raw = experts.read(layer, expert, role)
-        record[offset : offset + len(raw)] = raw
-        rows[role] = (expert, role, 0, 0, expert * n_bytes + offset, len(raw), len(raw), _checksum(raw))
-    return record, rows
-
-
-def _checksum(data: np.ndarray) -> int:
-    return lib.pyorch_checksum(ffi.from_buffer(data), len(data))
 
 
 def _write_all(descriptor: int, data: bytes | np.ndarray, at: int) -> None:
@@ -316,6 +268,3 @@ def _read_all(descriptor: int, n_bytes: int, at: int) -> bytes:
     return data
 
 
-def _forget(descriptor: int, offset: int, n_bytes: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)

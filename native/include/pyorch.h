@@ -191,6 +191,39 @@ pyorch_status pyorch_model_map_get_float(const pyorch_model_map * map, const cha
 pyorch_status pyorch_model_map_get_str(const pyorch_model_map * map, const char * key, const char ** value);
 
 //
+// planes and codecs
+//
+
+// What packs are compressed with (docs/packs.md). Numbers of the ggml types bf16, f16 and f32 divide into exponents, a
+// byte each, and signs with mantissas. These functions keep nothing and may be called by several threads at once.
+typedef enum pyorch_codec {
+    PYORCH_CODEC_STORED = 0, // as it is
+    PYORCH_CODEC_ZSTD   = 1,
+    PYORCH_CODEC_LZ4    = 2,
+    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits
+} pyorch_codec;
+
+// Bytes of the signs and mantissas of n numbers of a ggml type; 0 for one that is not taken apart.
+uint64_t pyorch_sm_bytes(const char * type, uint64_t n);
+
+// How many exponents each of n_shards shards has, of n; the last one has fewer, and there may be fewer shards.
+uint64_t pyorch_shard_numbers(uint64_t n, uint64_t n_shards);
+
+// raw: n numbers -> e [n], sm [pyorch_sm_bytes]
+pyorch_status pyorch_split(const char * type, const void * raw, uint64_t n, void * e, void * sm);
+
+// raw [n] -> to [n], of which the first stored bytes are used; stored 0: the codec cannot make it smaller. level: of zstd
+// and lz4, 0 for their default.
+pyorch_status pyorch_encode(int32_t codec, int32_t level, const void * raw, uint64_t n, void * to, uint64_t * stored);
+
+// The other way. PYORCH_FORMAT where the bytes are not what was stored of n; raw [n] holds anything then.
+pyorch_status pyorch_decode(int32_t codec, const void * stored, uint64_t stored_bytes, void * raw, uint64_t n);
+
+// e [e_bytes]: n exponents as they are stored; sm [pyorch_sm_bytes] -> raw: n numbers. PYORCH_FORMAT as above.
+pyorch_status pyorch_recover(const char * type, int32_t codec, const void * e, uint64_t e_bytes, const void * sm, uint64_t n,
+                             void * raw);
+
+//
 // engine
 //
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pyorch.cli.options import add_command, print_json
+from pyorch.cli.pack import add_codec_options, refuse_codec_options, show_compression
 from pyorch.cli.progress import Progress
 
 
@@ -38,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="split the output into files of at most SIZE, such as 500M or 4G")
     parser.add_argument("--pack", action="store_true",
                         help="then write the experts one after another into a pack beside FILE, as pyorch pack does")
+    add_codec_options(parser)
     parser.add_argument("--list-architectures", action="store_true",
                         help="print the names of the model classes that can be converted, and exit")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -58,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.source is None or args.output is None:
         args.usage_error("HF_DIR and -o FILE are needed")
+    if not args.pack:
+        refuse_codec_options(args, "is for the pack: give --pack too")
     # A plain SIGTERM would end this process between the making of a temporary file and its removal.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -67,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
                 pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, verbose=args.verbose,
                 on_progress=progress.update,
             )
-            packed = pack(result.path, on_progress=progress.update) if args.pack else None
+            packed = pack(result.path, codec=args.codec or "none", level=args.level, shards=args.shards,
+                          on_progress=progress.update) if args.pack else None
     finally:
         signal.signal(signal.SIGTERM, previous)
     if args.json:
@@ -77,4 +82,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"{result.path}: {format_bytes(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
         if packed is not None:
             print(f"{packed.path}: {packed.n_experts} experts, {format_bytes(packed.n_bytes)}, {packed.seconds:.1f} s")
+            show_compression(packed)
     return 0

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
 from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.convert.pack import Packing
 
 _SHOWN = 3  # of damaged experts
 
@@ -18,6 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "pack", summary,
         "pyorch pack olmoe.gguf\n"
         "  pyorch pack olmoe.gguf --check\n"
+        "  pyorch pack olmoe.gguf --codec auto\n"
         "  pyorch pack olmoe.gguf --slim olmoe-slim.gguf",
     )
     parser.description += (
@@ -36,14 +41,55 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--slim", type=Path, metavar="FILE",
                         help="write the pack beside FILE, and into FILE the model without its experts: both together "
                              "take no more room than the model and can be used in its place")
+    add_codec_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
     return parser
 
 
+def add_codec_options(parser: argparse.ArgumentParser) -> None:
+    """What a pack is compressed with: --codec, --level, --shards."""
+    parser.add_argument("--codec", choices=("zstd", "lz4", "table", "none", "auto"),
+                        help="compress the pack, without loss: the exponents of 16 and 32-bit floats, and quantized "
+                             "matrices that become more than 5 %% smaller. table is fast to decode, zstd small; auto "
+                             "measures on this machine which brings experts into memory soonest (default: none)")
+    parser.add_argument("--level", type=int, metavar="N",
+                        help="of zstd or lz4 (default: for zstd the one that gives the fewest bytes)")
+    parser.add_argument("--shards", type=int, metavar="K",
+                        help="compress the exponents of a matrix in K parts, which threads can decode at the same time "
+                             "(default: 4 of a large matrix)")
+
+
+def refuse_codec_options(args: argparse.Namespace, reason: str) -> None:
+    """PyorchError if one of them was given."""
+    for option in ("codec", "level", "shards"):
+        if getattr(args, option) not in (None, "none"):
+            raise PyorchError(f"--{option} {reason}")
+
+
+def show_compression(packing: Packing) -> None:
+    """What came of it, matrix by matrix."""
+    from pyorch.cli.tables import Table, show
+
+    if packing.reason:
+        print(packing.reason)
+    if packing.kinds:
+        show([Table(
+            ("matrices", "codec", "entropy", "bound", "ratio", "above bound", "compress GB/s", "decompress GB/s"),
+            [(kind.kind, kind.codec, _number(kind.entropy), _number(kind.bound, 3), _number(kind.ratio, 3),
+              "" if kind.above_bound is None else f"{kind.above_bound:.1%}",
+              _number(kind.encode and kind.encode / 1e9), _number(kind.decode and kind.decode / 1e9))
+             for kind in packing.kinds], left=("matrices", "codec"))])
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
-    from pyorch.convert.pack import check, pack
+    from pyorch.convert.pack import pack
+    from pyorch.convert.pack_check import check
     from pyorch.convert.slim import check_slim, slim_bytes, write_slim
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container, packs
@@ -56,16 +102,19 @@ def run(args: argparse.Namespace) -> int:
         if args.layout not in (None, packs.PLAIN):
             raise PyorchError("--slim makes the pack the only copy of the experts, and another machine could not use "
                               "it in the native layout: leave --layout out")
+        refuse_codec_options(args, "is not for --slim: the pack of a slim model cannot be compressed")
         output = container.default_path(args.slim, packs.KIND)
         with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
             check_slim(model_map, args.slim.absolute())
             spare_bytes = slim_bytes(model_map)
+    if args.check:
+        refuse_codec_options(args, "is not for --check: the pack says what it is compressed with")
     with Progress() as progress:
         if args.check:
             result = check(args.model, output, layout=args.layout, on_progress=progress.update)
         else:
-            result = pack(args.model, output, layout=args.layout or packs.PLAIN, spare_bytes=spare_bytes,
-                          on_progress=progress.update)
+            result = pack(args.model, output, layout=args.layout or packs.PLAIN, codec=args.codec or "none",
+                          level=args.level, shards=args.shards, spare_bytes=spare_bytes, on_progress=progress.update)
         if args.slim is not None:  # last: it is of no use without its pack
             with ModelMap(args.model) as model_map:
                 slim = {"path": args.slim, "n_bytes": write_slim(model_map, args.slim.absolute())}
@@ -80,7 +129,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"{result.path}: {what}, each as in the model")
         else:
             continued = f", {result.n_continued} of them by an earlier run" if result.n_continued else ""
-            print(f"{result.path}: {what}, {result.seconds:.1f} s{continued}")
+            size = f", {result.ratio:.3f} of their bytes" if result.codecs != ("stored",) else ""
+            print(f"{result.path}: {what}{size}, {result.seconds:.1f} s{continued}")
+            show_compression(result)
         if slim is not None:
             print(f"{slim['path']}: the rest of the model, {format_bytes(slim['n_bytes'])}; it is used like the model "
                   "as long as its pack lies beside it")

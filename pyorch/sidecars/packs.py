@@ -18,12 +18,18 @@ KIND = "experts"
 VERSION = 1
 PAGE = 4096  # what records begin at
 ALIGNMENT = 64  # what matrices in a record begin at
+
+# From this size of the largest expert on, both regions of a compressed record begin at a page: they may be read around
+# the page cache (region_alignment() in native/src/model/pack.cpp).
+ALIGNED_BYTES = 120 * 1024
 LAYOUTS = "layouts"  # metadata: of every matrix of every layer, PLAIN or Role.layout
 PLAIN = "plain"  # as matrices lie in the model
 
+CODECS = "codecs"  # metadata of compressed packs: of every matrix of every layer, what it is stored with
+
 # A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
-# one. expert, role: whose. codec: 0, stored as it is. offset: in the tensor blk.N.experts. stored, raw: bytes in the
-# pack, and of the matrix. checksum: XXH3 with 64 bits of what is stored.
+# one. expert, role: whose. codec: in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw: bytes
+# in the pack, and of what it stands for. checksum: XXH3 with 64 bits of what is stored.
 CHUNK = np.dtype([(name, np.int64) for name in ("expert", "role", "plane", "codec", "offset", "stored", "raw")]
                  + [("checksum", np.uint64)])
 

@@ -22,6 +22,7 @@ from mutations import flip
 from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import pack as packing
+from pyorch.convert.pack_check import check
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sidecars import container, packs
 
@@ -42,7 +43,7 @@ def test_every_matrix_is_found_by_the_index(zoo: Zoo, tmp_path: Path, name: str,
     model.symlink_to(zoo.path(name, type_name))
     made = packing.pack(model)
     assert made.path == tmp_path / "model.experts.gguf" and made.n_continued == 0
-    assert packing.check(model).damaged == ()
+    assert check(model).damaged == ()
 
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(made.path).tensors}
     of_model = {tensor.name: tensor.data for tensor in gguf.GGUFReader(model).tensors}
@@ -70,7 +71,7 @@ def test_a_native_pack_holds_what_the_kernels_want(small_moe_q4: Path, model: Pa
     shutil.copy(small_moe_q4, model)
     plain = packing.pack(model, model.with_name("plain.experts.gguf")).path
     native = packing.pack(model, layout="native").path
-    assert packing.check(model).damaged == packing.check(model, plain).damaged == ()
+    assert check(model).damaged == check(model, plain).damaged == ()
     with packing.ModelMap(model) as model_map:
         layer, size = model_map.layers[1], model_map.expert_range(1, 5, 0).size
         packed = []
@@ -89,7 +90,7 @@ def test_a_split_model_has_one_pack(small_moe: Path, tmp_path: Path) -> None:
     shards = split(small_moe, tmp_path / "model.gguf", max_tensors=20)
     assert len(shards) > 2
     made = packing.pack(shards[0])
-    assert packing.check(shards[0]).damaged == ()
+    assert check(shards[0]).damaged == ()
     whole = packing.pack(small_moe, tmp_path / "whole.experts.gguf")
     assert made.path.read_bytes() == whole.path.read_bytes()
 
@@ -155,7 +156,7 @@ def test_what_a_killed_run_had_not_counted_is_packed_again(model: Path, tmp_path
     assert subprocess.run([sys.executable, "-c", program]).returncode == 9
     made = packing.pack(model)
     assert 0 < made.n_continued < made.n_experts // 2
-    assert packing.check(model).damaged == ()
+    assert check(model).damaged == ()
 
 
 def test_what_another_model_left_is_not_gone_on_with(model: Path, small_moe_q4: Path) -> None:
@@ -166,7 +167,7 @@ def test_what_another_model_left_is_not_gone_on_with(model: Path, small_moe_q4: 
         packing.pack(model, on_progress=interrupt)
     shutil.copy(small_moe_q4, model)
     assert packing.pack(model).n_continued == 0
-    assert packing.check(model).damaged == ()
+    assert check(model).damaged == ()
 
 
 def test_two_runs_do_not_write_one_pack(model: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(model: Path, monkeypatch: 
         with pytest.raises(PyorchError, match="No space left on device; what was packed stays there"):
             packing.pack(model)
     assert packing.pack(model).n_continued > 0
-    assert packing.check(model).damaged == ()
+    assert check(model).damaged == ()
 
 
 def test_a_limit_on_file_sizes_is_said(model: Path) -> None:
@@ -207,7 +208,7 @@ def test_convert_packs_what_it_wrote(model: Path, capsys: pytest.CaptureFixture[
     target = model.with_name("q8.gguf")
     assert main(["convert", str(model), "-o", str(target), "--quantize", "Q8_0", "--pack"]) == 0
     assert "q8.experts.gguf: 512 experts" in capsys.readouterr().out
-    assert packing.check(target).damaged == ()
+    assert check(target).damaged == ()
 
 
 def test_the_model_is_not_overwritten(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -230,7 +231,7 @@ def test_a_dense_model_has_nothing_to_pack(dense_model: Path) -> None:
     with pytest.raises(PyorchError, match="no routed experts"):
         packing.pack(dense_model)
     with pytest.raises(FormatError, match="no such file"):
-        packing.check(dense_model)
+        check(dense_model)
 
 
 def test_memory_does_not_grow_with_the_model(model: Path) -> None:
@@ -240,7 +241,7 @@ def test_memory_does_not_grow_with_the_model(model: Path) -> None:
         "from pyorch.runtime.model_map import ModelMap\n"
         "pack._STEP_BYTES = 1 << 20\n"
         f"path = {str(model)!r}\n"
-        "with ModelMap(path) as m: pack._Plan(m, 'plain')\n"
+        "with ModelMap(path) as m: pack.Plan(m, 'plain', [pack.Scheme() for layer in m.layers for _ in layer.roles])\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "pack.pack(path)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

@@ -1,0 +1,291 @@
+"""What the experts of a pack are compressed with: chosen by trial on some of them, and reported (ZipMoE, section 3.1).
+
+Matrices of 16 or 32-bit floats come in planes: their exponents in shards, each compressed, and their signs and
+mantissas as they are. Quantized ones are stored whole, compressed where that gains enough.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.library import codecs
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
+
+NONE, AUTO = "none", "auto"
+CHOICES = (codecs.ZSTD, codecs.LZ4, codecs.TABLE, NONE, AUTO)
+MAX_SHARDS = 64
+
+# Quantized matrices are worth it from here on: a smaller gain costs more to decode than to read.
+_LEAST_GAIN = 0.05
+
+# With more shards more threads can decode a matrix; each has its own statistics, which cost a little.
+_DEFAULT_SHARDS = 4
+_LEAST_SHARD = 64 * 1024  # numbers
+
+# Of matrices of a kind, from layers and experts all over the model: at least two of them, and so many bytes.
+_SAMPLE_BYTES = 1 << 20
+_STRIDE = 7919  # a prime: neighbours in the sample are none in the model
+_ZSTD_LEVELS = (1, 3, 6, 9)
+_LEVEL_SAMPLES = 8  # matrices
+_TRIALS = 3  # of each speed; the best counts
+
+_Result = TypeVar("_Result")
+Read = Callable[[LayerInfo, int, int], np.ndarray]  # a matrix: layer, expert, role
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the matrices of one kind are stored. n_shards: of the exponents; 0: the matrix is whole."""
+
+    codec: str = codecs.STORED
+    level: int = 0
+    n_shards: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Scheme()
+
+    def __str__(self) -> str:
+        level = f":{self.level}" if self.level else ""
+        return f"{self.codec}{level}/{self.n_shards}"
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """ValueError for what is no scheme."""
+        name, _, n_shards = text.partition("/")
+        codec, _, level = name.partition(":")
+        return cls(codecs.NAMES[codecs.NAMES.index(codec)], int(level or 0), int(n_shards))
+
+
+@dataclass(frozen=True)
+class KindReport:
+    """What is known of the matrices of one role and type, from a sample.
+
+    entropy: bits of an exponent, of floats. bound, ratio: of the stored bytes to those of the matrix, by the entropy
+    and as it is. encode, decode: bytes of matrices in a second, on one core; None where nothing is encoded.
+    """
+
+    kind: str
+    codec: str
+    entropy: float | None
+    bound: float | None
+    ratio: float
+    encode: float | None
+    decode: float | None
+
+    @property
+    def above_bound(self) -> float | None:
+        """How much larger than the bound, as a share of it."""
+        return None if self.bound is None else self.ratio / self.bound - 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """schemes: of every matrix of every layer, in the order of the kernels. reason: why this codec, "" if it was
+    asked for."""
+
+    schemes: tuple[Scheme, ...]
+    kinds: tuple[KindReport, ...]
+    reason: str
+
+    @property
+    def ratio(self) -> float:
+        """The most that any kind needs."""
+        return max((kind.ratio for kind in self.kinds), default=1.0)
+
+
+def choose(
+    model_map: ModelMap, read: Read, codec: str, level: int | None = None, n_shards: int | None = None
+) -> Choice:
+    """Tries on a sample of the experts what is asked for. Raises PyorchError for a level or shards that there are not.
+
+    level: of zstd 1 to 22, or one below 0, of lz4 1 to 12; None: for zstd the one that gives the fewest bytes.
+    """
+    _check(codec, level, n_shards)
+    kinds = _kinds(model_map)
+    if codec == NONE:
+        return _choice(model_map, {kind: (Scheme(), None) for kind in kinds}, "")
+    samples = {kind: _sample(places, read) for kind, places in kinds.items()}
+    tried = {name: {kind: _try(kind, sample, name, level, n_shards) for kind, sample in samples.items()}
+             for name in ((codecs.ZSTD, codecs.LZ4, codecs.TABLE) if codec == AUTO else (codec,))}
+    if codec != AUTO:
+        return _choice(model_map, tried[codec], "")
+    bandwidth = disk.kept_bandwidth(model_map) or disk.measure_and_keep(model_map)[0]
+    tried[NONE] = {kind: (Scheme(), None) for kind in kinds}
+    weights = {kind: sum(layer.n_expert * model_map.expert_range(layer.il, 0, role).size for layer, role in places)
+               for kind, places in kinds.items()}
+    seconds = {name: _seconds(of_kinds, weights, bandwidth.bytes_per_second) for name, of_kinds in tried.items()}
+    best = min(seconds, key=seconds.__getitem__)
+    others = ", ".join(f"{name} {1e3 * took:.0f} ms" for name, took in sorted(seconds.items(), key=lambda one: one[1])
+                       if name != best)
+    reason = (f"{best}: a GiB of experts takes {1e3 * seconds[best]:.0f} ms from a disk of "
+              f"{bandwidth.bytes_per_second / 2**30:.2f} GiB/s and through {n_cores()} cores, with {others}")
+    return _choice(model_map, tried[best], reason)
+
+
+def encode_matrix(raw: np.ndarray, role: Role, scheme: Scheme) -> list[tuple[int, str, int, np.ndarray]]:
+    """uint8[bytes of a matrix] -> its chunks: plane, codec, bytes of what it stands for, what is stored; copies."""
+    if scheme.n_shards == 0:
+        return [(0, *_encode(scheme, raw.copy()))]
+    e, sm = codecs.split(role.type, raw)
+    step = codecs.shard_numbers(len(e), scheme.n_shards)
+    chunks = [(1 + i, *_encode(scheme, e[first : first + step])) for i, first in enumerate(range(0, len(e), step))]
+    return [*chunks, (1 + len(chunks), codecs.STORED, len(sm), sm)]
+
+
+def decode_matrix(chunks: Sequence[tuple[str, np.ndarray]], role: Role, n_bytes: int) -> np.ndarray:
+    """The other way, uint8[n_bytes]; chunks: codec and what is stored, by plane. FormatError for damaged ones."""
+    if len(chunks) == 1:
+        return codecs.decode(*chunks[0], n_bytes)
+    raw = np.empty(n_bytes, np.uint8)
+    n = n_bytes * 8 // codecs.TYPES[role.type]
+    step, sm = codecs.shard_numbers(n, len(chunks) - 1), chunks[-1][1]
+    for (codec, stored), first in zip(chunks[:-1], range(0, n, step)):
+        of_shard = slice(codecs.sm_bytes(role.type, first), codecs.sm_bytes(role.type, min(first + step, n)))
+        numbers = slice(first * n_bytes // n, min(first + step, n) * n_bytes // n)
+        codecs.recover(role.type, codec, stored, sm[of_shard], raw[numbers])
+    return raw
+
+
+def entropy(values: np.ndarray) -> float:
+    """Bits that a value of uint8[n] needs on average, by how often each occurs."""
+    counts = np.bincount(values)
+    shares = counts[counts > 0] / len(values)
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def _check(codec: str, level: int | None, n_shards: int | None) -> None:
+    if codec not in CHOICES:
+        raise PyorchError(f"there is no codec {codec!r}: use one of {', '.join(CHOICES)}")
+    if level is not None:
+        levels = {codecs.ZSTD: range(-50, 23), codecs.LZ4: range(1, 13)}.get(codec)
+        if levels is None:
+            raise PyorchError(f"--level is for the codecs zstd and lz4, not for {codec}")
+        if level not in levels or level == 0:
+            raise PyorchError(f"{codec} has no level {level}: use {max(1, levels[0])} to {levels[-1]}"
+                              + (f", or {levels[0]} to -1" if levels[0] < 0 else ""))
+    if n_shards is not None and codec == NONE:
+        raise PyorchError("--shards is for compressed packs: give a --codec")
+    if n_shards is not None and not 1 <= n_shards <= MAX_SHARDS:
+        raise PyorchError(f"there are 1 to {MAX_SHARDS} shards of a matrix, not {n_shards}")
+
+
+def _kinds(model_map: ModelMap) -> dict[Role, list[tuple[LayerInfo, int]]]:
+    """The matrices of each kind: layers, and which of theirs."""
+    kinds: dict[Role, list[tuple[LayerInfo, int]]] = {}
+    for layer in model_map.layers:
+        for index, role in enumerate(layer.roles):
+            kinds.setdefault(replace(role, layout=""), []).append((layer, index))
+    return kinds
+
+
+def _choice(
+    model_map: ModelMap, of_kinds: dict[Role, tuple[Scheme, KindReport | None]], reason: str
+) -> Choice:
+    schemes = tuple(of_kinds[replace(role, layout="")][0] for layer in model_map.layers for role in layer.roles)
+    return Choice(schemes, tuple(report for _, report in of_kinds.values() if report is not None), reason)
+
+
+def _sample(places: list[tuple[LayerInfo, int]], read: Read) -> list[np.ndarray]:
+    """Whole matrices, uint8."""
+    sample: list[np.ndarray] = []
+    n_bytes = 0
+    n_matrices = sum(layer.n_expert for layer, _ in places)
+    for i in range(n_matrices):
+        layer, role = places[i * _STRIDE % len(places)]
+        sample.append(read(layer, (i // len(places) + i * _STRIDE) % layer.n_expert, role).copy())
+        n_bytes += len(sample[-1])
+        if len(sample) >= 2 and n_bytes >= _SAMPLE_BYTES:
+            break
+    return sample
+
+
+def _try(
+    role: Role, sample: list[np.ndarray], codec: str, level: int | None, n_shards: int | None
+) -> tuple[Scheme, KindReport]:
+    scheme = _scheme(role, sample, codec, level, n_shards)
+    # Speed is that of one large matrix: calls from here would count for more than small ones.
+    joined = np.concatenate(sample)
+    encode_seconds, encoded = _best(lambda: encode_matrix(joined, role, scheme))
+    chunks = [(name, stored) for _, name, _, stored in encoded]
+    decode_seconds, decoded = _best(lambda: decode_matrix(chunks, role, len(joined)))
+    if not np.array_equal(decoded, joined):
+        raise PyorchError(f"{codec} does not give back the matrices of {role.name}: this is a defect of pyorch")
+    bits = bound = None
+    if role.type in codecs.TYPES:
+        bits = entropy(codecs.split(role.type, joined)[0])
+        of_exponent = 5 if role.type == "f16" else 8
+        bound = (codecs.TYPES[role.type] - of_exponent + bits) / codecs.TYPES[role.type]
+    plain = scheme.is_plain
+    return scheme, KindReport(
+        f"{role.name} {role.type}", str(scheme).partition("/")[0], bits, bound,
+        _stored_bytes(role, sample, scheme) / len(joined),
+        None if plain else len(joined) / encode_seconds, None if plain else len(joined) / decode_seconds)
+
+
+def _scheme(role: Role, sample: list[np.ndarray], codec: str, level: int | None, n_shards: int | None) -> Scheme:
+    """What of a codec suits this kind; it may be none."""
+    if role.type in codecs.TYPES:
+        n = min(map(len, sample)) * 8 // codecs.TYPES[role.type]
+        most = n_shards or min(_DEFAULT_SHARDS, max(1, n // _LEAST_SHARD))
+        made = -(-n // codecs.shard_numbers(n, most))
+        scheme = Scheme(codec, _level(role, sample, Scheme(codec, level or 0, made)), made)
+    elif codec == codecs.TABLE:
+        return Scheme()
+    else:
+        scheme = Scheme(codec, _level(role, sample, Scheme(codec, level or 0)))
+    gain = 1 - _stored_bytes(role, sample, scheme) / sum(map(len, sample))
+    return scheme if gain > (0 if role.type in codecs.TYPES else _LEAST_GAIN) else Scheme()
+
+
+def _level(role: Role, sample: list[np.ndarray], scheme: Scheme) -> int:
+    """More effort can make more bytes: matches in the place of plain Huffman codes."""
+    if scheme.level or scheme.codec != codecs.ZSTD:
+        return scheme.level
+    some = sample[: _LEVEL_SAMPLES]
+    return min(_ZSTD_LEVELS, key=lambda level: _stored_bytes(role, some, replace(scheme, level=level)))
+
+
+def _stored_bytes(role: Role, sample: Iterable[np.ndarray], scheme: Scheme) -> int:
+    return sum(len(stored) for raw in sample for _, _, _, stored in encode_matrix(raw, role, scheme))
+
+
+def _encode(scheme: Scheme, raw: np.ndarray) -> tuple[str, int, np.ndarray]:
+    stored = None if scheme.codec == codecs.STORED else codecs.encode(scheme.codec, scheme.level, raw)
+    return (codecs.STORED, len(raw), raw) if stored is None else (scheme.codec, len(raw), stored)
+
+
+def _seconds(
+    of_kinds: dict[Role, tuple[Scheme, KindReport | None]], weights: dict[Role, int], bytes_per_second: float
+) -> float:
+    """For a GiB of experts that are not in memory. Decoding and reading are added: who decodes does not compute."""
+    total = 0.0
+    for kind, (_, report) in of_kinds.items():
+        share = weights[kind] / sum(weights.values()) * 2**30
+        total += share * (report.ratio if report else 1.0) / bytes_per_second
+        total += share / report.decode / n_cores() if report and report.decode else 0.0
+    return total
+
+
+def n_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _best(run: Callable[[], _Result]) -> tuple[float, _Result]:
+    """Seconds of the fastest of some trials, and what the last one gave."""
+    best = math.inf
+    for _ in range(_TRIALS):
+        begin = time.perf_counter()
+        result = run()
+        best = min(best, time.perf_counter() - begin)
+    return best, result

@@ -1,0 +1,88 @@
+"""Whether a pack holds the experts of its model: every byte is compared."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.convert import compression
+from pyorch.convert.pack_plan import checksum, layouts_of
+from pyorch.convert.packed_experts import Experts
+from pyorch.errors import FormatError
+from pyorch.library import codecs
+from pyorch.runtime.model_map import ModelMap, Role
+from pyorch.sidecars import container, packs
+
+OnProgress = Callable[[str, int, int], None]  # "checking", bytes done, total
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a pack was found to be. damaged: experts whose bytes are not those of the model."""
+
+    path: Path
+    n_layers: int
+    n_experts: int
+    n_bytes: int
+    damaged: tuple[str, ...]
+    seconds: float
+
+
+def check(
+    model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, layout: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Check:
+    """Compares every byte of every expert in a pack with the model, and with the checksums; of a slim model's pack,
+    which alone has the bytes, with the checksums only.
+
+    Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where;
+    and for one in another layout, if one is asked for.
+    """
+    begin = time.monotonic()
+    path = Path(path or container.default_path(model, packs.KIND)).absolute()
+    with ModelMap(model) as model_map, ModelMap(model) as attached:
+        metadata, arrays = container.read(path, packs.KIND, packs.VERSION, model_map)
+        attached.attach_pack(path)  # which checks the index
+        if layout is not None and metadata[packs.LAYOUTS] != layouts_of(model_map, layout):
+            raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "
+                              f"{layout}, or check it without")
+        if model_map.info.slim:
+            model_map.attach_pack(path)
+        damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
+        with Experts(model_map, metadata[packs.LAYOUTS]) as experts:
+            for layer in model_map.layers:
+                data = arrays[packs.data_name(layer.il)]
+                index = arrays[packs.index_name(layer.il)].view(packs.CHUNK)[:, 0]
+                rows = np.sort(index, order=("expert", "role", "plane"))
+                for (expert, role), group in groupby(rows, key=lambda row: (int(row["expert"]), int(row["role"]))):
+                    raw = experts.read(layer, expert, role)
+                    damaged += [f"{part}expert {expert} of blk.{layer.il}.ffn_{layer.roles[role].name}_exps"
+                                for part in _damaged_parts(list(group), data, raw, layer.roles[role])]
+                    n_done += len(raw)
+                    if on_progress is not None:
+                        on_progress("checking", n_done, total)
+                n_experts += layer.n_expert
+    return Check(path, len(model_map.layers), n_experts, path.stat().st_size, tuple(damaged), time.monotonic() - begin)
+
+
+def _damaged_parts(rows: list[np.void], data: np.ndarray, raw: np.ndarray, role: Role) -> list[str]:
+    """What of a matrix is not as in the model, as words to stand before the name of its expert.
+
+    rows: its chunks, by plane; data: the records of its layer; raw: the matrix.
+    """
+    stored = [data[row["offset"] : row["offset"] + row["stored"]].view(np.uint8) for row in rows]
+    damaged = [row["plane"] for row, chunk in zip(rows, stored) if checksum(chunk) != row["checksum"]]
+    if not damaged:
+        try:
+            chunks = [(codecs.NAMES[row["codec"]], chunk) for row, chunk in zip(rows, stored)]
+            return [] if np.array_equal(compression.decode_matrix(chunks, role, len(raw)), raw) else [""]
+        except FormatError:
+            return [""]
+    return ["" if plane == 0 else f"shard {plane} of the exponents of " if plane < len(rows) else
+            "signs and mantissas of " for plane in damaged]

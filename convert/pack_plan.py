@@ -1,0 +1,134 @@
+"""Where everything lies in a pack, and how the record of an expert is made (docs/packs.md)."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.convert import compression
+from pyorch.convert.compression import Scheme
+from pyorch.library import codecs
+from pyorch.library.bindings import ffi, lib
+from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.sidecars import container, packs
+
+
+class Plan:
+    """What will lie in the pack of a model, and where as far as that is known before anything is compressed."""
+
+    def __init__(self, model_map: ModelMap, layout: str, schemes: Sequence[Scheme]) -> None:
+        self.map = model_map
+        self.layouts = layouts_of(model_map, layout)
+        self._schemes = list(schemes)
+        self.n_experts = sum(layer.n_expert for layer in model_map.layers)
+        of_matrices = iter(schemes)
+        self.layers = {layer.il: LayerPlan(model_map, layer, [next(of_matrices) for _ in layer.roles])
+                       for layer in model_map.layers}
+        self.header = self.make_header({})
+        self.index: dict[int, int] = {}  # offsets in the file, by layer
+        at = len(self.header)
+        for il, layer in self.layers.items():
+            self.index[il] = at
+            at += aligned(layer.index_bytes, packs.PAGE)
+        self.data = at  # where that of the first layer begins; of others, behind the one before
+
+    def n_bytes(self, ratio: float) -> int:
+        """About how long the file will be, if experts become so small."""
+        regions = 2 * packs.PAGE  # of a compressed record, whose ends are filled up
+        return self.data + sum(
+            layer.info.n_expert * (math.ceil(ratio * layer.info.expert_bytes) + regions if layer.is_compressed
+                                   else layer.plain_bytes) for layer in self.layers.values())
+
+    def make_header(self, data_bytes: dict[int, int]) -> bytes:
+        """All before the first tensor's data; as long whatever the sizes are. data_bytes: by layer, 0 for others."""
+        metadata: container.Metadata = {packs.LAYOUTS: self.layouts}
+        if any(layer.is_compressed for layer in self.layers.values()):
+            metadata[packs.CODECS] = list(map(str, self._schemes))
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "header"
+            writer = container.new_writer(path, packs.KIND, packs.VERSION, self.map, metadata)
+            writer.add_custom_alignment(packs.PAGE)
+            for il, layer in self.layers.items():
+                n_chunks = layer.index_bytes // packs.CHUNK.itemsize
+                writer.add_tensor_info(packs.index_name(il), (n_chunks, len(packs.CHUNK)), np.dtype(np.int64),
+                                       layer.index_bytes)
+            for il in self.layers:
+                n_bytes = data_bytes.get(il, 0)
+                writer.add_tensor_info(packs.data_name(il), (n_bytes,), np.dtype(np.int8), n_bytes)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            writer.close()
+            header = path.read_bytes()
+        return header.ljust(aligned(len(header), packs.PAGE), b"\0")
+
+
+class LayerPlan:
+    """How the experts of a layer are stored."""
+
+    def __init__(self, model_map: ModelMap, layer: LayerInfo, schemes: list[Scheme]) -> None:
+        self.info = layer
+        self.schemes = schemes
+        self.is_compressed = not all(scheme.is_plain for scheme in schemes)
+        self.plain_offsets, self.plain_bytes = packs.role_offsets(model_map, layer)
+        n_chunks = 0
+        for index, (role, scheme) in enumerate(zip(layer.roles, schemes)):
+            n_chunks += 1
+            if scheme.n_shards:
+                n = model_map.expert_range(layer.il, 0, index).size * 8 // codecs.TYPES[role.type]
+                n_chunks += -(-n // codecs.shard_numbers(n, scheme.n_shards))
+        self.row_bytes = n_chunks * packs.CHUNK.itemsize  # of an expert
+        self.index_bytes = layer.n_expert * self.row_bytes
+        in_planes = any(scheme.n_shards for scheme in schemes)
+        largest = max(layer.expert_bytes for layer in model_map.layers)
+        # What each region of a record begins at. Without planes a reader may take the layer for a plain one.
+        self.unit = packs.ALIGNMENT if in_planes and largest < packs.ALIGNED_BYTES else packs.PAGE
+
+    def record(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """uint8[record], whole units; and its rows, CHUNK[chunks], with offsets in the record."""
+        return self._compressed(expert, matrices) if self.is_compressed else self._plain(expert, matrices)
+
+    def _plain(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        record = np.zeros(self.plain_bytes, np.uint8)
+        rows = np.zeros(len(self.plain_offsets), packs.CHUNK)
+        for role, (offset, raw) in enumerate(zip(self.plain_offsets, matrices)):
+            record[offset : offset + len(raw)] = raw
+            rows[role] = (expert, role, 0, 0, offset, len(raw), len(raw), checksum(raw))
+        return record, rows
+
+    def _compressed(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        chunks = [(role, *chunk) for role, raw in enumerate(matrices)
+                  for chunk in compression.encode_matrix(raw, self.info.roles[role], self.schemes[role])]
+        last = {role: plane for role, plane, *_ in chunks}
+        is_exponents = [0 < plane < last[role] for role, plane, *_ in chunks]
+        ends = [0, 0]  # of both regions
+        offsets = []
+        for exponents, (*_, stored) in zip(is_exponents, chunks):
+            offsets.append(ends[0] if exponents else aligned(ends[1], packs.ALIGNMENT))
+            ends[0 if exponents else 1] = offsets[-1] + len(stored)
+        others = aligned(ends[0], self.unit)
+        record = np.zeros(others + aligned(ends[1], self.unit), np.uint8)
+        rows = np.zeros(len(chunks), packs.CHUNK)
+        for i, (role, plane, codec, n_raw, stored) in enumerate(chunks):
+            offset = offsets[i] + (0 if is_exponents[i] else others)
+            record[offset : offset + len(stored)] = stored
+            rows[i] = (expert, role, plane, codecs.NAMES.index(codec), offset, len(stored), n_raw, checksum(stored))
+        return record, rows
+
+
+def layouts_of(model_map: ModelMap, layout: str) -> list[str]:
+    """Of every matrix of every layer."""
+    return [packs.PLAIN if layout == packs.PLAIN else role.layout
+            for layer in model_map.layers for role in layer.roles]
+
+
+def checksum(data: np.ndarray) -> int:
+    return lib.pyorch_checksum(ffi.from_buffer(data), len(data))
+
+
+def aligned(n_bytes: int, unit: int) -> int:
+    return -(-n_bytes // unit) * unit

@@ -1,0 +1,214 @@
+"""Compressed packs hold every bit of every expert, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from architectures import Zoo
+from mutations import flip
+
+from pyorch.cli import main
+from pyorch.convert import compression
+from pyorch.convert import pack as packing
+from pyorch.convert.pack_check import check
+from pyorch.errors import FormatError, PyorchError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container, packs
+
+
+@pytest.fixture
+def model(small_moe: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+
+
+def index_of(path: Path, il: int) -> tuple[int, np.ndarray]:
+    """Where the rows of a layer lie in its pack, and the rows."""
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == packs.index_name(il))
+    return int(tensor.data_offset), tensor.data.view(packs.CHUNK)[:, 0].copy()
+
+
+def data_offset(path: Path, il: int) -> int:
+    tensors = gguf.GGUFReader(path).tensors
+    return next(int(tensor.data_offset) for tensor in tensors if tensor.name == packs.data_name(il))
+
+
+@pytest.mark.parametrize(("name", "type_name"), [("mixtral", "F32"), ("qwen3-next-fused", "BF16"),
+                                                 ("olmoe", "Q4_0"), ("gpt-oss-mxfp4", "MXFP4")])
+@pytest.mark.parametrize("codec", ["zstd", "lz4", "table"])
+def test_every_matrix_of_every_type_comes_back(zoo: Zoo, tmp_path: Path, name: str, type_name: str, codec: str) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(zoo.path(name, type_name))
+    made = packing.pack(model, codec=codec, shards=3)
+    assert check(model).damaged == ()
+    assert made.ratio <= 1 and made.n_bytes == made.path.stat().st_size
+    if codec == "table" and type_name in ("F32", "BF16"):
+        assert made.codecs == ("table",) and made.ratio < 0.92
+
+
+def test_experts_in_16_bits_become_as_small_as_their_exponents_allow(model: Path) -> None:
+    """The paper finds 2.55 to 2.65 bits in an exponent, so a bound of 0.66 to 0.67."""
+    zstd, table = (packing.pack(model, model.with_name(f"{codec}.gguf"), codec=codec) for codec in ("zstd", "table"))
+    assert zstd.ratio < table.ratio < 0.71 and zstd.ratio <= 0.70
+    for kind in zstd.kinds:
+        assert 2.4 < kind.entropy < 2.9 and kind.bound == (8 + kind.entropy) / 16
+        assert 0 < kind.above_bound < 0.06 and kind.encode > 0 and kind.decode > 0
+    raw = sum(layer.n_expert * layer.expert_bytes for layer in ModelMap(model).layers)
+    assert zstd.n_bytes < 0.75 * raw  # index and all
+
+
+def test_quantized_matrices_are_stored_as_they_are_unless_they_gain(small_moe_q4: Path, tmp_path: Path) -> None:
+    made = packing.pack(small_moe_q4, tmp_path / "q4.experts.gguf", codec="zstd")
+    assert made.codecs == ("stored",) and made.ratio == 1
+    plain = packing.pack(small_moe_q4, tmp_path / "plain.experts.gguf")
+    assert made.path.read_bytes() == plain.path.read_bytes()
+
+
+def test_auto_chooses_what_brings_experts_in_soonest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk is worth the best compression, a fast one none."""
+    for bytes_per_second, codec in ((1e6, ("zstd",)), (1e13, ("stored",))):
+        found = compression.disk.Bandwidth(bytes_per_second, "threads", 1, 1 << 20, True, 0.1)
+        monkeypatch.setattr(compression.disk, "kept_bandwidth", lambda *_, found=found: found)
+        made = packing.pack(model, codec="auto")
+        assert made.codecs == codec and re.search(r"a GiB of experts takes \d+ ms from a disk of", made.reason)
+
+
+def test_flipped_bits_are_found_and_named(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = packing.pack(model, codec="table", shards=2)
+    _, rows = index_of(made.path, 3)
+    begin = data_offset(made.path, 3)
+    of_expert = rows[(rows["expert"] == 7) & (rows["role"] == 1)]
+    assert list(of_expert["plane"]) == [1, 2, 3]
+    for row, name in zip(of_expert, ("shard 1 of the exponents of ", "shard 2 of the exponents of ",
+                                     "signs and mantissas of ")):
+        for at in (0, int(row["stored"]) // 2, int(row["stored"]) - 1):
+            flip(made.path, begin + int(row["offset"]) + at)
+            assert len(check(model).damaged) == 1
+            assert re.fullmatch(rf"{name}expert 7 of blk\.3\.ffn_\w+_exps", check(model).damaged[0])
+            flip(made.path, begin + int(row["offset"]) + at)
+    flip(made.path, begin)
+    assert main(["pack", str(model), "--check"]) == 2
+    assert "is damaged in 1 places: shard 1 of the exponents of expert 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("column", "change", "sentence"), [
+    ("offset", lambda value: value + 64, "misplaces expert 5"),
+    ("offset", lambda value: -64, "misplaces expert 5"),
+    ("offset", lambda value: 2**62, "misplaces expert 5"),
+    ("stored", lambda value: value - 1, "misplaces expert"),
+    ("stored", lambda value: 2**62, "misplaces expert 5"),
+    ("stored", lambda value: 0, "misplaces expert 5"),
+    ("raw", lambda value: value * 2, "misplaces expert 5"),
+    ("codec", lambda value: 4, "written by a newer version: chunks of its layer 3 have the codec 4"),
+    ("codec", lambda value: 0, "misplaces expert 5"),
+    ("codec", lambda value: -1, "written by a newer version"),
+    ("plane", lambda value: 3, "misplaces expert"),
+    ("plane", lambda value: 100, "written by a newer version"),
+    ("expert", lambda value: 64, "index has expert 64"),
+    ("expert", lambda value: 6, "misplaces expert"),
+    ("role", lambda value: -1, "matrix -1"),
+])
+def test_a_damaged_index_is_refused(
+    model: Path, column: str, change: Callable[[int], int], sentence: str
+) -> None:
+    made = packing.pack(model, codec="table", shards=2)
+    at, rows = index_of(made.path, 3)
+    row = int(np.flatnonzero((rows["expert"] == 5) & (rows["plane"] == 1))[1])
+    rows[column][row] = change(int(rows[column][row]))
+    with made.path.open("r+b") as file:
+        file.seek(at)
+        file.write(rows.tobytes())
+    with ModelMap(model) as model_map, pytest.raises(FormatError, match=sentence):
+        model_map.attach_pack(made.path)
+
+
+def test_chunks_of_two_experts_may_not_overlap(model: Path) -> None:
+    made = packing.pack(model, codec="table")
+    at, rows = index_of(made.path, 3)
+    first, second = (rows["expert"] == 5), (rows["expert"] == 6)
+    for column in ("offset", "stored"):
+        rows[column][second] = rows[column][first]
+    with made.path.open("r+b") as file:
+        file.seek(at)
+        file.write(rows.tobytes())
+    with ModelMap(model) as model_map, pytest.raises(FormatError, match="misplaces expert"):
+        model_map.attach_pack(made.path)
+
+
+def test_a_pack_that_is_cut_off_or_another_models_is_refused(model: Path, small_moe_f32: Path) -> None:
+    made = packing.pack(model, codec="zstd")
+    with pytest.raises(FormatError, match="belongs to another model"):
+        check(small_moe_f32, made.path)
+    os.truncate(made.path, made.n_bytes - packs.PAGE)
+    with pytest.raises(FormatError, match="damaged"):
+        check(model)
+
+
+def test_an_interrupted_run_goes_on_with_what_it_chose(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = compression.disk.Bandwidth(1e6, "threads", 1, 1 << 20, True, 0.1)
+    monkeypatch.setattr(compression.disk, "kept_bandwidth", lambda *_: slow)
+    whole = packing.pack(model, model.with_name("whole.experts.gguf"), codec="auto").path.read_bytes()
+
+    def interrupt(_step: str, done: int, total: int) -> None:
+        if done > total // 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(model, codec="auto", on_progress=interrupt)
+    assert not container.default_path(model, packs.KIND).exists()
+    monkeypatch.setattr(compression, "choose", None)  # nothing is tried again
+    made = packing.pack(model, codec="auto")
+    assert made.n_experts // 3 <= made.n_continued < made.n_experts and made.path.read_bytes() == whole
+
+
+def test_a_full_disk_is_said_and_the_next_run_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, n_left = os.pwrite, [4 << 20]
+
+    def pwrite(descriptor: int, data: memoryview, offset: int) -> int:
+        n_left[0] -= len(data)
+        if n_left[0] < 0:
+            raise OSError(28, os.strerror(28))
+        return real(descriptor, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "_STEP_BYTES", 1 << 20)
+        patched.setattr(os, "pwrite", pwrite)
+        with pytest.raises(PyorchError, match="No space left on device; what was packed stays there"):
+            packing.pack(model, codec="table")
+    assert packing.pack(model, codec="table").n_continued > 0
+    assert check(model).damaged == ()
+
+
+def test_convert_compresses_the_pack_that_it_makes(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "f16.gguf"
+    options = ["--quantize", "F16", "--pack", "--codec", "table", "--json"]
+    assert main(["convert", str(model), "-o", str(target), *options]) == 0
+    made = json.loads(capsys.readouterr().out)["pack"]
+    assert made["codecs"] == ["table"] and {kind["codec"] for kind in made["kinds"]} == {"table"}
+    assert check(target).damaged == ()
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (["--codec", "table", "--level", "3"], "--level is for the codecs zstd and lz4, not for table"),
+    (["--codec", "zstd", "--level", "23"], "zstd has no level 23: use 1 to 22, or -50 to -1"),
+    (["--codec", "lz4", "--level", "0"], "lz4 has no level 0: use 1 to 12"),
+    (["--codec", "zstd", "--shards", "65"], "there are 1 to 64 shards of a matrix, not 65"),
+    (["--shards", "2"], "--shards is for compressed packs"),
+    (["--check", "--codec", "zstd"], "--codec is not for --check"),
+    (["--slim", "slim.gguf", "--codec", "zstd"], "--codec is not for --slim"),
+])
+def test_options_that_make_no_sense_are_refused(
+    model: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", str(model), *options]) == 2
+    assert sentence in capsys.readouterr().err
+    assert sorted(path.name for path in model.parent.iterdir()) == ["model.gguf"]
