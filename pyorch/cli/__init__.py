@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": ("pyorch.cli.bench", "measure the speed under memory budgets"),
     "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),
     "trace": ("pyorch.cli.trace", "show statistics of a trace"),
+    "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
     "train-predictor": ("pyorch.cli.train_predictor", "train a predictor of the next layer's experts, on text"),

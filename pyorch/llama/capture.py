@@ -11,12 +11,12 @@ from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import memory
 from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies
 from pyorch.llama.managed import ManagedModel
+from pyorch.llama.pools import planner_for, pays
 from pyorch.runtime import fatal
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
-from pyorch.settings.settings import Settings
+from pyorch.settings.pools import Pools
 from pyorch.sidecars import eviction, packs
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.tuned_setting import read_tuned
@@ -28,7 +28,7 @@ _refused_packs: set[str] = set()  # of which people were told
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
     plain = not managed.params.use_extra_bufts
-    use_pack(managed.map, managed.settings, plain)
+    use_pack(managed, plain)
     info = managed.map.info
     if managed.settings.tuned is not None:
         tuned = read_tuned(managed.settings.tuned, managed.map)
@@ -54,7 +54,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             reads = reads_for(managed.map, reads, settings.direct_io)
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
-            pools=settings.pools,
+            pools=settings.pools or (Pools() if managed.pool_planner is None else managed.pool_planner.pools(budget)),
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
@@ -76,11 +76,13 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             yield
 
 
-def use_pack(model_map: ModelMap, settings: Settings, plain: bool) -> None:
+def use_pack(managed: ManagedModel, plain: bool) -> None:
     """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
 
-    plain: they will be computed with as they lie in the model.
+    A compressed one is used where that pays, and how memory is divided then is planned, unless the settings say it.
+    plain: they will be computed with as they lie in the model. Raises FormatError for a plan that is refused.
     """
+    model_map, settings = managed.map, managed.settings
     if model_map.info.slim and settings.source is None:
         if not settings.packed:
             raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
@@ -88,6 +90,13 @@ def use_pack(model_map: ModelMap, settings: Settings, plain: bool) -> None:
         packs.require(model_map)
     if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
         return
+    if settings.pools is None and packs.KIND in model_map.sidecars():
+        managed.pool_planner = planner_for(model_map, settings, plain)
+        if managed.pool_planner is not None and not model_map.info.slim and not pays(
+            managed.pool_planner, model_map, settings
+        ):
+            managed.pool_planner = None
+            return
     refusal = packs.attach(model_map, plain)
     if refusal and refusal not in _refused_packs:
         _refused_packs.add(refusal)

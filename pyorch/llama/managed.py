@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama.apply import speculative
+from pyorch.llama.pools import PoolPlanner
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
@@ -31,6 +32,7 @@ class ManagedModel:
     engine: Engine | None = None
     buddies: Buddies | None = None
     speculating: bool = False  # layers execute what is forecast for them
+    pool_planner: PoolPlanner | None = None  # of a compressed pack, where the settings do not divide its memory
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
     pid: int = field(default_factory=os.getpid)
 

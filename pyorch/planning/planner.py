@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,17 +77,22 @@ class Planner:
         inclusion: float64[n_layers, n_expert], probabilities by rank (pyorch.planning.ranks).
         n_used: experts of a token in a layer.
         layers: one for each row of inclusion.
+        least_full: bytes that whole experts have in any case, whatever their share; others divide the rest.
 
     Raises PyorchError for probabilities that cannot be.
     """
 
-    def __init__(self, inclusion: np.ndarray, n_used: int, layers: Sequence[LayerCosts]) -> None:
+    def __init__(
+        self, inclusion: np.ndarray, n_used: int, layers: Sequence[LayerCosts], least_full: int = 0
+    ) -> None:
         assert len(inclusion) == len(layers)
-        self.inclusion, self.n_used, self.layers = inclusion, n_used, tuple(layers)
+        self.inclusion, self.n_used, self.layers, self.least_full = inclusion, n_used, tuple(layers), least_full
         self.q = selection_probabilities(inclusion, n_used)
 
-    def plan(self, budget: int, pools: str = POOLS, step: float = STEP) -> Planned:
+    def plan(self, budget: int, pools: str = POOLS, step: float = STEP, reserved: int = 0) -> Planned:
         """The best division of a budget in bytes between some of POOLS, in steps of a share of it.
+
+        reserved: bytes of it through which packed experts come, which are in no pool.
 
         All candidates are ordered by a lower bound of their cost, the makespan of mean hits: makespan() is convex, so
         the mean is no less (Jensen). Then layers are computed one after the other, and a candidate is given up when
@@ -96,7 +101,7 @@ class Planner:
         Raises PyorchError for pools that are none, and a step that is not in (0, 1].
         """
         shares = _grid(pools, step)
-        capacities = self._capacities(shares, budget)
+        capacities = self._capacities(shares, budget - reserved)
         ends = self._ends(capacities)
         _, distinct = np.unique(ends.reshape(len(ends), -1), axis=0, return_index=True)
         distinct = np.sort(distinct)  # of those that hold the same, the one with the most in the first pools
@@ -104,7 +109,7 @@ class Planner:
         # [n_splits, n_layers]
         bounds = np.stack([makespan(layer.delays, hits) for layer, hits
                            in zip(self.layers, np.moveaxis(mean_hits(self.inclusion, ends), 1, 0))], axis=1)
-        patterns = hit_patterns(self.n_used, [POOLS.index(pool) for pool in sorted(pools, key=POOLS.index)])
+        patterns = self._patterns(map(POOLS.index, pools))
         n_splits = len(ends)
         order = np.argsort(bounds.sum(axis=1), kind="stable")
         first, others = order[:_FIRST], order[_FIRST:]
@@ -124,8 +129,8 @@ class Planner:
         """What a given division of a budget costs: shares for each of POOLS."""
         capacities = self._capacities(np.array([shares], np.float64), budget)
         ends = self._ends(capacities)
-        pools = [pool for pool, share in enumerate(shares) if share]
-        _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), hit_patterns(self.n_used, pools), np.inf)
+        patterns = self._patterns(pool for pool, share in enumerate(shares) if share)
+        _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), patterns, np.inf)
         return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0])
 
     def plain(self, budget: int) -> Split | None:
@@ -138,14 +143,21 @@ class Planner:
         reads = np.array([layer.plain_read for layer in self.layers])
         return Split(shares, False, capacities, hits, reads * hits[:, -1])
 
+    def _patterns(self, pools: Iterable[int]) -> np.ndarray:
+        return hit_patterns(self.n_used, sorted({*pools, 0} if self.least_full else set(pools)))
+
     def _capacities(self, shares: np.ndarray, budget: int) -> np.ndarray:
         """int64[n_splits, n_layers, 4]: whole experts, where layers have memory in proportion to all their experts."""
         sizes = np.array([layer.form_bytes for layer in self.layers], np.float64)
         n_expert = np.array([layer.n_expert for layer in self.layers])
         wholes = n_expert * sizes[:, 0]
         of_layer = budget * wholes / wholes.sum()
+        full = np.maximum(shares[:, :1], min(1.0, self.least_full / budget))
+        others = shares[:, 1:].sum(axis=1, keepdims=True)
+        rest = np.divide(1 - full, others, out=np.zeros_like(full), where=others > 0)
+        given = np.concatenate([np.where(others > 0, full, 1), rest * shares[:, 1:]], axis=1)
         # A share of 7 experts of 0.999999999 is one of 7.
-        capacities = np.floor(shares[:, None, :] * of_layer[:, None] / sizes + 1e-9).astype(np.int64)
+        capacities = np.floor(given[:, None, :] * of_layer[:, None] / sizes + 1e-9).astype(np.int64)
         return np.minimum(capacities, n_expert[:, None])
 
     def _ends(self, capacities: np.ndarray) -> np.ndarray:

@@ -9,11 +9,13 @@ take n_used experts in all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pyorch.errors import PyorchError
 
-HALF_LIFE = 32.0  # tokens, as the policies lfu and finemoe forget
+HALF_LIFE = 128.0  # tokens, as the ranks by which the runtime chooses forms (residency/pools.cpp)
 
 _TOLERANCE = 1e-9  # of an inclusion probability
 _MAX_ITERATIONS = 2000
@@ -72,9 +74,13 @@ def inclusion_of_counts(counts: np.ndarray, n_used: int) -> np.ndarray:
     return smoothed(counts, n_tokens, n_used)
 
 
-def even_inclusion(n_layers: int, n_expert: int, n_used: int) -> np.ndarray:
-    """What is assumed while nothing is known: all experts are used alike."""
-    return np.full((n_layers, n_expert), n_used / n_expert)
+def even_inclusion(n_experts: Sequence[int], n_used: int) -> np.ndarray:
+    """What is assumed while nothing is known: all experts of a layer, of which there are so many, are used alike.
+
+    Rows of layers with fewer experts than others end with zeros, here as everywhere.
+    """
+    n_expert = np.array(n_experts)[:, None]
+    return np.where(np.arange(n_expert.max()) < n_expert, n_used / n_expert, 0)
 
 
 def smoothed(counts: np.ndarray, n_tokens: np.ndarray | int, n_used: int) -> np.ndarray:

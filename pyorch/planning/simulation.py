@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pyorch.planning.makespan import MISSED, POOLS
 from pyorch.planning.ranks import HALF_LIFE
 
-TOLERANCE = 1  # ranks behind the last of a pool that still count as in it (ZipMoE, section 3.4)
+# Ranks so near behind the last of a pool count as in it, as a share of its size (the tolerance margin delta of ZipMoE,
+# section 3.4).
+TOLERANCE = 0.05
 
-_FULL, _COMPRESSED, _SM, _E = range(len(POOLS))
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """hits: int64[n_tokens, n_layers, 5], a token's experts that were in each of POOLS and in none."""
-
-    hits: np.ndarray
+_COMPRESSED, _SM, _E = map(POOLS.index, "CSE")
 
 
 def simulate(
     experts: np.ndarray, n_expert: int, capacities: np.ndarray, half_life: float = HALF_LIFE, n_warm: int = 0
-) -> Simulated:
-    """Plays recorded routing through pools.
+) -> np.ndarray:
+    """Plays recorded routing: int64[n_tokens, n_layers, 5], a token's experts that were in each of POOLS and in none.
 
-    An expert that was used is whole then, so it may stay in any form: its rank among the frequencies of its layer, which
-    fade with a half-life in tokens, says in which. Of a pool that is too full the one used least often leaves; what
-    leaves the compressed ones stays as the part for which there is a pool, if there is one.
+    An expert that was used is whole then, so it may stay in any form: its rank among the frequencies of its layer,
+    which fade with a half-life in tokens, says in which. Of a pool that is too full the one used least often leaves;
+    what leaves the compressed ones stays as the part for which there is a pool, if there is one.
 
     Args:
         experts: integer[n_tokens, n_layers, n_used], in the order in which they were needed.
@@ -38,7 +31,7 @@ def simulate(
     n_tokens, n_layers, n_used = experts.shape
     experts = experts.astype(np.int64)
     rows = np.arange(n_layers)[:, None]
-    thresholds = np.where(capacities > 0, np.cumsum(capacities, axis=1) + TOLERANCE, 0)
+    thresholds = np.where(capacities > 0, np.cumsum(capacities, axis=1) + np.round(TOLERANCE * capacities), 0)
     pool = np.full((n_layers, n_expert), MISSED)
     frequency = np.zeros((n_layers, n_expert))
     growth, use = 2.0 ** (1 / half_life), 1.0
@@ -54,7 +47,7 @@ def simulate(
         pool[rows, chosen] = np.where(fits.any(axis=2), fits.argmax(axis=2), MISSED)
         for p in range(len(POOLS)):
             _evict(pool, frequency, capacities, p)
-    return Simulated(hits[n_warm:])
+    return hits[n_warm:]
 
 
 def _evict(pool: np.ndarray, frequency: np.ndarray, capacities: np.ndarray, p: int) -> None:

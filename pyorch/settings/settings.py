@@ -68,10 +68,11 @@ class Settings:
         True, flag, "true or false", flag="--no-pack",
         help="read experts from the model itself, even where a pack of them lies beside it",
     )
-    pools: Pools = option(
-        Pools(), Pools.parse, "text or a Pools", metavar="F,C,S,E",
+    pools: Pools | None = option(
+        None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
         help="where experts come from a compressed pack: the shares of their memory for full experts, compressed ones, "
              "signs and mantissas only, and exponents only, such as 0.6,0.4,0,0",
+        default_text="what MODEL.plan.json says, else planned when the model is loaded",
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",

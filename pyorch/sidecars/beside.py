@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
+
+from pyorch.planning.ranks import even_inclusion, inclusion_of_counts
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import eviction
 from pyorch.sidecars.buddies import Buddies
-from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.history import DISTANCE, ExpertMaps
+from pyorch.sidecars.plan import Plan, default_path, read_plan
 from pyorch.sidecars.predictor import PredictorFile
 
 
@@ -30,6 +34,23 @@ class Sidecars:
         """The buddy lists, None where there are none."""
         path = self._paths.get("buddies")
         return Buddies.read(path, self.map) if path is not None else None
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """How memory is divided between forms of experts, None where nobody planned it."""
+        path = default_path(self.map.path)
+        return read_plan(path, self.map) if path.is_file() else None
+
+    def inclusion(self) -> np.ndarray:
+        """How often a token needs experts by rank, float64[n_layers, n_expert] of the layers that a decode passes.
+
+        By the requests of the expert maps; without them, or where they never used a layer, all count as used alike.
+        """
+        n_used, n_experts = self.map.info.n_expert_used, [layer.n_expert for layer in self.map.decoded_layers]
+        counts = self.new_maps(DISTANCE).export().requests.sum(axis=0, dtype=np.float64)
+        if not (counts.sum(axis=1) > 0).all():
+            return even_inclusion(n_experts, n_used)
+        return inclusion_of_counts(counts, n_used)
 
     def read_learned(self, engine: Engine) -> None:
         """Lets an engine that evicts by what it learns begin with what is beside the model, if there is anything."""

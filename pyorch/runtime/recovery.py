@@ -1,0 +1,41 @@
+"""How fast compressed experts are recovered: by an engine that reads some, and counts."""
+
+from __future__ import annotations
+
+import os
+from time import perf_counter
+
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+
+_MOST_THREADS = 4
+
+
+def recovery_threads() -> int:
+    """Threads of an engine that decode beside those that compute."""
+    return min(max((os.cpu_count() or 1) // 2, 1), _MOST_THREADS)
+
+
+def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:
+    """Bytes of matrices that one thread recovers in a second; None where nothing is compressed.
+
+    Reads and decodes experts for so long, a token's experts of a layer at a time.
+    """
+    if not model_map.layers:
+        return None
+    n_used = model_map.info.n_expert_used
+    end = perf_counter() + seconds
+    with Engine(model_map, model_map.info.floor_bytes) as engine:
+        first = 0
+        while True:
+            for layer in model_map.layers:
+                experts = [(first + i) % layer.n_expert for i in range(min(n_used, layer.n_expert))]
+                engine.prefetch(layer.il, experts)
+                engine.wait_idle()
+                engine.evict(layer.il, experts)
+                stats = engine.stats()
+                if not stats.decoded_bytes:
+                    return None
+                if perf_counter() > end:
+                    return 1e9 * stats.decoded_bytes / max(1, stats.decode_ns)
+            first += n_used

@@ -1,0 +1,195 @@
+"""Plans: how memory is divided between the forms of experts of a compressed pack, in MODEL.plan.json beside the model.
+
+`pyorch plan` makes one. A plan keeps what it was made of, routing by rank and the machine's speeds, so that it serves
+other budgets, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.errors import FormatError
+from pyorch.files import write_text
+from pyorch.planning.makespan import POOLS, Delays
+from pyorch.planning.planner import LayerCosts, Planner
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+from pyorch.sidecars.packed_sizes import PartSizes, part_sizes
+
+KIND = "pyorch plan"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Speeds: bytes_per_second of reads; decoded_per_second, bytes of matrices that one worker recovers; workers."""
+
+    bytes_per_second: float
+    decoded_per_second: float
+    n_workers: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A division of memory, and what it was made of.
+
+    budget: bytes; pools: those of F, C, S and E that were allowed; step: of the search. shares: of the budget for each
+    of F, C, S and E; compressed: experts are read from the pack, else from the model. hits: of a token's experts in a
+    layer, the mean in each pool and in none; makespan_ms: that a token waits for, both as expected. n_tokens: of the
+    trace; inclusion: [n_layers][n_expert], of the layers that a decode passes, by rank (pyorch.planning.ranks).
+    """
+
+    budget: int
+    pools: str
+    step: float
+    shares: tuple[float, float, float, float]
+    compressed: bool
+    hits: tuple[float, float, float, float, float]
+    makespan_ms: float
+    n_tokens: int
+    machine: Machine
+    inclusion: tuple[tuple[float, ...], ...]
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The inclusion probabilities, float64[n_layers, n_expert]."""
+        return np.array(self.inclusion)
+
+
+def default_path(model: str | os.PathLike[str]) -> Path:
+    """model.plan.json beside the model."""
+    return Path(model).with_suffix(".plan.json")
+
+
+def _parts(model_map: ModelMap) -> dict[int, PartSizes]:
+    parts = part_sizes(model_map)
+    if parts is None:
+        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`")
+    return parts
+
+
+def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
+    """What experts of each layer that a decode passes cost. FormatError without a compressed pack."""
+    parts = _parts(model_map)
+    costs = []
+    for layer in model_map.decoded_layers:
+        part, n = parts[layer.il], len(layer.roles)
+        shards = n * part.n_shards
+        delays = Delays(
+            sm_read=part.sm_bytes / n / machine.bytes_per_second,
+            e_read=part.e_bytes / shards / machine.bytes_per_second,
+            decode=layer.expert_bytes / shards / machine.decoded_per_second,
+            n_workers=machine.n_workers, n_shards=part.n_shards, n_matrices=n,
+        )
+        plain = None if model_map.info.slim else layer.expert_bytes / machine.bytes_per_second
+        sizes = (layer.slot_bytes, part.e_memory + part.sm_memory, part.sm_memory, part.e_memory)
+        costs.append(LayerCosts(layer.n_expert, sizes, delays, plain))
+    return costs
+
+
+def new_planner(model_map: ModelMap, inclusion: np.ndarray, machine: Machine) -> Planner:
+    """Of divisions of a model's memory. FormatError without a compressed pack, PyorchError as Planner raises it.
+
+    Whole experts get in any case what those of two tokens in the largest layer need, and one.
+    """
+    n_used = model_map.info.n_expert_used
+    least_full = max(min(layer.n_expert, 2 * n_used + 1) * layer.slot_bytes for layer in model_map.decoded_layers)
+    return Planner(inclusion, n_used, layer_costs(model_map, machine), least_full)
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """The memory through which compressed experts come, as the runtime reserves it (residency/pools.cpp).
+
+    each: bytes of one; least, most: how many there are at once.
+    """
+
+    each: int
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, model_map: ModelMap) -> Reserve:
+        """FormatError without a compressed pack."""
+        each = max(part.e_memory + part.sm_memory for part in _parts(model_map).values())
+        return cls(each, 2, model_map.info.n_expert_used + 2)
+
+    def bytes(self, budget: int) -> int:
+        """Of a budget."""
+        return self.each * min(max(budget // (16 * self.each), self.least), self.most)
+
+
+def write_plan(path: str | os.PathLike[str], plan: Plan, model_map: ModelMap) -> None:
+    """Writes the plan, whole or not at all. PyorchError where it cannot."""
+    value = {
+        "kind": KIND, "version": VERSION, "model": Path(model_map.path).name,
+        "fingerprint": container.fingerprint(model_map), **asdict(plan),
+        "inclusion": [[float(f"{f:.6g}") for f in row] for row in plan.inclusion],
+    }
+    write_text(path, json.dumps(value, indent=None, separators=(", ", ": ")) + "\n")
+
+
+def read_plan(path: str | os.PathLike[str], model_map: ModelMap) -> Plan:
+    """Raises FormatError: no such file, no plan, of another version or model, or damaged."""
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or value.get("kind") != KIND:
+        raise FormatError(f"{path} is not a plan: `pyorch plan` makes one")
+    if value.get("version") != VERSION:
+        raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
+                          f"{VERSION}: plan again")
+    if value.get("fingerprint") != container.fingerprint(model_map):
+        raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
+                          "plan for this one")
+    plan = _checked(value, model_map)
+    if plan is None:
+        raise FormatError(f"{path} is damaged: plan again")
+    return plan
+
+
+def _checked(value: dict, model_map: ModelMap) -> Plan | None:
+    """None where a field is missing or cannot be."""
+    layers = model_map.decoded_layers
+    try:
+        machine = Machine(**value["machine"])
+        inclusion = np.array(value["inclusion"], np.float64)
+        numbers = [*value["shares"], *value["hits"], value["makespan_ms"], value["step"],
+                   machine.bytes_per_second, machine.decoded_per_second]
+        whole = [value["budget"], value["n_tokens"], machine.n_workers]
+        if (
+            all(type(n) in (int, float) and math.isfinite(n) and n >= 0 for n in numbers)
+            and all(type(n) is int and 0 <= n < 1 << 62 for n in whole)
+            and len(value["shares"]) == len(POOLS) and abs(sum(value["shares"]) - 1) < 1e-6
+            and len(value["hits"]) == len(POOLS) + 1
+            and machine.bytes_per_second > 0 and machine.decoded_per_second > 0 and machine.n_workers > 0
+            and isinstance(value["compressed"], bool) and isinstance(value["pools"], str)
+            and value["pools"] and not set(value["pools"]) - set(POOLS) and 0 < value["step"] <= 1
+            and inclusion.shape == (len(layers), max((layer.n_expert for layer in layers), default=0))
+            and np.isfinite(inclusion).all()
+        ):
+            fields = {name: value[name] for name in Plan.__dataclass_fields__}
+            rows = _restored(inclusion, model_map.info.n_expert_used)
+            return Plan(**{**fields, "machine": machine, "shares": tuple(value["shares"]),
+                           "hits": tuple(value["hits"]), "inclusion": tuple(map(tuple, rows.tolist()))})
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        pass
+    return None
+
+
+def _restored(inclusion: np.ndarray, n_used: int) -> np.ndarray:
+    """Rows with the sum that they had before their digits were cut. ValueError for what no plan has."""
+    sums = inclusion.sum(axis=1, keepdims=True)
+    if inclusion.min() < 0 or inclusion.max() > 1 or np.abs(sums - n_used).max() > 1e-3 * n_used:
+        raise ValueError(inclusion)
+    return np.minimum(inclusion * n_used / sums, 1)

@@ -1,0 +1,176 @@
+"""`pyorch plan`: a plan beside a model with a compressed pack, and models that are loaded with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import assert_same_bits, small_model
+
+from pyorch.cli import main
+from pyorch.convert import pack as packing
+from pyorch.errors import FormatError
+from pyorch.llama import pools
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.recovery import measure_recovery
+from pyorch.settings.reads import Reads
+from pyorch.sidecars import container, packs
+from pyorch.sidecars.plan import default_path, read_plan
+from pyorch.traces.file import TraceHeader, TraceWriter
+
+SPEEDS = ("--read-bandwidth", "100MB/s", "--decode-bandwidth", "1GB/s", "--workers", "1")
+
+
+@pytest.fixture(scope="module")
+def packed(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = Path(shutil.copy(small_moe, tmp_path_factory.mktemp("plan") / "model.gguf"))
+    packing.pack(model, codec="table")
+    return model
+
+
+@pytest.fixture
+def model(packed: Path, tmp_path: Path) -> Path:
+    """A model of its own name, so that a plan beside it is nobody else's."""
+    for path in (packed, container.default_path(packed, "experts")):
+        (tmp_path / path.name).symlink_to(path)
+    return tmp_path / packed.name
+
+
+@pytest.fixture(scope="module")
+def trace(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some experts are needed far more often than others."""
+    path = tmp_path_factory.mktemp("trace") / "some.trace"
+    rng = np.random.default_rng(1)
+    with ModelMap(packed) as model_map:
+        layers = model_map.decoded_layers
+        header = TraceHeader(container.fingerprint(model_map), model_map.info.arch, tuple(layer.il for layer in layers),
+                             layers[0].n_expert, model_map.info.n_expert_used, n_embd=0)
+    records = np.zeros(400, header.record_dtype())
+    records["position"], records["phase"] = np.arange(400), 1
+    scores = 2 * rng.normal(size=(len(layers), header.n_expert)) + rng.gumbel(size=(400, len(layers), header.n_expert))
+    records["experts"] = np.argsort(-scores, axis=2)[:, :, : header.n_expert_used]
+    with TraceWriter(path, header) as writer:
+        writer.write(records)
+    return path
+
+
+def logits(model: Model, tokens: list[int]) -> np.ndarray:
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
+        return np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: object) -> dict:
+    assert main(["plan", *map(str, args), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_is_the_best_of_what_it_is_compared_with(
+    model: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = planned(capsys, model, "--trace", trace, "--budget", "30%", "--check", *SPEEDS)
+    rows = {row["name"]: row for row in report["rows"]}
+    assert rows.keys() == {"plan", "full only", "compressed only", "signs and mantissas only", "without a pack"}
+    best = rows["plan"]
+    assert best["wait_ms"] == min(row["wait_ms"] for row in rows.values()) and best["compressed"]
+    assert sum(best["shares"]) == pytest.approx(1) and sum(best["shares"][1:]) > 0
+    assert sum(best["hits"]) == pytest.approx(6)
+    assert best["played_wait_ms"] == pytest.approx(best["wait_ms"], rel=0.15)
+    with ModelMap(model) as model_map:
+        plan = read_plan(default_path(model), model_map)
+    assert plan.shares == tuple(best["shares"]) and plan.budget == report["budget"] and plan.n_tokens == 200
+
+
+def test_a_model_is_loaded_with_its_plan_and_computes_the_same(
+    model: Path, trace: Path, capsys: pytest.CaptureFixture[str], resident: Model, prompt_tokens: list[int]
+) -> None:
+    expected = logits(resident, prompt_tokens)
+    planned(capsys, model, "--trace", trace, "--budget", "30%", *SPEEDS)
+    with small_model(model, "30%") as loaded:
+        assert loaded.map.pack is not None
+        assert_same_bits(logits(loaded, prompt_tokens), expected)
+        stats = loaded.engine.stats()
+        assert stats.decoded_bytes > 0 and stats.stored_bytes > 0
+
+
+def test_where_decoding_is_slow_nothing_is_compressed(
+    model: Path, trace: Path, capsys: pytest.CaptureFixture[str], prompt_tokens: list[int]
+) -> None:
+    report = planned(capsys, model, "--trace", trace, "--budget", "30%", "--read-bandwidth", "100GB/s",
+                     "--decode-bandwidth", "1MB/s")
+    assert not report["rows"][0]["compressed"] and report["rows"][0]["shares"] == [1, 0, 0, 0]
+    with small_model(model, "30%") as loaded:
+        assert loaded.map.pack is None
+        logits(loaded, prompt_tokens)
+        assert loaded.engine.stats().decoded_bytes == 0
+    with small_model(model, "30%", pools="0.5,0.5,0,0") as asked:
+        assert asked.map.pack is not None
+
+
+def test_without_a_plan_memory_is_divided_when_the_model_is_loaded(
+    model: Path, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int]
+) -> None:
+    monkeypatch.setattr(pools, "measure_recovery", lambda *_: 1e12)
+    with small_model(model, "25%") as loaded:
+        assert loaded.map.pack is not None
+        logits(loaded, prompt_tokens)
+        assert loaded.engine.stats().stored_bytes > 0
+
+
+def test_a_plan_of_another_model_refuses_to_load(model: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned(capsys, model, "--trace", trace, "--budget", "30%", *SPEEDS)
+    path = default_path(model)
+    path.write_text(path.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
+    with pytest.raises(FormatError, match="was made for another model"):
+        small_model(model, "30%")
+    path.write_text("{}")
+    assert main(["run", str(model), "-p", "x", "-n", "1", "--budget", "30%"]) == 2
+    assert "is not a plan: `pyorch plan` makes one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("args", "sentence"), [
+    (("--budget", "auto"), "a plan is for a size or a share of the experts: give --budget, such as 40%"),
+    ((), "a plan is for a size or a share of the experts"),
+    (("--budget", "30%", "--pools", "F,X", *SPEEDS), 'pools "FX" are not understood'),
+    (("--budget", "30%", "--check", *SPEEDS), "--check plays a trace: name one with --trace"),
+    (("--budget", "1KiB", *SPEEDS), "is below the floor"),
+    (("--budget", "30%", "--decode-bandwidth", "fast"), 'bandwidth "fast" is not understood'),
+    (("--budget", "30%", "--step", "0"), "is not a number above 0"),
+    (("--budget", "30%", "--trace", "nowhere.trace", *SPEEDS), "nowhere.trace cannot be read"),
+])
+def test_what_cannot_be_planned_is_refused_in_a_sentence(
+    model: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], sentence: str
+) -> None:
+    assert main(["plan", str(model), *args]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not default_path(model).exists()
+
+
+def test_a_model_without_a_compressed_pack_is_refused(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = Path(shutil.copy(small_moe, tmp_path / "bare.gguf"))
+    for _ in range(2):
+        assert main(["plan", str(bare), "--budget", "30%"]) == 2
+        assert "has no compressed pack: make one with `pyorch pack --codec auto`" in capsys.readouterr().err
+        packing.pack(bare)
+
+
+def test_a_disk_is_measured_by_a_compressed_pack(model: Path) -> None:
+    """Where threads decode what was read, whoever reads is told that there is room for more."""
+    with ModelMap(model) as model_map:
+        assert packs.attach(model_map) == ""
+        for reads in ("auto:1:1MiB", "threads:1:1MiB"):
+            assert disk.measure(model_map, Reads.parse(reads), 0.02).bytes_per_second > 0
+
+
+def test_decoding_is_measured(model: Path) -> None:
+    with ModelMap(model) as model_map:
+        assert measure_recovery(model_map, 0.01) is None
+        packs.attach(model_map)
+        assert measure_recovery(model_map, 0.01) > 1e6
