@@ -11,6 +11,7 @@ the seed that makes the file again, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -87,6 +88,7 @@ def main() -> int:
     args = parser.parse_args()
     end = time.monotonic() + 3600 * args.hours if args.hours else float("inf")
     _import_everything()
+    gc.freeze()  # else the first collection of each fork copies all that was imported
     with tempfile.TemporaryDirectory() as directory:
         targets = {kind: _targets(kind, Path(directory), args.model) for kind in dict.fromkeys(args.kinds)}
         n_cases = n_failed = 0

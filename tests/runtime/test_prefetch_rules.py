@@ -144,10 +144,13 @@ def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
 def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
     with pyorch.load(small_moe, budget="30%", prefetch="none", n_ctx=256, n_threads=1) as model:
         model.layers[3].policy = pyorch.LayerPolicy(prefetch="next-router:1:0")
-        decode(model, tokens_of(model))
-        ahead = {il: layer.stats().prefetch_loads for il, layer in model.layers.items()}
-        assert [il for il, n in ahead.items() if n] == [3]
+        ahead: set[int] = set()
+        while not ahead:  # on a busy machine guesses may come too late to be read
+            decode(model, tokens_of(model))
+            ahead = {il for il, layer in model.layers.items() if layer.stats().prefetch_loads}
+        assert ahead == {3}
         model.layers[3].policy = pyorch.LayerPolicy()
+        model.engine.wait_idle()
         model.reset_stats()
         decode(model, tokens_of(model))
         assert not any(layer.stats().prefetch_loads for layer in model.layers.values())

@@ -384,8 +384,8 @@ def test_what_others_stand_in_for_comes_to_be_resident(small_moe: Path, policy: 
                 model.reset_stats()
                 for token in tokens[begin : begin + 100]:
                     context.decode([token])
+                    model.engine.wait_idle()
                 substituted.append(model.stats().substitution.substituted)
-        model.engine.wait_idle()
         experts = model.stats().experts
     assert experts.resident_experts == N_LAYERS * N_EXPERT * 3 // 4
     assert experts.peak_bytes <= experts.budget_bytes
