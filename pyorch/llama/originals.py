@@ -12,8 +12,8 @@ _originals: dict[str, Callable] = {}
 
 
 def original(name: str) -> Callable:
-    """A function of llama_cpp.llama_cpp as it was before it was replaced."""
-    return _originals[name]
+    """A function of llama_cpp.llama_cpp as it was before it was replaced, if it was."""
+    return _originals.get(name) or getattr(llama, name)
 
 
 def replace(name: str, wrapper: Callable) -> None:

@@ -80,6 +80,7 @@ def serve(
 @contextlib.contextmanager
 def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedModel]:
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
+    logs.install()
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
