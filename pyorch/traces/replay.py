@@ -19,6 +19,7 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.budget import REPLAY_BUDGETS, Budget
+from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.history import ExpertMaps
@@ -44,6 +45,9 @@ class ReplaySettings:
     prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the forecasts
     that follow from it.
 
+    pools: as pyorch.load takes it, where the map has a compressed pack. decode_bandwidth: of one thread that decodes its
+    experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
+
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
     recording, of prompts too, is one that is decoded, as if the text had been generated.
     """
@@ -62,9 +66,13 @@ class ReplaySettings:
     as_decode: bool = True
     pause_ms: float = 0.0
     pause_every_ms: float = 0.0
+    pools: Pools = Pools()
+    decode_bandwidth: float = 0.0
+    n_decoders: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
+        object.__setattr__(self, "pools", Pools.parse(self.pools))
 
 
 # What is replayed unless something else is asked for.
@@ -125,7 +133,7 @@ def replay(
     schedule = recording.schedule(settings.batch, settings.as_decode)
     counts = np.zeros((2, len(recording.layers), distance, n_ranks), np.uint64)
     ends = np.zeros(len(schedule.decode))
-    with Engine(model_map, settings.budget, settings.policy, simulated=True) as engine:
+    with Engine(model_map, settings.budget, settings.policy, simulated=True, pools=settings.pools) as engine:
         needs = predictors()[prefetch.predictor].needs
         if Needs.ROUTERS & needs:
             for layer in model_map.layers:
@@ -228,6 +236,7 @@ def _play(
         compute_seconds=settings.compute_ms / 1000, route_share=share, prefill_seconds=prefill_ms / 1000,
         predict_seconds=settings.predict_ms / 1000, n_warm=_warm_ubatches(schedule, settings.n_warm_tokens),
         pause_seconds=settings.pause_ms / 1000, period_seconds=settings.pause_every_ms / 1000,
+        decode_bytes_per_second=settings.decode_bandwidth, n_decoders=settings.n_decoders,
     )
     result = new("pyorch_replay_result")
     hits, totals = (ffi.from_buffer("uint64_t[]", array) for array in counts)

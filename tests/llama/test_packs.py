@@ -81,6 +81,32 @@ def test_logits_of_other_architectures_are_too(zoo: Zoo, tmp_path: Path, name: s
         assert layer.slot_bytes - layer.expert_bytes < packs.PAGE
 
 
+@pytest.mark.parametrize(("codec", "options"), [
+    ("table", {"pools": "1,0,0,0"}), ("zstd", {"pools": "0.5,0.5,0,0", "prefetch": "next-router:2:0"}),
+    ("table", {"pools": "0.4,0.3,0.2,0.1", "policy": "learned", "reads": "threads:2"}),
+    ("table", {"pools": "0,0,0.5,0.5", "budget": "14%"}),  # layers are streamed
+])
+def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
+    model: Path, resident: Model, prompt_tokens: list[int], codec: str, options: dict[str, str]
+) -> None:
+    expected = logits(resident, prompt_tokens)
+    packing.pack(model, codec=codec)
+    with small_model(model, **{"budget": "40%", **options}) as compressed:
+        assert compressed.map.pack == pack_of(model)
+        for _ in range(2):
+            assert_same_bits(logits(compressed, prompt_tokens), expected)
+        experts = compressed.stats().experts
+        assert experts.decoded_bytes > 0 and experts.evictions > 0 and experts.failures == 0
+        assert experts.peak_bytes <= experts.budget_bytes
+        if options["pools"] != "1,0,0,0":
+            assert experts.compressed_hits + experts.sm_hits + experts.e_hits > 0 and experts.stored_bytes > 0
+            compressed.engine.set_pools("1,0,0,0")
+            assert compressed.stats().experts.stored_bytes == 0
+            assert_same_bits(logits(compressed, prompt_tokens), expected)
+        else:
+            assert experts.compressed_hits == experts.stored_bytes == 0
+
+
 def damage(pack: Path, il: int) -> None:
     """Changes a bit of every matrix of a layer."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(pack, "r+").tensors}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from models import CHECKPOINT
 import pyorch
 from pyorch.cli import main
 from pyorch.cli.replay import parse_rate
+from pyorch.convert import pack as packing
 from pyorch.llama.context import Context
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.statistics import Stats
@@ -278,6 +280,27 @@ def test_several_requests_share_the_experts_of_a_step(model_map: ModelMap, recor
     assert it.stats.layer_passes == 100 * N_LAYERS and it.stats.hits + it.stats.misses == sum(distinct)
     assert it.tpot_ms == pytest.approx(settings.compute_ms * np.mean(distinct) / N_USED)
     assert it.tokens_per_second == pytest.approx(3000 / it.tpot_ms)
+
+
+def test_compressed_experts_are_decoded_in_their_time_and_stay_in_pools(
+    small_moe: Path, recording: Recording, tmp_path: Path
+) -> None:
+    model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    pack = packing.pack(model, codec="table").path
+    at_once = ReplaySettings("lfu", budget="40%", read_bandwidth=math.inf)
+    slow = replace(at_once, decode_bandwidth=1e7)
+    with ModelMap(model) as packed:
+        packed.attach_pack(pack)
+        results = [replay(packed, recording, settings) for settings in (
+            at_once, slow, replace(slow, n_decoders=2), replace(slow, pools="0.6,0.4,0,0"))]
+    waited = [result.seconds - results[0].seconds for result in results]
+    decoded = results[1].stats.decoded_bytes
+    assert waited[1] == pytest.approx(decoded / slow.decode_bandwidth, rel=0.5) and 0 < waited[2] < waited[1]
+    full, pools = results[1].stats, results[3].stats
+    assert 0 < pools.compressed_hits < pools.misses and full.compressed_hits == 0
+    n_read = pools.misses - pools.compressed_hits
+    assert pools.bytes_read / n_read == pytest.approx(full.bytes_read / full.misses, rel=0.02), "nothing else is read"
+    assert all(result.stats.peak_bytes <= result.stats.budget_bytes for result in results)
 
 
 # Errors and the command

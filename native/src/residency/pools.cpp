@@ -11,8 +11,8 @@ namespace pyorch {
 // Uses of so many tokens ago count half: ranks are to last, unlike what eviction goes by.
 static constexpr double HALF_LIFE_TOKENS = 128;
 
-// Ranks change slowly, and looking at them costs a look at all experts.
-static constexpr int RANKING_TOKENS = 8;
+// Ranks change slowly but for the first, and looking at them costs a look at all experts.
+static constexpr uint64_t RANKING_TOKENS = 8;
 
 // Ranks so near behind the last of a pool count as in it (the tolerance margin delta of ZipMoE), as a share of its size.
 static constexpr double TOLERANCE = 0.05;
@@ -73,7 +73,8 @@ void Pools::used(int layer, int expert, uint64_t now) {
     double &     h         = heat[layer][expert];
     before[layer][expert] = h;
     h = fading_use(h, (double) now / half_life);
-    if (now >= ranked + RANKING_TOKENS * map.layers.size()) {
+    const uint64_t n_layers = map.layers.size();
+    if (now >= ranked + std::min(RANKING_TOKENS, 1 + ranked / n_layers / 4) * n_layers) {
         ranked = now;
         rank();
     }
