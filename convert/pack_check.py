@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from itertools import groupby
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from pyorch.convert import compression
 from pyorch.convert.pack_plan import checksum, layouts_of
-from pyorch.convert.packed_experts import Experts
+from pyorch.convert.packed_experts import Experts, forget
 from pyorch.errors import FormatError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import ModelMap, Role
@@ -55,15 +57,18 @@ def check(
         if model_map.info.slim:
             model_map.attach_pack(path)
         damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
-        with Experts(model_map, metadata[packs.LAYOUTS]) as experts:
+        with (
+            Experts(model_map, metadata[packs.LAYOUTS]) as experts, path.open("rb", buffering=0) as file,
+            ModelMap(path) as packed,
+        ):
             for layer in model_map.layers:
-                data = arrays[packs.data_name(layer.il)]
+                stored = partial(_stored, file, packed.tensor_range(packs.data_name(layer.il)).offset)
                 index = arrays[packs.index_name(layer.il)].view(packs.CHUNK)[:, 0]
                 rows = np.sort(index, order=("expert", "role", "plane"))
                 for (expert, role), group in groupby(rows, key=lambda row: (int(row["expert"]), int(row["role"]))):
                     raw = experts.read(layer, expert, role)
                     damaged += [f"{part}expert {expert} of blk.{layer.il}.ffn_{layer.roles[role].name}_exps"
-                                for part in _damaged_parts(list(group), data, raw, layer.roles[role])]
+                                for part in _damaged_parts(list(group), stored, raw, layer.roles[role])]
                     n_done += len(raw)
                     if on_progress is not None:
                         on_progress("checking", n_done, total)
@@ -71,16 +76,29 @@ def check(
     return Check(path, len(model_map.layers), n_experts, path.stat().st_size, tuple(damaged), time.monotonic() - begin)
 
 
-def _damaged_parts(rows: list[np.void], data: np.ndarray, raw: np.ndarray, role: Role) -> list[str]:
+def _stored(file: FileIO, begin: int, row: np.void) -> np.ndarray:
+    """uint8[bytes of a chunk], fewer where the disk does not give them. Read, not mapped: of a page that cannot be had
+    the process would die."""
+    try:
+        content = os.pread(file.fileno(), int(row["stored"]), begin + int(row["offset"]))
+        forget(file.fileno(), begin + int(row["offset"]), len(content))
+    except OSError:
+        content = b""
+    return np.frombuffer(content, np.uint8)
+
+
+def _damaged_parts(
+    rows: list[np.void], stored: Callable[[np.void], np.ndarray], raw: np.ndarray, role: Role
+) -> list[str]:
     """What of a matrix is not as in the model, as words to stand before the name of its expert.
 
-    rows: its chunks, by plane; data: the records of its layer; raw: the matrix.
+    rows: its chunks, by plane; stored: reads the bytes of one; raw: the matrix.
     """
-    stored = [data[row["offset"] : row["offset"] + row["stored"]].view(np.uint8) for row in rows]
-    damaged = [row["plane"] for row, chunk in zip(rows, stored) if checksum(chunk) != row["checksum"]]
+    contents = [stored(row) for row in rows]
+    damaged = [row["plane"] for row, chunk in zip(rows, contents) if checksum(chunk) != row["checksum"]]
     if not damaged:
         try:
-            chunks = [(codecs.NAMES[row["codec"]], chunk) for row, chunk in zip(rows, stored)]
+            chunks = [(codecs.NAMES[row["codec"]], chunk) for row, chunk in zip(rows, contents)]
             return [] if np.array_equal(compression.decode_matrix(chunks, role, len(raw)), raw) else [""]
         except FormatError:
             return [""]

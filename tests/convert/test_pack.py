@@ -128,6 +128,16 @@ def test_a_pack_that_has_no_room_leaves_nothing(model: Path, monkeypatch: pytest
     assert list(model.parent.iterdir()) == [model]
 
 
+def test_check_finds_what_is_cut_off_meanwhile(model: Path) -> None:
+    pack = packing.pack(model).path
+
+    def cut_off(_step: str, _done: int, _total: int) -> None:
+        os.truncate(pack, pack.stat().st_size // 2 if pack.stat().st_size > 8 << 20 else pack.stat().st_size)
+
+    found = check(model, on_progress=cut_off)
+    assert 0 < len(found.damaged) < 3 * found.n_experts
+
+
 def test_an_interrupted_run_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = packing.pack(model, model.with_name("whole.experts.gguf")).path.read_bytes()
     n_seen = 0
