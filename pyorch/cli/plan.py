@@ -64,8 +64,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.description += (
         " Experts can be kept whole (F), compressed (C), as the packed planes of signs and mantissas (S) or of "
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
-        "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used and "
-        "how fast this machine reads and decodes, and writes them beside the model, where every command finds them."
+        "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
+        "and how fast this machine reads and decodes, and writes them beside the model, where every command finds them."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
@@ -167,13 +167,15 @@ def _experts(path: Path, model_map):
 
 
 def _inclusion(experts, model_map):
-    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model."""
-    from pyorch.planning.ranks import inclusion_by_rank
+    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even."""
+    from pyorch.planning.ranks import even_inclusion, inclusion_by_rank
     from pyorch.sidecars.beside import Sidecars
 
-    if experts is None:
-        return Sidecars(model_map).inclusion()
-    return inclusion_by_rank(experts, max(layer.n_expert for layer in model_map.decoded_layers))
+    n_experts = [layer.n_expert for layer in model_map.decoded_layers]
+    if experts is not None:
+        return inclusion_by_rank(experts, max(n_experts))
+    kept = Sidecars(model_map).inclusion()
+    return even_inclusion(n_experts, model_map.info.n_expert_used) if kept is None else kept
 
 
 def _machine(args: argparse.Namespace, model_map):

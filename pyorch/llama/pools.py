@@ -6,6 +6,7 @@ from pyorch.errors import BudgetError
 from pyorch.llama import memory
 from pyorch.planning.makespan import POOLS
 from pyorch.planning.planner import STEP, Planned
+from pyorch.planning.ranks import even_inclusion
 from pyorch.runtime.disk import kept_bandwidth, reads_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.recovery import measure_recovery, recovery_threads
@@ -26,8 +27,9 @@ _DECODE_SECONDS = 0.1
 class PoolPlanner:
     """Of one model whose compressed pack is attached, which it does not need any more once it is made.
 
-    Where no plan lies beside the model, routing is that of the requests that its expert maps hold, else even, and the
-    machine is measured, for a tenth of a second.
+    Where no plan lies beside the model, routing is that of the requests that its expert maps hold, and the machine is
+    measured, for a tenth of a second. Where nothing is known of the routing, all memory is for whole experts: other
+    forms pay where experts are used alike, and that is not to be assumed.
 
     Raises FormatError for a plan that is damaged or another model's, and without a compressed pack.
     """
@@ -43,6 +45,10 @@ class PoolPlanner:
             machine = Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
                               measure_recovery(model_map, _DECODE_SECONDS), recovery_threads())
             inclusion = sidecars.inclusion()
+            if inclusion is None:
+                self._pools = "F"
+                inclusion = even_inclusion([layer.n_expert for layer in model_map.decoded_layers],
+                                           model_map.info.n_expert_used)
         self._planner = new_planner(model_map, inclusion, machine)
         self._reserve = Reserve.of(model_map)
 

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pyorch.planning.ranks import even_inclusion, inclusion_of_counts
+from pyorch.planning.ranks import inclusion_of_counts
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import eviction
@@ -41,16 +41,13 @@ class Sidecars:
         path = default_path(self.map.path)
         return read_plan(path, self.map) if path.is_file() else None
 
-    def inclusion(self) -> np.ndarray:
+    def inclusion(self) -> np.ndarray | None:
         """How often a token needs experts by rank, float64[n_layers, n_expert] of the layers that a decode passes.
 
-        By the requests of the expert maps; without them, or where they never used a layer, all count as used alike.
+        By the requests of the expert maps; None without them, or where they never used a layer.
         """
-        n_used, n_experts = self.map.info.n_expert_used, [layer.n_expert for layer in self.map.decoded_layers]
         counts = self.new_maps(DISTANCE).export().requests.sum(axis=0, dtype=np.float64)
-        if not (counts.sum(axis=1) > 0).all():
-            return even_inclusion(n_experts, n_used)
-        return inclusion_of_counts(counts, n_used)
+        return inclusion_of_counts(counts, self.map.info.n_expert_used) if (counts.sum(axis=1) > 0).all() else None
 
     def read_learned(self, engine: Engine) -> None:
         """Lets an engine that evicts by what it learns begin with what is beside the model, if there is anything."""

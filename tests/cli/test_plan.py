@@ -21,6 +21,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.recovery import measure_recovery
 from pyorch.settings.reads import Reads
 from pyorch.sidecars import container, packs
+from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.plan import default_path, read_plan
 from pyorch.traces.file import TraceHeader, TraceWriter
 
@@ -112,12 +113,19 @@ def test_where_decoding_is_slow_nothing_is_compressed(
         assert asked.map.pack is not None
 
 
-def test_without_a_plan_memory_is_divided_when_the_model_is_loaded(
+def test_without_a_plan_memory_is_divided_by_what_is_known_of_the_routing(
     model: Path, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int]
 ) -> None:
     monkeypatch.setattr(pools, "measure_recovery", lambda *_: 1e12)
     with small_model(model, "25%") as loaded:
         assert loaded.map.pack is not None
+        logits(loaded, prompt_tokens)
+        assert loaded.engine.stats().stored_bytes == 0
+    with ModelMap(model) as model_map:
+        maps = ExpertMaps.for_model(model_map)
+        maps.add_request(np.ones((maps.n_layers, maps.n_expert)))
+        maps.write(container.default_path(model, "maps"), model_map)
+    with small_model(model, "25%") as loaded:
         logits(loaded, prompt_tokens)
         assert loaded.engine.stats().stored_bytes > 0
 

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from pyorch.errors import FormatError
-from pyorch.planning.ranks import even_inclusion
+from pyorch.planning.ranks import even_inclusion, inclusion_of_counts
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+from pyorch.sidecars.beside import Sidecars
+from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.plan import Machine, Plan, default_path, layer_costs, read_plan, write_plan
 
 
@@ -93,3 +96,17 @@ def test_what_is_no_plan_is_refused(model_map: ModelMap, tmp_path: Path, content
 def test_without_a_compressed_pack_there_is_nothing_to_divide(model_map: ModelMap, plan: Plan) -> None:
     with pytest.raises(FormatError, match="no compressed pack: make one with `pyorch pack"):
         layer_costs(model_map, plan.machine)
+
+
+def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model.gguf"
+    model.symlink_to(small_moe)
+    with ModelMap(model) as model_map:
+        assert Sidecars(model_map).inclusion() is None
+        maps = ExpertMaps.for_model(model_map)
+        counts = np.random.default_rng(0).integers(0, 9, (2, maps.n_layers, maps.n_expert))
+        for request in counts:
+            maps.add_request(request)
+        maps.write(container.default_path(model, "maps"), model_map)
+        assert Sidecars(model_map).inclusion() == pytest.approx(inclusion_of_counts(
+            counts.sum(axis=0), model_map.info.n_expert_used))
