@@ -46,7 +46,5 @@ def test_nothing_of_it_is_read(zoo: Zoo, longer: Path, name: str, prefetch: str)
     assert last == max(without) + 1
     assert (layers[last].loads, layers[last].bytes_read, layers[last].hits, layers[last].misses) == (0, 0, 0, 0)
     assert all(layers[il].loads > 0 for il in without)
-    # The last layer that runs is followed by the first, of the next token. On a busy machine guesses may come too late.
-    while prefetch == "previous-token:1:0" and layers[first].prefetch_loads == 0:
-        logits, layers = decoded(longer, prefetch)
-        assert logits.tobytes() == expected.tobytes() and layers[last].loads == 0
+    if prefetch == "previous-token:1:0":  # the last layer that runs is followed by the first, of the next token
+        assert layers[first].prefetch_loads > 0
