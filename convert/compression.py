@@ -27,7 +27,8 @@ MAX_SHARDS = 64
 # Quantized matrices are worth it from here on: a smaller gain costs more to decode than to read.
 _LEAST_GAIN = 0.05
 
-# With more shards more threads can decode a matrix; each has its own statistics, which cost a little.
+# One thread decodes the shards of a matrix one after another: what it decoded of one is in its core's cache when it is
+# merged. Each shard has its own statistics, which cost a little.
 _DEFAULT_SHARDS = 4
 _LEAST_SHARD = 64 * 1024  # numbers
 

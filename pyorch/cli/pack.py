@@ -56,8 +56,8 @@ def add_codec_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", type=int, metavar="N",
                         help="of zstd or lz4 (default: for zstd the one that gives the fewest bytes)")
     parser.add_argument("--shards", type=int, metavar="K",
-                        help="compress the exponents of a matrix in K parts, which threads can decode at the same time "
-                             "(default: 4 of a large matrix)")
+                        help="compress the exponents of a matrix in K parts, which one thread decodes one after "
+                             "another (default: 4 of a large matrix)")
 
 
 def refuse_codec_options(args: argparse.Namespace, reason: str) -> None:

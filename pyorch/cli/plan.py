@@ -17,7 +17,7 @@ DECODE_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 
 _POOL_NAMES = ("full", "compressed", "sm", "e")
-_PLOTTED = tuple(n / 20 for n in range(2, 20))  # budgets, as shares of all experts
+_PLOTTED = tuple(n / 20 for n in range(2, 21))  # budgets, as shares of all experts
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.files import check_target
     from pyorch.settings.budget import AUTO
-    from pyorch.sidecars import packs, plan as plans
-    from pyorch.sidecars.packed_sizes import part_sizes
+    from pyorch.sidecars import packed_sizes, packs, plan as plans
 
     budget_setting = given_settings(args).get("budget", AUTO)
     if budget_setting.amount is None:
@@ -110,11 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.check and args.trace is None:
         raise PyorchError("--check plays a trace: name one with --trace")
     with packs.open_model(args.model) as model_map, Progress() as progress:
-        refusal = packs.attach(model_map)
-        if refusal:
-            raise PyorchError(refusal)
-        if part_sizes(model_map) is None:  # before anything is measured
-            raise PyorchError(f"{args.model} has no compressed pack: make one with `pyorch pack --codec auto`")
+        packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)
         experts = None if args.trace is None else _experts(args.trace, model_map)
         planned_by = experts if experts is None or not args.check else experts[: len(experts) // 2]
@@ -161,8 +156,12 @@ def _experts(path: Path, model_map):
     if missing := sorted(set(wanted) - set(recording.layers)):
         raise FormatError(f"{path} has no layer {missing[0]}: record it with pyorch profile")
     experts = np.asarray(recording.experts)[:, [recording.layers.index(il) for il in wanted]]
-    if experts.max() >= recording.n_expert:
-        raise FormatError(f"{path} is damaged: it names expert {experts.max()} of {recording.n_expert}")
+    n_used = model_map.info.n_expert_used
+    if experts.shape[2] != n_used:
+        raise FormatError(f"{path} is damaged: it has {experts.shape[2]} experts of a token in a layer, not {n_used}")
+    for layer, last in zip(model_map.decoded_layers, experts.max(axis=(0, 2))):
+        if last >= layer.n_expert:
+            raise FormatError(f"{path} is damaged: it names expert {last} of {layer.n_expert} in layer {layer.il}")
     return experts
 
 
@@ -180,6 +179,7 @@ def _inclusion(experts, model_map):
 
 def _machine(args: argparse.Namespace, model_map):
     from pyorch.cli.replay import parse_rate
+    from pyorch.errors import FormatError
     from pyorch.runtime.disk import kept_bandwidth, measure_bandwidth
     from pyorch.runtime.recovery import measure_recovery, recovery_threads
     from pyorch.sidecars.plan import Machine
@@ -188,8 +188,10 @@ def _machine(args: argparse.Namespace, model_map):
         reading = parse_rate(args.read_bandwidth)
     else:
         reading = (kept_bandwidth(model_map) or measure_bandwidth(model_map, PROBE_SECONDS)).bytes_per_second
-    decoding = parse_rate(args.decode_bandwidth) if args.decode_bandwidth else (
+    decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else (
         measure_recovery(model_map, DECODE_SECONDS))
+    if decoding is None:
+        raise FormatError(f"{model_map.pack} is damaged: none of its experts can be decoded")
     return Machine(reading, decoding, args.workers or recovery_threads())
 
 
@@ -197,7 +199,7 @@ def _others(planner, planned, budget: int) -> dict:
     """What a plan is compared with."""
     others = {"full only": planner.cost((1, 0, 0, 0), budget), "compressed only": planner.cost((0, 1, 0, 0), budget),
               "signs and mantissas only": planner.cost((0, 0, 1, 0), budget)}
-    if planned.plain is not None and planned.best is not planned.plain:
+    if planned.best is not planned.plain:
         others["without a pack"] = planned.plain
     if planned.best is not planned.packed_best:
         others["best with the pack"] = planned.packed_best
@@ -226,17 +228,18 @@ def _draw(directory: Path, planner, planned, model_map, pools: str, step: float)
 
     reserve = Reserve.of(model_map)
     costs: dict[str, list[float]] = {}
-    for share in _PLOTTED:
-        at = int(share * model_map.info.slots_bytes)
+    info = model_map.info
+    budgets = [share for share in _PLOTTED if int(share * info.slots_bytes) >= info.floor_bytes]
+    for share in budgets:
+        at = int(share * info.slots_bytes)
         reserved = reserve.bytes(at)
         found = planner.plan(at, pools, step, reserved)
         splits = {"plan": found.best, **_others(planner, found, at - reserved)}
         splits.pop("best with the pack", None)
         splits.setdefault("without a pack", found.plain)
         for name, split in splits.items():
-            if split is not None:
-                costs.setdefault(name, []).append(1000 * split.makespan)
-    return draw(planner.inclusion, planned.best.capacities, _PLOTTED, costs, directory)
+            costs.setdefault(name, []).append(1000 * split.makespan)
+    return draw(planner.inclusion, planned.best.capacities, budgets, costs, directory)
 
 
 def _ms(value: float) -> str:

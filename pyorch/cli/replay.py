@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.settings import add_settings, listed, names
+from pyorch.cli.settings import add_settings, given_settings, listed, names
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
@@ -22,22 +22,26 @@ if TYPE_CHECKING:
 PROBE_SECONDS = 2.0
 
 _LISTS = ("budget", "policy", "prefetch")
+_POOLS = "pools"  # one setting: it has commas itself
 
 _COLUMNS = (
     "policy", "predictor", "budget", "hits", "ms/token", "stall ms", "MiB read", "useful MiB", "late MiB", "wasted MiB",
     "recall",
 )
+_PACKED_COLUMNS = ("in part",)  # and that, of a compressed pack
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of one combination. recall: mean over layers, by how many layers ahead the predictions are."""
+    """Of one combination. recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of
+    the experts that were needed of which a compressed form was in memory (--pools)."""
 
     policy: str
     predictor: str
     budget: str
     measures: Measures
     recall: list[float]
+    part_rate: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Report:
     compute_ms: float
     route_share: float
     batch: int
+    pools: str | None
+    decode_bandwidth: float | None
+    n_decoders: int
     rows: list[Row]
 
 
@@ -77,10 +84,15 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
         "the future. Nothing is read ahead unless --prefetch says so."
     )
-    add_settings(parser, *_LISTS, lists=_LISTS,
-                 defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none"})
+    add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
+                 defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none",
+                           _POOLS: "1,0,0,0 with --decode-bandwidth, else experts are read from the model"})
     parser.add_argument("--read-bandwidth", metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
+    parser.add_argument("--decode-bandwidth", metavar="RATE",
+                        help="bytes of matrices that one thread recovers in a second, of as many as an engine "
+                             "has, where experts come from the compressed pack beside the model (default: with "
+                             "--pools, decoding takes no time)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
                         help="time that each read takes, beside that of its bytes (default: 0)")
     parser.add_argument("--pause-ms", type=float, default=0.0, metavar="MS",
@@ -105,7 +117,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.disk import measure_bandwidth
-    from pyorch.sidecars import packs
+    from pyorch.runtime.recovery import recovery_threads
+    from pyorch.settings.pools import Pools
+    from pyorch.sidecars import packed_sizes, packs
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
@@ -113,7 +127,12 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.traces.replay import DEFAULTS, ReplaySettings, default_route_share, replay
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
+    decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else None
+    pools = given_settings(args, *_LISTS).get(_POOLS)
+    packed = pools is not None or decoding is not None
     with packs.open_model(args.model) as model_map, Progress() as progress:
+        if packed:
+            packed_sizes.require(model_map)
         recording = Recording.from_trace(Trace(args.trace), model_map)
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
@@ -128,10 +147,12 @@ def run(args: argparse.Namespace) -> int:
                 policy, prefetch, budget, bandwidth, args.read_latency_ms / 1000, args.compute_ms,
                 share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
                 as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
+                pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=recovery_threads(),
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
-                    args.pause_every_ms, args.compute_ms, share, args.batch, rows)
+                    args.pause_every_ms, args.compute_ms, share, args.batch,
+                    str(pools or Pools()) if packed else None, decoding, recovery_threads(), rows)
     if args.json:
         print_json({**vars(report), "rows": [_flat(row) for row in report.rows]})
     else:
@@ -139,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_rate(text: str) -> float:
+def parse_rate(text: str, what: str = "read bandwidth") -> float:
     """Bytes a second, of a size with or without "/s". PyorchError for what is neither."""
     from pyorch.sizes import Amount
 
@@ -148,7 +169,7 @@ def parse_rate(text: str) -> float:
     except ValueError:
         rate = 0
     if rate <= 0:
-        raise PyorchError(f'read bandwidth "{text}" is not understood: use bytes a second such as 1GB/s or 800MiB/s')
+        raise PyorchError(f'{what} "{text}" is not understood: use bytes a second such as 1GB/s or 800MiB/s')
     return float(rate)
 
 
@@ -164,13 +185,18 @@ def _row(replayed) -> Row:
     measures = Measures(**{field.name: getattr(replayed, field.name) for field in fields(Measures)})
     settings = replayed.settings
     return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch),
-               budget=str(settings.budget), measures=measures, recall=recall)
+               budget=str(settings.budget), measures=measures, recall=recall, part_rate=_part_rate(replayed.stats))
+
+
+def _part_rate(stats) -> float:
+    uses = stats.hits + stats.misses
+    return (stats.compressed_hits + stats.sm_hits + stats.e_hits) / uses if uses else float("nan")
 
 
 def _flat(row: Row) -> dict[str, object]:
     """As --json prints it."""
     return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **vars(row.measures),
-            "recall": row.recall}
+            "recall": row.recall, "part_rate": row.part_rate}
 
 
 def _parts(report: Report) -> list[str | Table]:
@@ -179,18 +205,24 @@ def _parts(report: Report) -> list[str | Table]:
     if report.pause_ms:
         latency += f", standing still for {report.pause_ms:g} of {report.pause_every_ms:g} ms"
     together = f", {report.batch} requests together" if report.batch > 1 else ""
+    packed = report.pools is not None
+    decoding = "in no time" if report.decode_bandwidth is None else (
+        f"with {report.decode_bandwidth / 1e9:.3g} GB/s by each of {report.n_decoders} threads")
     return [
         f"{report.trace}: {report.rows[0].measures.n_tokens} tokens{together}",
         f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:g} ms "
         f"a token, {report.route_share:.0%} of it before the routers",
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
         "were predicted, one layer ahead and more",
+        *([f"compressed pack: pools {report.pools}; decoded {decoding}. in part: experts that were needed of which a "
+           "compressed form was in memory"] if packed else []),
         "",
-        Table(_COLUMNS, [_cells(row) for row in report.rows], left=("policy", "predictor")),
+        Table((*_COLUMNS, *(_PACKED_COLUMNS if packed else ())), [_cells(row, packed) for row in report.rows],
+              left=("policy", "predictor")),
     ]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, packed: bool) -> tuple[str, ...]:
     from pyorch.sizes import MiB
 
     found = row.measures
@@ -200,6 +232,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
         _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
+        *([f"{row.part_rate:.1%}"] if packed else []),
     )
 
 

@@ -28,11 +28,11 @@ _refused_packs: set[str] = set()  # of which people were told
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
     plain = not managed.params.use_extra_bufts
-    use_pack(managed, plain)
-    info = managed.map.info
     if managed.settings.tuned is not None:
         tuned = read_tuned(managed.settings.tuned, managed.map)
         managed.settings = managed.settings.with_tuned(tuned.substitution, tuned.budget)
+    use_pack(managed, plain)
+    info = managed.map.info
     settings = managed.settings
     budget = settings.budget
     if budget == AUTO:
@@ -88,13 +88,12 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
             raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
                               "(packed=False in Python)")
         packs.require(model_map)
+        return
     if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
         return
     if settings.pools is None and packs.KIND in model_map.sidecars():
         managed.pool_planner = planner_for(model_map, settings, plain)
-        if managed.pool_planner is not None and not model_map.info.slim and not pays(
-            managed.pool_planner, model_map, settings
-        ):
+        if managed.pool_planner is not None and not pays(managed.pool_planner, model_map, settings):
             managed.pool_planner = None
             return
     refusal = packs.attach(model_map, plain)

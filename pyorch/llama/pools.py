@@ -10,7 +10,7 @@ from pyorch.planning.ranks import even_inclusion
 from pyorch.runtime.disk import kept_bandwidth, reads_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.recovery import measure_recovery, recovery_threads
-from pyorch.settings.budget import AUTO
+from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
@@ -22,6 +22,9 @@ from pyorch.sidecars.plan import Machine, Reserve, new_planner
 _BYTES_PER_SECOND = 1e9
 
 _DECODE_SECONDS = 0.1
+
+# Bytes a second, of a pack that is so damaged that nothing was decoded: it does not pay.
+_NEVER = 1.0
 
 
 class PoolPlanner:
@@ -43,7 +46,7 @@ class PoolPlanner:
             disk = kept_bandwidth(model_map)
             self._pools, self._step = POOLS, STEP
             machine = Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
-                              measure_recovery(model_map, _DECODE_SECONDS), recovery_threads())
+                              measure_recovery(model_map, _DECODE_SECONDS) or _NEVER, recovery_threads())
             inclusion = sidecars.inclusion()
             if inclusion is None:
                 self._pools = "F"
@@ -51,6 +54,7 @@ class PoolPlanner:
                                            model_map.info.n_expert_used)
         self._planner = new_planner(model_map, inclusion, machine)
         self._reserve = Reserve.of(model_map)
+        self.info = model_map.info  # with the pack
 
     def at(self, budget: int) -> Planned:
         """The best division of so many bytes."""
@@ -75,15 +79,16 @@ def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPla
 def pays(planner: PoolPlanner, model_map: ModelMap, settings: Settings) -> bool:
     """Whether experts are sooner there from the compressed pack than from the model.
 
-    The automatic budget is not known yet: it is taken for what the limit leaves beside the dense weights.
+    Never where the budget is below the floor that a model has with its pack: the model alone needs less. The automatic
+    budget is not known yet: it is taken for what the limit leaves beside the dense weights.
     """
-    info = model_map.info
     if settings.budget == AUTO:
-        rest = memory.rest_bytes(memory.memory_limit(), info.dense_bytes, context_bytes=0)
-        budget = min(max(rest, info.floor_bytes), info.slots_bytes)
+        rest = memory.rest_bytes(memory.memory_limit(), model_map.info.dense_bytes, context_bytes=0)
+        budget = Budget.parse(max(rest, 1))
     else:
-        try:
-            budget = settings.budget.resolve(info)
-        except BudgetError:
-            return True  # it is refused soon, by the sizes that experts have then
-    return planner.at(budget).best.compressed
+        budget = settings.budget
+    try:
+        n_bytes = budget.resolve(planner.info)
+    except BudgetError:
+        return False
+    return planner.at(n_bytes).best.compressed

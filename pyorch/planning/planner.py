@@ -22,14 +22,14 @@ _FIRST = 16  # candidates whose cost is computed to the end, so that others can 
 class LayerCosts:
     """What the experts of one layer cost.
 
-    n_expert: in the layer. form_bytes: memory of one expert in each of POOLS. delays: of the packed experts.
-    plain_read: seconds to read one expert as the model has it, which needs no decoding; None: that is not possible.
+    n_expert: in the layer. form_bytes: memory of one expert in each of POOLS, 0 for forms that there are not. delays:
+    of the packed experts. plain_read: seconds to read one expert as the model has it, which needs no decoding.
     """
 
     n_expert: int
     form_bytes: tuple[int, int, int, int]
     delays: Delays
-    plain_read: float | None = None
+    plain_read: float
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Planned:
     """What the search found.
 
     best: of all. packed_best: of the divisions with packed experts. plain: all memory for whole experts, read as the
-    model has them; None where that is not possible. n_splits, n_evaluated: divisions there were, and those whose cost
-    had to be computed to the end: others cost more for certain.
+    model has them. n_splits, n_evaluated: divisions there were, and those whose cost had to be computed to the end:
+    others cost more for certain.
     """
 
     best: Split
     packed_best: Split
-    plain: Split | None
+    plain: Split
     n_splits: int
     n_evaluated: int
 
@@ -122,7 +122,7 @@ class Planner:
         packed = Split(tuple(float(share) for share in shares[best]), True, capacities[best],
                        mean_hits(self.inclusion, ends[best]), makespans[best])
         plain = self.plain(budget)
-        return Planned(plain if plain is not None and plain.makespan <= packed.makespan else packed, packed, plain,
+        return Planned(plain if plain.makespan <= packed.makespan else packed, packed, plain,
                        n_splits, int(np.isfinite(costs).sum()))
 
     def cost(self, shares: Sequence[float], budget: int) -> Split:
@@ -133,10 +133,8 @@ class Planner:
         _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), patterns, np.inf)
         return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0])
 
-    def plain(self, budget: int) -> Split | None:
-        """All memory for whole experts, which are read as the model has them; None where that is not possible."""
-        if any(layer.plain_read is None for layer in self.layers):
-            return None
+    def plain(self, budget: int) -> Split:
+        """All memory for whole experts, which are read as the model has them."""
         shares = (1.0, 0.0, 0.0, 0.0)
         capacities = self._capacities(np.array([shares]), budget)[0]
         hits = mean_hits(self.inclusion, self._ends(capacities))
@@ -147,17 +145,21 @@ class Planner:
         return hit_patterns(self.n_used, sorted({*pools, 0} if self.least_full else set(pools)))
 
     def _capacities(self, shares: np.ndarray, budget: int) -> np.ndarray:
-        """int64[n_splits, n_layers, 4]: whole experts, where layers have memory in proportion to all their experts."""
+        """int64[n_splits, n_layers, 4]: experts, where layers have memory in proportion to all their whole experts.
+
+        Memory for a form is divided among the layers that have it.
+        """
         sizes = np.array([layer.form_bytes for layer in self.layers], np.float64)
         n_expert = np.array([layer.n_expert for layer in self.layers])
-        wholes = n_expert * sizes[:, 0]
-        of_layer = budget * wholes / wholes.sum()
+        wholes = np.where(sizes > 0, (n_expert * sizes[:, 0])[:, None], 0)
+        of_layer = budget * wholes / np.maximum(wholes.sum(axis=0), 1)
+        sizes[sizes == 0] = np.inf
         full = np.maximum(shares[:, :1], min(1.0, self.least_full / budget))
         others = shares[:, 1:].sum(axis=1, keepdims=True)
         rest = np.divide(1 - full, others, out=np.zeros_like(full), where=others > 0)
         given = np.concatenate([np.where(others > 0, full, 1), rest * shares[:, 1:]], axis=1)
         # A share of 7 experts of 0.999999999 is one of 7.
-        capacities = np.floor(given[:, None, :] * of_layer[:, None] / sizes + 1e-9).astype(np.int64)
+        capacities = np.floor(given[:, None, :] * of_layer / sizes + 1e-9).astype(np.int64)
         return np.minimum(capacities, n_expert[:, None])
 
     def _ends(self, capacities: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from pyorch.planning.makespan import MISSED, POOLS
 from pyorch.planning.ranks import HALF_LIFE
 
 # Ranks so near behind the last of a pool count as in it, as a share of its size (the tolerance margin delta of ZipMoE,
-# section 3.4).
+# section 3.4), as at run time (native/src/residency/pools.cpp).
 TOLERANCE = 0.05
 
 _COMPRESSED, _SM, _E = map(POOLS.index, "CSE")
@@ -20,8 +20,9 @@ def simulate(
     """Plays recorded routing: int64[n_tokens, n_layers, 5], a token's experts that were in each of POOLS and in none.
 
     An expert that was used is whole then, so it may stay in any form: its rank among the frequencies of its layer,
-    which fade with a half-life in tokens, says in which. Of a pool that is too full the one used least often leaves;
-    what leaves the compressed ones stays as the part for which there is a pool, if there is one.
+    which fade with a half-life in tokens, says in which. It is that before the use, as at run time: with it, whoever
+    was used last would outrank his equals. Of a pool that is too full the one used least often leaves; what leaves the
+    compressed ones stays as the part for which there is a pool, if there is one.
 
     Args:
         experts: integer[n_tokens, n_layers, n_used], in the order in which they were needed.
@@ -38,11 +39,11 @@ def simulate(
     hits = np.zeros((n_tokens, n_layers, MISSED + 1), np.int64)
     for t, chosen in enumerate(experts):
         np.add.at(hits[t], (rows, pool[rows, chosen]), 1)
+        rank = (frequency[:, None, :] > frequency[rows, chosen][:, :, None]).sum(axis=2)
         frequency[rows, chosen] += use
         use *= growth
         if use > 1e100:
             frequency, use = frequency / use, 1.0
-        rank = (frequency[:, None, :] > frequency[rows, chosen][:, :, None]).sum(axis=2)
         fits = rank[:, :, None] < thresholds[:, None, :]
         pool[rows, chosen] = np.where(fits.any(axis=2), fits.argmax(axis=2), MISSED)
         for p in range(len(POOLS)):

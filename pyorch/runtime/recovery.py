@@ -17,9 +17,10 @@ def recovery_threads() -> int:
 
 
 def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:
-    """Bytes of matrices that one thread recovers in a second; None where nothing is compressed.
+    """Bytes of matrices that one thread recovers in a second; None where nothing is compressed, or all is damaged.
 
-    Reads and decodes experts for so long, a token's experts of a layer at a time.
+    Reads and decodes experts for so long, a token's experts of a layer at a time; longer where the first layers are
+    not compressed.
     """
     if not model_map.layers:
         return None
@@ -34,8 +35,8 @@ def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:
                 engine.wait_idle()
                 engine.evict(layer.il, experts)
                 stats = engine.stats()
-                if not stats.decoded_bytes:
-                    return None
-                if perf_counter() > end:
+                if stats.decoded_bytes and perf_counter() > end:
                     return 1e9 * stats.decoded_bytes / max(1, stats.decode_ns)
+            if not stats.decoded_bytes:
+                return None
             first += n_used

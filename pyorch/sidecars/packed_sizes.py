@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from pyorch.sidecars import container, packs
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Of an expert of a layer, in bytes: its exponents (E), and all the rest (SM).
+    """Of an expert of a layer, in bytes: its exponents (E), and all the rest (SM). Without planes it is all SM.
 
-    e_bytes, sm_bytes: that are read, the mean over experts; e_memory, sm_memory: of the largest, in whole pages.
-    n_shards: that exponents of a matrix are in, the most of any.
+    e_bytes, sm_bytes: that are read, the mean over experts; e_memory, sm_memory: that a slot has, for the largest of
+    the layers whose experts are as large (give_part_slots() in native/src/model/form.cpp), in whole pages. n_shards:
+    that exponents of a matrix are in, the most of any.
     """
 
     e_bytes: float
@@ -27,7 +28,7 @@ class PartSizes:
 
 
 def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
-    """By layer; None for a model without a pack, or with one whose experts are not compressed.
+    """By layer, of those whose experts are compressed; None for a model without a pack, or where none are.
 
     FormatError if the pack is damaged.
     """
@@ -37,6 +38,8 @@ def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
     sizes = {}
     for layer in model_map.layers:
         chunks = np.ascontiguousarray(arrays[packs.index_name(layer.il)]).view(packs.CHUNK).ravel()
+        if not (chunks["codec"].any() or chunks["plane"].any()):
+            continue
         # Planes above 0 are shards of exponents; the last one of a matrix, and what is whole, is of the other part.
         matrix = chunks["expert"] * len(layer.roles) + chunks["role"]
         last = np.zeros(layer.n_expert * len(layer.roles), np.int64)
@@ -46,7 +49,31 @@ def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
                  for of in (is_e, ~is_e))
         n_shards = int(max(1, last.max() - 1))
         sizes[layer.il] = PartSizes(float(e.mean()), float(sm.mean()), _pages(e), _pages(sm), n_shards)
-    return sizes if any(size.e_bytes for size in sizes.values()) else None
+    return {il: _slots(il, sizes, model_map) for il in sizes} or None
+
+
+def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
+    """The same. FormatError without a compressed pack, or for one that is damaged."""
+    parts = part_sizes(model_map)
+    if parts is None:
+        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`")
+    return parts
+
+
+def require(model_map: ModelMap) -> None:
+    """Attaches the compressed pack beside a model. FormatError if there is none, or it is refused."""
+    refusal = packs.attach(model_map)
+    if refusal:
+        raise FormatError(refusal)
+    required_part_sizes(model_map)
+
+
+def _slots(il: int, sizes: dict[int, PartSizes], model_map: ModelMap) -> PartSizes:
+    """Layers whose experts are as large have slots of one size."""
+    expert_bytes = model_map.layer(il).expert_bytes
+    alike = [size for other, size in sizes.items() if model_map.layer(other).expert_bytes == expert_bytes]
+    return replace(sizes[il], e_memory=max(size.e_memory for size in alike),
+                   sm_memory=max(size.sm_memory for size in alike))
 
 
 def _pages(n_bytes: np.ndarray) -> int:

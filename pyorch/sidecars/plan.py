@@ -6,7 +6,6 @@ other budgets, too.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import asdict, dataclass
@@ -15,12 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import FormatError
-from pyorch.files import write_text
 from pyorch.planning.makespan import POOLS, Delays
 from pyorch.planning.planner import LayerCosts, Planner
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
-from pyorch.sidecars.packed_sizes import PartSizes, part_sizes
+from pyorch.sidecars import json_file
+from pyorch.sidecars.packed_sizes import required_part_sizes
 
 KIND = "pyorch plan"
 VERSION = 1
@@ -67,29 +65,26 @@ def default_path(model: str | os.PathLike[str]) -> Path:
     return Path(model).with_suffix(".plan.json")
 
 
-def _parts(model_map: ModelMap) -> dict[int, PartSizes]:
-    parts = part_sizes(model_map)
-    if parts is None:
-        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`")
-    return parts
-
-
 def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
     """What experts of each layer that a decode passes cost. FormatError without a compressed pack."""
-    parts = _parts(model_map)
+    parts = required_part_sizes(model_map)
     costs = []
     for layer in model_map.decoded_layers:
-        part, n = parts[layer.il], len(layer.roles)
-        shards = n * part.n_shards
-        delays = Delays(
-            sm_read=part.sm_bytes / n / machine.bytes_per_second,
-            e_read=part.e_bytes / shards / machine.bytes_per_second,
-            decode=layer.expert_bytes / shards / machine.decoded_per_second,
-            n_workers=machine.n_workers, n_shards=part.n_shards, n_matrices=n,
-        )
-        plain = None if model_map.info.slim else layer.expert_bytes / machine.bytes_per_second
-        sizes = (layer.slot_bytes, part.e_memory + part.sm_memory, part.sm_memory, part.e_memory)
-        costs.append(LayerCosts(layer.n_expert, sizes, delays, plain))
+        part, n = parts.get(layer.il), len(layer.roles)
+        plain_read = layer.expert_bytes / machine.bytes_per_second
+        if part is None:
+            sizes = (layer.slot_bytes, 0, 0, 0)
+            delays = Delays(plain_read / n, e_read=0, decode=0, n_workers=machine.n_workers, n_shards=1, n_matrices=n)
+        else:
+            sizes = (layer.slot_bytes, part.e_memory + part.sm_memory, part.sm_memory, part.e_memory)
+            shards = n * part.n_shards
+            delays = Delays(
+                sm_read=part.sm_bytes / n / machine.bytes_per_second,
+                e_read=part.e_bytes / shards / machine.bytes_per_second,
+                decode=layer.expert_bytes / shards / machine.decoded_per_second,
+                n_workers=machine.n_workers, n_shards=part.n_shards, n_matrices=n,
+            )
+        costs.append(LayerCosts(layer.n_expert, sizes, delays, plain_read))
     return costs
 
 
@@ -117,7 +112,7 @@ class Reserve:
     @classmethod
     def of(cls, model_map: ModelMap) -> Reserve:
         """FormatError without a compressed pack."""
-        each = max(part.e_memory + part.sm_memory for part in _parts(model_map).values())
+        each = max(part.e_memory + part.sm_memory for part in required_part_sizes(model_map).values())
         return cls(each, 2, model_map.info.n_expert_used + 2)
 
     def bytes(self, budget: int) -> int:
@@ -127,32 +122,13 @@ class Reserve:
 
 def write_plan(path: str | os.PathLike[str], plan: Plan, model_map: ModelMap) -> None:
     """Writes the plan, whole or not at all. PyorchError where it cannot."""
-    value = {
-        "kind": KIND, "version": VERSION, "model": Path(model_map.path).name,
-        "fingerprint": container.fingerprint(model_map), **asdict(plan),
-        "inclusion": [[float(f"{f:.6g}") for f in row] for row in plan.inclusion],
-    }
-    write_text(path, json.dumps(value, indent=None, separators=(", ", ": ")) + "\n")
+    fields = asdict(plan) | {"inclusion": [[float(f"{f:.6g}") for f in row] for row in plan.inclusion]}
+    json_file.write(path, KIND, VERSION, model_map, fields)
 
 
 def read_plan(path: str | os.PathLike[str], model_map: ModelMap) -> Plan:
     """Raises FormatError: no such file, no plan, of another version or model, or damaged."""
-    path = Path(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise FormatError(f"{path} is not a plan: `pyorch plan` makes one")
-    if value.get("version") != VERSION:
-        raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
-                          f"{VERSION}: plan again")
-    if value.get("fingerprint") != container.fingerprint(model_map):
-        raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
-                          "plan for this one")
-    plan = _checked(value, model_map)
+    plan = _checked(json_file.read(path, KIND, VERSION, model_map, command="plan"), model_map)
     if plan is None:
         raise FormatError(f"{path} is damaged: plan again")
     return plan
@@ -174,7 +150,8 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
             and len(value["hits"]) == len(POOLS) + 1
             and machine.bytes_per_second > 0 and machine.decoded_per_second > 0 and machine.n_workers > 0
             and isinstance(value["compressed"], bool) and isinstance(value["pools"], str)
-            and value["pools"] and not set(value["pools"]) - set(POOLS) and 0 < value["step"] <= 1
+            and value["pools"] and not set(value["pools"]) - set(POOLS)
+            and len(set(value["pools"])) == len(value["pools"]) and 0 < value["step"] <= 1
             and inclusion.shape == (len(layers), max((layer.n_expert for layer in layers), default=0))
             and np.isfinite(inclusion).all()
         ):

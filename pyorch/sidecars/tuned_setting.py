@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.files import write_text
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
-from pyorch.sidecars import container
+from pyorch.sidecars import json_file
 
 KIND = "pyorch tuned setting"
 VERSION = 1
@@ -51,30 +49,12 @@ def default_path(model: str | os.PathLike[str]) -> Path:
 
 def write_tuned(path: str | os.PathLike[str], setting: TunedSetting, model_map: ModelMap) -> None:
     """Writes the setting, whole or not at all. PyorchError where it cannot."""
-    value = {
-        "kind": KIND, "version": VERSION, "model": Path(model_map.path).name,
-        "fingerprint": container.fingerprint(model_map), **asdict(setting),
-    }
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    json_file.write(path, KIND, VERSION, model_map, asdict(setting), indent=2)
 
 
 def read_tuned(path: str | os.PathLike[str], model_map: ModelMap) -> TunedSetting:
     """Raises FormatError: no such file, no tuned setting, of another version or model, or settings that are none."""
-    path = Path(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise FormatError(f"{path} is not a tuned setting: `pyorch tune` makes one")
-    if value.get("version") != VERSION:
-        raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
-                          f"{VERSION}: tune again")
-    if value.get("fingerprint") != container.fingerprint(model_map):
-        raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
-                          "tune this one")
+    value = json_file.read(path, KIND, VERSION, model_map, command="tune")
     try:
         setting = TunedSetting(**{name: value[name] for name in TunedSetting.__dataclass_fields__})
     except KeyError as error:

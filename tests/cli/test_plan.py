@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from models import assert_same_bits, small_model
+from packs_of_choice import WHOLE, all_but_the_first, pack_with
 
 from pyorch.cli import main
 from pyorch.convert import pack as packing
-from pyorch.errors import FormatError
+from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import pools
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.planning import plot
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.recovery import measure_recovery
@@ -23,7 +26,7 @@ from pyorch.settings.reads import Reads
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.plan import default_path, read_plan
-from pyorch.traces.file import TraceHeader, TraceWriter
+from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
 SPEEDS = ("--read-bandwidth", "100MB/s", "--decode-bandwidth", "1GB/s", "--workers", "1")
 
@@ -97,6 +100,83 @@ def test_a_model_is_loaded_with_its_plan_and_computes_the_same(
         assert_same_bits(logits(loaded, prompt_tokens), expected)
         stats = loaded.engine.stats()
         assert stats.decoded_bytes > 0 and stats.stored_bytes > 0
+
+
+def test_quantized_experts_that_are_compressed_whole_are_planned(
+    small_moe_q4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt_tokens: list[int]
+) -> None:
+    """They have no exponents of their own: all of an expert is read, or nothing."""
+    model = Path(shutil.copy(small_moe_q4, tmp_path / "model.gguf"))
+    pack_with(lambda _: WHOLE, model)
+    with small_model(model, "30%", packed=False) as plain:
+        expected = logits(plain, prompt_tokens)
+    report = planned(capsys, model, "--budget", "30%", *SPEEDS)
+    assert report["rows"][0]["shares"][3] == 0 and report["rows"][0]["hits"][3] == 0
+    with small_model(model, "30%", pools="0.5,0.5,0,0") as loaded:
+        assert loaded.map.pack is not None
+        assert_same_bits(logits(loaded, prompt_tokens), expected)
+    planned(capsys, model, "--budget", "30%", "--read-bandwidth", "100GB/s", "--decode-bandwidth", "1MB/s")
+    with small_model(model, "30%") as loaded:
+        assert loaded.map.pack is None
+
+
+def test_a_pack_that_is_compressed_in_some_layers_is_planned_while_its_model_is_loaded(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], resident: Model, prompt_tokens: list[int]
+) -> None:
+    model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    pack_with(all_but_the_first, model)
+    with ModelMap(model) as model_map:
+        packs.attach(model_map)
+        assert measure_recovery(model_map, 0.001) > 1e6
+    with small_model(model, "30%") as loaded:
+        logits(loaded, prompt_tokens[:20])
+    planned(capsys, model, "--budget", "30%", *SPEEDS)
+    with small_model(model, "30%") as loaded:
+        assert loaded.map.pack is not None
+        assert_same_bits(logits(loaded, prompt_tokens), logits(resident, prompt_tokens))
+
+
+def test_a_budget_that_the_model_alone_can_do_with_is_enough_beside_a_compressed_pack(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "measure_recovery", lambda *_: 1e12)
+    with ModelMap(model) as model_map:
+        floor = model_map.info.floor_bytes
+        packs.attach(model_map)
+        packed_floor = model_map.info.floor_bytes
+    assert floor < packed_floor
+    for budget, packed in ((floor, False), (packed_floor - 1, False), (packed_floor, True)):
+        with small_model(model, budget) as loaded:
+            assert (loaded.map.pack is not None) == packed, budget
+    with pytest.raises(BudgetError, match="is below the floor"):
+        small_model(model, floor - 1)
+
+
+@pytest.mark.parametrize("change", [{"n_expert": 128}, {"n_expert_used": 5}])
+def test_a_damaged_trace_is_refused_in_a_sentence(
+    model: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, int]
+) -> None:
+    header = replace(Trace(trace).header, **change)
+    records = np.zeros(3, header.record_dtype())
+    records["position"], records["experts"] = np.arange(3), np.arange(header.n_expert_used) + header.n_expert - 6
+    with TraceWriter(tmp_path / "damaged.trace", header) as writer:
+        writer.write(records)
+    args = ("plan", model, "--budget", "30%", "--trace", tmp_path / "damaged.trace", *SPEEDS)
+    assert main(list(map(str, args))) == 2
+    assert "damaged.trace is damaged: it" in capsys.readouterr().err
+
+
+def test_what_is_plotted_are_budgets_that_a_model_can_have(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = []
+    real = plot.draw
+    monkeypatch.setattr(plot, "draw", lambda *args: drawn.append(args) or real(*args))
+    monkeypatch.setattr("pyorch.cli.plan._PLOTTED", (0.01, 0.5, 1.0))
+    planned(capsys, model, "--budget", "50%", "--pools", "F,C", "--step", "0.5", "--plot", tmp_path / "plots", *SPEEDS)
+    assert (tmp_path / "plots" / "plan.png").stat().st_size > 1000
+    (_, _, budgets, costs, _), = drawn
+    assert budgets == [0.5, 1.0] and all(len(values) == 2 for values in costs.values())
 
 
 def test_where_decoding_is_slow_nothing_is_compressed(

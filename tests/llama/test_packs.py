@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from architectures import Zoo
+from buddy_lists import N_EXPERT, N_LAYERS, random_buddies
 from models import assert_same_bits, small_model
 from processes import python
 
@@ -83,7 +84,7 @@ def test_logits_of_other_architectures_are_too(zoo: Zoo, tmp_path: Path, name: s
 
 @pytest.mark.parametrize(("codec", "options"), [
     ("table", {"pools": "1,0,0,0"}), ("zstd", {"pools": "0.5,0.5,0,0", "prefetch": "next-router:2:0"}),
-    ("table", {"pools": "0.4,0.3,0.2,0.1", "policy": "learned", "reads": "threads:2"}),
+    ("lz4", {"pools": "0.4,0.3,0.2,0.1", "budget": "60%", "policy": "learned", "reads": "threads:2"}),
     ("table", {"pools": "0,0,0.5,0.5", "budget": "14%"}),  # layers are streamed
 ])
 def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
@@ -105,6 +106,21 @@ def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
             assert_same_bits(logits(compressed, prompt_tokens), expected)
         else:
             assert experts.compressed_hits == experts.stored_bytes == 0
+
+
+def test_buddies_stand_in_for_the_same_experts_with_a_compressed_pack(model: Path, prompt_tokens: list[int]) -> None:
+    """With a given cache, for which whoever is missing is decided."""
+    def lossy(**options: str) -> tuple[np.ndarray, int]:
+        with small_model(model, "25%", prefetch="none", **options) as loaded:
+            loaded.substitute("prefill=1,rho=3", random_buddies(2))
+            loaded.set_cache({il: np.arange(N_EXPERT) % 2 == 0 for il in range(N_LAYERS)})
+            return logits(loaded, prompt_tokens[:40]), loaded.stats().substitution.substituted
+
+    expected, n_expected = lossy()
+    packing.pack(model, codec="zstd", level=1)
+    found, n_found = lossy(pools="0.4,0.6,0,0")
+    assert_same_bits(found, expected)
+    assert n_found == n_expected > 100
 
 
 def damage(pack: Path, il: int) -> None:

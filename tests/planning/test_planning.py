@@ -143,7 +143,7 @@ def test_a_layer_waits_for_all_reads_or_all_decoding(hits, reads, work):
     assert makespan(DELAYS, np.array(hits)) == pytest.approx(max(reads, work / 2))
 
 
-def costs(delays: Delays, n_layers: int, n_expert: int, plain_read: float | None = None) -> list[LayerCosts]:
+def costs(delays: Delays, n_layers: int, n_expert: int, plain_read: float = 1e9) -> list[LayerCosts]:
     return [LayerCosts(n_expert, (20, 14, 10, 4), delays, plain_read)] * n_layers
 
 
@@ -172,7 +172,7 @@ def test_the_search_finds_what_trying_everything_finds(delays, pools):
         assert planner.cost([s / 4 for s in shares], budget).makespan == pytest.approx(total)
     found = planner.plan(budget, pools, step)
     assert found.packed_best.makespan == pytest.approx(best)
-    assert found.best is found.packed_best and found.plain is None
+    assert found.best is found.packed_best
     assert not [pool for pool, share in zip(POOLS, found.best.shares) if share and pool not in pools]
     assert (found.best.capacities * np.array([20, 14, 10, 4])).sum() <= budget
 
@@ -226,10 +226,20 @@ def test_what_is_expected_happens_when_routing_is_played(shares):
 
 
 def test_pools_never_hold_more_than_their_capacities():
-    """Played by hand: one expert whole, one compressed; who leaves the first pool is gone, the second keeps a part."""
-    experts = np.array([0, 0, 1, 0, 1, 2, 2, 2, 0])[:, None, None]
+    """Played by hand: one expert whole, one compressed, by ranks before each use; who leaves a pool is gone."""
+    experts = np.array([0, 0, 1, 0, 1, 2, 2, 2, 0, 2, 2, 0, 0, 2])[:, None, None]
     hits = simulate(experts, 4, np.array([[1, 1, 0, 0]]), half_life=1e9)[:, 0]
-    assert hits.argmax(axis=1).tolist() == [4, 0, 4, 0, 1, 4, 4, 1, 4]
+    assert hits.argmax(axis=1).tolist() == [4, 0, 4, 0, 1, 4, 4, 4, 0, 4, 1, 4, 1, 0]
+
+
+def test_layers_that_are_not_compressed_have_whole_experts_only():
+    """What others keep in other forms is theirs alone."""
+    plain_layer = LayerCosts(8, (20, 0, 0, 0), Delays(2.0, 0.0, 0.0, 2, 1, 3), 6.0)
+    planner = Planner(skewed(2, 8, N_USED), N_USED, [*costs(DELAYS, 1, 8), plain_layer])
+    split = planner.cost((0.5, 0.25, 0.125, 0.125), 160)
+    assert split.capacities.tolist() == [[2, 40 // 14, 20 // 10, 20 // 4], [2, 0, 0, 0]]
+    assert split.makespans[1] == pytest.approx(6.0 * split.hits[1, 4])
+    assert planner.plan(160).best.makespan <= split.makespan
 
 
 def test_whole_experts_have_what_they_need_in_any_case():

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packs_of_choice import IN_PLANES, WHOLE, all_but_the_first, pack_with
 
 from pyorch.errors import FormatError
-from pyorch.planning.ranks import even_inclusion, inclusion_of_counts
+from pyorch.planning.ranks import HALF_LIFE, even_inclusion, inclusion_of_counts
+from pyorch.planning.simulation import TOLERANCE
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
+from pyorch.runtime.recovery import recovery_threads
+from pyorch.sidecars import container, packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.plan import Machine, Plan, default_path, layer_costs, read_plan, write_plan
+from pyorch.sidecars.packed_sizes import part_sizes
+from pyorch.sidecars.plan import Machine, Plan, Reserve, default_path, layer_costs, read_plan, write_plan
+
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +67,7 @@ def test_a_plan_of_another_model_is_refused(
     ({"version": 2}, "has version 2 of its format"),
     *(({name: value}, "is damaged: plan again") for name, value in (
         ("shares", [0.5, 0.2, 0.0, 0.0]), ("shares", [1.0]), ("shares", None), ("shares", [1.5, -0.5, 0, 0]),
-        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("pools", "FX"),
+        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("pools", "FX"), ("pools", "FF"),
         ("compressed", 1), ("machine", {}),
         ("machine", {"bytes_per_second": 0, "decoded_per_second": 1, "n_workers": 1}),
         ("inclusion", []), ("inclusion", [[0.5, "a"]]), ("inclusion", {"a": 1}), ("n_tokens", 1e400),
@@ -96,6 +107,63 @@ def test_what_is_no_plan_is_refused(model_map: ModelMap, tmp_path: Path, content
 def test_without_a_compressed_pack_there_is_nothing_to_divide(model_map: ModelMap, plan: Plan) -> None:
     with pytest.raises(FormatError, match="no compressed pack: make one with `pyorch pack"):
         layer_costs(model_map, plan.machine)
+
+
+@pytest.fixture(scope="module", params=[lambda _: IN_PLANES, all_but_the_first, lambda _: WHOLE],
+                ids=["all layers", "some layers", "without planes"])
+def packed(request: pytest.FixtureRequest, small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
+    model = Path(shutil.copy(small_moe, tmp_path_factory.mktemp("packed") / "model.gguf"))
+    pack_with(request.param, model)
+    with ModelMap(model) as packed_map:
+        packs.attach(packed_map)
+        yield packed_map
+
+
+def test_the_memory_that_is_reserved_is_that_of_the_library(packed: ModelMap) -> None:
+    reserve, info = Reserve.of(packed), packed.info
+    slot = packed.layers[0].slot_bytes
+    assert info.floor_bytes == (2 * info.n_expert_used + 1) * slot + reserve.each * reserve.least
+    assert info.slots_bytes == sum(it.n_expert * it.slot_bytes for it in packed.layers) + reserve.each * reserve.most
+    for budget in (info.floor_bytes, 40 * reserve.each, 16 * reserve.each * reserve.most + 1):
+        budget = min(max(budget, info.floor_bytes), info.slots_bytes - reserve.each * reserve.most)
+        with Engine(packed, budget) as engine:
+            for layer in packed.layers:
+                engine.prefetch(layer.il, list(range(layer.n_expert)))
+                engine.wait_idle()
+            held = engine.stats().resident_bytes
+        room = budget - reserve.bytes(budget)
+        assert room - slot < held <= room
+
+
+def test_layers_that_are_not_compressed_have_no_parts(packed: ModelMap, plan: Plan) -> None:
+    parts = part_sizes(packed)
+    costs = layer_costs(packed, plan.machine)
+    for layer, cost in zip(packed.layers, costs):
+        whole, compressed, sm, e = cost.form_bytes
+        if layer.il in parts:
+            assert whole == layer.slot_bytes and compressed == sm + e and sm > 0 and cost.delays.decode > 0
+        else:
+            assert cost.form_bytes == (layer.slot_bytes, 0, 0, 0)
+            assert cost.delays.expert_read == pytest.approx(cost.plain_read) and cost.delays.decode == 0
+
+
+def test_the_rules_of_pools_are_those_of_the_library() -> None:
+    """By their source: nothing that is called shows them."""
+    source = "\n".join(path.read_text() for path in (ROOT / "native/src/residency").glob("pools.*"))
+    for name, value in (("HALF_LIFE_TOKENS", HALF_LIFE), ("TOLERANCE", TOLERANCE)):
+        found = re.findall(rf"constexpr double {name}\s*=\s*([0-9.]+);", source)
+        assert list(map(float, found)) == [value], name
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
+def test_as_many_threads_decode_as_a_plan_says(model_map: ModelMap) -> None:
+    """Where threads read, they decode what they read; beside the ring, as many decode."""
+    def n_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = n_threads()
+    with Engine(model_map, "50%", reads="threads"):
+        assert n_threads() - before == recovery_threads()
 
 
 def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_path: Path) -> None:

@@ -283,9 +283,13 @@ def test_several_requests_share_the_experts_of_a_step(model_map: ModelMap, recor
 
 
 def test_compressed_experts_are_decoded_in_their_time_and_stay_in_pools(
-    small_moe: Path, recording: Recording, tmp_path: Path
+    small_moe: Path, recording: Recording, trace: Path, tmp_path: Path, capsys
 ) -> None:
     model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    command = ["replay", str(model), str(trace), "--policy", "lfu", "--budget", "40%", "--read-bandwidth", "1GB/s",
+               "--decode-bandwidth", "10MB/s"]
+    assert main(command) == 2
+    assert "has no compressed pack: make one with `pyorch pack" in capsys.readouterr().err
     pack = packing.pack(model, codec="table").path
     at_once = ReplaySettings("lfu", budget="40%", read_bandwidth=math.inf)
     slow = replace(at_once, decode_bandwidth=1e7)
@@ -301,6 +305,14 @@ def test_compressed_experts_are_decoded_in_their_time_and_stay_in_pools(
     n_read = pools.misses - pools.compressed_hits
     assert pools.bytes_read / n_read == pytest.approx(full.bytes_read / full.misses, rel=0.02), "nothing else is read"
     assert all(result.stats.peak_bytes <= result.stats.budget_bytes for result in results)
+    assert main([*command, "--pools", "0.6,0.4,0,0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["pools"] == "0.6,0.4,0,0" and report["decode_bandwidth"] == 1e7
+    assert report["rows"][0]["part_rate"] == pytest.approx(pools.compressed_hits / (pools.hits + pools.misses))
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "compressed pack: pools 1,0,0,0; decoded with 0.01 GB/s by each of" in lines[3]
+    assert lines[-1].endswith("0.0%")
 
 
 # Errors and the command

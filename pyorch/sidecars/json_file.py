@@ -1,0 +1,52 @@
+"""Sidecars that people may read: JSON with a kind, a version and the fingerprint of the model that they are for."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import FormatError
+from pyorch.files import write_text
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+
+
+def write(
+    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, fields: dict[str, Any],
+    indent: int | None = None,
+) -> None:
+    """Writes it, whole or not at all. PyorchError where it cannot."""
+    value = {
+        "kind": kind, "version": version, "model": Path(model_map.path).name,
+        "fingerprint": container.fingerprint(model_map), **fields,
+    }
+    write_text(path, json.dumps(value, indent=indent) + "\n")
+
+
+def read(
+    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, command: str
+) -> dict[str, Any]:
+    """What was written; its fields are not looked at.
+
+    kind: "pyorch" and what it is. command: of pyorch, that makes it.
+
+    Raises FormatError: no such file, of another kind, version or model.
+    """
+    path = Path(path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or value.get("kind") != kind:
+        raise FormatError(f"{path} is not a {kind.removeprefix('pyorch ')}: `pyorch {command}` makes one")
+    if value.get("version") != version:
+        raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
+                          f"{version}: {command} again")
+    if value.get("fingerprint") != container.fingerprint(model_map):
+        raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
+                          f"{command} for this one")
+    return value
