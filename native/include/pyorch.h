@@ -293,8 +293,8 @@ pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
 
 // How the budget is divided among the forms in which experts of a compressed pack are kept: full, compressed, signs and
 // mantissas only, exponents only (ZipMoE, section 3.2: the pools F, C, S, E). shares[4]: 0 to 1, their sum is 1. Full
-// experts get what the largest layer needs in any case; PYORCH_BUDGET where pinned ones need more than their share.
-// Of a model whose experts are not compressed all are full, whatever the shares.
+// experts get what is pinned and what the largest layer needs beside that in any case. Of a model whose experts are not
+// compressed all are full, whatever the shares.
 pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares);
 
 // What the policy PYORCH_LEARNED has learned. n_expert: of the widest layer; rows of others end with numbers that mean

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import BudgetError
 from pyorch.llama import measure, memory
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.originals import original
@@ -55,8 +53,7 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
     managed.engine.set_budget(plan.budget_bytes)
     if managed.pool_planner is not None:
-        with contextlib.suppress(BudgetError):  # pinned experts need more than their share: it stays as it was
-            managed.engine.set_pools(managed.pool_planner.pools(plan.budget_bytes))
+        managed.engine.set_pools(managed.pool_planner.pools(plan.budget_bytes))
     return needed
 
 

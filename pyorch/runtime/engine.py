@@ -118,7 +118,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         check(lib.pyorch_set_policy(self.handle, policies().choose(policy, self.simulated).value))
 
     def set_pools(self, pools: Pools | str) -> None:
-        """Divides the budget anew. BudgetError where pinned experts need more than the share of full ones."""
+        """Divides the budget anew. What is pinned, and the largest layer beside it, have room in any case."""
         check(lib.pyorch_set_pools(self.handle, Pools.parse(pools).shares))
 
     def learned(self) -> dict[str, np.ndarray]:

@@ -304,8 +304,8 @@ void Table::expert_finished(Expert & e) {
         e.unasked = e.unwanted = false;
         value_changed(e);
         if (compressed) {
-            load.there  = load.damaged ? 0 : STORED_PARTS;
-            load.staged = false;
+            load.there = load.damaged ? 0 : STORED_PARTS;
+            unstage(load);
             settle_parts(e);
         }
     } else if (load.ended() && e.in_use == 0) {

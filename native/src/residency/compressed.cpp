@@ -136,7 +136,7 @@ void Table::trim_pools() {
 
 // REQUIRES: the budget is enough for what is reserved
 void Table::divide_budget(uint64_t bytes) {
-    pools.divide(bytes, shares);
+    pools.divide(bytes, needed_budget(reserved()), shares);
     bank->set_budget(bytes, pools.stored_limit());
     trim_pools();
     keep_budget();
@@ -145,19 +145,8 @@ void Table::divide_budget(uint64_t bytes) {
 void Table::set_pools(const PoolShares & wanted) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const PoolShares before = shares;
-        const uint64_t   budget = bank->budget();
         shares = wanted;
-        pools.divide(budget, shares);
-        const uint64_t most = needed_budget(reserved());
-        if (most > pools.limit(Form::FULL)) {
-            const uint64_t full = pools.limit(Form::FULL);
-            shares = before;
-            pools.divide(budget, shares);
-            throw Failure(PYORCH_BUDGET, format("of the budget, %s would be for full experts, and the largest layer "
-                "needs %s beside what is reserved", mebibytes(full).c_str(), mebibytes(most).c_str()));
-        }
-        divide_budget(budget);
+        divide_budget(bank->budget());
     }
     space.notify_all();
     loads.wake();

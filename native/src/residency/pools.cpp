@@ -37,7 +37,7 @@ Pools::Pools(const ModelMap & map) : map(map) {
     }
 }
 
-void Pools::divide(uint64_t budget, const PoolShares & shares) {
+void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares) {
     limits  = {};
     staging = 0;
     if (!any()) {
@@ -45,11 +45,10 @@ void Pools::divide(uint64_t budget, const PoolShares & shares) {
         return;
     }
     const uint64_t each = map.parts_bytes();
-    const auto     n    = (uint64_t) ((double) budget * STAGING_SHARE / (double) each);
+    const auto     n    = std::min((uint64_t) ((double) budget * STAGING_SHARE / (double) each), (budget - fewest) / each);
     staging = each * std::clamp<uint64_t>(n, ModelMap::MIN_STAGED, map.max_staged());
     const uint64_t rest = budget - staging;
-    const uint64_t full = std::min(rest, std::max(map.floor_bytes() - ModelMap::MIN_STAGED * each,
-        (uint64_t) (shares[(int) Form::FULL] * (double) rest)));
+    const uint64_t full = std::max(fewest, (uint64_t) (shares[(int) Form::FULL] * (double) rest));
     double others = 0;
     for (int form = (int) Form::COMPRESSED; form < N_FORMS; ++form) {
         others += shares[form];

@@ -26,8 +26,9 @@ class Pools {
 public:
     explicit Pools(const ModelMap & map);
 
-    // A model without compressed experts has full ones only. Full experts get what the largest layer needs in any case.
-    void divide(uint64_t budget, const PoolShares & shares);
+    // A model without compressed experts has full ones only. fewest: bytes that full experts get in any case.
+    // REQUIRES: the budget has room for them, and for the fewest experts on their way
+    void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares);
 
     uint64_t limit(Form form) const { return limits[(int) form]; } // bytes
     uint64_t stored_limit() const; // of all stored parts: of the pools, and of those that are on their way

@@ -2,7 +2,7 @@
 //
 //     forms_test FILE.gguf
 //
-// FILE.gguf and FILE.gguf.pack are written, used and left.
+// FILE.gguf, FILE.gguf.wide and their packs are written, used and left.
 
 #include "banks/host_bank.h"
 #include "check.h"
@@ -11,6 +11,7 @@
 #include "synthetic.h"
 
 #include <cstring>
+#include <numeric>
 #include <random>
 
 using namespace pyorch;
@@ -19,17 +20,17 @@ static constexpr int N_LAYERS = 2;
 static constexpr int N_EXPERT = 10;
 
 // Weights are numbers around zero, as those of a model are: a few exponents are most of them.
-static void write_model() {
+static void write_model(const std::string & file, int n_expert, int n_used, int n_rows) {
     ggml_init_params params = { 64u << 20, nullptr, false };
     ggml_context * ctx  = ggml_init(params);
     gguf_context * gguf = gguf_init_empty();
     gguf_set_val_str(gguf, "general.architecture", "forms");
     gguf_set_val_u32(gguf, "forms.block_count", N_LAYERS);
-    gguf_set_val_u32(gguf, "forms.expert_used_count", 2);
+    gguf_set_val_u32(gguf, "forms.expert_used_count", n_used);
     std::mt19937 rng(1);
     for (int l = 0; l < N_LAYERS; ++l) {
         for (const char * role : { "gate", "up", "down" }) {
-            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 64, 600, N_EXPERT);
+            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 64, n_rows, n_expert);
             ggml_format_name(t, "blk.%d.ffn_%s_exps.weight", l, role);
             for (int64_t i = 0; i < ggml_nelements(t); ++i) {
                 ((float *) t->data)[i] = (float) ((int) (rng() % 2001) - 1000) / 1000;
@@ -37,17 +38,34 @@ static void write_model() {
             gguf_add_tensor(gguf, t);
         }
     }
-    CHECK(gguf_write_to_file(gguf, path.c_str(), false));
+    CHECK(gguf_write_to_file(gguf, file.c_str(), false));
     gguf_free(gguf);
     ggml_free(ctx);
 }
 
 static ModelMap compressed_map() {
-    static const bool written = (write_model(), true);
+    static const bool written = (write_model(path, N_EXPERT, 2, 600), true);
     CHECK(written);
     ModelMap map(path);
     CHECK(compress(map, path + ".pack"));
     return map;
+}
+
+static std::vector<int> experts(int n) {
+    std::vector<int> ids(n);
+    std::iota(ids.begin(), ids.end(), 0);
+    return ids;
+}
+
+// Changes a byte of a region of an expert.
+static void damage(const ModelMap & map, int layer, int expert, Part part) {
+    const PackedLayer & pack = *map.layers[layer].pack;
+    const auto          at   = (std::streamoff) (pack.part_offset[part][expert] + pack.part_bytes[part][expert] / 2);
+    std::fstream        file(path + ".pack", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(at);
+    const int byte = file.get();
+    file.seekp(at);
+    CHECK(file.put((char) ~byte));
 }
 
 static std::vector<char> from_model(const ModelMap & map, int layer, int expert, int role) {
@@ -152,13 +170,9 @@ static void what_is_compressed_in_memory_is_not_read_again() {
 static void a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it() {
     const ModelMap map = compressed_map();
     for (const PoolShares & shares : MIXES) {
-        House            house(map, 0, shares);
-        std::vector<int> all;
-        for (int id = 0; id < N_EXPERT; ++id) {
-            all.push_back(id);
-        }
+        House house(map, 0, shares);
         for (int round = 0; round < 3; ++round) {
-            CHECK(house.use(0, all, 64));
+            CHECK(house.use(0, experts(N_EXPERT), 64));
             CHECK(house.use(1, { 1, 2 }));
         }
     }
@@ -180,18 +194,62 @@ static void loads_come_through_a_pool_that_shrinks_under_them() {
 
 static void damaged_chunks_are_read_from_the_model_and_do_not_stay() {
     for (const Part part : { PART_E, PART_SM }) {
-        const ModelMap      map  = compressed_map();
-        const PackedLayer & pack = *map.layers[0].pack;
-        {
-            std::fstream file(path + ".pack", std::ios::in | std::ios::out | std::ios::binary);
-            file.seekp((std::streamoff) (pack.part_offset[part][3] + pack.part_bytes[part][3] / 2));
-            file.put(99);
-        }
+        const ModelMap map = compressed_map();
+        damage(map, 0, 3, part);
         House house(map, 12, { 0, 0, 1, 0, 0 });
         for (int round = 0; round < 20; ++round) {
             CHECK(house.use(0, { 3, 4 + round % 6 }));
         }
         CHECK(house.stats().failures == 0);
+    }
+}
+
+static void damaged_layers_leave_no_memory_taken() {
+    for (const Part part : { PART_E, PART_SM }) {
+        const ModelMap map = compressed_map();
+        for (int id = 0; id < N_EXPERT; ++id) {
+            damage(map, 0, id, part);
+        }
+        for (const PoolShares & shares : MIXES) {
+            House house(map, 2, shares);
+            for (int round = 0; round < 30; ++round) {
+                CHECK(house.use(0, { round % 5, 5 + round * 3 % 5 }));
+            }
+        }
+    }
+}
+
+static void the_least_budget_is_enough_for_every_layer() {
+    const std::string model = path + ".wide";
+    for (const int n_used : { 16, 22 }) {
+        write_model(model, 50, n_used, 100);
+        ModelMap map(model);
+        CHECK(compress(map, model + ".pack"));
+        for (const PoolShares & shares : MIXES) {
+            Pools pools(map);
+            const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
+            pools.divide(map.floor_bytes(), fewest, shares);
+            CHECK(pools.limit(Form::FULL) == fewest);
+            House house(map, 0, shares);
+            CHECK(house.use(0, experts(50), 64));
+            CHECK(house.use(1, experts(n_used)));
+        }
+    }
+}
+
+static void pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget() {
+    const ModelMap         map    = compressed_map();
+    const std::vector<int> pinned = experts(4);
+    for (const PoolShares & shares : MIXES) {
+        House house(map, 20, shares);
+        house.table.pin(map.layers[0].il, pinned.data(), (int) pinned.size());
+        house.reader.read_all();
+        house.table.set_budget(map.floor_bytes() + pinned.size() * map.layers[0].slot_bytes());
+        for (int layer = 0; layer < N_LAYERS; ++layer) {
+            CHECK(house.use(layer, experts(N_EXPERT), 64));
+        }
+        house.table.set_pools({ 0, 0, 1, 0, 0 });
+        CHECK(house.use(1, experts(N_EXPERT), 64));
     }
 }
 
@@ -202,5 +260,8 @@ int main(int argc, char ** argv) {
         a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it,
         loads_come_through_a_pool_that_shrinks_under_them,
         damaged_chunks_are_read_from_the_model_and_do_not_stay,
+        damaged_layers_leave_no_memory_taken,
+        the_least_budget_is_enough_for_every_layer,
+        pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
     });
 }
