@@ -20,17 +20,20 @@ def longer(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("next-token") / "longer.gguf"
 
 
-def decoded(path: Path, prefetch: str) -> tuple[np.ndarray, dict[int, pyorch.Stats]]:
-    """Logits of a prompt and of tokens after it, and statistics by layer."""
+def decoded(path: Path, prefetch: str) -> tuple[np.ndarray, dict[int, pyorch.Stats], set[tuple[int, int]]]:
+    """Logits of a prompt and of tokens after it, statistics by layer, and from which layer which one was predicted."""
+    predicted: set[tuple[int, int]] = set()
     with pyorch.ModelMap(path) as model_map:
         budget = 2 * model_map.info.floor_bytes
     with pyorch.load(path, budget=budget, prefetch=prefetch, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as model:
+        model.engine.set_prediction_observer(lambda it: predicted.add((it.il_from, it.il)))
         with Context(model.llama.model, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as context:
             rows = [context.decode(tokens(64)), context.decode(tokens(40, seed=1))]
             for token in tokens(8, seed=2):
                 rows.append(context.decode([token]))
                 model.engine.wait_idle()
-        return np.concatenate(rows), {il: model.engine.stats(il) for il in model.layers}
+        model.engine.set_prediction_observer(None)
+        return np.concatenate(rows), {il: model.engine.stats(il) for il in model.layers}, predicted
 
 
 @pytest.mark.parametrize("prefetch", ["none", "layer-all:1:0", "previous-token:1:0", "quasi-hidden:2:0", "next-router:3:0"])
@@ -39,12 +42,13 @@ def test_nothing_of_it_is_read(zoo: Zoo, longer: Path, name: str, prefetch: str)
     plain = zoo.path(name, "F32")
     if not longer.exists():
         with_next_token_block(plain, longer)
-    expected, without = decoded(plain, prefetch)
-    logits, layers = decoded(longer, prefetch)
+    expected, without, _ = decoded(plain, prefetch)
+    logits, layers, predicted = decoded(longer, prefetch)
     assert logits.tobytes() == expected.tobytes()
     first, last = min(layers), max(layers)
     assert last == max(without) + 1
     assert (layers[last].loads, layers[last].bytes_read, layers[last].hits, layers[last].misses) == (0, 0, 0, 0)
     assert all(layers[il].loads > 0 for il in without)
+    assert not any(last in pair for pair in predicted)
     if prefetch == "previous-token:1:0":  # the last layer that runs is followed by the first, of the next token
-        assert layers[first].prefetch_loads > 0
+        assert (max(without), first) in predicted
