@@ -17,7 +17,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "verify", summary, "pyorch verify olmoe.gguf --budget 20%,50% --tokens 64")
     parser.description += (
         " The command compares every logit with that of the same model fully in memory. "
-        "The exit status is 0 if all bits are the same, and 1 if not."
+        "The exit status is 0 if all bits are the same, and 1 if not, with lossy options too."
     )
     add_model_options(parser, LOSSY, lists=("budget",), defaults={"budget": ",".join(map(str, VERIFY_BUDGETS))})
     parser.add_argument("--tokens", type=whole(0), default=32, metavar="N",
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if every logit is bit-identical under every budget, or a lossy setting was asked for; 1 otherwise."""
+    """Returns 0 if every logit is bit-identical under every budget; 1 otherwise, also where that was asked for."""
     prompt = read_prompt(args.prompt, args.file)
 
     from pyorch.eval.verify import PROMPT, verify
@@ -49,24 +49,27 @@ def run(args: argparse.Namespace) -> int:
                     print(sentence(comparison), flush=True)
     if args.json:
         print_json(comparisons)
-    lossy = settings.get("substitution") is not None or settings.get("speculate", False)
-    return 0 if lossy or all(comparison.identical for comparison in comparisons) else 1
+    return 0 if all(comparison.identical for comparison in comparisons) else 1
 
 
 def sentence(comparison) -> str:
     from pyorch.sizes import format_bytes
 
     where = f"budget {comparison.budget} ({format_bytes(comparison.budget_bytes)})"
-    experts, lossy, first = comparison.experts, comparison.substitution, comparison.first_difference
+    experts, first = comparison.experts, comparison.first_difference
+    substituted, speculated = comparison.substitution, comparison.speculation
     managed = f"; {experts.misses} misses, {experts.evictions} evictions" if experts is not None else ""
     if comparison.identical:
         return (f"{where}: the logits of {comparison.n_positions} tokens are bit-identical to the resident model's"
                 f"{managed}")
-    if lossy is not None:
+    if substituted is not None or speculated is not None:
+        done = (f"{substituted.substituted} expert slots substituted, {substituted.dropped} dropped"
+                if substituted is not None else
+                f"{speculated.slots} expert slots computed as predicted, {speculated.right} of them as their routers "
+                "chose")
         return (
             f"{where}: lossy, over {comparison.n_positions} tokens KL divergence {comparison.kl_divergence:.3g} nats, "
-            f"same top token {comparison.top1_agreement:.1%}; {lossy.substituted} expert slots substituted, "
-            f"{lossy.dropped} dropped{managed}"
+            f"same top token {comparison.top1_agreement:.1%}; {done}{managed}"
         )
     return (
         f"{where}: the logits differ first at token {first.position}, vocabulary entry {first.token}: "

@@ -18,7 +18,7 @@ from pyorch.eval.method import kernels, resident_model
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
-from pyorch.runtime.statistics import Stats, SubstitutionStats
+from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import VERIFY_BUDGETS, Budget
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
@@ -59,7 +59,8 @@ class Comparison:
     kl_divergence: float
     top1_agreement: float
     experts: Stats | None
-    substitution: SubstitutionStats | None  # None where nothing is lossy
+    substitution: SubstitutionStats | None  # None where nothing is substituted
+    speculation: SpeculationStats | None  # None where nothing is executed on speculation
 
 
 @dataclass(frozen=True)
@@ -154,4 +155,5 @@ def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Mode
         top1_agreement=float(top1_agreements(reference, logits).mean()),
         experts=experts,
         substitution=model.stats().substitution,
+        speculation=model.stats().speculation,
     )

@@ -56,9 +56,12 @@ def test_run_says_what_was_substituted(pyorch: Command, model: Path):
     assert "lossy" not in lossless.stderr and json.loads(pyorch(*run, "--json").stdout)["stats"]["substitution"] is None
 
 
-def test_verify_tells_the_cost_of_a_lossy_setting_and_succeeds(pyorch: Command, model: Path):
-    done = pyorch("verify", model, "--budget", "25%", "--threads", 1, "--substitute", "random")
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("setting", [("--substitute", "random"), ("--speculate", "--prefetch", "next-router")])
+def test_verify_tells_the_cost_of_a_lossy_setting_and_that_bits_differ(
+    pyorch: Command, model: Path, setting: tuple[str, ...]
+):
+    done = pyorch("verify", model, "--budget", "25%", "--threads", 1, *setting)
+    assert done.returncode == 1, done.stderr
     assert "lossy" in done.stdout and "KL divergence" in done.stdout and "bit-identical" not in done.stdout
 
 
