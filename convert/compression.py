@@ -91,8 +91,8 @@ class KindReport:
 
 @dataclass(frozen=True)
 class Choice:
-    """schemes: of every matrix of every layer, in the order of the kernels. reason: why this codec, "" if it was
-    asked for."""
+    """schemes: of every matrix of every layer, in the order of the kernels. reason: why this codec, or why nothing is
+    compressed; "" if a codec was asked for and used."""
 
     schemes: tuple[Scheme, ...]
     kinds: tuple[KindReport, ...]
@@ -118,6 +118,12 @@ def choose(
     samples = {kind: _sample(places, read) for kind, places in kinds.items()}
     tried = {name: {kind: _try(kind, sample, name, level, n_shards) for kind, sample in samples.items()}
              for name in ((codecs.ZSTD, codecs.LZ4, codecs.TABLE) if codec == AUTO else (codec,))}
+    if all(scheme.is_plain for of_kinds in tried.values() for scheme, _ in of_kinds.values()):
+        types = ", ".join(sorted({kind.type for kind in kinds}))
+        gain = "" if set(codecs.TYPES) & {kind.type for kind in kinds} else f" by more than {_LEAST_GAIN:.0%}"
+        who = "no codec makes" if codec == AUTO else f"{codec} does not make"
+        return _choice(model_map, {kind: (Scheme(), None) for kind in kinds},
+                       f"none: {who} these experts ({types}) smaller{gain}: they are stored as they are")
     if codec != AUTO:
         return _choice(model_map, tried[codec], "")
     bandwidth = disk.kept_bandwidth(model_map) or disk.measure_and_keep(model_map)[0]
@@ -125,7 +131,7 @@ def choose(
     weights = {kind: sum(layer.n_expert * model_map.expert_range(layer.il, 0, role).size for layer, role in places)
                for kind, places in kinds.items()}
     seconds = {name: _seconds(of_kinds, weights, bandwidth.bytes_per_second) for name, of_kinds in tried.items()}
-    best = min(seconds, key=seconds.__getitem__)
+    best = min((NONE, *tried), key=seconds.__getitem__)  # of equals, none
     others = ", ".join(f"{name} {1e3 * took:.0f} ms" for name, took in sorted(seconds.items(), key=lambda one: one[1])
                        if name != best)
     reason = (f"{best}: a GiB of experts takes {1e3 * seconds[best]:.0f} ms from a disk of "

@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="write nothing; compare every byte of every expert in the pack with the model")
     parser.add_argument("--slim", type=Path, metavar="FILE",
                         help="write the pack beside FILE, and into FILE the model without its experts: both together "
-                             "take no more room than the model and can be used in its place")
+                             "take no more room than the model and can be used in its place; not with --codec")
     add_codec_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
@@ -86,6 +86,24 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def _check_not_of_slim(output: Path) -> None:
+    """PyorchError where the pack that is to be written would take the place of the only one that a slim model has."""
+    from pyorch.errors import FormatError
+    from pyorch.runtime.model_map import ModelMap
+
+    model = output.with_name(output.name.removesuffix(".experts.gguf") + ".gguf")
+    if not output.name.endswith(".experts.gguf") or not model.is_file():
+        return
+    try:
+        with ModelMap(model) as model_map:
+            slim = model_map.info.slim
+    except FormatError:
+        return
+    if slim:
+        raise PyorchError(f"{model} is slim, and {output} is the name of the pack that holds its experts: name another "
+                          "file")
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
     from pyorch.convert.pack import pack
@@ -93,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.convert.slim import check_slim, slim_bytes, write_slim
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container, packs
-    from pyorch.sizes import format_bytes
+    from pyorch.sizes import counted, format_bytes
 
     output, spare_bytes, slim = args.output, 0, None
     if args.slim is not None:
@@ -109,6 +127,11 @@ def run(args: argparse.Namespace) -> int:
             spare_bytes = slim_bytes(model_map)
     if args.check:
         refuse_codec_options(args, "is not for --check: the pack says what it is compressed with")
+        checked = output or container.default_path(args.model, packs.KIND)
+        if Path(args.model).is_file() and not checked.exists():
+            raise PyorchError(f"{checked}: no such file: `pyorch pack {args.model}` makes the pack that --check reads")
+    elif args.slim is None and output is not None:
+        _check_not_of_slim(output)
     with Progress() as progress:
         if args.check:
             result = check(args.model, output, layout=args.layout, on_progress=progress.update)
@@ -122,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({**asdict(result), **({"slim": slim} if slim else {})})
     if args.check and result.damaged:
         some = ", ".join(result.damaged[:_SHOWN]) + (", ..." if len(result.damaged) > _SHOWN else "")
-        raise PyorchError(f"{result.path} is damaged in {len(result.damaged)} places: {some}; make it again")
+        raise PyorchError(f"{result.path} is damaged in {counted(len(result.damaged), 'place')}: {some}; make it again")
     if not args.json:
         what = f"{result.n_experts} experts of {result.n_layers} layers, {format_bytes(result.n_bytes)}"
         if args.check:

@@ -80,6 +80,8 @@ def test_quantized_matrices_are_stored_as_they_are_unless_they_gain(small_moe_q4
     assert made.codecs == ("stored",) and made.ratio == 1
     plain = packing.pack(small_moe_q4, tmp_path / "plain.experts.gguf")
     assert made.path.read_bytes() == plain.path.read_bytes()
+    assert made.reason.startswith("none: zstd does not make these experts (q4_") and plain.reason == ""
+    assert packing.pack(small_moe_q4, plain.path, codec="auto").reason.startswith("none: no codec makes these experts")
 
 
 def test_auto_chooses_what_brings_experts_in_soonest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +109,7 @@ def test_flipped_bits_are_found_and_named(
         flip(pack_path, at)
     flip(pack_path, begin)
     assert main(["pack", str(model), "--check"]) == 2
-    assert "is damaged in 1 places: shard 1 of the exponents of expert 0" in capsys.readouterr().err
+    assert "is damaged in 1 place: shard 1 of the exponents of expert 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("column", "change", "sentence"), [

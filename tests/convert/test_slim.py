@@ -67,7 +67,7 @@ def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_pa
             assert_same_bits(b.decode(TOKENS), a.decode(TOKENS))
 
 
-def test_commands_take_the_pair_as_one_model(slim: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_the_pair_as_one_model(slim: Path, small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(slim)]) == 0
     assert "experts" in capsys.readouterr().out
     assert main(["run", str(slim), "-p", "import", "-n", "4", "--temp", "0", "--budget", "40%", "--threads", "1"]) == 0
@@ -75,6 +75,9 @@ def test_commands_take_the_pair_as_one_model(slim: Path, capsys: pytest.CaptureF
     assert "each as" in capsys.readouterr().out
     assert main(["pack", str(slim)]) == 2
     assert "is slim: its experts are in its pack already" in capsys.readouterr().err
+    pack = container.default_path(slim, packs.KIND)
+    assert main(["pack", str(small_moe), "--codec", "table", "-o", str(pack)]) == 2
+    assert "is the name of the pack that holds its experts" in capsys.readouterr().err
     assert main(["convert", str(slim), "-o", str(slim.with_name("q8.gguf")), "--quantize", "Q8_0"]) == 2
     assert "quantize the model that it was made of" in capsys.readouterr().err
 
