@@ -14,6 +14,7 @@ from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
     from pyorch.runtime.disk import Bandwidth
+    from pyorch.sidecars.packs import Contents
 
 DISK_SECONDS = 3.0
 
@@ -44,10 +45,14 @@ class Inspection:
     disk: Bandwidth | None  # what the file system was found to need; None: not measured yet
     disk_ways: list[Bandwidth]  # all that was measured now
     pack_refused: str  # why the pack that lies beside the model is not used, "" if it is, or none lies there
+    pack: Contents | None  # of the pack that is used
+    plan: Path | None  # that lies beside the model
+    plan_refused: str  # why it is not used, "" if it is
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose")
+    parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose\n"
+                         "  pyorch inspect olmoe.gguf --disk")
     parser.add_argument("--disk", action="store_true",
                         help="measure how experts are read fastest from this file system, keep that for all models on it, "
                              "and show it")
@@ -77,12 +82,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> Inspection:
     from pyorch.runtime import disk
+    from pyorch.sidecars import packs
 
     if measures_disk and not model_map.layers:
         raise PyorchError(f"{model_map.path}: a dense model has no experts to read")
     chosen, ways = disk.measure_and_keep(model_map, seconds=DISK_SECONDS) if measures_disk else (
         disk.kept_bandwidth(model_map) if model_map.layers else None, [])
     info, layers = model_map.info, model_map.layers
+    plan, plan_refused = _plan(model_map)
     return Inspection(
         path=model_map.path,
         arch=info.arch,
@@ -106,7 +113,25 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> I
         disk=chosen,
         disk_ways=ways,
         pack_refused=pack_refused,
+        pack=packs.contents(model_map),
+        plan=plan,
+        plan_refused=plan_refused,
     )
+
+
+def _plan(model_map) -> tuple[Path | None, str]:
+    """The plan beside a model, and why it is refused."""
+    from pyorch.errors import FormatError
+    from pyorch.sidecars.plan import default_path, read_plan
+
+    path = default_path(model_map.path)
+    if not path.is_file():
+        return None, ""
+    try:
+        read_plan(path, model_map)
+    except FormatError as error:
+        return path, str(error)
+    return path, ""
 
 
 def _facts(model: Inspection) -> Facts:
@@ -143,6 +168,11 @@ def _facts(model: Inspection) -> Facts:
     beside = {kind: str(path) for kind, path in model.sidecars.items()}
     if model.pack_refused:
         beside["experts"] = f"not used: {model.pack_refused}"
+    elif model.pack is not None:
+        codecs = ", ".join(model.pack.codecs) or "not compressed"
+        beside["experts"] += f" ({codecs}, {model.pack.stored_bytes / model.experts_bytes:.3f} of the experts' bytes)"
+    if model.plan is not None:
+        beside["plan"] = f"not used: {model.plan_refused}" if model.plan_refused else str(model.plan)
     return Facts([*facts, *beside.items()])
 
 

@@ -41,6 +41,7 @@ class Report:
 
     model: str
     trace: Path | None
+    routing: str
     plan: Path
     budget: int
     pools: str
@@ -65,14 +66,15 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " Experts can be kept whole (F), compressed (C), as the packed planes of signs and mantissas (S) or of "
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
         "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
-        "and how fast this machine reads and decodes, and writes them beside the model, where every command finds them."
+        "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
+        "them. By expectation that gains; a model that ran faster than with whole experts alone was not seen yet."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile recorded (default: the requests in MODEL.maps.gguf; without "
                              "them all experts count as used alike)")
-    add_settings(parser, "budget", defaults={"budget": "must be given"})
-    parser.add_argument("--pools", default="F,C,S,E", metavar="F,C,S,E",
+    add_settings(parser, "budget", defaults={"budget": "none, it must be given"})
+    parser.add_argument("--forms", default="F,C,S,E", metavar="F,C,S,E",
                         help="the forms that may be kept (default: F,C,S,E)")
     parser.add_argument("--step", type=number(most=1, above=0), default=0.05, metavar="SHARE",
                         help="try shares in steps of this (default: 0.05)")
@@ -96,13 +98,16 @@ def run(args: argparse.Namespace) -> int:
     import numpy as np
 
     from pyorch.files import check_target
+    from pyorch.planning.makespan import POOLS
     from pyorch.settings.budget import AUTO
     from pyorch.sidecars import packed_sizes, packs, plan as plans
 
     budget_setting = given_settings(args).get("budget", AUTO)
     if budget_setting.amount is None:
         raise PyorchError("a plan is for a size or a share of the experts: give --budget, such as 40%")
-    pools = args.pools.replace(",", "").upper()
+    pools = args.forms.replace(",", "").upper()
+    if not pools or set(pools) - set(POOLS) or len(set(pools)) < len(pools):
+        raise PyorchError(f'forms "{args.forms}" are not understood: name some of {", ".join(POOLS)}, each once')
     output = args.output or plans.default_path(args.model)
     check_target(output.absolute())
     check_readable([args.trace])
@@ -113,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
         budget = budget_setting.resolve(model_map.info)
         experts = None if args.trace is None else _experts(args.trace, model_map)
         planned_by = experts if experts is None or not args.check else experts[: len(experts) // 2]
-        inclusion = _inclusion(planned_by, model_map)
+        inclusion, routing = _inclusion(planned_by, model_map)
+        if args.trace is not None:
+            routing = f"{len(planned_by)} tokens of {args.trace}"
         progress.update("measuring reading and decoding", 0, 0)
         machine = _machine(args, model_map)
         begin = perf_counter()
@@ -122,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         planned = planner.plan(budget, pools, args.step, reserved)
         seconds = perf_counter() - begin
         best = planned.best
-        splits = {"plan": best, **_others(planner, planned, budget - reserved)}
+        splits = {"plan": best, **_others(planner, planned, budget - reserved, pools)}
         played = None
         if args.check:
             progress.update("playing the trace", 0, 0)
@@ -134,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             tuple(map(tuple, np.asarray(inclusion).tolist())),
         ), model_map)
         picture = None if args.plot is None else _draw(args.plot, planner, planned, model_map, pools, args.step)
-    report = Report(args.model, args.trace, output, budget, pools, n_tokens, machine.bytes_per_second,
+    report = Report(args.model, args.trace, routing, output, budget, pools, n_tokens, machine.bytes_per_second,
                     machine.decoded_per_second, machine.n_workers, planned.n_splits, planned.n_evaluated, seconds, rows)
     if args.json:
         print_json(report)
@@ -166,15 +173,18 @@ def _experts(path: Path, model_map):
 
 
 def _inclusion(experts, model_map):
-    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even."""
+    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even; and which."""
     from pyorch.planning.ranks import even_inclusion, inclusion_by_rank
+    from pyorch.sidecars import container
     from pyorch.sidecars.beside import Sidecars
 
     n_experts = [layer.n_expert for layer in model_map.decoded_layers]
     if experts is not None:
-        return inclusion_by_rank(experts, max(n_experts))
+        return inclusion_by_rank(experts, max(n_experts)), "of a trace"
     kept = Sidecars(model_map).inclusion()
-    return even_inclusion(n_experts, model_map.info.n_expert_used) if kept is None else kept
+    if kept is not None:
+        return kept, f"the requests in {container.default_path(model_map.path, 'maps')}"
+    return even_inclusion(n_experts, model_map.info.n_expert_used), "unknown: all experts count as used alike"
 
 
 def _machine(args: argparse.Namespace, model_map):
@@ -195,10 +205,12 @@ def _machine(args: argparse.Namespace, model_map):
     return Machine(reading, decoding, args.workers or recovery_threads())
 
 
-def _others(planner, planned, budget: int) -> dict:
+def _others(planner, planned, budget: int, pools: str) -> dict:
     """What a plan is compared with."""
     others = {"full only": planner.cost((1, 0, 0, 0), budget), "compressed only": planner.cost((0, 1, 0, 0), budget),
               "signs and mantissas only": planner.cost((0, 0, 1, 0), budget)}
+    if "E" in pools:
+        others["exponents only"] = planner.cost((0, 0, 0, 1), budget)
     if planned.best is not planned.plain:
         others["without a pack"] = planned.plain
     if planned.best is not planned.packed_best:
@@ -234,12 +246,16 @@ def _draw(directory: Path, planner, planned, model_map, pools: str, step: float)
         at = int(share * info.slots_bytes)
         reserved = reserve.bytes(at)
         found = planner.plan(at, pools, step, reserved)
-        splits = {"plan": found.best, **_others(planner, found, at - reserved)}
+        splits = {"plan": found.best, **_others(planner, found, at - reserved, pools)}
         splits.pop("best with the pack", None)
         splits.setdefault("without a pack", found.plain)
         for name, split in splits.items():
             costs.setdefault(name, []).append(1000 * split.makespan)
     return draw(planner.inclusion, planned.best.capacities, budgets, costs, directory)
+
+
+def _decoders(n: int) -> str:
+    return "1 thread decodes" if n == 1 else f"{n} threads decode"
 
 
 def _ms(value: float) -> str:
@@ -251,8 +267,6 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
 
     best = report.rows[0]
     how = "compressed experts" if best.compressed else "experts as the model has them: compression does not pay"
-    of_tokens = f"{report.n_tokens} tokens" if report.n_tokens else (
-        "use counts beside the model, or none: all experts used alike")
     played = any(row.played_hits is not None for row in report.rows)
     columns = ("", *(f"{name} %" for name in _POOL_NAMES), *_POOL_NAMES, "missed", "wait ms",
                *(("played: full", "in part", "missed", "wait ms") if played else ()))
@@ -268,8 +282,8 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
     return [
         Facts([
             ("budget", f"{format_bytes(report.budget)} ({report.budget / info.slots_bytes:.0%} of the experts)"),
-            ("routing", of_tokens),
-            ("machine", f"reads {report.bytes_per_second / 1e9:.3g} GB/s; {report.n_workers} threads decode "
+            ("routing", report.routing),
+            ("machine", f"reads {report.bytes_per_second / 1e9:.3g} GB/s; {_decoders(report.n_workers)} "
                         f"{report.decoded_per_second / 1e9:.3g} GB/s each"),
             ("search", f"{report.n_splits} divisions, {report.n_evaluated} computed to the end, "
                        f"{report.seconds:.2f} s"),

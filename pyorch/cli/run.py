@@ -18,6 +18,7 @@ from pyorch.settings.option import CONTEXT, LONG, LOSSY
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model, ModelStats
+    from pyorch.runtime.statistics import Stats
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,13 @@ def _chat(model: Model, sampling: dict, seed: int | None) -> None:
         messages.append({"role": "assistant", "content": answer})
 
 
+def _stored_hits(experts: Stats) -> str:
+    """Shares of the uses of experts, of those that were in memory in other forms; "" without any."""
+    uses, partial = experts.hits + experts.misses, experts.sm_hits + experts.e_hits
+    forms = ((experts.compressed_hits, "compressed"), (partial, "in part"))
+    return "".join(f"{n / uses:.1%} {form}, " for n, form in forms if n)
+
+
 def show_stats(stats: ModelStats) -> None:
     """To stderr: the text on stdout may go into a pipe."""
     from pyorch.sizes import format_bytes
@@ -120,10 +128,14 @@ def show_stats(stats: ModelStats) -> None:
     if experts is not None:
         read = format_bytes(round(stats.bytes_read_per_token))
         hit_rate = "-" if math.isnan(experts.hit_rate) else f"{experts.hit_rate:.1%}"
-        rows.append(("experts", f"hit rate {hit_rate}, {read} read per token, waited "
+        rows.append(("experts", f"hit rate {hit_rate}, {_stored_hits(experts)}{read} read per token, waited "
                                 f"{experts.stall_ns / 1e9:.2f} s"))
         budget, peak = format_bytes(experts.budget_bytes), format_bytes(experts.peak_bytes)
         rows.append(("budget", f"{budget}, at most {peak} used"))
+    if stats.pools is not None:
+        names = ("full", "compressed", "SM only", "E only")
+        shares = ", ".join(f"{share:.0%} {name}" for share, name in zip(stats.pools.shares, names) if share)
+        rows.append(("pools", f"{shares} ({stats.pools_from})"))
     rows.append(("memory", f"at most {format_bytes(stats.peak_memory_bytes)} used by the process"))
     if speculation is not None:
         rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, {speculation.right} of them as "

@@ -52,9 +52,10 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         reads = settings.reads
         if settings.source is None:
             reads = reads_for(managed.map, reads, settings.direct_io)
+        managed.pools = settings.pools or (managed.pool_planner and managed.pool_planner.pools(budget))
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
-            pools=settings.pools or (Pools() if managed.pool_planner is None else managed.pool_planner.pools(budget)),
+            pools=managed.pools or Pools(),
         )
         try:
             if settings.maps is not None and os.path.exists(settings.maps):
@@ -80,13 +81,17 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
     """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
 
     A compressed one is used where that pays, and how memory is divided then is planned, unless the settings say it.
-    plain: they will be computed with as they lie in the model. Raises FormatError for a plan that is refused.
+    plain: they will be computed with as they lie in the model. Raises FormatError for a plan that is refused,
+    PyorchError for shares of forms that experts do not have here.
     """
     model_map, settings = managed.map, managed.settings
     if model_map.info.slim and settings.source is None:
         if not settings.packed:
             raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
                               "(packed=False in Python)")
+        if settings.pools is not None and settings.budget != RESIDENT:
+            raise PyorchError(f"{model_map.path} is slim, its pack is not compressed: leave out --pools, which divides "
+                              "memory among the forms of compressed experts")
         packs.require(model_map)
         return
     if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
@@ -97,6 +102,13 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
             managed.pool_planner = None
             return
     refusal = packs.attach(model_map, plain)
+    if settings.pools is not None:
+        pack = packs.contents(model_map)
+        if pack is None or not pack.codecs:
+            why = f" that can be used: {refusal}" if refusal else (
+                ": make one with `pyorch pack --codec auto`, or leave out --pools")
+            raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
+                              f"{model_map.path} has no compressed pack{why}")
     if refusal and refusal not in _refused_packs:
         _refused_packs.add(refusal)
         fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")

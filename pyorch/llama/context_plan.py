@@ -53,7 +53,8 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
     managed.engine.set_budget(plan.budget_bytes)
     if managed.pool_planner is not None:
-        managed.engine.set_pools(managed.pool_planner.pools(plan.budget_bytes))
+        managed.pools = managed.pool_planner.pools(plan.budget_bytes)
+        managed.engine.set_pools(managed.pools)
     return needed
 
 

@@ -14,6 +14,7 @@ from pyorch.llama.pools import PoolPlanner
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
+from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import eviction
@@ -33,6 +34,7 @@ class ManagedModel:
     buddies: Buddies | None = None
     speculating: bool = False  # layers execute what is forecast for them
     pool_planner: PoolPlanner | None = None  # of a compressed pack, where the settings do not divide its memory
+    pools: Pools | None = None  # how its memory is divided now
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
     pid: int = field(default_factory=os.getpid)
 
@@ -50,6 +52,13 @@ class ManagedModel:
         """What the model was loaded with."""
         settings = self.settings
         return speculative(settings.prefetch, self.sidecars) if settings.speculate else settings.prefetch
+
+    @property
+    def pools_from(self) -> str:
+        """Who divided the memory of compressed experts: "given", a plan, or what is known; "" where there are none."""
+        if self.pools is None:
+            return ""
+        return "given" if self.pool_planner is None else self.pool_planner.origin
 
     def save(self) -> None:
         """Writes what was learned where the settings say. PyorchError if it cannot be written."""

@@ -24,12 +24,13 @@ from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import options as declared_options
+from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import MAX_TOKENS, Settings
 from pyorch.settings.substitution import OFF, Substitution
 from pyorch.sidecars import eviction
 from pyorch.sidecars.buddies import Buddies
-from pyorch.sidecars.container import default_path
+from pyorch.sidecars.container import default_path, refuse_sidecar
 from pyorch.sizes import format_bytes
 
 # A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
@@ -49,7 +50,8 @@ class ModelStats:
     """What was measured since the model was loaded or its statistics were reset.
 
     Prefill counts tokens of batches, decode those that were computed one by one. experts is None
-    for a dense model, and layers, by il, is empty.
+    for a dense model, and layers, by il, is empty. pools: how memory is divided, None where experts come from no
+    compressed pack; pools_from: who said it.
     """
 
     prefill_tokens: int
@@ -61,6 +63,8 @@ class ModelStats:
     substitution: SubstitutionStats | None  # None where nothing is lossy
     speculation: SpeculationStats | None  # None where nothing is executed on speculation
     layers: dict[int, Stats]
+    pools: Pools | None
+    pools_from: str
 
     @property
     def prefill_rate(self) -> float:
@@ -259,6 +263,8 @@ class Model:
             self.engine.substitution_stats() if lossy else None,
             self.engine.speculation_stats() if self._record.speculating else None,
             {il: layer.stats() for il, layer in self.layers.items()},
+            self._record.pools,
+            self._record.pools_from,
         )
 
     def reset_stats(self) -> None:
@@ -326,6 +332,7 @@ def load(
     if not 0 <= (n_batch or 0) <= MAX_TOKENS:
         raise PyorchError(f"n_batch is {n_batch}, and must be from 0 (for the default) to {MAX_TOKENS}")
     model_map = ModelMap(path)
+    refuse_sidecar(model_map)
     trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
     n_threads = settings.n_threads or memory.physical_cores()
     arguments: dict[str, object] = {

@@ -16,7 +16,7 @@ from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.packed_sizes import part_sizes
-from pyorch.sidecars.plan import Machine, Reserve, new_planner
+from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner
 
 # Of a disk that nobody has measured: a model for which that is not worth a second is read soon, however fast.
 _BYTES_PER_SECOND = 1e9
@@ -39,6 +39,7 @@ class PoolPlanner:
 
     def __init__(self, sidecars: Sidecars, settings: Settings) -> None:
         model_map, plan = sidecars.map, sidecars.plan
+        self.origin = default_path(model_map.path).name  # of the division, for people
         if plan is not None:
             self._pools, self._step, machine, inclusion = plan.pools, plan.step, plan.machine, plan.rows
         else:
@@ -48,7 +49,9 @@ class PoolPlanner:
             machine = Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
                               measure_recovery(model_map, _DECODE_SECONDS) or _NEVER, recovery_threads())
             inclusion = sidecars.inclusion()
+            self.origin = "use counts"
             if inclusion is None:
+                self.origin = "nothing known of the routing"
                 self._pools = "F"
                 inclusion = even_inclusion([layer.n_expert for layer in model_map.decoded_layers],
                                            model_map.info.n_expert_used)

@@ -72,7 +72,8 @@ class Settings:
         None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
         help="where experts come from a compressed pack: the shares of their memory for full experts, compressed ones, "
              "signs and mantissas only, and exponents only, such as 0.6,0.4,0,0",
-        default_text="what MODEL.plan.json says, else planned when the model is loaded",
+        default_text="what MODEL.plan.json says, else planned when the model is loaded, from the use counts in "
+                     "MODEL.maps.gguf",
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
@@ -134,6 +135,9 @@ class Settings:
         if self.speculate and self.substitution is not None:
             raise PyorchError("with speculative execution nothing is absent that could be substituted: "
                               "choose one of them")
+        if self.pools is not None and not self.packed:
+            raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
+                              "--no-pack (packed=False in Python) none is read: leave out one of them")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 

@@ -62,6 +62,14 @@ def fingerprint(model_map: ModelMap) -> str:
     return digest.hexdigest()
 
 
+def refuse_sidecar(model_map: ModelMap) -> None:
+    """FormatError where a sidecar was given in the place of its model."""
+    if model_map.info.arch == _ARCH:
+        kind = model_map.metadata_str(_KIND, default="")
+        what = "the pack of a model" if kind == "experts" else f"a sidecar of a model ({kind})"
+        raise FormatError(f"{model_map.path} is {what}: name the model")
+
+
 def write(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap,
     metadata: Metadata, arrays: dict[str, np.ndarray],

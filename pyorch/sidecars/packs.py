@@ -7,6 +7,7 @@ lies beside a model is found, and refused where it does not belong there.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,9 +52,29 @@ def role_offsets(model_map: ModelMap, layer: LayerInfo) -> tuple[list[int], int]
     return offsets, -(-end // PAGE) * PAGE
 
 
+@dataclass(frozen=True)
+class Contents:
+    """Of an attached pack. codecs: that matrices are stored with, () if it is not compressed; stored_bytes: of all."""
+
+    codecs: tuple[str, ...]
+    stored_bytes: int
+
+
+def contents(model_map: ModelMap) -> Contents | None:
+    """None without an attached pack. FormatError if it is damaged."""
+    if model_map.pack is None:
+        return None
+    metadata, arrays = container.read(model_map.pack, KIND, VERSION, model_map)
+    schemes = metadata.get(CODECS, [])
+    rows = (np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK) for layer in model_map.layers)
+    return Contents(tuple(dict.fromkeys(str(scheme).partition("/")[0] for scheme in schemes)),
+                    sum(int(of_layer["stored"].sum()) for of_layer in rows))
+
+
 def open_model(path: str | os.PathLike[str]) -> ModelMap:
     """The map of a model, and of a slim one with the pack that has its experts. FormatError if that is no good."""
     model_map = ModelMap(path)
+    container.refuse_sidecar(model_map)
     if model_map.info.slim:
         require(model_map)
     return model_map

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +80,8 @@ def test_a_plan_is_the_best_of_what_it_is_compared_with(
 ) -> None:
     report = planned(capsys, model, "--trace", trace, "--budget", "30%", "--check", *SPEEDS)
     rows = {row["name"]: row for row in report["rows"]}
-    assert rows.keys() == {"plan", "full only", "compressed only", "signs and mantissas only", "without a pack"}
+    assert rows.keys() == {"plan", "full only", "compressed only", "signs and mantissas only", "exponents only",
+                           "without a pack"}
     best = rows["plan"]
     assert best["wait_ms"] == min(row["wait_ms"] for row in rows.values()) and best["compressed"]
     assert sum(best["shares"]) == pytest.approx(1) and sum(best["shares"][1:]) > 0
@@ -100,6 +102,10 @@ def test_a_model_is_loaded_with_its_plan_and_computes_the_same(
         assert_same_bits(logits(loaded, prompt_tokens), expected)
         stats = loaded.engine.stats()
         assert stats.decoded_bytes > 0 and stats.stored_bytes > 0
+        assert loaded.stats().pools_from == "model.plan.json" and loaded.stats().pools.full < 1
+    assert main(["inspect", str(model)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"experts.gguf \(table, 0\.\d+ of the experts' bytes\)", shown) and "model.plan.json" in shown
 
 
 def test_quantized_experts_that_are_compressed_whole_are_planned(
@@ -224,7 +230,7 @@ def test_a_plan_of_another_model_refuses_to_load(model: Path, trace: Path, capsy
 @pytest.mark.parametrize(("args", "sentence"), [
     (("--budget", "auto"), "a plan is for a size or a share of the experts: give --budget, such as 40%"),
     ((), "a plan is for a size or a share of the experts"),
-    (("--budget", "30%", "--pools", "F,X", *SPEEDS), 'pools "FX" are not understood'),
+    (("--budget", "30%", "--forms", "F,X", *SPEEDS), 'forms "F,X" are not understood'),
     (("--budget", "30%", "--check", *SPEEDS), "--check plays a trace: name one with --trace"),
     (("--budget", "1KiB", *SPEEDS), "is below the floor"),
     (("--budget", "30%", "--decode-bandwidth", "fast"), 'bandwidth "fast" is not understood'),
@@ -244,9 +250,15 @@ def test_a_model_without_a_compressed_pack_is_refused(
 ) -> None:
     bare = Path(shutil.copy(small_moe, tmp_path / "bare.gguf"))
     for _ in range(2):
+        assert main(["run", str(bare), "-p", "x", "-n", "1", "--budget", "30%", "--pools", "0.5,0.5,0,0"]) == 2
+        assert "has no compressed pack: make one with `pyorch pack --codec auto`" in capsys.readouterr().err
         assert main(["plan", str(bare), "--budget", "30%"]) == 2
         assert "has no compressed pack: make one with `pyorch pack --codec auto`" in capsys.readouterr().err
-        packing.pack(bare)
+        pack = packing.pack(bare).path
+    assert main(["run", str(pack), "-p", "x"]) == 2
+    assert f"{pack} is the pack of a model: name the model" in capsys.readouterr().err
+    assert main(["run", str(bare), "-p", "x", "--no-pack", "--pools", "1,0,0,0"]) == 2
+    assert "with --no-pack" in capsys.readouterr().err
 
 
 def test_a_disk_is_measured_by_a_compressed_pack(model: Path) -> None:
