@@ -23,6 +23,8 @@ def format_bytes(n: float, round_up: bool = False) -> str:
         unit, name = (KiB, "KiB") if n >= KiB else (1, "bytes")
     scale = 10 if unit == GiB else 1
     value = (math.ceil if round_up else round)(n * scale / unit) / scale
+    if unit == 1:
+        return counted(int(value), "byte")
     return f"{value:.1f} {name}" if scale > 1 else f"{value:.0f} {name}"
 
 
@@ -33,7 +35,7 @@ def counted(n: int, noun: str) -> str:
 
 def as_option(n: int) -> str:
     """A size that suffices for n bytes, as an option takes it: 214MiB."""
-    return format_bytes(n, round_up=True).replace(" ", "").removesuffix("bytes")
+    return format_bytes(n, round_up=True).replace(" ", "").removesuffix("bytes").removesuffix("byte")
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,9 @@ def check(plan: Plan, info: MapInfo) -> None:
             raise PyorchError(f'--baseline "{baseline}" is not known: use {", ".join(BASELINES)}')
     if plan.goals and plan.settings.lossy:
         raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
+    if plan.goals and (plan.budgets or plan.memory_limit or plan.baselines):
+        raise PyorchError("--goals have budgets, memory limits and baselines of their own: leave out --budget, "
+                          "--memory-limit and --baseline")
     if plan.goals and (len(plan.prefetches) > 1 or len(plan.policies) > 1):
         raise PyorchError("--goals are measured with one --prefetch and one --policy")
     if plan.goals and any(plan.busy):

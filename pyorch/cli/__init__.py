@@ -29,7 +29,8 @@ COMMANDS = {
     "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
-    "train-predictor": ("pyorch.cli.train_predictor", "train a predictor of the next layer's experts, on text"),
+    "train-predictor": ("pyorch.cli.train_predictor",
+                        "train a predictor of the next layer's experts, on text (needs torch)"),
     "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
     "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
@@ -100,7 +101,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             import_module(module).add_parser(subparsers, summary)
         else:
             subparsers.add_parser(command, help=summary)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # the parser of all commands would say it, and name its own --help
+        words = (args.command, getattr(args, "kind", None), getattr(args, "action", None))
+        parser.prog = " ".join(["pyorch", *filter(None, words)])
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.version:
         args.run = _print_version
     elif args.command is None:

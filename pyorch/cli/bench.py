@@ -18,7 +18,8 @@ from pyorch.settings.option import EXPERTS, LOSSY
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "bench", summary,
-        "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap",
+        "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap\n"
+        "  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2",
     )
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
@@ -34,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "memory, as it is by default), plain (all in memory, and pyorch beside it, both without "
                              "repacked kernels)")
     parser.add_argument("--goals", action="store_true",
-                        help="measure what pyorch wants to reach, and print whether it does; replaces --budget, "
+                        help="measure what pyorch wants to reach, and print whether it does; not with --budget, "
                              "--memory-limit and --baseline")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="decode N tokens (default: 128)")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -52,15 +52,16 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the logits are bit-identical to the resident run, 1 otherwise."""
     checkpoint = args.checkpoint or _default_checkpoint()
-    check_readable([checkpoint / "config.json"])
     say = _Say(not args.json)
 
     from pyorch.cli.run import show_stats
     from pyorch.cli.verify import sentence
     from pyorch.convert import convert
+    from pyorch.convert.checkpoint import open_checkpoint
     from pyorch.eval.verify import verify
     from pyorch.llama.model import load
 
+    open_checkpoint(checkpoint)  # before anything is said of it
     with tempfile.TemporaryDirectory(prefix="pyorch-demo-") as directory:
         gguf = Path(directory) / "small-moe.gguf"
         say(f"converting {checkpoint}")

@@ -257,11 +257,12 @@ def run_perplexity(args: argparse.Namespace) -> int:
         measured = {name: getattr(result, name) for name in fields}
         print_json(measured | {"substitution": stats, "speculation": speculated})
         return 0
-    print(f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in "
-          f"{counted(result.n_windows, 'window')}")
     if result.kl_divergence is not None:
-        print(f"reference  {result.reference_perplexity:.3f}; KL divergence {result.kl_divergence:.4g} nats, "
-              f"same top token {result.top1_agreement:.1%}")
+        print(f"reference  perplexity {result.reference_perplexity:.3f}")
+    label = "lossy perplexity" if stats is not None or speculated is not None else "perplexity"
+    print(f"{label} {result.perplexity:.3f} over {result.n_tokens} tokens in {counted(result.n_windows, 'window')}")
+    if result.kl_divergence is not None:
+        print(f"compared   KL divergence {result.kl_divergence:.4g} nats, same top token {result.top1_agreement:.1%}")
     if speculated is not None:
         print(f"lossy      {speculated.slots} expert slots computed as predicted, {speculated.right} of them as "
               "their routers chose")

@@ -36,7 +36,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
     replay = parser.add_argument_group("replay")
     replay.add_argument("--budget", default="25%,40%,60%", metavar="SIZE,...", 
                         help="memory for the experts (default: 25%%,40%%,60%%)")
-    replay.add_argument("--read-bandwidth", metavar="SIZE",
+    replay.add_argument("--read-bandwidth", metavar="RATE",
                         help="speed of the disk: bytes a second, such as 1GB (default: measured)")
     replay.add_argument("--compute-ms", type=float, metavar="MS",
                         help="time to decode a token when all experts are resident (default: measured)")

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sentence(report: Report) -> str:
-    from pyorch.sizes import format_bytes
+    from pyorch.sizes import counted, format_bytes
 
     return (f"{report.path}: maps of {report.n_maps} of {report.n_tokens} tokens, counts of {report.n_requests} of "
-            f"{report.n_trace_requests} requests, {format_bytes(report.file_bytes)}")
+            f"{counted(report.n_trace_requests, 'request')}, {format_bytes(report.file_bytes)}")

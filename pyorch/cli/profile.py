@@ -18,7 +18,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "profile", summary,
         "pyorch profile olmoe.gguf --data prose.txt questions.jsonl --inputs 2000 -o olmoe.trace",
     )
-    parser.description += " pyorch trace, buddies, maps and replay read such a trace."
+    parser.description += " pyorch trace, plan, buddies, maps and replay read such a trace."
     add_model_options(parser, CONTEXT)
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "

@@ -192,6 +192,7 @@ def test_text_that_is_too_short_is_refused(small_moe: Path, tmp_path: Path, capf
     ("--budget", "1KiB"), ("--budget", "much"), ("--baseline", "llamafile"), ("--repeat", "0"), ("--memory-limit", "x"),
     ("--memory-limit", "0"),
     ("--data", "absent.txt"), ("--busy", "-1"), ("--busy", "one"), ("--goals", "--busy", "1"),
+    ("--goals", "--budget", "40%"),
 ])
 def test_wrong_options_are_refused(small_moe: Path, arguments: tuple[str, str], capfd: pytest.CaptureFixture[str]):
     assert main(["bench", str(small_moe), *arguments]) == 2
