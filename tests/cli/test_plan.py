@@ -179,7 +179,7 @@ def test_what_is_plotted_are_budgets_that_a_model_can_have(
     real = plot.draw
     monkeypatch.setattr(plot, "draw", lambda *args: drawn.append(args) or real(*args))
     monkeypatch.setattr("pyorch.cli.plan._PLOTTED", (0.01, 0.5, 1.0))
-    planned(capsys, model, "--budget", "50%", "--pools", "F,C", "--step", "0.5", "--plot", tmp_path / "plots", *SPEEDS)
+    planned(capsys, model, "--budget", "50%", "--forms", "F,C", "--step", "0.5", "--plot", tmp_path / "plots", *SPEEDS)
     assert (tmp_path / "plots" / "plan.png").stat().st_size > 1000
     (_, _, budgets, costs, _), = drawn
     assert budgets == [0.5, 1.0] and all(len(values) == 2 for values in costs.values())
