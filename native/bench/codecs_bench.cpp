@@ -43,11 +43,10 @@ void bench(Numbers type, const char * type_name) {
     std::mt19937 rng { 1 };
     std::normal_distribution<float> weights(0, 0.02f);
     std::vector<Bytes> raw(N_COPIES), e(N_COPIES), sm(N_COPIES), to(N_COPIES);
-    std::vector<Bytes> table(N_COPIES), zstd(N_COPIES), scratch(N_COPIES);
+    std::vector<Bytes> table(N_COPIES), zstd(N_COPIES);
     for (size_t c = 0; c < N_COPIES; ++c) {
         raw[c].resize(bytes);
         to[c].resize(bytes);
-        scratch[c].resize(N);
         e[c].resize(N);
         sm[c].resize(sm_bytes(type, N));
         for (size_t i = 0; i < N; ++i) {
@@ -77,11 +76,11 @@ void bench(Numbers type, const char * type_name) {
         tasks.push_back({ "merge, " + name_of(simd), 0,
             [&, simd](size_t c) { merge(type, e[c].data(), sm[c].data(), N, to[c].data(), simd); }, {} });
         tasks.push_back({ "table and merge, " + name_of(simd), table[0].size(), [&, simd](size_t c) {
-            recover(type, PlaneCodec::TABLE, table[c].data(), table[c].size(), sm[c].data(), N, to[c].data(), nullptr, simd);
+            recover(type, PlaneCodec::TABLE, table[c].data(), table[c].size(), sm[c].data(), N, to[c].data(), simd);
         }, {} });
     }
     tasks.push_back({ "zstd and merge", zstd[0].size(), [&](size_t c) {
-        recover(type, PlaneCodec::ZSTD, zstd[c].data(), zstd[c].size(), sm[c].data(), N, to[c].data(), scratch[c].data());
+        recover(type, PlaneCodec::ZSTD, zstd[c].data(), zstd[c].size(), sm[c].data(), N, to[c].data());
     }, {} });
     tasks.push_back({ "split", 0, [&](size_t c) { split(type, raw[c].data(), N, e[c].data(), sm[c].data()); }, {} });
     Bytes encoded;

@@ -68,10 +68,7 @@ pyorch_status pyorch_recover(const char * type, int32_t codec, const void * e, u
                              void * raw) {
     return guarded([&] {
         const PlaneCodec known = checked(codec);
-        static thread_local std::vector<uint8_t> scratch;
-        scratch.resize(needs_scratch(known) ? n : 0);
-        if (!recover(checked(type), known, (const uint8_t *) e, e_bytes, (const uint8_t *) sm, n, (uint8_t *) raw,
-            scratch.data())) {
+        if (!recover(checked(type), known, (const uint8_t *) e, e_bytes, (const uint8_t *) sm, n, (uint8_t *) raw)) {
             throw Failure(PYORCH_FORMAT, format("%llu bytes are not what %s makes of %llu exponents",
                 (unsigned long long) e_bytes, name_of(known), (unsigned long long) n));
         }

@@ -25,10 +25,6 @@ static size_t sm_block_bytes(Numbers type) {
     }
 }
 
-static size_t n_blocks_of(size_t n) {
-    return n / PLANE_BLOCK + (n % PLANE_BLOCK != 0);
-}
-
 size_t sm_bytes(Numbers type, size_t n) {
     return n_blocks_of(n) * sm_block_bytes(type);
 }

@@ -29,6 +29,9 @@ enum class Numbers : uint8_t {
 
 inline constexpr size_t PLANE_BLOCK = 64; // numbers
 
+// That n numbers take.
+constexpr size_t n_blocks_of(size_t n) { return n / PLANE_BLOCK + (n % PLANE_BLOCK != 0); }
+
 // Of a ggml type by its name: "bf16".
 Numbers numbers_of(const std::string & ggml_type);
 
@@ -51,7 +54,8 @@ void split(Numbers type, const uint8_t * raw, size_t n, uint8_t * e, uint8_t * s
 
 // e [n], sm [sm_bytes] -> raw [n * number_bytes]. Not for BYTES. Bits of e that are no exponent's are ignored.
 //
-// Where n is whole blocks, sm may lie at the end of raw: a block is read before anything is written over it.
+// e may lie at the end of raw, and so may sm where n is whole blocks: a block is read before anything is written over
+// it.
 void merge(Numbers type, const uint8_t * e, const uint8_t * sm, size_t n, uint8_t * raw, Simd simd = best_simd());
 
 } // namespace pyorch

@@ -24,10 +24,6 @@ constexpr uint8_t NO_CODE     = 0xff;
 constexpr size_t STEP = 2048;
 static_assert(STEP % PLANE_BLOCK == 0, "a step is whole blocks");
 
-size_t n_blocks_of(size_t n) {
-    return (n + PLANE_BLOCK - 1) / PLANE_BLOCK;
-}
-
 // Goes through the exponents of a stored chunk once, in order.
 class TableReader {
 public:
@@ -207,7 +203,7 @@ bool decode(PlaneCodec codec, const uint8_t * stored, size_t stored_bytes, uint8
 }
 
 bool recover(Numbers type, PlaneCodec codec, const uint8_t * e_stored, size_t e_bytes, const uint8_t * sm, size_t n,
-             uint8_t * raw, uint8_t * scratch, Simd simd) {
+             uint8_t * raw, Simd simd) {
     if (codec == PlaneCodec::STORED) {
         if (e_bytes != n) {
             return false;
@@ -215,11 +211,12 @@ bool recover(Numbers type, PlaneCodec codec, const uint8_t * e_stored, size_t e_
         merge(type, e_stored, sm, n, raw, simd);
         return true;
     }
-    if (needs_scratch(codec)) {
-        if (!decode(codec, e_stored, e_bytes, scratch, n, simd)) {
+    if (codec != PlaneCodec::TABLE) {
+        uint8_t * e = raw + n * (number_bytes(type) - 1); // at its end: no memory of its own
+        if (!decode(codec, e_stored, e_bytes, e, n, simd)) {
             return false;
         }
-        merge(type, scratch, sm, n, raw, simd);
+        merge(type, e, sm, n, raw, simd);
         return true;
     }
     TableReader reader(e_stored, e_bytes, n, simd);
@@ -235,10 +232,6 @@ bool recover(Numbers type, PlaneCodec codec, const uint8_t * e_stored, size_t e_
         merge(type, exponents, sm + sm_offset(type, first), step, raw + first * number_bytes(type), simd);
     }
     return reader.is_at_end();
-}
-
-bool needs_scratch(PlaneCodec codec) {
-    return codec == PlaneCodec::ZSTD || codec == PlaneCodec::LZ4;
 }
 
 } // namespace pyorch

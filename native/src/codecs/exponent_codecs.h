@@ -33,14 +33,10 @@ bool encode(PlaneCodec codec, int level, const uint8_t * raw, size_t n, std::vec
 bool decode(PlaneCodec codec, const uint8_t * stored, size_t stored_bytes, uint8_t * raw, size_t n,
             Simd simd = best_simd());
 
-// Exponents decoded and merged with their signs and mantissas, in one pass where the codec allows it.
-// e_stored [e_bytes]: of n exponents; sm [sm_bytes(type, n)] -> raw [n * number_bytes]; sm may lie at the end of raw as
-// for merge(). scratch [n]: the exponents, for zstd and lz4; unused for the others, which need none.
-// False as decode(); raw holds anything then, and sm too if it lies there.
+// Exponents decoded and merged with their signs and mantissas, in one pass where the codec allows it; else exponents lie
+// at the end of raw in between. e_stored [e_bytes]: of n exponents; sm [sm_bytes(type, n)] -> raw [n * number_bytes],
+// which overlaps neither. False as decode(); raw holds anything then.
 bool recover(Numbers type, PlaneCodec codec, const uint8_t * e_stored, size_t e_bytes, const uint8_t * sm, size_t n,
-             uint8_t * raw, uint8_t * scratch, Simd simd = best_simd());
-
-// Whether recover() wants scratch.
-bool needs_scratch(PlaneCodec codec);
+             uint8_t * raw, Simd simd = best_simd());
 
 } // namespace pyorch

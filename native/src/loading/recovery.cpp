@@ -4,8 +4,6 @@
 #include "codecs/exponent_codecs.h"
 #include "loading/codec.h"
 
-#include <algorithm>
-
 namespace pyorch {
 
 // Shard by shard, so that what is decoded is still in a core's cache when it is merged.
@@ -29,14 +27,9 @@ bool Codec::recover(const MoeLayer & layer, int role, int expert, const char * e
     const auto *  sms  = (const uint8_t *) sm + last.offset;
     auto *        to   = (uint8_t *) block;
     size_t        from = 0; // the first number of a shard
-    static thread_local std::vector<uint8_t> scratch;
     for (const PackedChunk * chunk = chunks; chunk != &last; ++chunk) {
-        const PlaneCodec codec = chunk->codec;
-        if (needs_scratch(codec)) {
-            scratch.resize(std::max<size_t>(scratch.size(), chunk->raw));
-        }
-        if (!intact(*chunk, e) || !pyorch::recover(type, codec, (const uint8_t *) e + chunk->offset, chunk->stored,
-            sms + sm_offset(type, from), chunk->raw, to + from * number_bytes(type), scratch.data())) {
+        if (!intact(*chunk, e) || !pyorch::recover(type, chunk->codec, (const uint8_t *) e + chunk->offset, chunk->stored,
+            sms + sm_offset(type, from), chunk->raw, to + from * number_bytes(type))) {
             return false;
         }
         from += chunk->raw;

@@ -7,7 +7,8 @@
 // bases of blocks, and others are put between them where no worker then waits for longer, until the workers have more
 // to do than the disk. Blocks follow one another.
 //
-// Pure functions: nothing here reads, decodes or waits.
+// Pure functions: nothing here reads, decodes or waits. They are not used by the loader yet, which takes demand in the
+// order of the kernels and has it decoded first come, first served; only their test calls them.
 
 #pragma once
 

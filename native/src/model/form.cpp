@@ -7,10 +7,6 @@ namespace pyorch {
 
 static constexpr uint64_t CACHE_LINE = 64;
 
-static uint64_t round_up(uint64_t bytes, uint64_t unit) {
-    return (bytes + unit - 1) / unit * unit;
-}
-
 static bool reads_directly(const ExpertTensor & tensor) {
     return tensor.stride >= DIRECT_MIN_BYTES;
 }

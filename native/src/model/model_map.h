@@ -19,6 +19,9 @@ namespace pyorch {
 
 inline constexpr uint64_t PAGE = 4096; // what direct reads align to
 
+// To the next multiple of the unit.
+constexpr uint64_t round_up(uint64_t bytes, uint64_t unit) { return (bytes + unit - 1) / unit * unit; }
+
 // Less than this is read through the page cache: the alignment of a direct read would cost more memory than it saves
 // time.
 inline constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;

@@ -37,10 +37,6 @@ constexpr uint64_t CHUNK_ALIGNMENT = 64; // of the chunks of a record, but for t
 
 constexpr int64_t COLUMNS = sizeof(Chunk) / sizeof(int64_t);
 
-uint64_t round_up(uint64_t bytes, uint64_t unit) {
-    return (bytes + unit - 1) / unit * unit;
-}
-
 struct Tensor {
     const ggml_tensor * shape;
     uint64_t            offset; // from the start of the file

@@ -119,8 +119,7 @@ Expert * Table::least_stored() {
 }
 
 // Until no pool has more than its share, but for what loads are at work with: a load that still waits for memory must
-// not keep others from theirs. What leaves a pool goes to the next one
-// that takes a part of it: that costs no reading.
+// not keep others from theirs. What leaves a pool goes to the next one that takes a part of it: that costs no reading.
 void Table::trim_pools() {
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         while (pools.any() && pools.bytes(form) > pools.limit(form)) {

@@ -79,7 +79,7 @@ void Pools::used(int layer, int expert, uint64_t now) {
     }
 }
 
-// Experts of all layers compete: the heat with which a pool ends is that of the rank at which it is full.
+// Experts of all layers compete: a pool ends at the heat of the first rank that is behind it.
 void Pools::rank() {
     std::vector<double> all;
     double              full = 0, stored[N_STORED_PARTS] = {};
@@ -95,15 +95,22 @@ void Pools::rank() {
         stored[PART_E] / n };
     double last = 0;
     for (const Form form : HIERARCHY) {
+        double & next = least[(int) form];
+        next = INFINITY; // of a pool that holds nothing: experts may have no bytes of a form
+        if (limit(form) == 0 || bytes[(int) form] == 0) {
+            continue;
+        }
         const double size = (double) limit(form) / bytes[(int) form];
         last += size;
-        const auto at = (size_t) std::llround(last + TOLERANCE * size);
-        if (at >= all.size()) {
-            least[(int) form] = -INFINITY;
-        } else {
-            std::nth_element(all.begin(), all.begin() + (long) at, all.end(), std::greater<double>());
-            least[(int) form] = all[at];
+        // Ranks r < tau, from 1 on. Who has one of them is, without its last use, still no colder than the next.
+        const double n_ranks = std::ceil(last + TOLERANCE * size) - 1;
+        if (n_ranks >= (double) all.size()) {
+            next = -INFINITY;
+            continue;
         }
+        const auto at = all.begin() + (long) n_ranks;
+        std::nth_element(all.begin(), at, all.end(), std::greater<double>());
+        next = *at;
     }
 }
 

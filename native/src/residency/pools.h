@@ -50,7 +50,7 @@ private:
     std::array<uint64_t, N_FORMS>         limits = {};
     std::array<uint64_t, N_FORMS>         in_use = {};
     uint64_t                              staging = 0;
-    std::array<double, N_FORMS>           least  = {}; // heat of the last rank of each pool
+    std::array<double, N_FORMS>           least  = {}; // heat at which each pool ends
     std::vector<std::vector<double>>      heat;        // by layer and expert: log2 of its uses, fading
     std::vector<std::vector<double>>      before;      // the same without its last use
     uint64_t                              ranked = 0;  // when ranks were last looked at

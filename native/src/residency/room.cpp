@@ -185,8 +185,9 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
     return any;
 }
 
-// Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet goes only for demand; what was used in
-// the last pass of its layer not for a guess. False if what is left is in use: the caller waits and tries again.
+// Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet goes
+// only for demand; what was used in the last pass of its layer not for a guess. False if what is left is in use: the
+// caller waits and tries again.
 bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than, const Victim & below) {
     const Layer & l     = layers[layer];
     uint64_t      moved = 0; // bytes from other classes

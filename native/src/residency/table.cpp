@@ -158,7 +158,8 @@ Table::ReadSeconds Table::read_seconds() {
 
 // A layer comes. What it computes with is held: hits and misses. What its router asked for is used, even where another
 // expert stands in for it: else what is never computed with would never seem worth having.
-void Table::count_uses(int layer, const Demand & demand) {
+// streamed: ascending, of what it computes with; that comes without what pools have of it.
+void Table::count_uses(int layer, const Demand & demand, const std::vector<int> & streamed) {
     Layer &    l    = layers[layer];
     const bool scan = demand.scans();
     ++now;
@@ -183,7 +184,7 @@ void Table::count_uses(int layer, const Demand & demand) {
             count_seconds(l, e);
         }
         e.resident() ? ++l.stats.hits : ++l.stats.misses;
-        if (!e.resident()) {
+        if (!e.resident() && !std::binary_search(streamed.begin(), streamed.end(), id)) {
             l.stats.compressed_hits += e.kept == Form::COMPRESSED;
             l.stats.sm_hits         += e.kept == Form::SM_ONLY;
             l.stats.e_hits          += e.kept == Form::E_ONLY;
@@ -270,7 +271,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     if (!counted) {
         counted = true;
-        count_uses(layer, demand);
+        count_uses(layer, demand, streamed);
         settle(owner.context, layer);
     }
     for (int id : streamed) {

@@ -283,7 +283,7 @@ private:
     void unhold(Expert & e);
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     void release_held(Owner & owner, bool & failed);
-    void count_uses(int layer, const Demand & demand);
+    void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
     void count_regret(Layer & l, const Demand & demand);
     void count_seconds(const Layer & l, const Expert & e);
 

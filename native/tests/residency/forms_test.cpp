@@ -10,6 +10,7 @@
 #include "residency/table.h"
 #include "synthetic.h"
 
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -253,6 +254,72 @@ static void pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget
     }
 }
 
+static void layers_that_are_streamed_count_no_hits_in_pools() {
+    const ModelMap map = compressed_map();
+    House house(map, 6, { 0, 0.3, 0.7, 0, 0 });
+    for (int round = 0; round < 30; ++round) {
+        CHECK(house.use(0, { round % N_EXPERT }));
+    }
+    const pyorch_stats before = house.stats();
+    CHECK(before.stored_bytes > 0);
+    CHECK(house.use(0, experts(N_EXPERT), 64));
+    CHECK(house.stats().compressed_hits == before.compressed_hits);
+    CHECK(house.stats().bytes_read > before.bytes_read);
+}
+
+// Uses that differ by more than one, all at the same time.
+static void use_all(Pools & pools) {
+    for (int rank = 1; rank <= N_LAYERS * N_EXPERT; ++rank) {
+        for (int i = 0; i < 100 - 3 * rank; ++i) {
+            pools.used(rank % N_LAYERS, (rank - 1) / N_LAYERS, 1);
+        }
+    }
+}
+
+static int count(const Pools & pools, Form form) {
+    int n = 0;
+    for (int layer = 0; layer < N_LAYERS; ++layer) {
+        for (int id = 0; id < N_EXPERT; ++id) {
+            n += pools.form_of(layer, id) == form;
+        }
+    }
+    return n;
+}
+
+static void pools_have_the_ranks_below_their_thresholds() {
+    const ModelMap map    = compressed_map();
+    const uint64_t slot   = map.layers[0].slot_bytes();
+    const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
+    const auto     n_full = (double) fewest / (double) slot;
+    double         stored = 0;
+    for (const MoeLayer & layer : map.layers) {
+        stored += (double) (slot_bytes(layer, PART_E) + slot_bytes(layer, PART_SM)) / N_LAYERS;
+    }
+    Pools pools(map);
+    use_all(pools);
+    for (int more = 1; more < 16; ++more) {
+        pools.divide(map.floor_bytes() + more * slot / 2, fewest, { 0, 0, 1, 0, 0 });
+        const double n_stored = (double) pools.limit(Form::COMPRESSED) / stored;
+        CHECK(count(pools, Form::FULL) == std::ceil(1.05 * n_full) - 1);
+        CHECK(count(pools, Form::FULL) + count(pools, Form::COMPRESSED) == std::ceil(n_full + 1.05 * n_stored) - 1);
+    }
+}
+
+static void a_pool_of_a_form_without_bytes_has_nobody() {
+    ModelMap map = compressed_map();
+    for (MoeLayer & layer : map.layers) {
+        auto pack = std::make_shared<PackedLayer>(*layer.pack);
+        pack->part_slot[PART_E] = 0;
+        layer.pack = pack;
+    }
+    Pools pools(map);
+    use_all(pools);
+    const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
+    pools.divide(map.floor_bytes() + 4 * map.layers[0].slot_bytes(), fewest, { 0, 0, 0.5, 0, 0.5 });
+    CHECK(pools.limit(Form::E_ONLY) > 0 && count(pools, Form::COMPRESSED) > 0);
+    CHECK(count(pools, Form::E_ONLY) == 0 && count(pools, Form::ABSENT) > 0);
+}
+
 int main(int argc, char ** argv) {
     return run(argc, argv, {
         experts_are_those_of_the_model_in_every_mix_of_forms,
@@ -263,5 +330,8 @@ int main(int argc, char ** argv) {
         damaged_layers_leave_no_memory_taken,
         the_least_budget_is_enough_for_every_layer,
         pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
+        layers_that_are_streamed_count_no_hits_in_pools,
+        pools_have_the_ranks_below_their_thresholds,
+        a_pool_of_a_form_without_bytes_has_nobody,
     });
 }
