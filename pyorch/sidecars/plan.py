@@ -93,31 +93,34 @@ def new_planner(model_map: ModelMap, inclusion: np.ndarray, machine: Machine) ->
 
     Whole experts get in any case what those of two tokens in the largest layer need, and one.
     """
-    n_used = model_map.info.n_expert_used
-    least_full = max(min(layer.n_expert, 2 * n_used + 1) * layer.slot_bytes for layer in model_map.decoded_layers)
-    return Planner(inclusion, n_used, layer_costs(model_map, machine), least_full)
+    least_full = Reserve.of(model_map).least_full
+    return Planner(inclusion, model_map.info.n_expert_used, layer_costs(model_map, machine), least_full)
 
 
 @dataclass(frozen=True)
 class Reserve:
     """The memory through which compressed experts come, as the runtime reserves it (residency/pools.cpp).
 
-    each: bytes of one; least, most: how many there are at once.
+    each: bytes of one; least, most: how many there are at once. least_full: bytes that whole experts have in any case,
+    which go before more than the least.
     """
 
     each: int
     least: int
     most: int
+    least_full: int
 
     @classmethod
     def of(cls, model_map: ModelMap) -> Reserve:
         """FormatError without a compressed pack."""
         each = max(part.e_memory + part.sm_memory for part in required_part_sizes(model_map).values())
-        return cls(each, 2, model_map.info.n_expert_used + 2)
+        least = 2
+        return cls(each, least, model_map.info.n_expert_used + 2, model_map.info.floor_bytes - least * each)
 
     def bytes(self, budget: int) -> int:
         """Of a budget."""
-        return self.each * min(max(budget // (16 * self.each), self.least), self.most)
+        n = min(budget // (16 * self.each), (budget - self.least_full) // self.each)
+        return self.each * min(max(n, self.least), self.most)
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan, model_map: ModelMap) -> None:
