@@ -104,7 +104,7 @@ class PlainLines:
         if not self._step:
             return "starting"
         if not self._total:
-            return f"{self._step}: {self._done} so far"
+            return f"{self._step}: {self._done} so far" if self._done else self._step
         left = (now - self._began) * (1 - self._share) / self._share if self._share > 0.02 else None
         return f"{self._step}: {self._share:.0%}" + ("" if left is None else f", about {_duration(left)} left")
 

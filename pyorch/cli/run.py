@@ -136,6 +136,8 @@ def show_stats(stats: ModelStats) -> None:
         names = ("full", "compressed", "SM only", "E only")
         shares = ", ".join(f"{share:.0%} {name}" for share, name in zip(stats.pools.shares, names) if share)
         rows.append(("pools", f"{shares} ({stats.pools_from})"))
+    elif stats.pools_from:
+        rows.append(("pools", stats.pools_from))
     rows.append(("memory", f"at most {format_bytes(stats.peak_memory_bytes)} used by the process"))
     if speculation is not None:
         rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, {speculation.right} of them as "

@@ -99,7 +99,7 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
     if settings.pools is None and packs.KIND in model_map.sidecars():
         managed.pool_planner = planner_for(model_map, settings, plain)
         if managed.pool_planner is not None and not pays(managed.pool_planner, model_map, settings):
-            managed.pool_planner = None
+            managed.pool_planner, managed.pack_pays = None, False
             return
     refusal = packs.attach(model_map, plain)
     if settings.pools is not None:

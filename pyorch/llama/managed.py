@@ -35,6 +35,7 @@ class ManagedModel:
     speculating: bool = False  # layers execute what is forecast for them
     pool_planner: PoolPlanner | None = None  # of a compressed pack, where the settings do not divide its memory
     pools: Pools | None = None  # how its memory is divided now
+    pack_pays: bool = True  # False: a compressed pack lies there, and experts are sooner read from the model
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
     pid: int = field(default_factory=os.getpid)
 
@@ -55,9 +56,10 @@ class ManagedModel:
 
     @property
     def pools_from(self) -> str:
-        """Who divided the memory of compressed experts: "given", a plan, or what is known; "" where there are none."""
+        """Who divided the memory of compressed experts: "given", a plan, or what is known; why their pack is not used;
+        "" where there is none."""
         if self.pools is None:
-            return ""
+            return "" if self.pack_pays else "the compressed pack is not used: the model is read sooner"
         return "given" if self.pool_planner is None else self.pool_planner.origin
 
     def save(self) -> None:

@@ -51,7 +51,7 @@ class ModelStats:
 
     Prefill counts tokens of batches, decode those that were computed one by one. experts is None
     for a dense model, and layers, by il, is empty. pools: how memory is divided, None where experts come from no
-    compressed pack; pools_from: who said it.
+    compressed pack; pools_from: who said it, or why one that lies there is not used.
     """
 
     prefill_tokens: int

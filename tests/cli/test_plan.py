@@ -192,7 +192,7 @@ def test_where_decoding_is_slow_nothing_is_compressed(
                      "--decode-bandwidth", "1MB/s")
     assert not report["rows"][0]["compressed"] and report["rows"][0]["shares"] == [1, 0, 0, 0]
     with small_model(model, "30%") as loaded:
-        assert loaded.map.pack is None
+        assert loaded.map.pack is None and "pack is not used" in loaded.stats().pools_from
         logits(loaded, prompt_tokens)
         assert loaded.engine.stats().decoded_bytes == 0
     with small_model(model, "30%", pools="0.5,0.5,0,0") as asked:
