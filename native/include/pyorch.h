@@ -388,7 +388,7 @@ typedef struct pyorch_stats {
     uint64_t peak_bytes;      // the most it ever was
     uint64_t budget_bytes;
     uint64_t compressed_hits; // misses, but all parts of the compressed expert were in memory: nothing was read for it;
-                              // what passes through the window of a layer that does not fit counts neither here nor below
+                              // of a layer that is streamed, what passes its window counts neither here nor below
     uint64_t sm_hits;         // misses that found its signs and mantissas there
     uint64_t e_hits;          // misses that found its exponents there
     uint64_t stored_bytes;    // of parts of compressed experts that stay, now

@@ -10,7 +10,8 @@ namespace pyorch {
 inline constexpr size_t CODE_BYTES = 3 * sizeof(uint64_t); // of the codes of a block
 
 struct PlaneKernels {
-    // e [n_blocks * 64], sm -> raw. A block of sm is read before that of raw is written, each exponent before its number.
+    // e [n_blocks * 64], sm -> raw. A block of sm is read before that of raw is written, each exponent before its
+    // number.
     using Merge = void (*)(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t * raw);
 
     // table [8], codes [n_blocks * CODE_BYTES], escapes up to their end -> e [n_blocks * 64]. Returns where the escapes

@@ -28,8 +28,8 @@ bool Codec::recover(const MoeLayer & layer, int role, int expert, const char * e
     auto *        to   = (uint8_t *) block;
     size_t        from = 0; // the first number of a shard
     for (const PackedChunk * chunk = chunks; chunk != &last; ++chunk) {
-        if (!intact(*chunk, e) || !pyorch::recover(type, chunk->codec, (const uint8_t *) e + chunk->offset, chunk->stored,
-            sms + sm_offset(type, from), chunk->raw, to + from * number_bytes(type))) {
+        if (!intact(*chunk, e) || !pyorch::recover(type, chunk->codec, (const uint8_t *) e + chunk->offset,
+            chunk->stored, sms + sm_offset(type, from), chunk->raw, to + from * number_bytes(type))) {
             return false;
         }
         from += chunk->raw;

@@ -45,7 +45,8 @@ void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares) 
         return;
     }
     const uint64_t each = map.parts_bytes();
-    const auto     n    = std::min((uint64_t) ((double) budget * STAGING_SHARE / (double) each), (budget - fewest) / each);
+    const auto     most = (uint64_t) ((double) budget * STAGING_SHARE / (double) each);
+    const uint64_t n    = std::min(most, (budget - fewest) / each);
     staging = each * std::clamp<uint64_t>(n, ModelMap::MIN_STAGED, map.max_staged());
     const uint64_t rest = budget - staging;
     const uint64_t full = std::max(fewest, (uint64_t) (shares[(int) Form::FULL] * (double) rest));
