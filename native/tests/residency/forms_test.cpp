@@ -212,9 +212,12 @@ static void damaged_layers_leave_no_memory_taken() {
             damage(map, 0, id, part);
         }
         for (const PoolShares & shares : MIXES) {
-            House house(map, 2, shares);
-            for (int round = 0; round < 30; ++round) {
-                CHECK(house.use(0, { round % 5, 5 + round * 3 % 5 }));
+            House house(map, 6, shares);
+            std::mt19937 rng(7);
+            for (int round = 0; round < 60; ++round) { // some are used more often than others, so that all pools have ranks
+                for (int layer = 0; layer < N_LAYERS; ++layer) {
+                    CHECK(house.use(layer, { (int) (rng() % 4), 4 + (int) (rng() % 6) }));
+                }
             }
         }
     }
