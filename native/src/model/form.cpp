@@ -56,6 +56,9 @@ static Part part_of(const PackedChunk & chunk, bool is_last) {
 }
 
 Extent extent_of(const MoeLayer & layer, int expert, const Extent & e, int role) {
+    if (e.part == PART_MATRICES && e.role == e.last_role) {
+        return e;
+    }
     Extent of = e;
     of.role = of.last_role = role;
     if (e.part == PART_MATRICES) {

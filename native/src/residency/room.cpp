@@ -112,11 +112,12 @@ void Table::compute_keys(const Expert & e) {
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
     victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
     victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
+    if (!pools.any()) {
+        return;
+    }
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
-        if (pools.any()) {
-            const bool may_go = e.kept == form && !e.load.staged;
-            pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? value_of(e) : Victims::NEVER);
-        }
+        const bool may_go = e.kept == form && !e.load.staged;
+        pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? value_of(e) : Victims::NEVER);
     }
 }
 
@@ -142,16 +143,17 @@ void Table::compute_changed_keys() {
 Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely_than) {
     const int n   = (int) layers.size();
     const int cls = layer < 0 ? -1 : layers[layer].size_class;
+    const bool all = more_likely_than == INFINITY; // whatever its likelihood
     Victim any, own;
     compute_changed_keys();
     for (int i = 0; i < n; ++i) {
         Layer & l = layers[i];
         // A layer that runs gives up its own for its own: its minimum is there again once they are.
         const bool kept = l.n_loaded <= l.min && !(i == layer && purpose == FOR_DEMAND);
-        if (kept || (!l.forecast && 1.0f / l.n_expert > more_likely_than)) {
+        if (kept || (!all && !l.forecast && 1.0f / l.n_expert > more_likely_than)) {
             continue;
         }
-        const Victims::Least least = !l.forecast || more_likely_than == INFINITY ? victims.least(i, purpose) :
+        const Victims::Least least = all || !l.forecast ? victims.least(i, purpose) :
             victims.least_if(i, purpose, [&](int id) { return l.probability[id] <= more_likely_than; });
         if (least.expert < 0) {
             continue;
