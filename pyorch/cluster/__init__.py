@@ -1,0 +1,1 @@
+"""Several servers that share the experts of one model."""

@@ -1,0 +1,290 @@
+"""cluster.toml: the servers of a cluster, what each of them can hold, and the network between them.
+
+    model = "olmoe.gguf"            # a path; a relative one begins at this file's directory
+
+    [network]                       # between any two servers
+    bandwidth = "500Mbit/s"         # or bytes, such as "60MB/s"; default 1Gbit/s
+    latency = "1ms"                 # one way; default 0.2ms
+
+    [[server]]
+    name = "clinic"
+    address = "10.0.0.1"            # default 127.0.0.1
+    port = 8080                     # of its OpenAI endpoint; default 0, any free one
+    peer_port = 9080                # where the other servers reach it; default 0, any free one
+    memory = "2GiB"                 # for experts; a share such as "40%" is one of all the model's experts
+    devices = 2                     # default 1; they divide the memory evenly
+
+    [[server]]
+    name = "lab"
+    memory = ["1GiB", "512MiB"]     # of each of its devices
+
+    [[link]]                        # of two servers, where it differs from the others
+    between = ["clinic", "lab"]
+    bandwidth = "100Mbit/s"
+    latency = "5ms"
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyorch.errors import FormatError, PyorchError
+from pyorch.sizes import Amount
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MAX_DEVICES = 4096  # of a cluster
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between two servers, in each direction. latency: seconds, one way."""
+
+    bytes_per_second: float = 125e6
+    latency: float = 0.2e-3
+
+
+@dataclass(frozen=True)
+class Server:
+    """memory: for experts, of each device. port: of the OpenAI endpoint; peer_port: for other servers; 0: any free."""
+
+    name: str
+    memory: tuple[Amount, ...]
+    address: str = "127.0.0.1"
+    port: int = 0
+    peer_port: int = 0
+
+    @property
+    def n_devices(self) -> int:
+        return len(self.memory)
+
+    def device_bytes(self, experts_bytes: int) -> tuple[int, ...]:
+        """Bytes for experts of each device, where all experts of the model need so many."""
+        return tuple(amount.of(experts_bytes) for amount in self.memory)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What a cluster.toml says. links: those that differ from the network, by two names in alphabetical order."""
+
+    path: Path
+    servers: tuple[Server, ...]
+    model: Path | None = None
+    network: Link = Link()
+    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(server.name for server in self.servers)
+
+    def index(self, name: str) -> int:
+        """Of a server. PyorchError where there is none of that name."""
+        if name not in self.names:
+            raise PyorchError(f'{self.path} has no server "{name}": it has {", ".join(self.names)}')
+        return self.names.index(name)
+
+    def link(self, one: str, other: str) -> Link:
+        """Between two servers of these names."""
+        return self.links.get(_pair(one, other), self.network)
+
+    @property
+    def bandwidths(self) -> np.ndarray:
+        """Bytes per second between any two servers, float64[n, n]; infinite within one."""
+        return np.array([[np.inf if a == b else self.link(a, b).bytes_per_second for b in self.names]
+                         for a in self.names])
+
+    @property
+    def latencies(self) -> np.ndarray:
+        """Seconds one way between any two servers, float64[n, n]; zero within one."""
+        return np.array([[0.0 if a == b else self.link(a, b).latency for b in self.names] for a in self.names])
+
+    @property
+    def required_model(self) -> Path:
+        """The model. PyorchError where the file names none."""
+        if self.model is None:
+            raise PyorchError(f'{self.path} names no model: a line such as model = "olmoe.gguf" at its top does')
+        return self.model
+
+
+def read_cluster(path: str | os.PathLike[str]) -> Cluster:
+    """Reads a cluster.toml. FormatError, with the place in the file, for what is missing or cannot be."""
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FormatError(f"{path} is not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not TOML: {error}") from None
+    top = _Table(values, str(path))
+    model = top.take("model", str, None)
+    network = _link(_Table(top.take("network", dict, {}), f"{path}: [network]"), Link())
+    servers = tuple(_server(value, f"{path}: [[server]] {i + 1}") for i, value in enumerate(top.take("server", list)))
+    _check(servers, path)
+    links = _links(top.take("link", list, []), network, servers, path)
+    top.finish()
+    return Cluster(path, servers, None if model is None else path.parent / model, network, links)
+
+
+class _Table:
+    """A table of the file, whose keys are taken one by one; finish() refuses what nobody took."""
+
+    def __init__(self, values: Any, where: str) -> None:
+        if not isinstance(values, dict):
+            raise FormatError(f"{where} is {_show(values)}, not a table")
+        self._left, self.where = dict(values), where
+        self._known: list[str] = []
+
+    def take(self, key: str, kinds: type | tuple[type, ...], *default: Any) -> Any:
+        """The value of a key, or the default where there is one."""
+        self._known.append(key)
+        if key not in self._left:
+            if not default:
+                raise FormatError(f"{self.where}: {key} is missing")
+            return default[0]
+        value = self._left.pop(key)
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if type(value) not in kinds:
+            raise FormatError(f"{self.where}: {key} is {_show(value)}, not {' or '.join(_KINDS[k] for k in kinds)}")
+        return value
+
+    def take_whole(self, key: str, low: int, high: int, default: int) -> int:
+        """A whole number within bounds."""
+        value = self.take(key, int, default)
+        if not low <= value <= high:
+            raise FormatError(f"{self.where}: {key} is {value}, not a whole number from {low} to {high}")
+        return value
+
+    def finish(self) -> None:
+        for key in self._left:
+            raise FormatError(f'{self.where}: "{key}" is not known: {", ".join(self._known)} are')
+
+
+_KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table"}
+
+
+def _server(value: Any, where: str) -> Server:
+    table = _Table(value, where)
+    name = table.take("name", str)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise FormatError(f"{where}: name {_show(name)} is not made of letters, digits, dots, dashes and underscores")
+    address = table.take("address", str, Server.address)
+    if not re.fullmatch(r"[A-Za-z0-9.:_-]+", address):
+        raise FormatError(f"{where}: address {_show(address)} is neither an address nor a host's name")
+    server = Server(name, _memory(table), address, table.take_whole("port", 0, 65535, Server.port),
+                    table.take_whole("peer_port", 0, 65535, Server.peer_port))
+    table.finish()
+    return server
+
+
+def _memory(table: _Table) -> tuple[Amount, ...]:
+    """Of each device."""
+    value = table.take("memory", (str, int, list))
+    if isinstance(value, list):
+        n = table.take_whole("devices", 1, MAX_DEVICES, len(value))
+        if n != len(value) or not value:
+            raise FormatError(f"{table.where}: memory names {len(value)} devices, where there are {n}")
+        return tuple(_amount(part, table) for part in value)
+    n = table.take_whole("devices", 1, MAX_DEVICES, 1)
+    whole = _amount(value, table)
+    if n == 1:
+        return (whole,)
+    if whole.n_bytes is not None:
+        return (Amount(whole.n_bytes // n),) * n
+    return (Amount(share=whole.share / n),) * n
+
+
+def _amount(value: Any, table: _Table) -> Amount:
+    try:
+        amount = Amount.parse(value)
+    except ValueError:
+        amount = None
+    if amount is None or not 0 <= (amount.n_bytes or 0) < 1 << 62:
+        raise FormatError(f'{table.where}: memory {_show(value)} is neither a size such as "2GiB" nor a share of all '
+                          f'experts such as "40%"')
+    return amount
+
+
+def _link(table: _Table, default: Link) -> Link:
+    bandwidth, latency = table.take("bandwidth", str, None), table.take("latency", str, None)
+    link = Link(
+        default.bytes_per_second if bandwidth is None else _rate(bandwidth, table.where),
+        default.latency if latency is None else _seconds(latency, table.where),
+    )
+    table.finish()
+    return link
+
+
+def _links(values: list, network: Link, servers: tuple[Server, ...], path: Path) -> dict[tuple[str, str], Link]:
+    names = [server.name for server in servers]
+    links: dict[tuple[str, str], Link] = {}
+    for i, value in enumerate(values):
+        table = _Table(value, f"{path}: [[link]] {i + 1}")
+        ends = table.take("between", list)
+        if len(ends) != 2 or any(end not in names for end in ends) or ends[0] == ends[1]:
+            raise FormatError(f"{table.where}: between is {_show(ends)}, not two of the servers {', '.join(names)}")
+        if (pair := _pair(*ends)) in links:
+            raise FormatError(f"{table.where}: there is another link between {' and '.join(pair)}")
+        links[pair] = _link(table, network)
+    return links
+
+
+def _check(servers: tuple[Server, ...], path: Path) -> None:
+    if not servers:
+        raise FormatError(f"{path} has no server: each has a table [[server]]")
+    if sum(server.n_devices for server in servers) > MAX_DEVICES:
+        raise FormatError(f"{path} has more than {MAX_DEVICES} devices")
+    names, endpoints = set(), set()
+    for server in servers:
+        if server.name in names:
+            raise FormatError(f'{path}: two servers have the name "{server.name}"')
+        names.add(server.name)
+        for port in (server.port, server.peer_port):
+            if port and (server.address, port) in endpoints:
+                raise FormatError(f"{path}: port {port} of {server.address} is named twice")
+            endpoints.add((server.address, port))
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one < other else (other, one)
+
+
+_SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
+           "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def _rate(text: str, where: str) -> float:
+    """Bytes per second."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]i?|)(bit|b|B)(?:/s|ps)\s*", text, re.ASCII)
+    rate = 0.0 if match is None else float(match[1]) * _SCALES[match[2]] / (1 if match[3] == "B" else 8)
+    if not 0 < rate < 1e18:
+        raise FormatError(f'{where}: bandwidth {_show(text)} is not one such as "500Mbit/s" or "60MB/s"')
+    return rate
+
+
+def _seconds(text: str, where: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(us|ms|s)\s*", text, re.ASCII)
+    seconds = float("inf") if match is None else float(match[1]) * _SECONDS[match[2]]
+    if not seconds < 1e6:
+        raise FormatError(f'{where}: latency {_show(text)} is not one such as "1ms"')
+    return seconds
+
+
+def _show(value: Any) -> str:
+    """A value of the file, in a line."""
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = text.encode("unicode_escape").decode() if not text.isprintable() else text
+    return text if len(text) <= 60 else f"{text[:57]}..."
