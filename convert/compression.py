@@ -128,7 +128,7 @@ def choose(
         return _choice(model_map, tried[codec], "")
     bandwidth = disk.kept_bandwidth(model_map) or disk.measure_and_keep(model_map)[0]
     tried[NONE] = {kind: (Scheme(), None) for kind in kinds}
-    weights = {kind: sum(layer.n_expert * model_map.expert_range(layer.il, 0, role).size for layer, role in places)
+    weights = {kind: sum(layer.n_expert * model_map.matrix_bytes(layer, role) for layer, role in places)
                for kind, places in kinds.items()}
     seconds = {name: _seconds(of_kinds, weights, bandwidth.bytes_per_second) for name, of_kinds in tried.items()}
     best = min((NONE, *tried), key=seconds.__getitem__)  # of equals, none

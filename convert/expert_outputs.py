@@ -13,8 +13,13 @@ from typing import Callable
 import gguf
 import numpy as np
 
+from pyorch.convert import compression
+from pyorch.convert.pack_plan import checksum
+from pyorch.convert.packed_experts import chunks_of
 from pyorch.errors import FormatError, PyorchError
+from pyorch.library import codecs
 from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
+from pyorch.sidecars import container, packed_sizes, packs
 
 # An expert that fewer samples selected is compared on all of them.
 MIN_SAMPLES = 8
@@ -93,6 +98,12 @@ class LayerExperts:
         self._layer: LayerInfo = model_map.layer(il)
         self._roles = {role.name: index for index, role in enumerate(self._layer.roles)}
         self._hidden = HIDDEN[model_map.info.arch]
+        # By expert and role, of a layer that only a compressed pack has: a slim model's.
+        self._chunks: dict[tuple[int, int], np.ndarray] = {}
+        if model_map.info.slim and il in (packed_sizes.part_sizes(model_map) or ()):
+            _, arrays = container.read(model_map.pack, packs.KIND, packs.VERSION, model_map)
+            with ModelMap(model_map.pack) as packed:
+                self._chunks = chunks_of(arrays, packed, self._layer)
 
     @property
     def n_expert(self) -> int:
@@ -116,15 +127,39 @@ class LayerExperts:
         return self.down(expert, self.hidden(expert, inputs))
 
     def _project(self, role: str, expert: int, inputs: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
-        index = self._roles[role]
-        type_name = self._layer.roles[index].type
-        where = self._map.expert_range(self._layer.il, expert, index)
-        outputs = inputs @ _matrix(where, type_name, inputs.shape[1], rows).T
+        outputs = inputs @ self._matrix(self._roles[role], expert, inputs.shape[1], rows).T
         scale = self._vector(role, "scale", expert)
         if scale is not None:
             outputs *= scale
         bias = self._vector(role, "bias", expert)
         return outputs if bias is None else outputs + bias[rows]
+
+    def _matrix(self, index: int, expert: int, n_in: int, rows: slice) -> np.ndarray:
+        """float32[n_rows, n_in]: some rows of a matrix of an expert, of which only they are read, unless it is
+        compressed."""
+        role, size = self._layer.roles[index], self._map.matrix_bytes(self._layer, index)
+        kind = _quantization(role.type)
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        row_bytes = n_in // block * block_bytes
+        if n_in % block or size % row_bytes:
+            raise FormatError(f"{self._map.path}: an expert's matrix of {size} bytes has no rows of {n_in} weights "
+                              f"of the type {role.type}")
+        start, stop, _ = rows.indices(size // row_bytes)
+        if self._chunks:
+            matrix = compression.decode_matrix([self._chunk(row) for row in self._chunks[expert, index]], role, size)
+            part = matrix[start * row_bytes : stop * row_bytes]
+        else:
+            where = self._map.expert_range(self._layer.il, expert, index)
+            part = _read(ByteRange(where.path, where.offset + start * row_bytes, (stop - start) * row_bytes))
+        return gguf.quants.dequantize(part.reshape(stop - start, row_bytes), kind)
+
+    def _chunk(self, row: np.void) -> tuple[str, np.ndarray]:
+        """Codec, and what is stored."""
+        stored = _read(ByteRange(str(self._map.pack), int(row["offset"]), int(row["stored"])))
+        if checksum(stored) != row["checksum"]:
+            raise FormatError(f"{self._map.pack} is damaged: expert {row['expert']} of layer {self._layer.il} is not as it "
+                              "was packed")
+        return codecs.NAMES[row["codec"]], stored
 
     def _vector(self, role: str, name: str, expert: int) -> np.ndarray | None:
         """float32[...]: an expert's part of a tensor that there may be beside its matrices."""
@@ -209,19 +244,6 @@ def _quantization(type_name: str) -> gguf.GGMLQuantizationType:
         pass
     raise PyorchError(f"experts of the type {type_name} cannot be dequantized here, so outputs cannot be compared: "
                       "use --similarity coactivation")
-
-
-def _matrix(where: ByteRange, type_name: str, n_in: int, rows: slice) -> np.ndarray:
-    """float32[n_rows, n_in]: some rows of a matrix of an expert, of which only they are read."""
-    kind = _quantization(type_name)
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    row_bytes = n_in // block * block_bytes
-    if n_in % block or where.size % row_bytes:
-        raise FormatError(f"{where.path}: an expert's matrix of {where.size} bytes has no rows of {n_in} weights "
-                          f"of the type {type_name}")
-    start, stop, _ = rows.indices(where.size // row_bytes)
-    part = _read(ByteRange(where.path, where.offset + start * row_bytes, (stop - start) * row_bytes))
-    return gguf.quants.dequantize(part.reshape(stop - start, row_bytes), kind)
 
 
 def _read(where: ByteRange) -> np.ndarray:

@@ -79,7 +79,7 @@ class LayerPlan:
         for index, (role, scheme) in enumerate(zip(layer.roles, schemes)):
             n_chunks += 1
             if scheme.n_shards:
-                n = model_map.expert_range(layer.il, 0, index).size * 8 // codecs.TYPES[role.type]
+                n = model_map.matrix_bytes(layer, index) * 8 // codecs.TYPES[role.type]
                 n_chunks += -(-n // codecs.shard_numbers(n, scheme.n_shards))
         self.row_bytes = n_chunks * packs.CHUNK.itemsize  # of an expert
         self.index_bytes = layer.n_expert * self.row_bytes

@@ -1,10 +1,10 @@
-"""Matrices of experts, as packs are to hold them."""
+"""Matrices of experts, as packs are to hold them and as they hold them."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from pyorch.sidecars import packs
 
 
 class Experts:
-    """Reads matrices of experts, and leaves nothing of them in the page cache.
+    """Reads matrices of experts from a model that has them itself, and leaves nothing of them in the page cache.
 
     layouts: of every matrix of every layer, into which it is brought.
     """
@@ -22,11 +22,9 @@ class Experts:
     def __init__(self, model_map: ModelMap, layouts: Sequence[str]) -> None:
         self._map = model_map
         matrices = [(layer.il, role) for layer in model_map.layers for role in range(len(layer.roles))]
-        # A slim model's experts come from the pack: they are in its layout already.
-        self._repacked = set() if model_map.info.slim else {
-            matrix for matrix, layout in zip(matrices, layouts) if layout != packs.PLAIN}
+        self._repacked = {matrix for matrix, layout in zip(matrices, layouts) if layout != packs.PLAIN}
         self._files: dict[str, int] = {}
-        most = max(model_map.expert_range(layer.il, 0, role).size
+        most = max(model_map.matrix_bytes(layer, role)
                    for layer in model_map.layers for role in range(len(layer.roles)))
         self._buffer = mmap.mmap(-1, most)
 
@@ -57,6 +55,20 @@ class Experts:
         if (layer.il, role) in self._repacked:
             self._map.repack(layer.il, role, view)
         return np.frombuffer(view, np.uint8)
+
+
+def chunks_of(
+    arrays: Mapping[str, np.ndarray], packed: ModelMap, layer: LayerInfo
+) -> dict[tuple[int, int], np.ndarray]:
+    """Of a layer, by expert and role: CHUNK[planes] by plane, with offsets from the start of the file.
+
+    arrays: of the pack, whose index is no damaged one; packed: its map.
+    """
+    rows = np.sort(arrays[packs.index_name(layer.il)].view(packs.CHUNK)[:, 0], order=("expert", "role", "plane"))
+    rows["offset"] += packed.tensor_range(packs.data_name(layer.il)).offset
+    matrix = rows["expert"] * len(layer.roles) + rows["role"]
+    groups = np.split(rows, np.flatnonzero(np.diff(matrix)) + 1)
+    return {(int(group["expert"][0]), int(group["role"][0])): group for group in groups}
 
 
 def forget(descriptor: int, offset: int, n_bytes: int) -> None:

@@ -23,7 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "pyorch pack olmoe.gguf\n"
         "  pyorch pack olmoe.gguf --check\n"
         "  pyorch pack olmoe.gguf --codec auto\n"
-        "  pyorch pack olmoe.gguf --slim olmoe-slim.gguf",
+        "  pyorch pack olmoe.gguf --codec auto --slim olmoe-slim.gguf",
     )
     parser.description += (
         " The pack is found beside the model and used by every command, with checksums of all that is read. A run that "
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="write nothing; compare every byte of every expert in the pack with the model")
     parser.add_argument("--slim", type=Path, metavar="FILE",
                         help="write the pack beside FILE, and into FILE the model without its experts: both together "
-                             "take no more room than the model and can be used in its place; not with --codec")
+                             "take no more room than the model and can be used in its place")
     add_codec_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run)
@@ -120,7 +120,6 @@ def run(args: argparse.Namespace) -> int:
         if args.layout not in (None, packs.PLAIN):
             raise PyorchError("--slim makes the pack the only copy of the experts, and another machine could not use "
                               "it in the native layout: leave --layout out")
-        refuse_codec_options(args, "is not for --slim: the pack of a slim model cannot be compressed")
         output = container.default_path(args.slim, packs.KIND)
         with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
             check_slim(model_map, args.slim.absolute())

@@ -211,7 +211,7 @@ def _others(planner, planned, budget: int, pools: str) -> dict:
               "signs and mantissas only": planner.cost((0, 0, 1, 0), budget)}
     if "E" in pools:
         others["exponents only"] = planner.cost((0, 0, 0, 1), budget)
-    if planned.best is not planned.plain:
+    if planned.plain is not None and planned.best is not planned.plain:
         others["without a pack"] = planned.plain
     if planned.best is not planned.packed_best:
         others["best with the pack"] = planned.packed_best
@@ -248,7 +248,8 @@ def _draw(directory: Path, planner, planned, model_map, pools: str, step: float)
         found = planner.plan(at, pools, step, reserved)
         splits = {"plan": found.best, **_others(planner, found, at - reserved, pools)}
         splits.pop("best with the pack", None)
-        splits.setdefault("without a pack", found.plain)
+        if found.plain is not None:
+            splits.setdefault("without a pack", found.plain)
         for name, split in splits.items():
             costs.setdefault(name, []).append(1000 * split.makespan)
     return draw(planner.inclusion, planned.best.capacities, budgets, costs, directory)

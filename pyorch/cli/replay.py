@@ -133,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
     with packs.open_model(args.model) as model_map, Progress() as progress:
         if packed:
             packed_sizes.require(model_map)
+        packed = packed_sizes.part_sizes(model_map) is not None  # a slim model's pack is attached whatever it is
         recording = Recording.from_trace(Trace(args.trace), model_map)
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None

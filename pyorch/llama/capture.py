@@ -52,7 +52,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         reads = settings.reads
         if settings.source is None:
             reads = reads_for(managed.map, reads, settings.direct_io)
-        managed.pools = settings.pools or (managed.pool_planner and managed.pool_planner.pools(budget))
+        if settings.budget != RESIDENT:
+            managed.pools = settings.pools or (managed.pool_planner and managed.pool_planner.pools(budget))
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
             pools=managed.pools or Pools(),
@@ -80,33 +81,32 @@ def capture(managed: ManagedModel) -> Iterator[None]:
 def use_pack(managed: ManagedModel, plain: bool) -> None:
     """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
 
-    A compressed one is used where that pays, and how memory is divided then is planned, unless the settings say it.
-    plain: they will be computed with as they lie in the model. Raises FormatError for a plan that is refused,
-    PyorchError for shares of forms that experts do not have here.
+    A compressed one is used where that pays, or the model is slim and has its experts nowhere else; how memory is
+    divided then is planned, unless the settings say it. plain: they will be computed with as they lie in the model.
+    Raises FormatError for a plan that is refused, PyorchError for shares of forms that experts do not have here.
     """
     model_map, settings = managed.map, managed.settings
-    if model_map.info.slim and settings.source is None:
-        if not settings.packed:
-            raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
-                              "(packed=False in Python)")
-        if settings.pools is not None and settings.budget != RESIDENT:
-            raise PyorchError(f"{model_map.path} is slim, its pack is not compressed: leave out --pools, which divides "
-                              "memory among the forms of compressed experts")
-        packs.require(model_map)
+    slim = bool(model_map.info.slim) and settings.source is None
+    if slim and not settings.packed:
+        raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
+                          "(packed=False in Python)")
+    divided = settings.budget != RESIDENT  # else all memory is for whole experts
+    if not slim and not (settings.packed and settings.source is None and divided):
         return
-    if not settings.packed or settings.source is not None or settings.budget == RESIDENT:
-        return
-    if settings.pools is None and packs.KIND in model_map.sidecars():
+    if divided and settings.pools is None and packs.KIND in model_map.sidecars():
         managed.pool_planner = planner_for(model_map, settings, plain)
-        if managed.pool_planner is not None and not pays(managed.pool_planner, model_map, settings):
+        if managed.pool_planner is not None and not slim and not pays(managed.pool_planner, model_map, settings):
             managed.pool_planner, managed.pack_pays = None, False
             return
+    if slim:
+        packs.require(model_map)
     refusal = packs.attach(model_map, plain)
-    if settings.pools is not None:
+    if divided and settings.pools is not None:
         pack = packs.contents(model_map)
         if pack is None or not pack.codecs:
+            of_what = " of the whole model" if slim else ""
             why = f" that can be used: {refusal}" if refusal else (
-                ": make one with `pyorch pack --codec auto`, or leave out --pools")
+                f": make one{of_what} with `pyorch pack --codec auto`, or leave out --pools")
             raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
                               f"{model_map.path} has no compressed pack{why}")
     if refusal and refusal not in _refused_packs:

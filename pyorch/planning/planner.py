@@ -23,13 +23,14 @@ class LayerCosts:
     """What the experts of one layer cost.
 
     n_expert: in the layer. form_bytes: memory of one expert in each of POOLS, 0 for forms that there are not. delays:
-    of the packed experts. plain_read: seconds to read one expert as the model has it, which needs no decoding.
+    of the packed experts. plain_read: seconds to read one expert as the model has it, which needs no decoding; None
+    where experts are in the pack only.
     """
 
     n_expert: int
     form_bytes: tuple[int, int, int, int]
     delays: Delays
-    plain_read: float
+    plain_read: float | None
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ class Planned:
     """What the search found.
 
     best: of all. packed_best: of the divisions with packed experts. plain: all memory for whole experts, read as the
-    model has them. n_splits, n_evaluated: divisions there were, and those whose cost had to be computed to the end:
-    others cost more for certain.
+    model has them; None where it has not. n_splits, n_evaluated: divisions there were, and those whose cost had to be
+    computed to the end: others cost more for certain.
     """
 
     best: Split
     packed_best: Split
-    plain: Split
+    plain: Split | None
     n_splits: int
     n_evaluated: int
 
@@ -122,7 +123,7 @@ class Planner:
         packed = Split(tuple(float(share) for share in shares[best]), True, capacities[best],
                        mean_hits(self.inclusion, ends[best]), makespans[best])
         plain = self.plain(budget)
-        return Planned(plain if plain.makespan <= packed.makespan else packed, packed, plain,
+        return Planned(packed if plain is None or packed.makespan < plain.makespan else plain, packed, plain,
                        n_splits, int(np.isfinite(costs).sum()))
 
     def cost(self, shares: Sequence[float], budget: int) -> Split:
@@ -133,8 +134,10 @@ class Planner:
         _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), patterns, np.inf)
         return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0])
 
-    def plain(self, budget: int) -> Split:
-        """All memory for whole experts, which are read as the model has them."""
+    def plain(self, budget: int) -> Split | None:
+        """All memory for whole experts, which are read as the model has them; None where it has not."""
+        if any(layer.plain_read is None for layer in self.layers):
+            return None
         shares = (1.0, 0.0, 0.0, 0.0)
         capacities = self._capacities(np.array([shares]), budget)[0]
         hits = mean_hits(self.inclusion, self._ends(capacities))

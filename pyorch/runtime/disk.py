@@ -135,6 +135,8 @@ def measure_and_keep(
 
 def paths_of(model_map: ModelMap) -> list[str]:
     """The files that experts lie in."""
+    if model_map.info.slim and model_map.pack is not None:
+        return [os.fspath(model_map.pack)]
     return sorted({model_map.expert_range(layer.il, 0, role).path for layer in model_map.layers
                    for role in range(len(layer.roles))})
 

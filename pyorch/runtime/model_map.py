@@ -124,13 +124,17 @@ class ModelMap:
         return self._by_il[il]
 
     def expert_range(self, il: int, expert: int, role: int) -> ByteRange:
-        """Where matrix `role` (an index into LayerInfo.roles) of an expert lies: in the model, of a slim one in its pack.
+        """Where matrix `role` (an index into LayerInfo.roles) of an expert lies: in the model, or a slim one's pack.
 
-        FormatError for a slim model whose pack is not attached.
+        FormatError for a slim model whose pack is not attached, or is compressed there.
         """
         path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
         check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
         return ByteRange(os.fsdecode(ffi.string(path[0])), offset[0], size[0])
+
+    def matrix_bytes(self, layer: LayerInfo, role: int) -> int:
+        """Bytes of matrix `role` of any expert of a layer."""
+        return self.tensor_range(f"blk.{layer.il}.ffn_{layer.roles[role].name}_exps.weight").size // layer.n_expert
 
     def repack(self, il: int, role: int, matrix: bytearray | memoryview) -> None:
         """Brings a matrix of any expert of a layer from the file's order into Role.layout, in place.

@@ -48,7 +48,7 @@ def role_offsets(model_map: ModelMap, layer: LayerInfo) -> tuple[list[int], int]
     offsets, end = [], 0
     for role in range(len(layer.roles)):
         offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = offsets[-1] + model_map.expert_range(layer.il, 0, role).size
+        end = offsets[-1] + model_map.matrix_bytes(layer, role)
     return offsets, -(-end // PAGE) * PAGE
 
 

@@ -84,7 +84,7 @@ def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
                 decode=layer.expert_bytes / shards / machine.decoded_per_second,
                 n_workers=machine.n_workers, n_shards=part.n_shards, n_matrices=n,
             )
-        costs.append(LayerCosts(layer.n_expert, sizes, delays, plain_read))
+        costs.append(LayerCosts(layer.n_expert, sizes, delays, None if model_map.info.slim else plain_read))
     return costs
 
 

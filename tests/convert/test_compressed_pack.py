@@ -217,7 +217,7 @@ def test_convert_compresses_the_pack_that_it_makes(
     (["--codec", "zstd", "--shards", "65"], "there are 1 to 64 shards of a matrix, not 65"),
     (["--shards", "2"], "--shards is for compressed packs"),
     (["--check", "--codec", "zstd"], "--codec is not for --check"),
-    (["--slim", "slim.gguf", "--codec", "zstd"], "--codec is not for --slim"),
+    (["--slim", "slim.gguf", "--codec", "table", "--level", "1"], "--level is for the codecs zstd and lz4"),
 ])
 def test_options_that_make_no_sense_are_refused(
     model: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from architectures import Zoo
 from buddy_lists import complete_buddies
@@ -18,20 +20,23 @@ from processes import python
 from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import pack as packing
+from pyorch.convert.expert_outputs import LayerExperts
+from pyorch.convert.packed_experts import chunks_of
 from pyorch.convert.slim import write_slim
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import capture
 from pyorch.llama.context import Context
+from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, packs
 
 TOKENS = [1, 5, 9, 2, 30, 7, 4, 3, 8, 11]
 
 
-def slim_of(model: Path, directory: Path) -> Path:
+def slim_of(model: Path, directory: Path, codec: str = "none") -> Path:
     """A slim model and its pack, away from the model."""
     target = directory / "slim.gguf"
-    packing.pack(model, container.default_path(target, packs.KIND))
+    packing.pack(model, container.default_path(target, packs.KIND), codec=codec)
     with ModelMap(model) as model_map:
         write_slim(model_map, target)
     return target
@@ -42,21 +47,74 @@ def slim(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return slim_of(small_moe, tmp_path_factory.mktemp("slim"))
 
 
-@pytest.mark.parametrize(("name", "type_name"), [("olmoe", "Q4_0"), ("mixtral", "F32"), ("gpt-oss-mxfp4", "MXFP4")])
-def test_the_pair_computes_what_the_model_does(zoo: Zoo, tmp_path: Path, name: str, type_name: str) -> None:
+@pytest.fixture(scope="module")
+def compressed(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by the command."""
+    target = tmp_path_factory.mktemp("compressed") / "slim.gguf"
+    assert main(["pack", str(small_moe), "--codec", "table", "--slim", str(target)]) == 0
+    return target
+
+
+@pytest.mark.parametrize(("name", "type_name", "codec"), [
+    ("olmoe", "Q4_0", "none"), ("mixtral", "F32", "none"), ("gpt-oss-mxfp4", "MXFP4", "none"),
+    ("mixtral", "F32", "zstd"), ("qwen3-next-fused", "BF16", "lz4"),
+])
+def test_the_pair_computes_what_the_model_does(
+    zoo: Zoo, tmp_path: Path, name: str, type_name: str, codec: str
+) -> None:
     model = zoo.path(name, type_name)
-    pair = slim_of(model, tmp_path)
+    pair = slim_of(model, tmp_path, codec)
     with ModelMap(model) as whole, ModelMap(pair) as rest:
         assert pair.stat().st_size < whole.info.dense_bytes + (1 << 20)
         assert container.fingerprint(whole) == container.fingerprint(rest)
         assert rest.info.slim and (rest.info.expert_bytes, rest.info.dense_bytes) == (
             whole.info.expert_bytes, whole.info.dense_bytes)
     logits = []
-    for path, budget, mapped in ((model, "30%", False), (pair, "30%", False), (pair, "auto", False), (pair, "30%", True)):
+    for path, budget, mapped in ((model, "40%", False), (pair, "40%", False), (pair, "auto", False), (pair, "40%", True)):
         with small_model(path, budget, use_mmap=mapped) as loaded, Context(loaded.llama.model, n_ctx=64, n_threads=1) as it:
             logits.append(it.decode(TOKENS))
     for other in logits[1:]:
         assert_same_bits(other, logits[0])
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"budget": "resident"}, {"budget": "auto"}, {"pools": "0.5,0.3,0.2,0", "policy": "lfu"}, {"budget": "15%"},
+])
+def test_a_compressed_pair_computes_what_the_model_does_in_every_mix_of_forms(
+    compressed: Path, resident: Model, prompt_tokens: list[int], options: dict[str, str]
+) -> None:
+    def logits(model: Model) -> np.ndarray:
+        with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
+            return np.concatenate([it.decode(prompt_tokens), *(it.decode([token]) for token in prompt_tokens[:8])])
+
+    with small_model(compressed, **{"budget": "40%", **options}) as pair:
+        assert_same_bits(logits(pair), logits(resident))
+        experts = pair.stats().experts
+        assert experts.decoded_bytes > 0 and experts.failures == 0 and experts.peak_bytes <= experts.budget_bytes
+        assert (experts.evictions == 0) == (options.get("budget") in ("auto", "resident"))
+        assert (experts.stored_bytes > 0) == ("pools" in options)
+
+
+def test_a_compressed_pair_is_used_where_reading_the_model_itself_would_pay_more(
+    compressed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slim model has no such choice: neither a plan nor a load knows it."""
+    monkeypatch.setattr("pyorch.cli.plan._PLOTTED", (0.5, 0.8))
+    pair = tmp_path / "pair.gguf"
+    for name in ("gguf", "experts.gguf"):
+        pair.with_name(f"pair.{name}").symlink_to(compressed.with_name(f"slim.{name}"))
+    speeds = ("--read-bandwidth", "100GB/s", "--decode-bandwidth", "1MB/s", "--workers", "1")
+    assert main(["plan", str(pair), "--budget", "40%", *speeds, "--plot", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert all(row["compressed"] for row in rows) and "without a pack" not in {row["name"] for row in rows}
+    with small_model(pair, "40%") as loaded:
+        assert loaded.map.pack is not None and loaded.stats().pools_from == "pair.plan.json"
+    with ModelMap(pair) as model_map:
+        floor = model_map.info.floor_bytes
+        packs.require(model_map)
+        assert floor < model_map.info.floor_bytes
+    assert main(["run", str(pair), "-p", "import", "-n", "1", "--budget", str(floor)]) == 2
+    assert "is below the floor of" in capsys.readouterr().err
 
 
 def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_path: Path) -> None:
@@ -67,8 +125,12 @@ def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_pa
             assert_same_bits(b.decode(TOKENS), a.decode(TOKENS))
 
 
-def test_commands_take_the_pair_as_one_model(slim: Path, small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(slim)]) == 0
+@pytest.mark.parametrize("pair", ["slim", "compressed"])
+def test_commands_take_the_pair_as_one_model(
+    pair: str, request: pytest.FixtureRequest, small_moe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slim = request.getfixturevalue(pair)
+    assert main(["inspect", str(slim), "--disk"]) == 0
     assert "experts" in capsys.readouterr().out
     assert main(["run", str(slim), "-p", "import", "-n", "4", "--temp", "0", "--budget", "40%", "--threads", "1"]) == 0
     assert main(["pack", str(slim), "--check"]) == 0
@@ -93,18 +155,41 @@ def test_it_is_refused_without_its_pack(slim: Path, small_moe_q4: Path, tmp_path
         model_map.expert_range(0, 0, 0)
 
 
-def test_a_damaged_expert_fails_the_decode_and_is_named(slim: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("made", "plane"), [("slim", 0), ("compressed", 1), ("compressed", 2)])
+def test_a_damaged_chunk_of_each_kind_fails_the_decode_and_is_named(
+    made: str, plane: int, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The process lives: mended, the pair is loaded and decodes."""
+    slim = request.getfixturevalue(made)
     pair = Path(shutil.copy(slim, tmp_path / "model.gguf"))
     pack = Path(shutil.copy(container.default_path(slim, packs.KIND), container.default_path(pair, packs.KIND)))
-    with ModelMap(pair) as model_map:
-        model_map.attach_pack(pack)
-        for expert in range(model_map.layers[2].n_expert):
-            where = model_map.expert_range(2, expert, 1)
-            flip(Path(where.path), where.offset + 100)
+    with ModelMap(pair) as model_map, ModelMap(pack) as packed:
+        _, arrays = container.read(pack, packs.KIND, packs.VERSION, model_map)
+        chunks = chunks_of(arrays, packed, model_map.layers[2])
+        places = [next(row for row in chunks[expert, 1] if row["plane"] == plane) for expert in range(64)]
+    for place in places:
+        flip(pack, int(place["offset"] + place["stored"] // 2))
     with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
         with pytest.raises(PyorchError, match=r"cannot read expert \d+ of blk.2.ffn_\w+_exps.weight from .*"
                                               "model.experts.gguf: what was read is damaged"):
             it.decode(TOKENS)
+        assert model.stats().experts.failures > 0
+    for place in places:
+        flip(pack, int(place["offset"] + place["stored"] // 2))
+    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
+        assert np.isfinite(it.decode(TOKENS)).all()
+    flip(pack, int(places[7]["offset"]))
+    assert main(["pack", str(pair), "--check"]) == 2
+    assert re.search(r"is damaged in 1 place: .*expert 7 of blk\.2\.ffn_", capsys.readouterr().err)
+
+
+def test_experts_of_a_compressed_pair_are_compared_as_those_of_the_model(compressed: Path, small_moe: Path) -> None:
+    inputs = np.random.default_rng(3).normal(size=(2, 64)).astype(np.float32)
+    with ModelMap(small_moe) as whole, packs.open_model(compressed) as pair:
+        inputs = inputs[:, : whole.metadata_int(f"{whole.info.arch}.embedding_length")]
+        for expert in (0, 63):
+            found, expected = (LayerExperts(model_map, 5).outputs(expert, inputs) for model_map in (pair, whole))
+            assert np.array_equal(found, expected) and np.abs(found).max() > 0
 
 
 @pytest.mark.parametrize("package", ["llama_cpp", "pyorch, llama_cpp"])

@@ -136,7 +136,7 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
 
 
 def test_a_slim_model_and_its_pack_are_served_like_the_model(start, server: ServerProcess, small_moe: Path, tmp_path: Path):
-    assert main(["pack", str(small_moe), "--slim", str(tmp_path / "slim.gguf")]) == 0
+    assert main(["pack", str(small_moe), "--codec", "table", "--slim", str(tmp_path / "slim.gguf")]) == 0
     port = free_port()
     slim = start(pyorch_serve(tmp_path / "slim.gguf", "--port", str(port), "--threads", "1", "--", "-c", "256"), port)
     assert slim.complete(PROMPT) == server.complete(PROMPT, extra_body=WHOLE_PROMPT)

@@ -342,9 +342,6 @@ void ModelMap::attach_pack(const std::string & path) {
         }
         packed.push_back(of_layer);
     }
-    if (slim && std::any_of(packed.begin(), packed.end(), [](const auto & layer) { return layer->compressed; })) {
-        throw Failure(PYORCH_FORMAT, format("%s is compressed, and the pack of a slim model cannot be", path.c_str()));
-    }
     give_part_slots(layers, packed);
     files.resize(n_shards);
     files.push_back({ path, pack.bytes, pack.bytes });
