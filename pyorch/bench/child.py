@@ -1,5 +1,8 @@
 """The measured process: reads a Job from standard input, writes a Measurement to standard output.
 
+Its only argument is a descriptor that nobody writes to: whoever waits for the answer has the other end open, and when
+that is closed, this process ends.
+
 The work: a cold prompt, then text decoded token by token (the text decides what comes next, so that
 experts are chosen as by real use), then the next part of the text as a second prompt. No sampling.
 """
@@ -11,6 +14,7 @@ import ctypes
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,9 +33,16 @@ _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
 
 def main() -> int:
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     job: Job = from_json(Job, json.load(sys.stdin))
     print(json.dumps(to_json(measure(job))))
     return 0
+
+
+def _end_with(descriptor: int) -> None:
+    """Ends this process when the other end of a pipe is closed, also by a signal that leaves no time to say so."""
+    os.read(descriptor, 1)
+    os._exit(1)
 
 
 def measure(job: Job) -> Measurement:

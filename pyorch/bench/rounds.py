@@ -112,13 +112,15 @@ def _outcome(run: Run) -> str:
 
 def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
     """Why it failed, or what was measured; and the peak of its group."""
-    with _limited(job.config.limit_bytes) as group, _terminable(), busy_processes(job.config.n_busy):
+    with (_limited(job.config.limit_bytes) as group, _terminable(), busy_processes(job.config.n_busy),
+          _lifeline() as descriptor):
         result = subprocess.run(
-            [sys.executable, "-m", "pyorch.bench.child"],
+            [sys.executable, "-m", "pyorch.bench.child", str(descriptor)],
             input=json.dumps(to_json(job)),
             capture_output=True,
             text=True,
             env=environment(job.config),
+            pass_fds=[descriptor],
             preexec_fn=group.join if group is not None else None,
         )
         killed = group is not None and group.n_killed() > 0
@@ -182,6 +184,17 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _lifeline() -> Iterator[int]:
+    """What a child reads to the end of when this process is gone, however it ended."""
+    reader, writer = os.pipe()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pyorch.bench import cgroup, goals, plan, table
 from pyorch.runtime import disk
 from pyorch.settings.settings import Settings
 from pyorch.bench.busy import busy_processes
-from pyorch.bench.job import ENGINE, UNMANAGED, Config, Measurement, Phase
+from pyorch.bench.job import ENGINE, UNMANAGED, Config, Job, Measurement, Phase, to_json
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import ratio, summarize
 from pyorch.cli import main
@@ -130,8 +131,7 @@ def test_busy_processes_compute_until_the_block_ends():
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_busy_processes_end_however_the_benchmark_ends(small_moe: Path, stop: signal.Signals):
     bench = subprocess.Popen(
-        [sys.executable, "-m", "pyorch", "bench", small_moe, "--busy", "2", "--tokens", "4096", "--prompt-tokens", "8",
-         "--max-seconds", "1"],  # a measured process whose benchmark was killed goes on to its end
+        [sys.executable, "-m", "pyorch", "bench", small_moe, "--busy", "2", "--tokens", "4096", "--prompt-tokens", "8"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     while len(started := children(bench.pid)) < 3:
@@ -141,6 +141,21 @@ def test_busy_processes_end_however_the_benchmark_ends(small_moe: Path, stop: si
     assert bench.wait(HANG_SECONDS) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[stop]
     while any(Path(f"/proc/{pid}").exists() for pid in started):  # of the killed one they end by themselves
         time.sleep(0.01)
+
+
+def test_the_measured_process_ends_when_nobody_waits_for_it(small_moe: Path):
+    """Long before its job is done, which is to decode for ever, and without an answer."""
+    text = Path(__file__).parents[1] / "fixtures" / "small-moe" / "text-test.txt"
+    job = Job(str(small_moe), BUDGET, str(text), n_prompt=8, n_tokens=8192, n_threads=1, max_decode_seconds=1e9)
+    waiting, ours = os.pipe()
+    child = subprocess.Popen([sys.executable, "-m", "pyorch.bench.child", str(waiting)], pass_fds=[waiting],
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    os.close(waiting)
+    child.stdin.write(json.dumps(to_json(job)))
+    child.stdin.close()
+    os.close(ours)
+    assert child.wait(HANG_SECONDS) == 1 and child.stdout.read() == ""
+    child.stdout.close()
 
 
 @needs_limits
