@@ -24,6 +24,7 @@ from pyorch.convert.children import run_estimator
 from pyorch.errors import PyorchError
 from pyorch.llama.model import Model
 from pyorch.sidecars.predictor import DefaultVectors, Estimator
+from pyorch.sizes import counted
 from pyorch.traces.recorder import RecordStream, trace_header
 
 OnProgress = Callable[[str, int, int], None]  # "training", tokens decoded and steps done, of at most
@@ -152,7 +153,7 @@ def split(n_requests: int, val_share: float, seed: int) -> np.ndarray:
     Raises PyorchError for fewer than two requests.
     """
     if n_requests < 2:
-        raise PyorchError(f"the text makes {n_requests} requests: two are needed, one of them to be held out; "
+        raise PyorchError(f"the text makes {counted(n_requests, 'request')}: two are needed, one of them to be held out; "
                           "use more documents, or a smaller --ctx")
     n = min(max(1, round(val_share * n_requests)), n_requests - 1)
     held_out = np.zeros(n_requests, bool)

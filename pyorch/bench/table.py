@@ -12,7 +12,7 @@ from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, ratio
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sizes import GiB, MiB, format_bytes
+from pyorch.sizes import GiB, MiB, counted, format_bytes
 
 _COLUMNS = (
     "configuration", "prefill tok/s", "decode tok/s", "hits", "MiB/token", "stall ms/token",
@@ -75,7 +75,8 @@ def footer(results: Results, resident: Summary | None, summaries: Sequence[Summa
         (
             "disk",
             f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
-            f"the benchmark (best with {best.reader}, {best.depth} requests of {format_bytes(best.request_bytes)} at once, {how})",
+            f"the benchmark (best with {best.reader}, {counted(best.depth, 'request')} of "
+            f"{format_bytes(best.request_bytes)} at once, {how})",
         )
     )
     if resident is not None and resident.n_rounds:

@@ -135,7 +135,7 @@ def _plan(model_map) -> tuple[Path | None, str]:
 
 
 def _facts(model: Inspection) -> Facts:
-    from pyorch.sizes import format_bytes
+    from pyorch.sizes import counted, format_bytes
 
     shards = f" in {model.n_files} files" if model.n_files > 1 else ""
     facts = [
@@ -163,8 +163,8 @@ def _facts(model: Inspection) -> Facts:
         facts.append(("budget", "none: a dense model has no experts to manage"))
     if model.disk is not None:
         best = model.disk
-        facts.append(("disk", f"{best.bytes_per_second / 1e9:.2f} GB/s with {best.reader}, {best.depth} requests of "
-                              f"{format_bytes(best.request_bytes)} at once"))
+        facts.append(("disk", f"{best.bytes_per_second / 1e9:.2f} GB/s with {best.reader}, "
+                              f"{counted(best.depth, 'request')} of {format_bytes(best.request_bytes)} at once"))
     beside = {kind: str(path) for kind, path in model.sidecars.items()}
     if model.pack_refused:
         beside["experts"] = f"not used: {model.pack_refused}"

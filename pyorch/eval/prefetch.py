@@ -21,6 +21,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
 from pyorch.sidecars.predictor import PredictorFile
+from pyorch.sizes import counted
 from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
 from pyorch.traces.recording import Recording
@@ -277,7 +278,7 @@ def split(trace: Trace) -> tuple[TracePart, TracePart]:
     request = trace.records["request"]
     numbers, index = np.unique(request, return_inverse=True)
     if len(numbers) < 3:
-        raise PyorchError(f"{trace.path} has {len(numbers)} requests: with three or more some can be held out; "
+        raise PyorchError(f"{trace.path} has {counted(len(numbers), 'request')}: with three or more some can be held out; "
                           "give more text, or a past with --history or --history-trace")
     held_out = np.isin(index % 10, _HELD_OUT)
     return (TracePart(trace.path, trace.header, trace.records[~held_out]),

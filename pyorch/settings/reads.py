@@ -17,7 +17,8 @@ _SMALLEST, _LARGEST = 4 * KiB, 1 * GiB
 class Reads:
     """reader: one of READERS; auto: io_uring where the kernel has and allows it, else threads.
 
-    depth: requests under way at once. request_bytes: of one at most. 0: as the disk was measured to need.
+    depth: requests under way at once. request_bytes: of one at most; 0: what suits the depth, and of both as the disk was
+    measured to need.
     """
 
     reader: str = "auto"
@@ -27,8 +28,8 @@ class Reads:
     def __post_init__(self) -> None:
         if self.reader not in READERS:
             raise PyorchError(f'the reader "{self.reader}" is not one of {", ".join(READERS)}')
-        if not 0 <= self.depth <= MAX_DEPTH:
-            raise PyorchError(f"reads have a depth of {self.depth}, which must be from 1 to {MAX_DEPTH}")
+        if not (1 if self.request_bytes else 0) <= self.depth <= MAX_DEPTH:
+            raise self._wrong_depth(self.depth)
         if self.request_bytes and not _SMALLEST <= self.request_bytes <= _LARGEST:
             raise PyorchError(f"a request has {self.request_bytes} bytes, which must be from 4KiB to 1GiB")
 
@@ -43,9 +44,16 @@ class Reads:
         try:
             if len(numbers) > 2:
                 raise ValueError(text)
-            return cls(reader, *(kind(number) for kind, number in zip((int, _size), numbers)))
+            values = [kind(number) for kind, number in zip((int, _size), numbers)]
+            if values and values[0] == 0:  # what is measured is left out
+                raise cls._wrong_depth(0)
+            return cls(reader, *values)
         except ValueError:
             raise PyorchError(f'reads "{text}" is not READER, or READER:DEPTH:SIZE such as io_uring:8:512KiB') from None
+
+    @staticmethod
+    def _wrong_depth(depth: int) -> PyorchError:
+        return PyorchError(f"reads have a depth of {depth}, which must be from 1 to {MAX_DEPTH}")
 
     def __str__(self) -> str:
         """What parse() reads, as short as may be."""

@@ -24,6 +24,7 @@ from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
+from pyorch.sizes import counted
 from pyorch.traces.measures import Measures
 from pyorch.traces.recording import Recording, Schedule
 from pyorch.traces.routers import read_router
@@ -194,8 +195,8 @@ def _checked(
         raise PyorchError(f"the predictor {name} needs an estimator, and {model_map.path} has none beside it: "
                           "make one with pyorch train-predictor")
     if settings.batch < 1 or settings.n_warm_tokens < 0:
-        raise PyorchError(f"a replay of {settings.batch} requests together after {settings.n_warm_tokens} tokens "
-                          "cannot be: use 1 or more, and 0 or more")
+        raise PyorchError(f"a replay of {counted(settings.batch, 'request')} together after "
+                          f"{counted(settings.n_warm_tokens, 'token')} cannot be: use 1 or more, and 0 or more")
     if settings.n_warm_tokens >= len(recording):
         raise PyorchError(f"the recording has {len(recording)} tokens: {settings.n_warm_tokens} to begin with leave "
                           "none to count")

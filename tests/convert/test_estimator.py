@@ -110,7 +110,7 @@ def test_no_request_is_both_trained_on_and_held_out() -> None:
 def test_a_text_of_one_request_is_one_sentence(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = tmp_path / "short.txt"
     text.write_text("a line\n")
-    refused(capsys, ["train-predictor", str(made.model), "--data", str(text)], "the text makes 1 requests: two are")
+    refused(capsys, ["train-predictor", str(made.model), "--data", str(text)], "the text makes 1 request: two are")
 
 
 def test_a_decode_that_fails_ends_the_training(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

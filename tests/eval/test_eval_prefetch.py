@@ -68,7 +68,7 @@ def test_seven_of_ten_requests_are_the_past(trace: Trace):
 
 def test_what_cannot_be_split_says_so(trace: Trace):
     one = TracePart(trace.path, trace.header, trace.records[:5])
-    with pytest.raises(PyorchError, match="1 requests: with three or more"):
+    with pytest.raises(PyorchError, match="1 request: with three or more"):
         split(one)
 
 

@@ -44,6 +44,7 @@ def test_a_value_is_read_as_its_text_is() -> None:
 @pytest.mark.parametrize("refused", [
     {"budget": "much"}, {"budget": "300%"}, {"prefetch": "hybrid:two"}, {"n_ctx": -1}, {"n_threads": "all"},
     {"reads": "tape"}, {"reads": "threads:513"}, {"reads": "threads:two"}, {"reads": "io_uring:1:1%"}, {"reads": 4},
+    {"reads": "io_uring:0"}, {"reads": "auto:0:1MiB"},
     {"pools": "1,0"}, {"pools": "0.5,0.6,0,0"}, {"pools": "2,-1,0,0"}, {"pools": "nan,0,0,0"}, {"pools": 1},
     {"substitution": "rho=x"}, {"substitution": "unheard=1"}, {"speculate": "perhaps"},
     *({name: given} for name in options(Settings) for given in (b"1", 3.7, [], object(), np.arange(2))
