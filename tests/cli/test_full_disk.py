@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from pyorch.cli import main
+from pyorch.convert import pack as packing
+from pyorch.convert.pack_check import check
+from pyorch.errors import PyorchError
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system: needs root")
@@ -49,3 +53,25 @@ def test_the_reason_is_named(
         assert left == [] and str(disk) in error
         for path in disk.iterdir():
             path.unlink()
+
+
+def test_a_disk_that_fills_up_while_a_pack_is_compressed_is_said_and_the_next_run_goes_on(
+    small_moe: Path, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes the room that there was when packing began."""
+    monkeypatch.setattr(packing, "_STEP_BYTES", 1 << 20)
+    subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+    other, target = disk / "other", disk / "model.experts.gguf"
+
+    def fill(_step: str, done: int, total: int) -> None:
+        if done > total // 3 and not other.exists():
+            with other.open("wb") as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 20))
+
+    with pytest.raises(PyorchError, match=f"writing {disk}/.* failed: No space left on device; what was packed stays"):
+        packing.pack(small_moe, target, codec="table", on_progress=fill)
+    assert not target.exists()
+    other.unlink()
+    made = packing.pack(small_moe, target, codec="table")
+    assert 0 < made.n_continued < made.n_experts and check(small_moe, target).damaged == ()

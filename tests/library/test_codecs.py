@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,21 @@ def test_every_number_comes_back(matrix: tuple[str, np.ndarray], codec: str, n_s
         of_shard = sm[codecs.sm_bytes(type_name, first) : codecs.sm_bytes(type_name, first + len(shard))]
         codecs.recover(type_name, name, stored, of_shard, recovered[first * width : (first + len(shard)) * width])
     assert np.array_equal(recovered, raw)
+
+
+@pytest.mark.parametrize("codec", [codecs.ZSTD, codecs.LZ4, codecs.TABLE])
+@pytest.mark.parametrize("type_name", ["bf16", "f16"])
+def test_each_number_of_16_bits_comes_back(type_name: str, codec: str) -> None:
+    """Zeros of both signs, denormals, infinities and every NaN, among numbers that make the codec worth it."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    common = np.full(1 << 18, 0x3C00, np.uint16)
+    common[:: len(common) // len(every)] = every
+    e, sm = codecs.split(type_name, common.view(np.uint8))
+    stored = codecs.encode(codec, 0, e)
+    assert stored is not None and np.array_equal(codecs.decode(codec, stored, len(e)), e)
+    recovered = np.empty_like(common)
+    codecs.recover(type_name, codec, stored, sm, recovered.view(np.uint8))
+    assert np.array_equal(recovered, common)
 
 
 @settings(max_examples=60)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -82,16 +84,30 @@ def test_logits_of_other_architectures_are_too(zoo: Zoo, tmp_path: Path, name: s
         assert layer.slot_bytes - layer.expert_bytes < packs.PAGE
 
 
+@pytest.fixture(scope="module")
+def compressed_with(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The model beside its pack of some codec, made once."""
+    @functools.cache
+    def made(codec: str) -> Path:
+        model = tmp_path_factory.mktemp(codec) / "model.gguf"
+        model.symlink_to(small_moe)
+        packing.pack(model, codec=codec)
+        return model
+
+    return made
+
+
 @pytest.mark.parametrize(("codec", "options"), [
     ("table", {"pools": "1,0,0,0"}), ("zstd", {"pools": "0.5,0.5,0,0", "prefetch": "next-router:2:0"}),
     ("lz4", {"pools": "0.4,0.3,0.2,0.1", "budget": "60%", "policy": "learned", "reads": "threads:2"}),
     ("table", {"pools": "0,0,0.5,0.5", "budget": "14%"}),  # layers are streamed
 ])
 def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
-    model: Path, resident: Model, prompt_tokens: list[int], codec: str, options: dict[str, str]
+    compressed_with: Callable[[str], Path], resident: Model, prompt_tokens: list[int], codec: str,
+    options: dict[str, str]
 ) -> None:
     expected = logits(resident, prompt_tokens)
-    packing.pack(model, codec=codec)
+    model = compressed_with(codec)
     with small_model(model, **{"budget": "40%", **options}) as compressed:
         assert compressed.map.pack == pack_of(model)
         for _ in range(2):
@@ -106,6 +122,33 @@ def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
             assert_same_bits(logits(compressed, prompt_tokens), expected)
         else:
             assert experts.compressed_hits == experts.stored_bytes == 0
+
+
+_BUDGETS = ("14%", "20%", "30%", "45%", "60%", "80%", "100%")
+_WAYS = (
+    {"pools": "1,0,0,0", "prefetch": "none"}, {"pools": "0,1,0,0", "policy": "lru", "prefetch": "next-router:2:0"},
+    {"pools": "0,0,1,0", "direct_io": False}, {"pools": "0,0,0,1", "prefetch": "previous-token"},
+    {"pools": "0.25,0.25,0.25,0.25", "policy": "learned", "prefetch": "quasi-hidden:2:0"},
+    {"pools": "0.6,0,0.4,0", "policy": "lfu", "reads": "threads:2"}, {},
+)
+
+
+@pytest.mark.parametrize(("nth", "codec"), [(0, "zstd"), (1, "lz4"), (2, "table")])
+def test_logits_are_the_same_with_every_codec_at_every_budget(
+    compressed_with: Callable[[str], Path], resident: Model, prompt_tokens: list[int], nth: int, codec: str
+) -> None:
+    """Each codec at each budget, and each with another mix of forms, eviction and reading ahead."""
+    tokens, n_in_part = prompt_tokens[:40], 0
+    expected = logits(resident, tokens)
+    for i, budget in enumerate(_BUDGETS):
+        options = _WAYS[(i + 2 * nth) % len(_WAYS)]
+        with small_model(compressed_with(codec), budget, **options) as compressed:
+            assert_same_bits(logits(compressed, tokens), expected)
+            assert_same_bits(logits(compressed, tokens), expected)
+            experts = compressed.stats().experts
+            assert experts.failures == 0 and experts.peak_bytes <= experts.budget_bytes, (budget, options)
+            n_in_part += experts.compressed_hits + experts.sm_hits + experts.e_hits
+    assert n_in_part > 0
 
 
 def test_buddies_stand_in_for_the_same_experts_with_a_compressed_pack(model: Path, prompt_tokens: list[int]) -> None:
