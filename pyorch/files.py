@@ -123,10 +123,10 @@ def replace(file: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def check_no_source(target: Path, sources: Iterable[str]) -> None:
-    """PyorchError where writing `target` would replace one of the files that are read for it."""
+def check_no_source(target: Path, sources: Iterable[str | Path], what: str = "the model itself") -> None:
+    """PyorchError where writing `target` would replace one of the files that are read for it. what: the files are."""
     if target.exists() and any(target.samefile(source) for source in sources):
-        raise PyorchError(f"{target} is the model itself: name another file")
+        raise PyorchError(f"{target} is {what}: name another file")
 
 
 @contextmanager

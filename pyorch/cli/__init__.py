@@ -27,6 +27,7 @@ COMMANDS = {
     "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),
     "trace": ("pyorch.cli.trace", "show statistics of a trace"),
     "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
+    "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
     "train-predictor": ("pyorch.cli.train_predictor",

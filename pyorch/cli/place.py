@@ -1,0 +1,255 @@
+"""`pyorch place`: which servers of a cluster hold which experts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.cli.numbers import whole
+from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.tables import Facts, Table, show
+from pyorch.errors import PyorchError
+
+ALGORITHMS = ("dance", "uniform", "redundance", "smartmoe", "eplb")
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """Of a server. memory, used: bytes for experts, and of those that it holds. n_only: experts that no other holds.
+
+    local_ratio: the share of its users' activations that it computes itself; checked_ratio: the same of the other
+    halves of the traces. layers: of each layer, the experts that it holds and their local ratio.
+    """
+
+    name: str
+    n_devices: int
+    memory: int
+    used: int
+    n_experts: int
+    n_only: int
+    local_ratio: float
+    checked_ratio: float | None
+    layers: list[LayerRow]
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    il: int
+    n_experts: int
+    local_ratio: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What --json prints. remote: activations that are computed elsewhere (DanceMoE, eq. 2), as a share of all.
+
+    Sizes in bytes; seconds: that placing took.
+    """
+
+    model: str
+    plan: Path
+    algorithm: str
+    n_experts: int
+    n_uncovered: int
+    expert_bytes: int
+    memory: int
+    local_ratio: float
+    checked_ratio: float | None
+    remote: float
+    seconds: float
+    servers: list[ServerRow]
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "place", summary,
+        "pyorch profile olmoe.gguf --data of-the-clinic.txt -o clinic.trace\n"
+        "  pyorch profile olmoe.gguf --data of-the-lab.txt -o lab.trace\n"
+        "  pyorch place --cluster cluster.toml --trace clinic=clinic.trace lab=lab.trace -o plan.json",
+    )
+    parser.description += (
+        " Each server computes with the experts that it holds, and asks another one for the rest: the more of what its "
+        "users activate lies on the server itself, the less has to pass the network. The command reads which experts "
+        "those are, from traces of what users of each server ask, or from what a running cluster has counted; and what "
+        "memory the servers have, from cluster.toml. Some server holds each expert."
+    )
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
+                        help="the servers, their memory, and the model (docs/cluster.md describes it)")
+    parser.add_argument("--trace", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
+                        help="a trace of what users of a server ask, by pyorch profile; several are added up, and a "
+                             "server without any has no users of its own")
+    parser.add_argument("--counts", type=Path, metavar="FILE.json",
+                        help="in place of traces, activations that a running cluster counted; servers that serve more "
+                             "weigh more")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dance",
+                        help="dance: numbers of experts by the entropy of a layer's activations, then those most "
+                             "activated on the server; for comparison, uniform: each expert once, at random; "
+                             "redundance: that, and random further ones; smartmoe: each once, devices with alike much "
+                             "to do; eplb: that, and busy experts several times (default: dance)")
+    parser.add_argument("--partial", action="store_true",
+                        help="where memory does not hold all experts, place as many as it holds; the others are read "
+                             "from disk")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of what is drawn at random (default: 0)")
+    parser.add_argument("--check", action="store_true",
+                        help="place by the first half of each trace, and show the local ratio of the second half, too")
+    parser.add_argument("--explain", action="store_true", help="show each layer of each server")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
+    parser.add_argument("--save-counts", type=Path, metavar="FILE.json",
+                        help="also write what was counted in the traces, for --counts")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the placement to write")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from time import perf_counter
+
+    from pyorch.cluster.activations import read_counts, write_counts
+    from pyorch.cluster.config import read_cluster
+    from pyorch.cluster.placement.algorithms import place
+    from pyorch.cluster.placement.file import write_placement
+    from pyorch.cluster.placement.problem import Problem
+    from pyorch.files import check_no_source, check_target
+    from pyorch.runtime.model_map import ModelMap
+
+    if bool(args.trace) == (args.counts is not None):
+        raise PyorchError("who activates what is read from --trace SERVER=FILE or from --counts FILE.json: give one of "
+                          "the two")
+    if args.counts is not None and (args.check or args.save_counts):
+        raise PyorchError("--check and --save-counts need traces: give --trace instead of --counts")
+    cluster = read_cluster(args.cluster)
+    files = _by_server(args.trace, cluster)
+    sources = [path for paths in files.values() for path in paths]
+    check_readable([*sources, args.counts])
+    targets = list(filter(None, (args.output, args.save_counts)))
+    if len({target.absolute() for target in targets}) < len(targets):
+        raise PyorchError(f"{args.output} cannot hold both the placement and the counts: name another file for one")
+    with ModelMap(cluster.required_model) as model_map:
+        for target in targets:
+            check_target(target.absolute())
+            check_no_source(target, [args.cluster, *sources, *filter(None, [args.counts])], "a file that is read")
+            check_no_source(target, model_map.shards)
+        checked = None
+        if args.counts is not None:
+            activations = read_counts(args.counts, model_map)
+            for name in activations.servers:
+                cluster.index(name)
+            frequencies = activations.of(cluster.names)
+        else:
+            counted, other = _counted(files, model_map, args.check)
+            frequencies = counted.shares().of(cluster.names)
+            checked = None if other is None else other.shares().of(cluster.names)
+        problem = Problem.of_model(cluster, model_map, frequencies)
+        begin = perf_counter()
+        placement = place(problem, args.algorithm, args.partial, args.seed)
+        seconds = perf_counter() - begin
+        if args.save_counts:
+            write_counts(args.save_counts, counted, model_map)
+        write_placement(args.output, placement, model_map)
+    picture = None
+    if args.plot is not None:
+        from pyorch.cluster.placement.plot import draw
+
+        picture = draw(placement, frequencies, args.plot)
+    report = _report(args, cluster, problem, placement, checked, seconds)
+    if args.json:
+        print_json(report)
+    else:
+        show([*_parts(report, args.explain), *([str(picture)] if picture else [])])
+    return 0
+
+
+def _by_server(texts: list[str], cluster) -> dict[str, list[Path]]:
+    files: dict[str, list[Path]] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise PyorchError(f'--trace "{text}" is not of the form SERVER=FILE')
+        cluster.index(name)
+        files.setdefault(name, []).append(Path(path))
+    return files
+
+
+def _counted(files: dict[str, list[Path]], model_map, check: bool):
+    """Activations to place by, and those of the halves that are kept for a check."""
+    from pyorch.cluster.activations import count_traces
+    from pyorch.traces.file import Trace
+
+    traces = {name: [Trace(path) for path in paths] for name, paths in files.items()}
+    if not check:
+        return count_traces(traces, model_map), None
+    return count_traces(traces, model_map, (0.0, 0.5)), count_traces(traces, model_map, (0.5, 1.0))
+
+
+def _report(args: argparse.Namespace, cluster, problem, placement, checked, seconds: float) -> Report:
+    import numpy as np
+
+    frequencies = problem.frequencies
+    ratios, of_server = placement.local_ratio(frequencies), placement.server_ratio(frequencies)
+    of_checked = None if checked is None else placement.server_ratio(checked)
+    held = placement.held
+    n_held = held.sum(axis=2)
+    n_only = (held & (placement.copies == 1)).sum(axis=(1, 2))
+    servers = [
+        ServerRow(
+            server.name, server.n_devices, int(problem.server_bytes[i]), int(n_held[i] @ problem.sizes),
+            int(n_held[i].sum()), int(n_only[i]), float(of_server[i]),
+            None if of_checked is None else float(of_checked[i]),
+            [LayerRow(il, int(n), float(ratio)) for il, n, ratio in zip(problem.layers, n_held[i], ratios[i])],
+        ) for i, server in enumerate(cluster.servers)
+    ]
+    total = placement.total_ratio(frequencies)
+    return Report(
+        str(cluster.required_model), args.output, placement.algorithm, int(np.sum(problem.n_experts)),
+        placement.n_uncovered, problem.experts_bytes, int(problem.device_bytes.sum()), total,
+        None if checked is None else placement.total_ratio(checked), 1 - total, seconds, servers,
+    )
+
+
+def _parts(report: Report, explain: bool) -> list[str | Table | Facts]:
+    from pyorch.sizes import format_bytes
+
+    checked = report.checked_ratio is not None
+    columns = ("server", "devices", "memory", "used", "experts", "only here", "local", *(("checked",) if checked else ()))
+    rows = [
+        (row.name, str(row.n_devices), format_bytes(row.memory), format_bytes(row.used), str(row.n_experts),
+         str(row.n_only), _percent(row.local_ratio), *((_percent(row.checked_ratio),) if checked else ()))
+        for row in report.servers
+    ]
+    uncovered = f"; {report.n_uncovered} of them on no server" if report.n_uncovered else ""
+    parts: list[str | Table | Facts] = [
+        Facts([
+            ("model", f"{report.model}: {report.n_experts} experts, {format_bytes(report.expert_bytes)}"),
+            ("servers", f"{len(report.servers)}, with memory for {report.memory / report.expert_bytes:.2f} times all "
+                        f"experts{uncovered}"),
+            ("algorithm", f"{report.algorithm}, {report.seconds:.2f} s"),
+            ("local", f"{_percent(report.local_ratio)} of the activations"
+                      + (f"; {_percent(report.checked_ratio)} of those in the second halves" if checked else "")),
+        ]),
+        "",
+        "only here  experts that no other server holds",
+        "local      share of the activations of a server's users that the server computes itself",
+        *(["checked    the same of the second halves of the traces"] if checked else []),
+        "",
+        Table(columns, rows, left=("server",)),
+        "",
+    ]
+    if explain:
+        parts += ["experts of a layer on each server, and the share of the layer's activations that it computes itself",
+                  "", _explained(report), ""]
+    return [*parts, str(report.plan)]
+
+
+def _explained(report: Report) -> Table:
+    rows = [
+        (str(layers[0].il), *(f"{layer.n_experts:3} {_percent(layer.local_ratio):>6}" for layer in layers))
+        for layers in zip(*(server.layers for server in report.servers))
+    ]
+    return Table(("layer", *(server.name for server in report.servers)), rows)
+
+
+def _percent(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{100 * ratio:.1f}%"

@@ -1,0 +1,131 @@
+"""Which experts the users of each server activate: counted in traces, or by a running cluster.
+
+A running cluster's counts are a JSON file:
+
+    {"kind": "pyorch count of activations", "version": 1, "model": "olmoe.gguf", "fingerprint": "...",
+     "layers": [0, 1, ...],
+     "servers": [{"name": "clinic", "counts": [[412, 96, ...], ...]}, ...]}
+
+layers: the block numbers of those with routed experts that a decode passes. counts: for each of them, how often each
+of its experts was selected for a token of a request to this server, wherever it was computed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.errors import FormatError, PyorchError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container, json_file
+from pyorch.traces.file import Trace
+
+KIND = "pyorch count of activations"
+VERSION = 1
+
+_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Activations:
+    """servers: names. layers: block numbers il. counts: float64[n_servers, n_layers, n_expert]."""
+
+    servers: tuple[str, ...]
+    layers: tuple[int, ...]
+    counts: np.ndarray
+
+    def of(self, servers: Sequence[str]) -> np.ndarray:
+        """Those of servers in this order, zeros where a server is not among them."""
+        rows = [self.counts[self.servers.index(name)] if name in self.servers else np.zeros(self.counts.shape[1:])
+                for name in servers]
+        return np.stack(rows)
+
+    def shares(self) -> Activations:
+        """Shares of each layer's activations, so that servers weigh alike, however many tokens of them were counted."""
+        sums = self.counts.sum(axis=2, keepdims=True)
+        shares = np.divide(self.counts, sums, out=np.zeros_like(self.counts), where=sums > 0)
+        return Activations(self.servers, self.layers, shares)
+
+
+def count_traces(
+    traces: Mapping[str, Sequence[Trace]], model_map: ModelMap, part: tuple[float, float] = (0.0, 1.0),
+) -> Activations:
+    """Counts of the tokens of each server's traces.
+
+    Args:
+        part: of each trace, such as (0, 0.5): its first half.
+
+    Raises FormatError for a trace of another model, a damaged one, or one without a layer; PyorchError for one without
+    tokens.
+    """
+    layers = tuple(layer.il for layer in model_map.decoded_layers)
+    n_experts = np.array([layer.n_expert for layer in model_map.decoded_layers])
+    counts = np.zeros((len(traces), len(layers), n_experts.max(initial=1)))
+    for i, server in enumerate(traces.values()):
+        for trace in server:
+            _check(trace, layers, model_map)
+            counts[i] += _counted(trace, layers, n_experts, part)
+    return Activations(tuple(traces), layers, counts)
+
+
+def _check(trace: Trace, layers: tuple[int, ...], model_map: ModelMap) -> None:
+    if trace.header.fingerprint != container.fingerprint(model_map):
+        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+    if missing := sorted(set(layers) - set(trace.header.layers)):
+        raise FormatError(f"{trace.path} has no layer {missing[0]}: record it with pyorch profile")
+    if trace.header.n_expert_used != model_map.info.n_expert_used:
+        raise FormatError(f"{trace.path} is damaged: it has {trace.header.n_expert_used} experts of a token in a layer, "
+                          f"not {model_map.info.n_expert_used}")
+    if len(trace) < 2:
+        raise PyorchError(f"{trace.path} holds too few tokens: {len(trace)}")
+
+
+def _counted(trace: Trace, layers: tuple[int, ...], n_experts: np.ndarray, part: tuple[float, float]) -> np.ndarray:
+    columns = [trace.layer_index(il) for il in layers]
+    width = int(n_experts.max(initial=1))
+    counts = np.zeros((len(layers), width))
+    begin, end = (round(len(trace) * share) for share in part)
+    rows = max(1, _CHUNK_BYTES // trace.records.dtype.itemsize)
+    for start in range(begin, end, rows):
+        experts = trace.records["experts"][start : min(start + rows, end)][:, columns].astype(np.int64)
+        highest = experts.max(axis=(0, 2))
+        for il, expert, n_expert in zip(layers, highest, n_experts):
+            if expert >= n_expert:
+                raise FormatError(f"{trace.path} is damaged: it names expert {expert} of {n_expert} in layer {il}")
+        of_all = experts + width * np.arange(len(layers))[:, None]
+        counts += np.bincount(of_all.ravel(), minlength=counts.size).reshape(counts.shape)
+    return counts
+
+
+def write_counts(path: str | os.PathLike[str], activations: Activations, model_map: ModelMap) -> None:
+    """Writes them, whole or not at all. PyorchError where it cannot."""
+    fields = {"layers": list(activations.layers), "servers": [
+        {"name": name, "counts": counts.tolist()} for name, counts in zip(activations.servers, activations.counts)
+    ]}
+    json_file.write(path, KIND, VERSION, model_map, fields)
+
+
+def read_counts(path: str | os.PathLike[str], model_map: ModelMap) -> Activations:
+    """Raises FormatError: no such file, no counts, of another version or model, or damaged."""
+    value = json_file.read(path, KIND, VERSION, model_map, command="place --save-counts")
+    layers = model_map.decoded_layers
+    n_experts = np.array([layer.n_expert for layer in layers])
+    try:
+        names = tuple(server["name"] for server in value["servers"])
+        counts = np.zeros((len(names), len(layers), n_experts.max(initial=1)))
+        if value["layers"] != [layer.il for layer in layers] or not names or len(set(names)) < len(names):
+            raise ValueError
+        for rows, server in zip(counts, value["servers"]):
+            for row, numbers, n_expert in zip(rows, server["counts"], n_experts, strict=True):
+                if len(numbers) != n_expert or not all(type(n) in (int, float) for n in numbers):
+                    raise ValueError
+                row[:n_expert] = numbers
+        if not all(isinstance(name, str) for name in names) or not np.isfinite(counts).all() or counts.min() < 0:
+            raise ValueError
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise FormatError(f"{Path(path)} is damaged: it holds no counts for each expert of each layer") from None
+    return Activations(names, tuple(layer.il for layer in layers), counts)

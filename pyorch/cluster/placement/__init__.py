@@ -1,0 +1,1 @@
+"""Which server of a cluster holds which experts (DanceMoE, section III)."""

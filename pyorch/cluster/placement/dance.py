@@ -1,0 +1,129 @@
+"""DanceMoE's placement: Algorithms 1 and 2 of its section III-C."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyorch.cluster.placement.counts import Counts, cover, covering, fill
+from pyorch.cluster.placement.problem import Problem
+
+
+def dance(problem: Problem, _: np.random.Generator) -> np.ndarray:
+    """Numbers of experts by how diverse the activations of a layer are; then those that a server's users activate most.
+
+    Returns int16[n_servers, n_layers, n_expert] as Placement.device.
+    """
+    counts = allocate(problem)
+    return on_devices(counts, assign(problem, counts.of_server))
+
+
+def entropies(problem: Problem) -> np.ndarray:
+    """Of a layer's activations by a server's users, in bits: v_{n,l}, float64[n_servers, n_layers].
+
+    Where nothing was activated all experts count as activated alike.
+    """
+    sums = problem.frequencies.sum(axis=2, keepdims=True)
+    even = problem.exists / problem.n_experts[:, None]
+    p = np.where(sums > 0, problem.frequencies / np.where(sums > 0, sums, 1), even)
+    return -(p * np.log2(p, out=np.zeros_like(p), where=p > 0)).sum(axis=2) + 0.0
+
+
+def allocate(problem: Problem) -> Counts:
+    """Algorithm 1: how many experts of each layer a server holds.
+
+    Its first step divides a server's memory between the layers in proportion to their entropies, and rounds down. Three
+    things are added, of which the paper does not speak: no layer gets more than it has experts, and the others get the
+    rest; experts of different layers may have different sizes; and memory that rounding leaves is used in the end, for
+    the most frequent expert that is not there yet. So a layer with an entropy of zero gets an expert, too.
+    """
+    counts = Counts(problem)
+    wanted = _shares_of_memory(problem)
+    portions = problem.device_bytes / np.maximum(problem.server_bytes, 1)[problem.device_server]
+    for device, server in enumerate(problem.device_server):
+        # A product such as 0.1 * 30 may be a little less than the whole number that it is.
+        for layer, n in enumerate(np.floor(wanted[server] * portions[device] + 1e-9).astype(np.int64).tolist()):
+            counts.add(device, layer, min(n, int(counts.free[device] // problem.sizes[layer])))
+    cover(counts)
+    counts = covering(counts)
+    fill(counts, -np.sort(-problem.frequencies, axis=2))
+    return counts
+
+
+def _shares_of_memory(problem: Problem) -> np.ndarray:
+    """M_n / m_e * v_{n,l} / sum of v_{n,l}, at most a layer's experts: float64[n_servers, n_layers]."""
+    weights = entropies(problem)
+    weights = np.where(weights.sum(axis=1, keepdims=True) > 0, weights, 1.0)
+    wanted = np.zeros_like(weights)
+    left = problem.server_bytes.astype(np.float64)
+    for _ in problem.layers:  # each time, those that are full leave memory to the others
+        open_weights = np.where(wanted < problem.n_experts, weights, 0.0)
+        sums = open_weights.sum(axis=1, keepdims=True)
+        more = left[:, None] * np.divide(open_weights, sums, out=np.zeros_like(sums + weights), where=sums > 0)
+        wanted = np.minimum(wanted + more / problem.sizes, problem.n_experts)
+        left = np.maximum(problem.server_bytes - wanted @ problem.sizes, 0.0)
+        if not (left > 0).any():
+            break
+    return wanted
+
+
+def assign(problem: Problem, n_held: np.ndarray) -> np.ndarray:
+    """Algorithm 2: which experts each server holds, bool[n_servers, n_layers, n_expert].
+
+    Each server gets the experts that its users activate most. Then those that nobody has take the place of experts
+    that others have too: servers with fewest of these come first, each with the expert that it activates most itself.
+
+    Args:
+        n_held: int64[n_servers, n_layers] (N_{n,l}).
+    """
+    n_servers, n_layers, n_expert = problem.shape
+    # Of experts that are activated alike, such as never, servers prefer different ones: fewer are left to nobody.
+    turned = (np.arange(n_expert) - np.arange(n_servers)[:, None, None] * n_expert // n_servers) % n_expert
+    keys = np.where(problem.exists, -problem.frequencies, np.inf)
+    order = np.lexsort((np.broadcast_to(turned, keys.shape), keys), axis=2)
+    held = np.zeros(keys.shape, bool)
+    np.put_along_axis(held, order, np.arange(n_expert) < n_held[:, :, None], axis=2)
+    for layer in range(n_layers):
+        _cover_layer(held[:, layer], problem.frequencies[:, layer], problem.exists[layer])
+    return held
+
+
+def _cover_layer(held: np.ndarray, frequencies: np.ndarray, exists: np.ndarray) -> None:
+    """Replaces duplicates by experts that nobody has, as long as there are both. bool, float64[n_servers, n_expert]."""
+    copies = held.sum(axis=0)
+    absent = exists & (copies == 0)
+    while absent.any():
+        n_duplicates = (held & (copies > 1)).sum(axis=1)
+        if not n_duplicates.any():
+            return
+        for server in np.argsort(n_duplicates, kind="stable"):
+            duplicates = held[server] & (copies > 1)
+            if not duplicates.any():
+                continue
+            expert = int(np.argmax(np.where(absent, frequencies[server], -1)))
+            replaced = int(np.argmin(np.where(duplicates, frequencies[server], np.inf)))
+            held[server, [expert, replaced]] = True, False
+            copies[[expert, replaced]] += 1, -1
+            absent[expert] = False
+            if not absent.any():
+                return
+
+
+def on_devices(counts: Counts, held: np.ndarray) -> np.ndarray:
+    """Divides what a server holds between its devices, the busiest experts first, each where there is least to do.
+
+    held: bool[n_servers, n_layers, n_expert], as many of a layer as counts has. Returns Placement.device.
+    """
+    problem = counts.problem
+    device = np.where(held, 0, -1).astype(np.int16)
+    several = np.bincount(problem.device_server, minlength=len(problem.servers)) > 1
+    for server in np.flatnonzero(several):
+        devices = np.flatnonzero(problem.device_server == server)
+        for layer, row in enumerate(held[server]):
+            left, loads = counts.of_device[devices, layer].copy(), np.zeros(len(devices))
+            experts = np.flatnonzero(row)
+            for expert in experts[np.argsort(-problem.loads[layer, experts], kind="stable")]:
+                chosen = int(np.argmin(np.where(left > 0, loads, np.inf)))
+                device[server, layer, expert] = chosen
+                left[chosen] -= 1
+                loads[chosen] += problem.loads[layer, expert]
+    return device

@@ -1,0 +1,111 @@
+"""A placement: which device of which server holds which experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+ABSENT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Where experts lie (P of DanceMoE's section III-B, of whose z there is at most one for a server and an expert).
+
+    servers: names. layers: block numbers il. n_experts: of each layer.
+    device: int16[n_servers, n_layers, n_expert], which of its devices a server holds an expert on; ABSENT: none.
+    algorithm: that made it.
+    """
+
+    servers: tuple[str, ...]
+    layers: tuple[int, ...]
+    n_experts: tuple[int, ...]
+    device: np.ndarray
+    algorithm: str = ""
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """bool[n_servers, n_layers, n_expert]."""
+        return self.device != ABSENT
+
+    @property
+    def copies(self) -> np.ndarray:
+        """Servers that hold an expert: int64[n_layers, n_expert]."""
+        return self.held.sum(axis=0)
+
+    @property
+    def n_uncovered(self) -> int:
+        """Experts that no server holds."""
+        return int(sum(n - np.count_nonzero(row[:n]) for n, row in zip(self.n_experts, self.copies)))
+
+    def used_bytes(self, sizes: np.ndarray) -> list[np.ndarray]:
+        """Bytes of experts on each device of each server, up to the last device that holds one; sizes: int64[n_layers]."""
+        weights = np.broadcast_to(np.asarray(sizes)[:, None], self.device.shape[1:])
+        return [np.bincount(rows[rows != ABSENT], weights[rows != ABSENT]).astype(np.int64) for rows in self.device]
+
+    def cost(self, frequencies: np.ndarray) -> float:
+        """The activations that are computed elsewhere, DanceMoE's eq. 2; float64[n_servers, n_layers, n_expert]."""
+        return float(frequencies[~self.held].sum())
+
+    def local_ratio(self, frequencies: np.ndarray) -> np.ndarray:
+        """The share of activations that a server computes itself, float64[n_servers, n_layers]; nan without any."""
+        return _ratio((frequencies * self.held).sum(axis=2), frequencies.sum(axis=2))
+
+    def server_ratio(self, frequencies: np.ndarray) -> np.ndarray:
+        """The same of all layers: float64[n_servers]."""
+        return _ratio((frequencies * self.held).sum(axis=(1, 2)), frequencies.sum(axis=(1, 2)))
+
+    def total_ratio(self, frequencies: np.ndarray) -> float:
+        """The same of all servers."""
+        return float(_ratio((frequencies * self.held).sum(), frequencies.sum()))
+
+    def to_fields(self) -> dict[str, Any]:
+        """What from_fields() reads, ready for JSON: for each server and layer, the experts of each device."""
+        servers = []
+        for name, rows in zip(self.servers, self.device):
+            n_devices = max(1, int(rows.max()) + 1)
+            servers.append({"name": name, "experts": [
+                [np.flatnonzero(row == device).tolist() for device in range(n_devices)] for row in rows
+            ]})
+        return {"algorithm": self.algorithm, "layers": list(self.layers), "n_experts": list(self.n_experts),
+                "servers": servers}
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Placement:
+        """ValueError for what to_fields() does not make."""
+        try:
+            layers, n_experts = (tuple(fields[name]) for name in ("layers", "n_experts"))
+            servers, algorithm = fields["servers"], fields["algorithm"]
+            names = tuple(server["name"] for server in servers)
+            if not (
+                all(type(n) is int and 0 <= n < 1 << 16 for n in (*layers, *n_experts)) and layers
+                and len(n_experts) == len(layers) and list(layers) == sorted(set(layers)) and min(n_experts) > 0
+                and names and all(isinstance(name, str) for name in (*names, algorithm))
+                and len(set(names)) == len(names)
+            ):
+                raise ValueError("layers and servers cannot be")
+            device = np.full((len(servers), len(layers), max(n_experts)), ABSENT, np.int16)
+            for rows, server in zip(device, servers):
+                if len(server["experts"]) != len(layers):
+                    raise ValueError("a server has other layers")
+                for row, n_expert, devices in zip(rows, n_experts, server["experts"]):
+                    _place(row, n_expert, devices)
+        except (KeyError, TypeError, OverflowError) as error:
+            raise ValueError(str(error)) from None
+        return cls(names, layers, n_experts, device, algorithm)
+
+
+def _place(row: np.ndarray, n_expert: int, devices: list[list[int]]) -> None:
+    for number, experts in enumerate(devices):
+        for expert in experts:
+            if type(expert) is not int or not 0 <= expert < n_expert or row[expert] != ABSENT:
+                raise ValueError(f"expert {expert} cannot be there")
+            row[expert] = number
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)

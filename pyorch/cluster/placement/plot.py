@@ -1,0 +1,52 @@
+"""A picture of a placement: what each server computes itself, and how many experts it holds for that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from pyorch.cluster.placement.placement import Placement
+from pyorch.errors import PyorchError
+
+
+def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path:
+    """Writes placement.png into a directory, which is made if need be; returns its path.
+
+    Both halves have a row for each server and a column for each layer. frequencies: float64[n_servers, n_layers,
+    n_expert].
+
+    Raises PyorchError without matplotlib, or where nothing can be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
+    n_servers = len(placement.servers)
+    figure = Figure(figsize=(11, 2 + 0.35 * min(n_servers, 40)), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    shown = (
+        ("experts that are used and lie on the server, %", 100 * placement.local_ratio(frequencies), 100),
+        ("experts of the layer on the server", placement.held.sum(axis=2), max(placement.n_experts)),
+    )
+    for axis, (title, values, most) in zip(axes, shown):
+        image = axis.imshow(values, vmin=0, vmax=most, cmap="viridis", aspect="auto")
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("layer")
+        axis.set_xticks(*_ticks(placement.layers))
+        axis.set_yticks(*_ticks(placement.servers))
+        axis.tick_params(labelsize=7)
+        figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
+    path = directory / "placement.png"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+    return path
+
+
+def _ticks(names: tuple) -> tuple[list[int], list[str]]:
+    """At most 40 of them."""
+    places = list(range(0, len(names), -(-len(names) // 40)))
+    return places, [str(names[place]) for place in places]

@@ -1,0 +1,111 @@
+"""What a placement is made for: who activates which experts, and what each device can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pyorch.cluster.config import Cluster
+from pyorch.errors import PyorchError
+from pyorch.runtime.model_map import ModelMap
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A model's experts and a cluster's servers (DanceMoE, section III-B).
+
+    servers: names. layers: block numbers il.
+    frequencies: float64[n_servers, n_layers, n_expert], how often users of a server activate an expert (f_n^l(e)), all
+        on one scale: a server that counts twice as much weighs twice as much.
+    sizes: int64[n_layers], bytes of one expert of each layer in memory (m_e).
+    capacities: of each server, the bytes for experts of each of its devices (mem_{n,g}).
+    n_experts: int64[n_layers], experts of each layer; those beyond, up to n_expert, do not exist. Default: n_expert.
+
+    ValueError where the shapes do not fit each other, or a number cannot be.
+    """
+
+    servers: tuple[str, ...]
+    layers: tuple[int, ...]
+    frequencies: np.ndarray
+    sizes: np.ndarray
+    capacities: tuple[tuple[int, ...], ...]
+    n_experts: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        frequencies = np.asarray(self.frequencies, np.float64)
+        if frequencies.ndim != 3:
+            raise ValueError(f"frequencies have {frequencies.ndim} dimensions, not server, layer and expert")
+        n_servers, n_layers, n_expert = frequencies.shape
+        sizes = np.asarray(self.sizes, np.int64)
+        n_experts = np.full(n_layers, n_expert) if self.n_experts is None else np.asarray(self.n_experts, np.int64)
+        if not (
+            n_servers == len(self.servers) == len(self.capacities) > 0 and n_expert > 0
+            and n_layers == len(self.layers) > 0 and sizes.shape == n_experts.shape == (n_layers,)
+            and all(len(devices) > 0 for devices in self.capacities)
+        ):
+            raise ValueError("servers, layers, sizes and capacities do not fit the frequencies")
+        if not (
+            np.isfinite(frequencies).all() and frequencies.min() >= 0 and sizes.min() > 0
+            and 1 <= n_experts.min() and n_experts.max() <= n_expert
+            and all(n_bytes >= 0 for devices in self.capacities for n_bytes in devices)
+        ):
+            raise ValueError("a frequency, size or capacity cannot be")
+        object.__setattr__(self, "frequencies", np.where(np.arange(n_expert) < n_experts[:, None], frequencies, 0.0))
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "n_experts", n_experts)
+
+    @classmethod
+    def of_model(cls, cluster: Cluster, model_map: ModelMap, frequencies: np.ndarray) -> Problem:
+        """For the servers of a cluster and the layers of a model that a decode passes.
+
+        A device's memory that is a share is one of all experts of these layers. PyorchError for a model without any.
+        """
+        layers = model_map.decoded_layers
+        if not layers:
+            raise PyorchError(f"{model_map.path} has no routed experts: there is nothing to place")
+        sizes = np.array([layer.slot_bytes for layer in layers], np.int64)
+        n_experts = np.array([layer.n_expert for layer in layers], np.int64)
+        capacities = tuple(server.device_bytes(int(sizes @ n_experts)) for server in cluster.servers)
+        return cls(cluster.names, tuple(layer.il for layer in layers), frequencies, sizes, capacities, n_experts)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """n_servers, n_layers, n_expert."""
+        return self.frequencies.shape
+
+    @cached_property
+    def exists(self) -> np.ndarray:
+        """bool[n_layers, n_expert]."""
+        return np.arange(self.shape[2]) < self.n_experts[:, None]
+
+    @cached_property
+    def device_server(self) -> np.ndarray:
+        """The server of each device of the cluster, those of one server side by side: int64[n_devices]."""
+        return np.repeat(np.arange(len(self.servers)), [len(devices) for devices in self.capacities])
+
+    @cached_property
+    def device_number(self) -> np.ndarray:
+        """Which of its server's devices each is: int64[n_devices]."""
+        return np.concatenate([np.arange(len(devices)) for devices in self.capacities])
+
+    @cached_property
+    def device_bytes(self) -> np.ndarray:
+        """int64[n_devices]."""
+        return np.concatenate([np.asarray(devices, np.int64) for devices in self.capacities])
+
+    @cached_property
+    def server_bytes(self) -> np.ndarray:
+        """Memory of each server (M_n): int64[n_servers]."""
+        return np.array([sum(devices) for devices in self.capacities], np.int64)
+
+    @property
+    def experts_bytes(self) -> int:
+        """Of all experts, each once."""
+        return int(self.sizes @ self.n_experts)
+
+    @cached_property
+    def loads(self) -> np.ndarray:
+        """How often users of all servers activate an expert: float64[n_layers, n_expert]."""
+        return self.frequencies.sum(axis=0)
