@@ -297,6 +297,11 @@ pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
 // compressed all are full, whatever the shares.
 pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares);
 
+// What is known of a layer before it runs: how often each of its n experts was used, as if up to now; from 0 on. Copied.
+// The ranks by which experts belong to pools go on from there: uses fade, with a half-life of 128 tokens. Without effect
+// where experts are not compressed.
+pyorch_status pyorch_set_uses(pyorch_engine * engine, int32_t il, const double * uses, int32_t n);
+
 // What the policy PYORCH_LEARNED has learned. n_expert: of the widest layer; rows of others end with numbers that mean
 // nothing.
 typedef struct pyorch_learned {

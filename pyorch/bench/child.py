@@ -71,6 +71,7 @@ def measure(job: Job) -> Measurement:
         peak_memory_bytes,
         stats.budget_bytes if stats is not None else 0,
         stats.peak_bytes if stats is not None else 0,
+        run.planned_stall_seconds,
     )
 
 
@@ -79,6 +80,8 @@ class _Run:
 
     def __init__(self, model: int, context: int, record: ManagedModel | None) -> None:
         self.engine = record.engine if record is not None else None
+        division = record.division if record is not None else None
+        self.planned_stall_seconds = division.makespan if division is not None else float("nan")
         self._record = record
         self._vocab = llama.llama_model_get_vocab(model)
         self._context = context

@@ -81,7 +81,8 @@ class Measurement:
     """What the process answers. All sizes in bytes.
 
     ttft_seconds: from the start of loading, with a cold page cache, to the logits after the prompt.
-    prefill, decode: later, in the steady state. peak_memory_bytes: of the process (VmHWM).
+    prefill, decode: later, in the steady state. peak_memory_bytes: of the process (VmHWM). planned_stall_seconds: that
+    a decoded token waits as planned, with a compressed pack beside the model (pyorch plan); nan where nobody planned.
     """
 
     load_seconds: float
@@ -91,6 +92,7 @@ class Measurement:
     peak_memory_bytes: int
     budget_bytes: int
     peak_expert_bytes: int
+    planned_stall_seconds: float = float("nan")
 
 
 def from_json(cls: type, value: dict[str, Any]) -> Any:

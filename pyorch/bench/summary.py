@@ -30,6 +30,7 @@ class Summary:
     decode_bytes_per_token: float
     prefill_stall_seconds: float
     decode_stall_seconds_per_token: float
+    planned_stall_seconds_per_token: float
     decode_changed_slots_per_token: float
     ttft_seconds: float
     peak_memory_bytes: float
@@ -61,6 +62,7 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
         decode_stall_seconds_per_token=median(
             lambda measured: measured.decode.stall_seconds / measured.decode.n_tokens
         ),
+        planned_stall_seconds_per_token=median(lambda measured: measured.planned_stall_seconds),
         decode_changed_slots_per_token=median(
             lambda measured: measured.decode.changed_slots / measured.decode.n_tokens
         ),

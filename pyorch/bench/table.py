@@ -116,13 +116,18 @@ def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:
         f"{summary.decode_rate:.2f}",
         _percent(summary.decode_hit_rate),
         f"{summary.decode_bytes_per_token / MiB:.1f}",
-        f"{summary.decode_stall_seconds_per_token * 1000:.1f}",
+        f"{summary.decode_stall_seconds_per_token * 1000:.1f}" + _planned(summary),
         _percent(summary.prefill_roofline),
         _percent(summary.decode_roofline),
         f"{summary.ttft_seconds:.2f}",
         f"{peak / MiB:.0f}",
         *((f"{summary.decode_changed_slots_per_token:.2f}",) if lossy else ()),
     )
+
+
+def _planned(summary: Summary) -> str:
+    planned = summary.planned_stall_seconds_per_token
+    return f" ({planned * 1000:.1f} planned)" if planned == planned else ""
 
 
 def _percent(share: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
@@ -17,20 +17,22 @@ DECODE_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 
 _POOL_NAMES = ("full", "compressed", "sm", "e")
+_FINALISTS = 6
 _PLOTTED = tuple(n / 20 for n in range(2, 21))  # budgets, as shares of all experts
 
 
 @dataclass(frozen=True)
 class Row:
     """Of one division. shares: of the budget for F, C, S and E; hits: of a token's experts in a layer those in each
-    pool and in none, as expected; wait_ms: that a token waits for, as expected. played_hits, played_wait_ms: the same
-    of the second half of the trace, played through pools of these sizes; None where that was not asked for."""
+    pool and in none, as expected; wait_ms: that a token waits for, as expected, None where nothing is. played_hits,
+    played_wait_ms: the same of the second half of the trace, played by the table that runs models; None where that was
+    not asked for."""
 
     name: str
     shares: tuple[float, ...]
     compressed: bool
-    hits: tuple[float, ...]
-    wait_ms: float
+    hits: tuple[float, ...] | None
+    wait_ms: float | None
     played_hits: tuple[float, ...] | None
     played_wait_ms: float | None
 
@@ -52,6 +54,9 @@ class Report:
     n_splits: int
     n_evaluated: int
     seconds: float
+    n_played: int
+    n_played_tokens: int
+    handicap: float
     rows: list[Row]
 
 
@@ -67,7 +72,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
         "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
         "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
-        "them. By expectation that gains; a model that ran faster than with whole experts alone was not seen yet."
+        "them. The end of a trace is played: of the divisions that seem best and of whole experts alone, the one that "
+        "waits least then is taken."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
@@ -85,7 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
                         help="threads that decode (default: as many as an engine has)")
     parser.add_argument("--check", action="store_true",
-                        help="plan by the first half of the trace, and play the second half through the pools")
+                        help="plan by the first half of the trace, and play the second half")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
     add_output_options(parser, "MODEL.plan.json beside the model")
     parser.set_defaults(run=run)
@@ -99,8 +105,12 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.files import check_target
     from pyorch.planning.makespan import POOLS
+    from pyorch.planning.planner import HANDICAP
+    from pyorch.planning.ranks import use_counts
+    from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import AUTO
     from pyorch.sidecars import packed_sizes, packs, plan as plans
+    from pyorch.traces.divisions import CHOICE_PASSES, Player, choose
 
     budget_setting = given_settings(args).get("budget", AUTO)
     if budget_setting.amount is None:
@@ -113,11 +123,11 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.trace])
     if args.check and args.trace is None:
         raise PyorchError("--check plays a trace: name one with --trace")
-    with packs.open_model(args.model) as model_map, Progress() as progress:
+    with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)
-        experts = None if args.trace is None else _experts(args.trace, model_map)
-        planned_by = experts if experts is None or not args.check else experts[: len(experts) // 2]
+        recording = None if args.trace is None else _recording(args.trace, model_map)
+        planned_by = recording if recording is None or not args.check else recording.part(0, len(recording) // 2)
         inclusion, routing = _inclusion(planned_by, model_map)
         if args.trace is not None:
             routing = f"{len(planned_by)} tokens of {args.trace}"
@@ -126,23 +136,42 @@ def run(args: argparse.Namespace) -> int:
         begin = perf_counter()
         planner = plans.new_planner(model_map, inclusion, machine)
         reserved = plans.Reserve.of(model_map).bytes(budget)
-        planned = planner.plan(budget, pools, args.step, reserved)
+        planned = planner.plan(budget, pools, args.step, reserved, HANDICAP, _FINALISTS)
         seconds = perf_counter() - begin
-        best = planned.best
-        splits = {"plan": best, **_others(planner, planned, budget - reserved, pools)}
-        played = None
-        if args.check:
+        whole, others = planner.cost((1, 0, 0, 0), budget - reserved), _others(planner, budget - reserved, pools)
+        best, handicap, n_played, n_played_tokens = planned.best, HANDICAP, 0, 0
+        if planned_by is not None and _can_play(planned_by, model_map):
             progress.update("playing the trace", 0, 0)
-            played = {name: _played(experts, split, planner) for name, split in splits.items() if split.compressed}
-        rows = [_row(name, split, planner, (played or {}).get(name)) for name, split in splits.items()]
+            n_played_tokens = min(max(1, len(planned_by) // 4), 1 + CHOICE_PASSES // len(planned_by.layers))
+            at = len(planned_by) - n_played_tokens
+            player = Player(model_map, plain_map, planned_by.part(0, max(1, at)), planned_by.part(at, len(planned_by)),
+                            budget, machine)
+            simple = [*([whole] if "F" in pools else []), *([others["compressed only"]] if "C" in pools else []),
+                      *([planned.plain] if planned.plain is not None else [])]
+            choice = choose([*simple, *planned.finalists], player)
+            best, n_played = choice.best, choice.n_played
+            handicap = max(1.0, choice.handicap or HANDICAP)
+        splits = {"plan": best, "full only": whole, **others}
+        if not best.compressed:
+            splits["best with the pack"] = planned.packed_best
+        elif planned.plain is not None:
+            splits["without a pack"] = planned.plain
+        rows = [_row(name, split) for name, split in splits.items()]
+        if args.check:
+            progress.update("playing the second half of the trace", 0, 0)
+            rest = recording.part(len(planned_by), len(recording))
+            rows = _checked(rows, splits, Player(model_map, plain_map, planned_by, rest, budget, machine))
+        uses = () if planned_by is None else use_counts(planned_by.experts, inclusion.shape[1])
         n_tokens = 0 if planned_by is None else len(planned_by)
         plans.write_plan(output, plans.Plan(
-            budget, pools, args.step, best.shares, best.compressed, rows[0].hits, rows[0].wait_ms, n_tokens, machine,
-            tuple(map(tuple, np.asarray(inclusion).tolist())),
+            budget, pools, args.step, best.shares, best.compressed, rows[0].hits, rows[0].wait_ms, handicap, n_tokens,
+            machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
+            tuple(map(tuple, np.asarray(uses).tolist())),
         ), model_map)
         picture = None if args.plot is None else _draw(args.plot, planner, planned, model_map, pools, args.step)
     report = Report(args.model, args.trace, routing, output, budget, pools, n_tokens, machine.bytes_per_second,
-                    machine.decoded_per_second, machine.n_workers, planned.n_splits, planned.n_evaluated, seconds, rows)
+                    machine.decoded_per_second, machine.n_workers, planned.n_splits, planned.n_evaluated, seconds,
+                    n_played, n_played_tokens, handicap, rows)
     if args.json:
         print_json(report)
     else:
@@ -150,37 +179,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _experts(path: Path, model_map):
-    """integer[n_tokens, n_layers, n_used], of a trace, in order: the layers that a decode passes."""
-    import numpy as np
-
+def _recording(path: Path, model_map):
+    """A trace, of the layers that a decode passes."""
     from pyorch.errors import FormatError
     from pyorch.traces.file import Trace
     from pyorch.traces.recording import Recording
 
     recording = Recording.from_trace(Trace(path), model_map)
-    wanted = [layer.il for layer in model_map.decoded_layers]
+    wanted = tuple(layer.il for layer in model_map.decoded_layers)
     if missing := sorted(set(wanted) - set(recording.layers)):
         raise FormatError(f"{path} has no layer {missing[0]}: record it with pyorch profile")
-    experts = np.asarray(recording.experts)[:, [recording.layers.index(il) for il in wanted]]
+    recording = recording.of_layers(wanted)
     n_used = model_map.info.n_expert_used
-    if experts.shape[2] != n_used:
-        raise FormatError(f"{path} is damaged: it has {experts.shape[2]} experts of a token in a layer, not {n_used}")
-    for layer, last in zip(model_map.decoded_layers, experts.max(axis=(0, 2))):
+    if recording.experts.shape[2] != n_used:
+        raise FormatError(f"{path} is damaged: it has {recording.experts.shape[2]} experts of a token in a layer, not "
+                          f"{n_used}")
+    for layer, last in zip(model_map.decoded_layers, recording.experts.max(axis=(0, 2))):
         if last >= layer.n_expert:
             raise FormatError(f"{path} is damaged: it names expert {last} of {layer.n_expert} in layer {layer.il}")
-    return experts
+    return recording
 
 
-def _inclusion(experts, model_map):
+def _can_play(recording, model_map) -> bool:
+    """A replay is of layers that have as many experts each."""
+    return all(layer.n_expert == recording.n_expert for layer in model_map.decoded_layers)
+
+
+def _inclusion(recording, model_map):
     """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even; and which."""
     from pyorch.planning.ranks import even_inclusion, inclusion_by_rank
     from pyorch.sidecars import container
     from pyorch.sidecars.beside import Sidecars
 
     n_experts = [layer.n_expert for layer in model_map.decoded_layers]
-    if experts is not None:
-        return inclusion_by_rank(experts, max(n_experts)), "of a trace"
+    if recording is not None:
+        return inclusion_by_rank(recording.experts, max(n_experts)), "of a trace"
     kept = Sidecars(model_map).inclusion()
     if kept is not None:
         return kept, f"the requests in {container.default_path(model_map.path, 'maps')}"
@@ -205,33 +238,29 @@ def _machine(args: argparse.Namespace, model_map):
     return Machine(reading, decoding, args.workers or recovery_threads())
 
 
-def _others(planner, planned, budget: int, pools: str) -> dict:
-    """What a plan is compared with."""
-    others = {"full only": planner.cost((1, 0, 0, 0), budget), "compressed only": planner.cost((0, 1, 0, 0), budget),
+def _others(planner, budget: int, pools: str) -> dict:
+    """Divisions into one form each, beside whole experts."""
+    others = {"compressed only": planner.cost((0, 1, 0, 0), budget),
               "signs and mantissas only": planner.cost((0, 0, 1, 0), budget)}
     if "E" in pools:
         others["exponents only"] = planner.cost((0, 0, 0, 1), budget)
-    if planned.plain is not None and planned.best is not planned.plain:
-        others["without a pack"] = planned.plain
-    if planned.best is not planned.packed_best:
-        others["best with the pack"] = planned.packed_best
     return others
 
 
-def _played(experts, split, planner) -> tuple[tuple[float, ...], float]:
-    """Mean hits by pool, and milliseconds that a token waited by Algorithm 3: of the second half, after the first."""
-    from pyorch.planning.makespan import makespan
-    from pyorch.planning.simulation import simulate
+def _checked(rows: list[Row], splits: dict, player) -> list[Row]:
+    """With what playing gave; and of whole experts alone with another policy, as other systems have them."""
+    checked = []
+    for row in rows:
+        played = player.play(splits[row.name])
+        checked.append(replace(row, played_hits=played.hits, played_wait_ms=played.wait_ms))
+    lru = player.play(splits["full only"], "lru")
+    whole = splits["full only"]
+    return [*checked, Row("full only, by LRU", whole.shares, whole.compressed, None, None, lru.hits, lru.wait_ms)]
 
-    half = len(experts) // 2
-    hits = simulate(experts, planner.inclusion.shape[1], split.capacities, n_warm=half)
-    waits = sum(makespan(layer.delays, hits[:, i]).mean() for i, layer in enumerate(planner.layers))
-    return tuple(float(n) for n in hits.mean(axis=(0, 1))), 1000 * float(waits)
 
-
-def _row(name: str, split, planner, played) -> Row:
+def _row(name: str, split) -> Row:
     hits = tuple(float(n) for n in split.hits.mean(axis=0))
-    return Row(name, split.shares, split.compressed, hits, 1000 * split.makespan, *(played or (None, None)))
+    return Row(name, split.shares, split.compressed, hits, 1000 * split.makespan, None, None)
 
 
 def _draw(directory: Path, planner, planned, model_map, pools: str, step: float) -> Path:
@@ -246,13 +275,19 @@ def _draw(directory: Path, planner, planned, model_map, pools: str, step: float)
         at = int(share * info.slots_bytes)
         reserved = reserve.bytes(at)
         found = planner.plan(at, pools, step, reserved)
-        splits = {"plan": found.best, **_others(planner, found, at - reserved, pools)}
-        splits.pop("best with the pack", None)
+        splits = {"plan": found.best, "full only": planner.cost((1, 0, 0, 0), at - reserved),
+                  **_others(planner, at - reserved, pools)}
         if found.plain is not None:
-            splits.setdefault("without a pack", found.plain)
+            splits["without a pack"] = found.plain
         for name, split in splits.items():
             costs.setdefault(name, []).append(1000 * split.makespan)
     return draw(planner.inclusion, planned.best.capacities, budgets, costs, directory)
+
+
+def _plays(report: Report) -> str:
+    if not report.n_played:
+        return ""
+    return f"; the best of {report.n_played} that were played on {report.n_played_tokens} tokens"
 
 
 def _decoders(n: int) -> str:
@@ -273,8 +308,8 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
                *(("played: full", "in part", "missed", "wait ms") if played else ()))
     rows = []
     for row in report.rows:
-        cells = [row.name, *(f"{100 * share:.0f}" for share in row.shares), *(f"{n:.2f}" for n in row.hits),
-                 _ms(row.wait_ms)]
+        cells = [row.name, *(f"{100 * share:.0f}" for share in row.shares),
+                 *(["-"] * 6 if row.hits is None else [*(f"{n:.2f}" for n in row.hits), _ms(row.wait_ms)])]
         if played:
             hits = row.played_hits
             cells += ["-"] * 4 if hits is None else [
@@ -287,7 +322,7 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
             ("machine", f"reads {report.bytes_per_second / 1e9:.3g} GB/s; {_decoders(report.n_workers)} "
                         f"{report.decoded_per_second / 1e9:.3g} GB/s each"),
             ("search", f"{report.n_splits} divisions, {report.n_evaluated} computed to the end, "
-                       f"{report.seconds:.2f} s"),
+                       f"{report.seconds:.2f} s{_plays(report)}"),
         ]),
         "",
         Table(columns, rows, left=("",), title="shares of the budget; of a token's experts in a layer, those in each "

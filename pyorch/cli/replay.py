@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.recovery import recovery_threads
     from pyorch.settings.pools import Pools
     from pyorch.sidecars import packed_sizes, packs
+    from pyorch.sidecars.beside import Sidecars
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
@@ -134,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
         if packed:
             packed_sizes.require(model_map)
         packed = packed_sizes.part_sizes(model_map) is not None  # a slim model's pack is attached whatever it is
+        uses = Sidecars(model_map).uses() if packed else None
         recording = Recording.from_trace(Trace(args.trace), model_map)
         sidecars = model_map.sidecars()
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
                 as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
                 pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=recovery_threads(),
             )
-            rows.append(_row(replay(model_map, recording, settings, maps, predictor_file)))
+            rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, args.compute_ms, share, args.batch,
                     str(pools or Pools()) if packed else None, decoding, recovery_threads(), rows)

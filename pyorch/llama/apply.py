@@ -11,6 +11,7 @@ from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.library.choices import Needs, predictors
 from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import AUTO, DISTANCE, Prefetch
 from pyorch.settings.substitution import OFF, Percentile, Substitution
 from pyorch.sidecars.beside import Sidecars
@@ -64,6 +65,18 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
         engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO)
     else:
         engine.set_layer_prefetch(il, predictor, distance, prefetch.min_precision)
+
+
+def apply_uses(engine: Engine, sidecars: Sidecars) -> None:
+    """Ranks of experts begin with what the sidecars know of their use; with nothing where they know nothing."""
+    set_uses(engine, sidecars.map, sidecars.uses())
+
+
+def set_uses(engine: Engine, model_map: ModelMap, uses: np.ndarray | None) -> None:
+    """The same, of given uses: float64[n_layers, n_expert] of the layers that a decode passes."""
+    if uses is not None:
+        for layer, of_layer in zip(model_map.decoded_layers, uses):
+            engine.set_uses(layer.il, of_layer[: layer.n_expert])
 
 
 def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:

@@ -6,12 +6,16 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+import llama_cpp.llama_cpp as llama
+
 from pyorch.errors import PyorchError
 from pyorch.library.choices import LEARNED, default_policy
-from pyorch.llama import memory
-from pyorch.llama.apply import apply_prefetch, apply_substitution, find_buddies
+from pyorch.llama import measure, memory
+from pyorch.llama.apply import apply_prefetch, apply_substitution, apply_uses, find_buddies
+from pyorch.llama.context_plan import DEFAULT_CTX, NARROW_UBATCH
 from pyorch.llama.managed import ManagedModel
-from pyorch.llama.pools import planner_for, pays
+from pyorch.llama.originals import original
+from pyorch.llama.pools import best_division, planner_for
 from pyorch.runtime import fatal
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.engine import Engine
@@ -19,6 +23,7 @@ from pyorch.settings.budget import AUTO, RESIDENT
 from pyorch.settings.pools import Pools
 from pyorch.sidecars import eviction, packs
 from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.packed_sizes import part_sizes
 from pyorch.sidecars.tuned_setting import read_tuned
 
 _refused_packs: set[str] = set()  # of which people were told
@@ -53,12 +58,17 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         if settings.source is None:
             reads = reads_for(managed.map, reads, settings.direct_io)
         if settings.budget != RESIDENT:
-            managed.pools = settings.pools or (managed.pool_planner and managed.pool_planner.pools(budget))
+            managed.pools = settings.pools
+        if managed.pool_planner is not None:
+            managed.division = managed.pool_planner.packed_best(budget)
+            managed.pools = Pools(*managed.division.shares)
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
             pools=managed.pools or Pools(),
         )
         try:
+            if part_sizes(managed.map) is not None:
+                apply_uses(managed.engine, managed.sidecars)
             if settings.maps is not None and os.path.exists(settings.maps):
                 managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
             if (settings.policy or default_policy()) == LEARNED:
@@ -95,9 +105,11 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
         return
     if divided and settings.pools is None and packs.KIND in model_map.sidecars():
         managed.pool_planner = planner_for(model_map, settings, plain)
-        if managed.pool_planner is not None and not slim and not pays(managed.pool_planner, model_map, settings):
-            managed.pool_planner, managed.pack_pays = None, False
-            return
+        if managed.pool_planner is not None and not slim:
+            best = best_division(managed.pool_planner, model_map, settings, lambda: _context_bytes(managed))
+            if best is None or not best.compressed:
+                managed.pool_planner, managed.pack_pays, managed.division = None, False, best
+                return
     if slim:
         packs.require(model_map)
     refusal = packs.attach(model_map, plain)
@@ -112,3 +124,14 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
     if refusal and refusal not in _refused_packs:
         _refused_packs.add(refusal)
         fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")
+
+
+def _context_bytes(managed: ManagedModel) -> int:
+    """Of a context as the settings want it, or as load() makes one: nobody has asked for one yet."""
+    settings, info = managed.settings, managed.map.info
+    params = llama.llama_context_default_params()
+    trained = managed.map.metadata_int(f"{info.arch}.context_length", default=DEFAULT_CTX)
+    params.n_ctx = settings.n_ctx or min(DEFAULT_CTX, trained)
+    params.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, params.n_batch)
+    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
+        return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)

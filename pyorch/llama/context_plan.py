@@ -10,6 +10,9 @@ import llama_cpp.llama_cpp as llama
 from pyorch.llama import measure, memory
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.originals import original
+from pyorch.settings.pools import Pools
+
+DEFAULT_CTX = 4096
 
 # Tokens that are computed at once.
 LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048
@@ -53,7 +56,8 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
     managed.engine.set_budget(plan.budget_bytes)
     if managed.pool_planner is not None:
-        managed.pools = managed.pool_planner.pools(plan.budget_bytes)
+        managed.division = managed.pool_planner.packed_best(plan.budget_bytes)
+        managed.pools = Pools(*managed.division.shares)
         managed.engine.set_pools(managed.pools)
     return needed
 

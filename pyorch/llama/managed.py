@@ -11,6 +11,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.llama.apply import speculative
 from pyorch.llama.pools import PoolPlanner
+from pyorch.planning.planner import Split
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
@@ -35,6 +36,7 @@ class ManagedModel:
     speculating: bool = False  # layers execute what is forecast for them
     pool_planner: PoolPlanner | None = None  # of a compressed pack, where the settings do not divide its memory
     pools: Pools | None = None  # how its memory is divided now
+    division: Split | None = None  # the same, and what is expected of it; None where nobody planned it
     pack_pays: bool = True  # False: a compressed pack lies there, and experts are sooner read from the model
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
     pid: int = field(default_factory=os.getpid)

@@ -16,7 +16,7 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, speculative
 from pyorch.llama.closed import ClosedLlama
-from pyorch.llama.context_plan import WIDE_UBATCH
+from pyorch.llama.context_plan import DEFAULT_CTX, WIDE_UBATCH
 from pyorch.llama.layer import NOTHING_ABSENT, Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.runtime.model_map import ModelMap
@@ -37,7 +37,6 @@ from pyorch.sizes import format_bytes
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
 N_OUTPUTS_MAX = 64
 
-DEFAULT_CTX = 4096
 
 _loading = threading.Lock()
 

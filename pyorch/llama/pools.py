@@ -5,13 +5,12 @@ from __future__ import annotations
 from pyorch.errors import BudgetError
 from pyorch.llama import memory
 from pyorch.planning.makespan import POOLS
-from pyorch.planning.planner import STEP, Planned
+from pyorch.planning.planner import HANDICAP, STEP, Planned, Split
 from pyorch.planning.ranks import even_inclusion
 from pyorch.runtime.disk import kept_bandwidth, reads_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.recovery import measure_recovery, recovery_threads
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
@@ -30,9 +29,10 @@ _NEVER = 1.0
 class PoolPlanner:
     """Of one model whose compressed pack is attached, which it does not need any more once it is made.
 
-    Where no plan lies beside the model, routing is that of the requests that its expert maps hold, and the machine is
-    measured, for a tenth of a second. Where nothing is known of the routing, all memory is for whole experts: other
-    forms pay where experts are used alike, and that is not to be assumed.
+    A plan says how the budget is divided that it was made for. Others are planned anew by what it was made of, and so
+    are all where the pack is of another codec now. Where no plan lies beside the model, routing is that of the requests
+    that its expert maps hold, and the machine is measured, for a tenth of a second. Where nothing is known of the
+    routing, all memory is for whole experts: other forms pay where experts are used alike, and that is not to be assumed.
 
     Raises FormatError for a plan that is damaged or another model's, and without a compressed pack.
     """
@@ -40,14 +40,13 @@ class PoolPlanner:
     def __init__(self, sidecars: Sidecars, settings: Settings) -> None:
         model_map, plan = sidecars.map, sidecars.plan
         self.origin = default_path(model_map.path).name  # of the division, for people
+        self._plan = plan if plan is not None and plan.codecs == packs.contents(model_map).codecs else None
+        self._pools, self._step, self._handicap = POOLS, STEP, HANDICAP
         if plan is not None:
-            self._pools, self._step, machine, inclusion = plan.pools, plan.step, plan.machine, plan.rows
+            self._pools, self._step, self._handicap, inclusion = plan.pools, plan.step, plan.handicap, plan.rows
+            if self._plan is None:
+                self.origin += ", planned anew: it was made for another codec"
         else:
-            reads_for(model_map, settings.reads, settings.direct_io)
-            disk = kept_bandwidth(model_map)
-            self._pools, self._step = POOLS, STEP
-            machine = Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
-                              measure_recovery(model_map, _DECODE_SECONDS) or _NEVER, recovery_threads())
             inclusion = sidecars.inclusion()
             self.origin = "use counts"
             if inclusion is None:
@@ -55,17 +54,38 @@ class PoolPlanner:
                 self._pools = "F"
                 inclusion = even_inclusion([layer.n_expert for layer in model_map.decoded_layers],
                                            model_map.info.n_expert_used)
+        machine = _measured(model_map, settings) if self._plan is None else self._plan.machine
         self._planner = new_planner(model_map, inclusion, machine)
         self._reserve = Reserve.of(model_map)
         self.info = model_map.info  # with the pack
 
-    def at(self, budget: int) -> Planned:
-        """The best division of so many bytes."""
-        return self._planner.plan(budget, self._pools, self._step, self._reserve.bytes(budget))
+    def best(self, budget: int) -> Split:
+        """Of so many bytes; where they are those of the plan, what was best when it was played."""
+        plan = self._plan
+        if plan is None or plan.budget != budget:
+            return self._search(budget).best
+        return self._of_plan() if plan.compressed else self._planner.plain(budget)
 
-    def pools(self, budget: int) -> Pools:
+    def packed_best(self, budget: int) -> Split:
         """The same, of those that read experts from the pack."""
-        return Pools(*self.at(budget).packed_best.shares)
+        plan = self._plan
+        return self._of_plan() if plan and plan.budget == budget and plan.compressed else (
+            self._search(budget).packed_best)
+
+    def _search(self, budget: int) -> Planned:
+        return self._planner.plan(budget, self._pools, self._step, self._reserve.bytes(budget), self._handicap)
+
+    def _of_plan(self) -> Split:
+        budget = self._plan.budget
+        return self._planner.cost(self._plan.shares, budget - self._reserve.bytes(budget))
+
+
+def _measured(model_map: ModelMap, settings: Settings) -> Machine:
+    """For a tenth of a second, but for a disk that nobody has measured yet."""
+    reads_for(model_map, settings.reads, settings.direct_io)
+    disk = kept_bandwidth(model_map)
+    return Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
+                   measure_recovery(model_map, _DECODE_SECONDS) or _NEVER, recovery_threads())
 
 
 def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPlanner | None:
@@ -79,19 +99,26 @@ def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPla
         return PoolPlanner(Sidecars(probe), settings)
 
 
-def pays(planner: PoolPlanner, model_map: ModelMap, settings: Settings) -> bool:
-    """Whether experts are sooner there from the compressed pack than from the model.
+def best_division(
+    planner: PoolPlanner, model_map: ModelMap, settings: Settings, context_bytes: Callable[[], int]
+) -> Split | None:
+    """How memory is divided, from the pack or without it, as experts are sooner there.
 
-    Never where the budget is below the floor that a model has with its pack: the model alone needs less. The automatic
-    budget is not known yet: it is taken for what the limit leaves beside the dense weights.
+    None where the budget is below the floor that a model has with its pack: the model alone needs less. The automatic
+    budget is what the limit leaves beside the dense weights and a context, whose bytes are asked for where they count.
     """
-    if settings.budget == AUTO:
-        rest = memory.rest_bytes(memory.memory_limit(), model_map.info.dense_bytes, context_bytes=0)
-        budget = Budget.parse(max(rest, 1))
-    else:
-        budget = settings.budget
+    if settings.budget != AUTO:
+        return _best(planner, settings.budget)
+    limit, dense_bytes = memory.memory_limit(), model_map.info.dense_bytes
+    most = _best(planner, Budget.parse(max(1, memory.rest_bytes(limit, dense_bytes, context_bytes=0))))
+    least = _best(planner, Budget.parse(planner.info.floor_bytes))
+    if most is None or least is None or most.compressed == least.compressed:
+        return most
+    return _best(planner, Budget.parse(max(1, memory.rest_bytes(limit, dense_bytes, context_bytes()))))
+
+
+def _best(planner: PoolPlanner, budget: Budget) -> Split | None:
     try:
-        n_bytes = budget.resolve(planner.info)
+        return planner.best(budget.resolve(planner.info))
     except BudgetError:
-        return False
-    return planner.at(n_bytes).best.compressed
+        return None

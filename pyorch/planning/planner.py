@@ -14,7 +14,14 @@ from pyorch.planning.ranks import selection_probabilities
 
 STEP = 0.05
 
+# What is expected of pools that follow each other is too good: what falls out of one is in memory in no form of the
+# next, and whole experts alone are kept by more than their ranks. So much longer they take, where nobody played them.
+HANDICAP = 1.15
+
 _CHUNK = 1 << 20  # probabilities of patterns at once
+_WHOLE = (1.0, 0.0, 0.0, 0.0)  # shares: all memory for whole experts
+_FINALIST_COST = 1.15  # of the best's: what finalists cost at most
+_APART = 0.15  # of the memory: by so much a pool of one finalist differs from that of another, at least
 _FIRST = 16  # candidates whose cost is computed to the end, so that others can be given up on the way
 
 
@@ -54,19 +61,26 @@ class Split:
         """Seconds that a token waits."""
         return float(self.makespans.sum())
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether experts are kept in other forms than whole."""
+        return self.shares != _WHOLE
+
 
 @dataclass(frozen=True)
 class Planned:
     """What the search found.
 
     best: of all. packed_best: of the divisions with packed experts. plain: all memory for whole experts, read as the
-    model has them; None where it has not. n_splits, n_evaluated: divisions there were, and those whose cost had to be
-    computed to the end: others cost more for certain.
+    model has them; None where it has not. finalists: of the divisions with packed experts, some of the best that
+    differ. n_splits, n_evaluated: divisions there were, and those whose cost had to be computed to the end: others cost
+    more for certain.
     """
 
     best: Split
     packed_best: Split
     plain: Split | None
+    finalists: tuple[Split, ...]
     n_splits: int
     n_evaluated: int
 
@@ -90,10 +104,14 @@ class Planner:
         self.inclusion, self.n_used, self.layers, self.least_full = inclusion, n_used, tuple(layers), least_full
         self.q = selection_probabilities(inclusion, n_used)
 
-    def plan(self, budget: int, pools: str = POOLS, step: float = STEP, reserved: int = 0) -> Planned:
+    def plan(
+        self, budget: int, pools: str = POOLS, step: float = STEP, reserved: int = 0, handicap: float = 1.0,
+        n_finalists: int = 0,
+    ) -> Planned:
         """The best division of a budget in bytes between some of POOLS, in steps of a share of it.
 
-        reserved: bytes of it through which packed experts come, which are in no pool.
+        reserved: bytes of it through which packed experts come, which are in no pool. handicap: what divisions are
+        taken to cost that have more than whole experts, as a share of what is expected. n_finalists: wanted at most.
 
         All candidates are ordered by a lower bound of their cost, the makespan of mean hits: makespan() is convex, so
         the mean is no less (Jensen). Then layers are computed one after the other, and a candidate is given up when
@@ -118,12 +136,21 @@ class Planner:
         makespans = bounds.copy()
         costs[first], makespans[first] = self._exact(ends[first], bounds[first], patterns, np.inf)
         if len(others):
-            costs[others], makespans[others] = self._exact(ends[others], bounds[others], patterns, costs.min())
-        best = int(np.argmin(costs))
-        packed = Split(tuple(float(share) for share in shares[best]), True, capacities[best],
-                       mean_hits(self.inclusion, ends[best]), makespans[best])
+            limit = costs.min() * (_FINALIST_COST if n_finalists else 1)
+            costs[others], makespans[others] = self._exact(ends[others], bounds[others], patterns, limit)
+
+        def split(i: int) -> Split:
+            return Split(tuple(float(share) for share in shares[i]), True, capacities[i],
+                         mean_hits(self.inclusion, ends[i]), makespans[i])
+
+        packed, cost = split(int(np.argmin(costs))), float(costs.min())
+        if packed.is_mixed:
+            cost *= handicap
+            if "F" in pools and (whole := self.cost(_WHOLE, budget - reserved)).makespan <= cost:
+                packed, cost = whole, whole.makespan
         plain = self.plain(budget)
-        return Planned(packed if plain is None or packed.makespan < plain.makespan else plain, packed, plain,
+        finalists = tuple(map(split, _apart(shares, costs, n_finalists)))
+        return Planned(packed if plain is None or cost < plain.makespan else plain, packed, plain, finalists,
                        n_splits, int(np.isfinite(costs).sum()))
 
     def cost(self, shares: Sequence[float], budget: int) -> Split:
@@ -138,11 +165,10 @@ class Planner:
         """All memory for whole experts, which are read as the model has them; None where it has not."""
         if any(layer.plain_read is None for layer in self.layers):
             return None
-        shares = (1.0, 0.0, 0.0, 0.0)
-        capacities = self._capacities(np.array([shares]), budget)[0]
+        capacities = self._capacities(np.array([_WHOLE]), budget)[0]
         hits = mean_hits(self.inclusion, self._ends(capacities))
         reads = np.array([layer.plain_read for layer in self.layers])
-        return Split(shares, False, capacities, hits, reads * hits[:, -1])
+        return Split(_WHOLE, False, capacities, hits, reads * hits[:, -1])
 
     def _patterns(self, pools: Iterable[int]) -> np.ndarray:
         return hit_patterns(self.n_used, sorted({*pools, 0} if self.least_full else set(pools)))
@@ -189,6 +215,17 @@ class Planner:
         costs = np.full(len(ends), np.inf)
         costs[alive] = makespans[alive].sum(axis=1)
         return costs, makespans
+
+
+def _apart(shares: np.ndarray, costs: np.ndarray, n: int) -> list[int]:
+    """Of shares [n_splits, 4] with costs that are known (others are inf), the best, each unlike those before."""
+    chosen: list[int] = []
+    for i in np.argsort(costs, kind="stable"):
+        if len(chosen) == n or not np.isfinite(costs[i]):
+            break
+        if all(np.abs(shares[i] - shares[other]).max() > _APART - 1e-9 for other in chosen):
+            chosen.append(int(i))
+    return chosen
 
 
 def _grid(pools: str, step: float) -> np.ndarray:

@@ -74,6 +74,16 @@ def inclusion_of_counts(counts: np.ndarray, n_used: int) -> np.ndarray:
     return smoothed(counts, n_tokens, n_used)
 
 
+def fading_uses(counts: np.ndarray, n_tokens: int, half_life: float = HALF_LIFE) -> np.ndarray:
+    """What is left of use counts at the end of so many tokens, spread evenly over them: the shape of the counts."""
+    return counts / n_tokens * (1 - 2 ** (-n_tokens / half_life)) / (1 - 2 ** (-1 / half_life))
+
+
+def use_counts(experts: np.ndarray, n_expert: int) -> np.ndarray:
+    """How often each expert is used, int64[n_layers, n_expert]. experts: integer[n_tokens, n_layers, n_used]."""
+    return np.stack([np.bincount(experts[:, layer].ravel(), minlength=n_expert) for layer in range(experts.shape[1])])
+
+
 def even_inclusion(n_experts: Sequence[int], n_used: int) -> np.ndarray:
     """What is assumed while nothing is known: all experts of a layer, of which there are so many, are used alike.
 

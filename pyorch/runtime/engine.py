@@ -121,6 +121,14 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
         """Divides the budget anew. What is pinned, and the largest layer beside it, have room in any case."""
         check(lib.pyorch_set_pools(self.handle, Pools.parse(pools).shares))
 
+    def set_uses(self, il: int, uses: np.ndarray) -> None:
+        """How often each expert of a layer was used before the engine was made, float64[n_expert], as if up to now.
+
+        Ranks, by which experts of a compressed pack belong to pools, go on from there. PyorchError for numbers below 0.
+        """
+        uses = np.ascontiguousarray(uses, np.float64)
+        check(lib.pyorch_set_uses(self.handle, il, array("double[]", uses), uses.size))
+
     def learned(self) -> dict[str, np.ndarray]:
         """A copy of what the policy "learned" has learned: the arrays of pyorch_learned, float32.
 

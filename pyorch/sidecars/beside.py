@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pyorch.planning.ranks import inclusion_of_counts
+from pyorch.planning.ranks import fading_uses, inclusion_of_counts
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import eviction
@@ -46,8 +46,21 @@ class Sidecars:
 
         By the requests of the expert maps; None without them, or where they never used a layer.
         """
+        counts = self._requests
+        return inclusion_of_counts(counts, self.map.info.n_expert_used) if counts is not None else None
+
+    def uses(self) -> np.ndarray | None:
+        """What ranks of experts begin with, of the same layers by expert (Engine.set_uses): by the trace of the plan,
+        else by the requests of the expert maps. None without either."""
+        counts = self._requests if self.plan is None or not self.plan.uses else np.array(self.plan.uses)
+        if counts is None:
+            return None
+        return fading_uses(counts, counts[0].sum() / self.map.info.n_expert_used)
+
+    @cached_property
+    def _requests(self) -> np.ndarray | None:
         counts = self.new_maps(DISTANCE).export().requests.sum(axis=0, dtype=np.float64)
-        return inclusion_of_counts(counts, self.map.info.n_expert_used) if (counts.sum(axis=1) > 0).all() else None
+        return counts if (counts.sum(axis=1) > 0).all() else None
 
     def read_learned(self, engine: Engine) -> None:
         """Lets an engine that evicts by what it learns begin with what is beside the model, if there is anything."""

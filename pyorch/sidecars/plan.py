@@ -21,7 +21,7 @@ from pyorch.sidecars import json_file
 from pyorch.sidecars.packed_sizes import required_part_sizes
 
 KIND = "pyorch plan"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,10 @@ class Plan:
 
     budget: bytes; pools: those of F, C, S and E that were allowed; step: of the search. shares: of the budget for each
     of F, C, S and E; compressed: experts are read from the pack, else from the model. hits: of a token's experts in a
-    layer, the mean in each pool and in none; makespan_ms: that a token waits for, both as expected. n_tokens: of the
-    trace; inclusion: [n_layers][n_expert], of the layers that a decode passes, by rank (pyorch.planning.ranks).
+    layer, the mean in each pool and in none; makespan_ms: that a token waits for, both as expected. handicap: see
+    Planner.plan(). codecs: of the pack that it was made for. n_tokens: of the trace; inclusion: [n_layers][n_expert],
+    of the layers that a decode passes, by rank (pyorch.planning.ranks); uses: of the same, by expert, how often the
+    trace uses it; () without a trace.
     """
 
     budget: int
@@ -50,9 +52,12 @@ class Plan:
     compressed: bool
     hits: tuple[float, float, float, float, float]
     makespan_ms: float
+    handicap: float
     n_tokens: int
     machine: Machine
+    codecs: tuple[str, ...]
     inclusion: tuple[tuple[float, ...], ...]
+    uses: tuple[tuple[int, ...], ...]
 
     @property
     def rows(self) -> np.ndarray:
@@ -143,7 +148,8 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
     try:
         machine = Machine(**value["machine"])
         inclusion = np.array(value["inclusion"], np.float64)
-        numbers = [*value["shares"], *value["hits"], value["makespan_ms"], value["step"],
+        uses, codecs = np.array(value["uses"]), value["codecs"]
+        numbers = [*value["shares"], *value["hits"], value["makespan_ms"], value["step"], value["handicap"],
                    machine.bytes_per_second, machine.decoded_per_second]
         whole = [value["budget"], value["n_tokens"], machine.n_workers]
         if (
@@ -152,16 +158,21 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
             and len(value["shares"]) == len(POOLS) and abs(sum(value["shares"]) - 1) < 1e-6
             and len(value["hits"]) == len(POOLS) + 1
             and machine.bytes_per_second > 0 and machine.decoded_per_second > 0 and machine.n_workers > 0
+            and value["handicap"] >= 1
             and isinstance(value["compressed"], bool) and isinstance(value["pools"], str)
             and value["pools"] and not set(value["pools"]) - set(POOLS)
             and len(set(value["pools"])) == len(value["pools"]) and 0 < value["step"] <= 1
             and inclusion.shape == (len(layers), max((layer.n_expert for layer in layers), default=0))
             and np.isfinite(inclusion).all()
+            and isinstance(codecs, list) and all(isinstance(codec, str) for codec in codecs)
+            and (not len(uses) or uses.shape == inclusion.shape and np.issubdtype(uses.dtype, np.integer)
+                 and uses.min() >= 0 and (uses.sum(axis=1) > 0).all())
         ):
             fields = {name: value[name] for name in Plan.__dataclass_fields__}
             rows = _restored(inclusion, model_map.info.n_expert_used)
             return Plan(**{**fields, "machine": machine, "shares": tuple(value["shares"]),
-                           "hits": tuple(value["hits"]), "inclusion": tuple(map(tuple, rows.tolist()))})
+                           "hits": tuple(value["hits"]), "codecs": tuple(codecs),
+                           "inclusion": tuple(map(tuple, rows.tolist())), "uses": tuple(map(tuple, uses.tolist()))})
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         pass
     return None

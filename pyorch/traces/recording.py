@@ -87,6 +87,16 @@ class Recording:
             (lambda: column("states")) if header.states else None, lambda: token_embeddings(model_map, column("token")),
         )
 
+    def part(self, first: int, last: int) -> Recording:
+        """Tokens first to last - 1: experts and their weights."""
+        return Recording(self.layers, self.n_expert, self.experts[first:last], self.weights[first:last],
+                         self.request[first:last], self.phase[first:last])
+
+    def of_layers(self, layers: tuple[int, ...]) -> Recording:
+        """Some of its layers: experts and their weights."""
+        at = [self.layers.index(il) for il in layers]
+        return Recording(layers, self.n_expert, self.experts[:, at], self.weights[:, at], self.request, self.phase)
+
     def __len__(self) -> int:
         """Tokens."""
         return len(self.experts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama.apply import best_predictor, check_prefetch
+from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.library.bindings import check, default, ffi, lib, new
 from pyorch.library.choices import Needs, predictors
 from pyorch.runtime.engine import Engine
@@ -116,7 +116,7 @@ class Replayed(Measures):
 
 def replay(
     model_map: ModelMap, recording: Recording, settings: ReplaySettings, maps: ExpertMaps | None = None,
-    predictor_file: PredictorFile | None = None, n_ranks: int | None = None,
+    predictor_file: PredictorFile | None = None, n_ranks: int | None = None, uses: np.ndarray | None = None,
 ) -> Replayed:
     """Plays a recording; the same arguments give the same result.
 
@@ -124,6 +124,7 @@ def replay(
         maps: what activation-matrix and expert-map begin with; not changed. None: nothing.
         predictor_file: default vectors and estimator for those that use them.
         n_ranks: of forecasts to count. Default: twice the experts that a token uses.
+        uses: what the ranks of pools begin with, float64[n_layers, n_expert] (Engine.set_uses). None: nothing.
 
     Raises BudgetError for a budget below the floor, PyorchError for settings that cannot be, or a predictor for which
     the recording does not have what it needs.
@@ -135,6 +136,7 @@ def replay(
     counts = np.zeros((2, len(recording.layers), distance, n_ranks), np.uint64)
     ends = np.zeros(len(schedule.decode))
     with Engine(model_map, settings.budget, settings.policy, simulated=True, pools=settings.pools) as engine:
+        set_uses(engine, model_map, uses)
         needs = predictors()[prefetch.predictor].needs
         if Needs.ROUTERS & needs:
             for layer in model_map.layers:

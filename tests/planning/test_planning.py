@@ -12,9 +12,9 @@ from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabiliti
 from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
 from pyorch.planning.planner import LayerCosts, Planner
 from pyorch.planning.ranks import (
-    even_inclusion, inclusion_by_rank, inclusion_of_counts, inclusion_probabilities, selection_probabilities,
+    even_inclusion, fading_uses, inclusion_by_rank, inclusion_of_counts, inclusion_probabilities,
+    selection_probabilities, use_counts,
 )
-from pyorch.planning.simulation import simulate
 
 N_USED = 3
 DELAYS = Delays(sm_read=2.0, e_read=0.7, decode=1.1, n_workers=2, n_shards=2, n_matrices=3)
@@ -209,27 +209,43 @@ def test_pools_and_steps_that_are_none_are_refused(pools, step, sentence):
         planner.plan(100, pools, step)
 
 
-@pytest.mark.parametrize("shares", [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0.8, 0, 0.2, 0), (0.6, 0.2, 0.1, 0.1)])
-def test_what_is_expected_happens_when_routing_is_played(shares):
-    """Ranks and probabilities of the first half, hits of the second. Pools that follow others are hit a little less
-    than expected: what falls out of the first is in memory in none of the forms of the next."""
-    experts = routed(2, 32, 4, n_tokens=1600)
-    planner = Planner(inclusion_by_rank(experts[:800], 32), 4, costs(DELAYS, 2, 32))
-    split = planner.cost(shares, 2 * 32 * 8)
-    hits = simulate(experts, 32, split.capacities, n_warm=800)
-    assert (hits.sum(axis=2) == 4).all()
-    waits = sum(makespan(DELAYS, hits[:, i]).mean() for i in range(2))
-    tolerance = 0.05 if max(shares) == 1 else 0.1
-    assert waits == pytest.approx(split.makespan, rel=tolerance)
-    assert hits.mean(axis=(0, 1)) == pytest.approx(split.hits.mean(axis=0), abs=0.15)
-    assert hits.mean(axis=(0, 1))[0] == pytest.approx(split.hits.mean(axis=0)[0], abs=0.1)
+def test_pools_are_chosen_only_where_they_gain_more_than_their_handicap():
+    planner, budget = Planner(skewed(2, 16, 4), 4, costs(DELAYS, 2, 16)), 2 * 6 * 20
+    free, whole = planner.plan(budget), planner.cost((1, 0, 0, 0), budget)
+    gain = whole.makespan / free.best.makespan
+    assert free.best.is_mixed and gain > 1
+    assert planner.plan(budget, handicap=gain - 1e-6).best.shares == free.best.shares
+    held_back = planner.plan(budget, handicap=gain + 1e-6)
+    assert held_back.packed_best.shares == held_back.best.shares == whole.shares == (1, 0, 0, 0)
+    assert planner.plan(budget, "CSE", handicap=9.0).best.is_mixed, "whole ones are not allowed"
 
 
-def test_pools_never_hold_more_than_their_capacities():
-    """Played by hand: one expert whole, one compressed, by ranks before each use; who leaves a pool is gone."""
-    experts = np.array([0, 0, 1, 0, 1, 2, 2, 2, 0, 2, 2, 0, 0, 2])[:, None, None]
-    hits = simulate(experts, 4, np.array([[1, 1, 0, 0]]), half_life=1e9)[:, 0]
-    assert hits.argmax(axis=1).tolist() == [4, 0, 4, 0, 1, 4, 4, 4, 0, 4, 1, 4, 1, 0]
+def test_a_handicap_counts_where_experts_can_be_read_without_the_pack():
+    inclusion, budget = skewed(2, 16, 4), 2 * 6 * 20
+    mixed = Planner(inclusion, 4, costs(DELAYS, 2, 16)).plan(budget).best.makespan
+    plain = 1.05 * mixed / Planner(inclusion, 4, costs(DELAYS, 2, 16, plain_read=1.0)).plain(budget).makespan
+    planner = Planner(inclusion, 4, costs(DELAYS, 2, 16, plain_read=plain))
+    assert planner.plan(budget).best.compressed
+    assert not planner.plan(budget, handicap=1.1).best.compressed
+
+
+def test_finalists_are_good_and_differ():
+    planner = Planner(skewed(3, 32, 4), 4, costs(DELAYS, 3, 32))
+    found = planner.plan(3 * 32 * 8, n_finalists=5)
+    assert len(found.finalists) > 2 and found.finalists[0].shares == found.packed_best.shares
+    waits = [split.makespan for split in found.finalists]
+    assert waits == sorted(waits)
+    for i, split in enumerate(found.finalists):
+        assert split.makespan == pytest.approx(planner.cost(split.shares, 3 * 32 * 8).makespan)
+        assert all(np.abs(np.subtract(split.shares, other.shares)).max() > 0.14 for other in found.finalists[:i])
+
+
+def test_uses_fade_to_what_is_left_at_the_end():
+    experts = routed(2, 7, 2, n_tokens=40)
+    assert use_counts(experts, 7).tolist() == [[int((experts[:, i] == e).sum()) for e in range(7)] for i in range(2)]
+    even = np.full((1, 4), 10)
+    kept = sum(0.5 ** (t / 128) for t in range(20)) / 2  # used by every other of 20 tokens
+    assert fading_uses(even, 20) == pytest.approx(np.full((1, 4), kept))
 
 
 def test_layers_that_are_not_compressed_have_whole_experts_only():

@@ -15,8 +15,7 @@ import pytest
 from packs_of_choice import IN_PLANES, WHOLE, all_but_the_first, pack_with
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.planning.ranks import HALF_LIFE, even_inclusion, inclusion_of_counts
-from pyorch.planning.simulation import TOLERANCE
+from pyorch.planning.ranks import HALF_LIFE, even_inclusion, fading_uses, inclusion_of_counts
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.recovery import recovery_threads
@@ -41,8 +40,9 @@ def plan(model_map: ModelMap) -> Plan:
     rows = even_inclusion([layer.n_expert for layer in model_map.decoded_layers], model_map.info.n_expert_used)
     rows = np.sort(rows * np.linspace(1.5, 0.5, rows.shape[1]))[:, ::-1]
     rows *= model_map.info.n_expert_used / rows.sum(axis=1, keepdims=True)
-    return Plan(1 << 22, "FCSE", 0.05, (0.75, 0.2, 0.0, 0.05), True, (4.0, 1.0, 0.0, 0.5, 0.5), 12.5, 1000,
-                Machine(1.2e9, 2.5e9, 2), tuple(map(tuple, rows.tolist())))
+    uses = tuple(tuple(range(1, len(row) + 1)) for row in rows)
+    return Plan(1 << 22, "FCSE", 0.05, (0.75, 0.2, 0.0, 0.05), True, (4.0, 1.0, 0.0, 0.5, 0.5), 12.5, 1.1, 1000,
+                Machine(1.2e9, 2.5e9, 2), ("table",), tuple(map(tuple, rows.tolist())), uses)
 
 
 def test_a_plan_is_read_as_it_was_written(model_map: ModelMap, plan: Plan, tmp_path: Path) -> None:
@@ -65,12 +65,14 @@ def test_a_plan_of_another_model_is_refused(
 
 @pytest.mark.parametrize(("change", "sentence"), [
     ({"kind": "something"}, "is not a plan"),
-    ({"version": 2}, "has version 2 of its format"),
+    ({"version": 1}, "has version 1 of its format"),
     *(({name: value}, "is damaged: plan again") for name, value in (
         ("shares", [0.5, 0.2, 0.0, 0.0]), ("shares", [1.0]), ("shares", None), ("shares", [1.5, -0.5, 0, 0]),
-        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("pools", "FX"), ("pools", "FF"),
+        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("pools", "FX"),
+        ("pools", "FF"),
         ("compressed", 1), ("machine", {}),
         ("machine", {"bytes_per_second": 0, "decoded_per_second": 1, "n_workers": 1}),
+        ("handicap", 0.5), ("codecs", "table"), ("codecs", [1]), ("uses", [[1, 2]]), ("uses", 3), ("uses", [["a"]]),
         ("inclusion", []), ("inclusion", [[0.5, "a"]]), ("inclusion", {"a": 1}), ("n_tokens", 1e400),
     )),
 ])
@@ -148,12 +150,20 @@ def test_layers_that_are_not_compressed_have_no_parts(packed: ModelMap, plan: Pl
             assert cost.delays.expert_read == pytest.approx(cost.plain_read) and cost.delays.decode == 0
 
 
-def test_the_rules_of_pools_are_those_of_the_library() -> None:
-    """By their source: nothing that is called shows them."""
-    source = "\n".join(path.read_text() for path in (ROOT / "native/src/residency").glob("pools.*"))
-    for name, value in (("HALF_LIFE_TOKENS", HALF_LIFE), ("TOLERANCE", TOLERANCE)):
-        found = re.findall(rf"constexpr double {name}\s*=\s*([0-9.]+);", source)
-        assert list(map(float, found)) == [value], name
+def test_uses_fade_in_plans_as_in_the_library() -> None:
+    """By its source: nothing that is called shows it."""
+    source = (ROOT / "native/src/residency/pools.cpp").read_text()
+    assert list(map(float, re.findall(r"constexpr double HALF_LIFE_TOKENS\s*=\s*([0-9.]+);", source))) == [HALF_LIFE]
+
+
+@pytest.mark.parametrize("uses", [(), ((0, 0), (0, 0))])
+def test_a_plan_without_a_trace_knows_no_uses(model_map: ModelMap, plan: Plan, tmp_path: Path, uses: tuple) -> None:
+    write_plan(tmp_path / "plan.json", replace(plan, uses=uses), model_map)
+    if uses:
+        with pytest.raises(FormatError, match="is damaged"):
+            read_plan(tmp_path / "plan.json", model_map)
+    else:
+        assert read_plan(tmp_path / "plan.json", model_map).uses == ()
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
@@ -173,7 +183,7 @@ def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_pa
     model = tmp_path / "model.gguf"
     model.symlink_to(small_moe)
     with ModelMap(model) as model_map:
-        assert Sidecars(model_map).inclusion() is None
+        assert Sidecars(model_map).inclusion() is None and Sidecars(model_map).uses() is None
         maps = ExpertMaps.for_model(model_map)
         counts = np.random.default_rng(0).integers(0, 9, (2, maps.n_layers, maps.n_expert))
         for request in counts:
@@ -181,3 +191,6 @@ def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_pa
         maps.write(container.default_path(model, "maps"), model_map)
         assert Sidecars(model_map).inclusion() == pytest.approx(inclusion_of_counts(
             counts.sum(axis=0), model_map.info.n_expert_used))
+        uses = Sidecars(model_map).uses()
+        n_tokens = counts.sum(axis=0)[0].sum() / model_map.info.n_expert_used
+        assert uses == pytest.approx(fading_uses(counts.sum(axis=0), n_tokens))

@@ -115,6 +115,10 @@ pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares) {
     });
 }
 
+pyorch_status pyorch_set_uses(pyorch_engine * engine, int32_t il, const double * uses, int32_t n) {
+    return guarded_outside_callbacks(__func__, [&] { engine->table.set_uses(il, uses, n); });
+}
+
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
     return guarded_outside_callbacks(__func__, [&] {
         checked_choice(PYORCH_CHOICES_POLICY, policy, engine->simulated);

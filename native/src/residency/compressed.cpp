@@ -3,6 +3,7 @@
 #include "residency/table.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace pyorch {
 
@@ -139,6 +140,19 @@ void Table::divide_budget(uint64_t bytes) {
     bank->set_budget(bytes, pools.stored_limit());
     trim_pools();
     keep_budget();
+}
+
+void Table::set_uses(int il, const double * uses, int n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int layer = layer_index(il);
+    if (n != layers[layer].n_expert) {
+        throw Failure(PYORCH_INVALID, format("uses of %d experts were given, layer %d has %d", n, il,
+            layers[layer].n_expert));
+    }
+    if (!std::all_of(uses, uses + n, [](double it) { return it >= 0 && std::isfinite(it); })) {
+        throw Failure(PYORCH_INVALID, format("uses of experts of layer %d are no numbers from 0 on", il));
+    }
+    pools.begin_with(layer, uses, now);
 }
 
 void Table::set_pools(const PoolShares & wanted) {

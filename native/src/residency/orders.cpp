@@ -72,6 +72,11 @@ uint64_t Table::needed_budget(const std::vector<int> & reserved) const {
     return most;
 }
 
+// What full experts can have of the budget: pools give way to them, but for the least through which experts come.
+uint64_t Table::most_for_full() const {
+    return bank->budget() - ModelMap::MIN_STAGED * map.parts_bytes();
+}
+
 void Table::pin(int il, const int32_t * experts, int n) {
     {
         std::lock_guard<std::mutex> lock(mutex);
@@ -85,9 +90,9 @@ void Table::pin(int il, const int32_t * experts, int n) {
         n_reserved[layer] = std::max(n_reserved[layer],
             layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
         const uint64_t most = needed_budget(n_reserved);
-        if (most > bank->matrices_budget()) {
+        if (most > most_for_full()) {
             throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
-                mebibytes(most).c_str(), mebibytes(bank->matrices_budget()).c_str()));
+                mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
         }
         for (int i = n - 1; i >= 0; --i) {
             Expert & e = layers[layer].experts[experts[i]];
@@ -104,7 +109,9 @@ void Table::pin(int il, const int32_t * experts, int n) {
             }
         }
         reserve();
+        divide_budget(bank->budget());
     }
+    space.notify_all();
     loads.wake();
 }
 
@@ -117,6 +124,11 @@ void Table::unpin(int il, const int32_t * experts, int n) {
             used(e);
         }
     });
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        divide_budget(bank->budget());
+    }
+    loads.wake(); // pools may have memory again
 }
 
 void Table::evict(int il, const int32_t * experts, int n) {
@@ -167,13 +179,14 @@ void Table::set_layer_limits(int il, int min, int max) {
     std::vector<int> n_reserved = reserved();
     n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
     const uint64_t most = needed_budget(n_reserved);
-    if (most > bank->matrices_budget()) {
+    if (most > most_for_full()) {
         throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s",
-            min, il, mebibytes(most).c_str(), mebibytes(bank->matrices_budget()).c_str()));
+            min, il, mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
     }
     l.min = min;
     l.max = max;
     reserve();
+    divide_budget(bank->budget());
     if (l.n_loaded > max) {
         shrink_layer((int) (&l - layers.data()), l.n_loaded - max);
     }

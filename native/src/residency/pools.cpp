@@ -65,14 +65,27 @@ uint64_t Pools::stored_limit() const {
     return staging + limit(Form::COMPRESSED) + limit(Form::SM_ONLY) + limit(Form::E_ONLY);
 }
 
+double Pools::half_life() const {
+    return HALF_LIFE_TOKENS * (double) map.layers.size();
+}
+
+void Pools::begin_with(int layer, const double * uses, uint64_t now) {
+    if (!any()) {
+        return;
+    }
+    for (size_t expert = 0; expert < heat[layer].size(); ++expert) {
+        heat[layer][expert] = before[layer][expert] = std::log2(uses[expert]) + (double) now / half_life();
+    }
+    rank();
+}
+
 void Pools::used(int layer, int expert, uint64_t now) {
     if (!any()) {
         return;
     }
-    const double half_life = HALF_LIFE_TOKENS * (double) map.layers.size();
-    double &     h         = heat[layer][expert];
+    double & h = heat[layer][expert];
     before[layer][expert] = h;
-    h = fading_use(h, (double) now / half_life);
+    h = fading_use(h, (double) now / half_life());
     const uint64_t n_layers = map.layers.size();
     if (now >= ranked + std::min(RANKING_TOKENS, 1 + ranked / n_layers / 4) * n_layers) {
         ranked = now;

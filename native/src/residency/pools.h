@@ -33,6 +33,9 @@ public:
     uint64_t limit(Form form) const { return limits[(int) form]; } // bytes
     uint64_t stored_limit() const; // of all stored parts: of the pools, and of those that are on their way
 
+    // Of a layer's experts, uses that ranks go on from: they fade like those that come. [n_expert], none below 0.
+    void begin_with(int layer, const double * uses, uint64_t now);
+
     // Its layer asked for an expert. now: layers computed.
     void used(int layer, int expert, uint64_t now);
 
@@ -56,7 +59,8 @@ private:
     uint64_t                              ranked = 0;  // when ranks were last looked at
     std::vector<std::unique_ptr<Victims>> lists;       // of the forms from COMPRESSED on
 
-    void rank();
+    double half_life() const; // in layers computed
+    void   rank();
 };
 
 } // namespace pyorch

@@ -147,6 +147,7 @@ public:
     void     evict   (int il, const int32_t * experts, int n);
     void     set_budget(uint64_t bytes);
     void     set_pools(const PoolShares & shares); // by form, their sum is 1; only compressed experts have forms
+    void     set_uses (int il, const double * uses, int n); // see pyorch_set_uses
     void     set_policy(pyorch_policy policy);
 
     // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
@@ -355,6 +356,7 @@ private:
     void reserve();
     std::vector<int> reserved() const;
     uint64_t needed_budget(const std::vector<int> & reserved) const;
+    uint64_t most_for_full() const;
 };
 
 // Sleeps until something is there that the compute threads need.

@@ -10,8 +10,10 @@
 #include "residency/table.h"
 #include "synthetic.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <random>
 
@@ -323,6 +325,102 @@ static void a_pool_of_a_form_without_bytes_has_nobody() {
     CHECK(count(pools, Form::E_ONLY) == 0 && count(pools, Form::ABSENT) > 0);
 }
 
+static void ranks_go_on_from_uses_that_are_known() {
+    const ModelMap map = compressed_map();
+    Pools pools(map);
+    for (int layer = 0; layer < N_LAYERS; ++layer) {
+        double uses[N_EXPERT] = {};
+        for (int id = 0; id < N_EXPERT; ++id) {
+            uses[id] = 100 - N_LAYERS * id - layer; // 0 of layer 0 most often, then 0 of layer 1
+        }
+        pools.begin_with(layer, uses, 1000);
+    }
+    const uint64_t slot   = map.layers[0].slot_bytes();
+    const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
+    pools.divide(map.floor_bytes() + 4 * slot, fewest, { 0, 0, 1, 0, 0 });
+    const int n_full = count(pools, Form::FULL), n_compressed = count(pools, Form::COMPRESSED);
+    CHECK(n_full > 0 && n_compressed > 0 && n_full + n_compressed < N_LAYERS * N_EXPERT);
+    for (int rank = 0; rank < N_LAYERS * N_EXPERT; ++rank) {
+        CHECK(pools.form_of(rank % N_LAYERS, rank / N_LAYERS) == (rank < n_full ? Form::FULL :
+            rank < n_full + n_compressed ? Form::COMPRESSED : Form::ABSENT));
+    }
+    // Those that come count as much as if all of them had been seen.
+    for (int i = 0; i < 100; ++i) {
+        pools.used(1, N_EXPERT - 1, 1000);
+    }
+    CHECK(pools.form_of(1, N_EXPERT - 1) == Form::FULL);
+}
+
+static void an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on() {
+    const ModelMap map = compressed_map();
+    for (const bool known : { false, true }) {
+        House house(map, 12, { 0, 0.3, 0.7, 0, 0 });
+        for (int layer = 0; known && layer < N_LAYERS; ++layer) {
+            double uses[N_EXPERT];
+            for (int id = 0; id < N_EXPERT; ++id) {
+                uses[id] = N_EXPERT - id;
+            }
+            house.table.set_uses(map.layers[layer].il, uses, N_EXPERT);
+        }
+        CHECK(house.use(0, { 0, 7 }));
+        const uint64_t each = slot_bytes(map.layers[0], PART_E) + slot_bytes(map.layers[0], PART_SM);
+        CHECK(house.stats().stored_bytes == (known ? each : 0)); // of 7
+    }
+}
+
+static bool refused(const std::function<void()> & call) {
+    try {
+        call();
+    } catch (const Failure &) {
+        return true;
+    }
+    return false;
+}
+
+static void uses_that_cannot_be_are_refused() {
+    const ModelMap map = compressed_map();
+    House house(map, 6, ALL_FULL);
+    for (const double wrong : { -1.0, (double) NAN, (double) INFINITY }) {
+        double uses[N_EXPERT] = { 1, wrong };
+        CHECK(refused([&] { house.table.set_uses(map.layers[0].il, uses, N_EXPERT); }));
+    }
+    const double uses[N_EXPERT] = {};
+    CHECK(refused([&] { house.table.set_uses(map.layers[0].il, uses, N_EXPERT - 1); }));
+    CHECK(refused([&] { house.table.set_uses(99, uses, N_EXPERT); }));
+    house.table.set_uses(map.layers[0].il, uses, N_EXPERT);
+}
+
+static void what_is_reserved_takes_memory_from_pools() {
+    const ModelMap         map  = compressed_map();
+    const std::vector<int> some = experts(8);
+    const int              il   = map.layers[0].il;
+    House house(map, 8, { 0, 0, 1, 0, 0 });
+    for (int round = 0; round < 40; ++round) {
+        CHECK(house.use(1, { round % N_EXPERT }));
+    }
+    const uint64_t stored = house.stats().stored_bytes;
+    CHECK(stored > 0);
+    house.table.pin(il, some.data(), (int) some.size());
+    house.reader.read_all();
+    uint8_t mask[N_EXPERT];
+    house.table.get_residency(il, mask, N_EXPERT);
+    CHECK(std::all_of(mask, mask + some.size(), [](uint8_t state) { return state & PYORCH_RESIDENT; }));
+    const uint64_t left = house.stats().stored_bytes;
+    CHECK(left < stored);
+    CHECK(house.use(1, experts(N_EXPERT), 64));
+    const std::vector<int> all = experts(N_EXPERT);
+    CHECK(refused([&] { house.table.pin(map.layers[1].il, all.data(), N_EXPERT); }));
+    house.table.unpin(il, some.data(), (int) some.size());
+    for (int round = 0; round < 40; ++round) {
+        CHECK(house.use(1, { round % N_EXPERT }));
+    }
+    const uint64_t again = house.stats().stored_bytes;
+    CHECK(again > left);
+    house.table.set_layer_limits(il, 8, N_EXPERT);
+    CHECK(house.stats().stored_bytes < again);
+    CHECK(house.use(0, experts(N_EXPERT), 64));
+}
+
 int main(int argc, char ** argv) {
     return run(argc, argv, {
         experts_are_those_of_the_model_in_every_mix_of_forms,
@@ -336,5 +434,9 @@ int main(int argc, char ** argv) {
         layers_that_are_streamed_count_no_hits_in_pools,
         pools_have_the_ranks_below_their_thresholds,
         a_pool_of_a_form_without_bytes_has_nobody,
+        ranks_go_on_from_uses_that_are_known,
+        an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on,
+        uses_that_cannot_be_are_refused,
+        what_is_reserved_takes_memory_from_pools,
     });
 }
