@@ -1,9 +1,13 @@
 #include "engine.h"
 
 #include "banks/host_bank.h"
+#include "base/checksum.h"
 #include "loading/readers.h"
 #include "model/layout.h"
 #include "replay/simulated.h"
+
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
 
 #include <algorithm>
 
@@ -31,10 +35,57 @@ static pyorch::Codecs codecs_of(const pyorch::ModelMap & map, const pyorch_confi
     return config.plain || !repacks(map) ? pyorch::plain_codec : pyorch::repacking_codec;
 }
 
+// The numbers of a row that experts of a layer get and give.
+static std::vector<pyorch::LayerShape> shapes_of(const pyorch::ModelMap & map) {
+    std::vector<pyorch::LayerShape> shapes;
+    for (const auto & layer : map.layers) {
+        pyorch::LayerShape shape = { layer.n_expert, 0, 0 };
+        for (const auto & t : layer.tensors) {
+            (t.role == "down" ? shape.n_out : shape.n_in) = (int) (t.role == "down" ? t.n_out : t.n_in);
+        }
+        shapes.push_back(shape);
+    }
+    return shapes;
+}
+
+uint64_t pyorch_engine::shape() const {
+    std::string text = table.map.arch;
+    for (const auto & layer : table.map.layers) {
+        text += pyorch::format("\n%d %d", layer.il, layer.n_expert);
+        for (const auto & t : layer.tensors) {
+            text += pyorch::format(" %s %s [%lld, %lld]", t.role.c_str(), t.type.c_str(), (long long) t.n_in,
+                (long long) t.n_out);
+        }
+    }
+    return pyorch::checksum(text.data(), text.size());
+}
+
+uint64_t pyorch_engine::kernels() const {
+    std::string text = PYORCH_VERSION;
+    for (const auto & layer : table.map.layers) {
+        for (size_t role = 0; role < layer.tensors.size(); ++role) {
+            const auto * tensor = routing.find(layer.tensors[role].name.c_str());
+            text += "\n" + (tensor && tensor->repacked ? pyorch::layout_name(layer.tensors[role]) : pyorch::PLAIN);
+        }
+    }
+    const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
+    const auto features =
+        (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(cpu, "ggml_backend_get_features");
+    for (const auto * feature = features ? features(cpu) : nullptr; feature && feature->name; ++feature) {
+        text += pyorch::format("\n%s %s", feature->name, feature->value);
+    }
+    return pyorch::checksum(text.data(), text.size());
+}
+
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         simulated(config.simulated != 0),
         table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config),
         routers((int) map.layers.size()),
         prefetcher(table, routers),
-        routing(table, prefetcher, routers, config.plain == 0),
-        reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {}
+        remote(shapes_of(map)),
+        routing(table, prefetcher, routers, remote, config.plain == 0),
+        reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
+    remote.on_change([this](int layer, const std::vector<uint8_t> & elsewhere) {
+        table.set_elsewhere(layer, elsewhere);
+    });
+}

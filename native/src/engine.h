@@ -4,9 +4,11 @@
 
 #pragma once
 
+#include "cluster/listener.h"
 #include "loading/reader.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
+#include "routing/expert_worker.h"
 #include "routing/routing.h"
 
 #include <memory>
@@ -20,6 +22,23 @@ struct pyorch_engine {
     pyorch::Table          table;
     pyorch::Routers        routers;
     pyorch::Prefetcher     prefetcher;
+    pyorch::RemoteBank     remote;
     pyorch::Routing        routing;
-    std::unique_ptr<pyorch::Reader> reader; // last: stops before the table goes; none in a simulated engine
+    std::unique_ptr<pyorch::Reader> reader; // stops before the table goes; none in a simulated engine
+
+    // Last, because it needs all of them.
+    struct Server {
+        Server(pyorch::Routing & routing, int n_threads, const pyorch::ListenerConfig & config) :
+                worker(routing, n_threads),
+                listener(config, [this](const auto & rows, float * outputs) { worker.compute(rows, outputs); }) {}
+
+        pyorch::ExpertWorker worker;
+        pyorch::Listener     listener;
+    };
+    std::mutex              serving;
+    std::unique_ptr<Server> server;
+
+    // What two servers must have in common to compute for each other, and what for the same bits.
+    uint64_t shape() const;
+    uint64_t kernels() const;
 };

@@ -16,6 +16,7 @@ from pyorch.library.choices import policies
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
 from pyorch.runtime.prediction import PredictionCalls
+from pyorch.runtime.remote import RemoteCalls
 from pyorch.runtime.residency import ResidencyCalls
 from pyorch.runtime.sources import Source, read_callback
 from pyorch.runtime.substitution import SubstitutionCalls
@@ -27,7 +28,7 @@ from pyorch.settings.reads import READERS, Reads
 _capturing = threading.local()  # engine: that captures what this thread loads
 
 
-class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls):
+class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
     """Manages the experts of the models that are loaded under capture().
 
     Args:

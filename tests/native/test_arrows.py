@@ -18,6 +18,7 @@ LAYERS = (
     ("loading",),
     ("residency",),
     ("prediction",),
+    ("cluster",),
     ("routing", "replay"),
     ("engine",),
     ("api",),

@@ -40,6 +40,9 @@ REFUSED: dict[str, Callable[[Model], object]] = {
     "pyorch_set_prediction_observer": lambda model: model.engine.set_prediction_observer(None),
     "pyorch_set_substitution": lambda model: model.engine.set_substitution(IL, {}),
     "pyorch_set_cache": lambda model: model.engine.set_cache(IL, None),
+    "pyorch_listen": lambda model: model.engine.listen("token", "model"),
+    "pyorch_stop_listening": lambda model: model.engine.stop_listening(),
+    "pyorch_set_placement": lambda model: model.engine.set_placement(IL, [-1] * 64),
     "pyorch_engine_new": lambda model: Engine(model.map, "50%").close(),
 }
 ALLOWED: dict[str, Callable[[Model], object]] = {
@@ -48,6 +51,7 @@ ALLOWED: dict[str, Callable[[Model], object]] = {
     "layer stats": lambda model: model.engine.stats(IL),
     "substitution stats": lambda model: model.engine.substitution_stats(),
     "speculation stats": lambda model: model.engine.speculation_stats(),
+    "remote stats": lambda model: model.engine.remote_stats(),
     "error": lambda model: model.engine.error(),
     "router": lambda model: model.engine.router(IL),
     "prefetch": lambda model: model.engine.prefetch(IL, [1]),

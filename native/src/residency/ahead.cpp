@@ -18,6 +18,13 @@ void Table::set_executed(const std::vector<int> & executed) {
     measure_turns();
 }
 
+void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int id = 0; id < layers[layer].n_expert; ++id) {
+        layers[layer].experts[id].elsewhere = elsewhere[id];
+    }
+}
+
 // The layer that a decode passes after this one, -1 after the last.
 int Table::next_executed(int layer) const {
     do {
@@ -39,7 +46,7 @@ void Table::want_layer_ahead(int layer) {
     Layer &   l = layers[layer];
     const int n = capacity_beside_window(layer) - l.n_loaded; // more of them would go again before they are needed
     for (int id = 0; id < l.n_expert && (int) prompt.size() < n; ++id) {
-        if (l.experts[id].absent()) {
+        if (l.experts[id].absent() && !l.experts[id].elsewhere) {
             prompt.push_back(&l.experts[id]);
         }
     }
@@ -93,7 +100,8 @@ void Table::want(const void * context, int layer, int from, std::vector<Want> & 
         const bool         counts = layers[layer].executed && !has_passed(context, layer, from);
         std::vector<Guess> wanted;
         for (Want & w : wants) {
-            w.absent = layers[layer].experts[w.expert].absent();
+            const Expert & e = layers[layer].experts[w.expert];
+            w.absent = e.absent() && !e.elsewhere;
             if (w.absent && w.wanted && counts) {
                 wanted.push_back({ w.expert, w.probability });
             }

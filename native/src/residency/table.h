@@ -136,6 +136,10 @@ public:
     // ahead, neither for a prompt nor on a guess.
     void set_executed(const std::vector<int> & layers);
 
+    // elsewhere[n_expert]: nonzero for experts of the layer that another server computes now. They are read here only if a
+    // layer needs them after all, or by name.
+    void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
+
     // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
     void foresee(int layer, int expert, uint64_t next_use);
 

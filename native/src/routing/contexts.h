@@ -23,6 +23,11 @@ struct GraphLayer {
     // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is computed.
     std::vector<int32_t> requested = {};
     std::vector<float>   weights   = {};
+
+    // What other servers compute of it.
+    bool                    portable  = false; // they can
+    std::vector<uint8_t>    elsewhere = {};    // by expert: this one does not; empty: all are computed here
+    std::vector<RemoteRows> remote    = {};
 };
 
 struct Context {

@@ -2,13 +2,16 @@
 
 #include "base/callback.h"
 #include "base/status.h"
+#include "routing/expert_worker.h"
 #include "routing/router_facts.h"
 #include "routing/stages.h"
 
 #include "ggml.h"
 #include "llama-moe.h"
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 namespace pyorch {
 namespace {
@@ -47,6 +50,8 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     }
     g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + n_slots);
     g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
+    g.elsewhere.clear();
+    g.remote.clear();
 
     RoutedBatch batch = {};
     batch.layer             = g.layer;
@@ -66,7 +71,10 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.softmax_selected  = g.softmax_selected;
     batch.experts           = (int32_t *) ids->data;
     batch.weights           = g.weights.data();
+    batch.portable          = g.portable;
     run_stages(*g.context, batch);
+    g.elsewhere = std::move(batch.elsewhere);
+    g.remote    = std::move(batch.remote);
 }
 
 // weights in place, after the route node of its layer
@@ -82,10 +90,59 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     if (ith != 0) {
         return;
     }
-    const GraphLayer & g = *(const GraphLayer *) user;
+    GraphLayer & g = *(GraphLayer *) user;
+    g.elsewhere.clear();
+    g.remote.clear();
     memset(ids->data, 0, ggml_nbytes(ids));
     const std::vector<int> one = { 0 }, nothing;
     g.context->routing.table.acquire(g.context->owner, g.layer, { one, nothing, 1 });
+}
+
+// What a server did not answer is computed here. On another thread: this one computes a graph. "", or why it failed.
+std::string compute_here(const GraphLayer & g, RemoteRows & remote) {
+    Routing &          routing = g.context->routing;
+    const auto &       layers  = routing.remote.layers;
+    std::string        why;
+    std::vector<float> outputs(remote.slots.size() * layers[g.layer].n_out);
+    std::thread([&] {
+        try {
+            const Frame & frame = *remote.frame;
+            ExpertWorker(routing, g.context->owner.n_threads).compute(
+                read_compute(frame.data() + sizeof(FrameHeader), frame.size() - sizeof(FrameHeader), layers),
+                outputs.data());
+        } catch (const std::exception & failure) {
+            why = failure.what();
+        }
+    }).join();
+    remote.answer->rows = std::move(outputs);
+    return why;
+}
+
+// Puts what other servers computed into experts [n_embd, n_used, n_tokens]. "", or why it cannot.
+std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
+    const auto  begin      = std::chrono::steady_clock::now();
+    uint64_t    n_fallback = 0;
+    std::string why;
+    for (RemoteRows & remote : g.remote) {
+        if (!remote.answer->wait()) {
+            n_fallback += remote.slots.size();
+            why = compute_here(g, remote);
+            if (!why.empty()) {
+                break;
+            }
+        }
+        const int64_t n_used = experts->ne[1];
+        const float * row    = remote.answer->rows.data();
+        for (int slot : remote.slots) {
+            memcpy((char *) experts->data + slot / n_used * experts->nb[2] + slot % n_used * experts->nb[1], row,
+                experts->ne[0] * sizeof(float));
+            row += experts->ne[0];
+        }
+    }
+    g.remote.clear();
+    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
+    g.context->routing.remote.waited((uint64_t) waited.count(), n_fallback);
+    return why;
 }
 
 // experts [n_embd, n_used, n_tokens], src[1] their ids
@@ -93,15 +150,25 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (ith != 0) {
         return;
     }
-    const GraphLayer & g       = *(const GraphLayer *) user;
-    Routing &          routing = g.context->routing;
-    if (routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
-        const ggml_tensor * ids = experts->src[1];
-        routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
-    }
+    GraphLayer & g       = *(GraphLayer *) user;
+    Routing &    routing = g.context->routing;
+    // Who waits for others holds nothing, or servers that wait for each other would wait for ever.
     if (!routing.table.release(g.context->owner)) {
         failed       = true;
         decode_error = g.context->owner.error;
+        return;
+    }
+    if (!g.remote.empty()) {
+        const std::string why = join_remote(g, experts);
+        if (!why.empty()) {
+            failed       = true;
+            decode_error = why;
+            return;
+        }
+    }
+    if (routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
+        const ggml_tensor * ids = experts->src[1];
+        routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
     }
 }
 
@@ -141,8 +208,8 @@ ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, 
     return released;
 }
 
-const Owner * owner_of(const ggml_tensor * ids) {
-    return ids->op == GGML_OP_CUSTOM && ids->extra ? &((const GraphLayer *) ids->extra)->context->owner : nullptr;
+const GraphLayer * layer_of(const ggml_tensor * ids) {
+    return ids->op == GGML_OP_CUSTOM ? (const GraphLayer *) ids->extra : nullptr;
 }
 
 bool release_failed() {

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include "cluster/remote_bank.h"
+
 #include <cstdint>
 #include <vector>
 
@@ -34,6 +36,12 @@ struct RoutedBatch {
     // Experts that were requested and that others stand in for, for some token at least, ascending: to be read when
     // nothing else is wanted.
     std::vector<int> deferred;
+
+    // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them computes
+    // now; empty: none.
+    bool                    portable;
+    std::vector<uint8_t>    elsewhere;
+    std::vector<RemoteRows> remote;
 };
 
 } // namespace pyorch

@@ -19,8 +19,13 @@ static std::vector<int> n_experts(const ModelMap & map) {
     return n;
 }
 
-Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, bool repack) :
-        table(table), prefetcher(prefetcher), routers(routers),
+const ManagedTensor * managed(const ggml_tensor * tensor) {
+    const auto * m = tensor ? (const ManagedTensor *) tensor->extra : nullptr;
+    return m && m->magic == ManagedTensor::MAGIC ? m : nullptr;
+}
+
+Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack) :
+        table(table), prefetcher(prefetcher), routers(routers), remote(remote),
         substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
         const auto & of_layer = table.map.layers[i].tensors;

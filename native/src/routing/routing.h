@@ -3,9 +3,11 @@
 
 #pragma once
 
+#include "cluster/remote_bank.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
 #include "routing/calibration.h"
+#include "routing/expert_recipe.h"
 #include "routing/speculation.h"
 #include "routing/substitution.h"
 
@@ -29,6 +31,9 @@ struct ManagedTensor {
     bool      repacked; // in the table: its order is not the file's, see model/layout.h
 };
 
+// What a tensor's extra says, null for one that llama.cpp manages.
+const ManagedTensor * managed(const ggml_tensor * tensor);
+
 // Who is shown each batch.
 struct Observer {
     std::mutex         mutex;
@@ -38,7 +43,7 @@ struct Observer {
 
 struct Routing {
     // repack: what can be repacked is.
-    Routing(Table & table, Prefetcher & prefetcher, Routers & routers, bool repack);
+    Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack);
     ~Routing(); // contexts that are left are not known any more: nothing is done when they end
 
     Routing(const Routing &) = delete;
@@ -47,11 +52,13 @@ struct Routing {
     Table &      table;
     Prefetcher & prefetcher;
     Routers &    routers;
+    RemoteBank & remote;
 
     Observer      observer;
     Speculation   speculation;
     Substitutions substitutions;
     Calibration   calibration;
+    ExpertRecipes recipes;
 
     std::vector<std::unique_ptr<ManagedTensor>> tensors; // by layer, PYORCH_MAX_ROLES each
 

@@ -18,11 +18,6 @@ namespace {
 
 thread_local Routing * captured = nullptr;
 
-const ManagedTensor * managed(const ggml_tensor * t) {
-    const auto * m = t ? (const ManagedTensor *) t->extra : nullptr;
-    return m && m->magic == ManagedTensor::MAGIC ? m : nullptr;
-}
-
 //
 // models
 //
@@ -60,6 +55,9 @@ size_t on_file_size(int fd, size_t size) {
 
 void on_weight_freed(const ggml_tensor * weight) {
     Routing * routing = Routing::owner_of(weight->extra);
+    if (routing) {
+        routing->recipes.forget(((const ManagedTensor *) weight->extra)->layer);
+    }
     if (routing && routing->routers.forget(weight)) {
         routing->prefetcher.forget_routers(); // other contexts may apply them
     }
@@ -77,10 +75,11 @@ const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
     if (!m) {
         return (const char *) src0->data + expert * src0->nb[2];
     }
-    const Owner * owner = owner_of(op->src[2]);
-    if (!owner) {
-        owner = &nobody;
+    const GraphLayer * layer = layer_of(op->src[2]);
+    if (layer && !layer->elsewhere.empty() && layer->elsewhere[expert]) {
+        return op;
     }
+    const Owner * owner = layer ? &layer->context->owner : &nobody;
     // A thread that leaves one expert for later is not done with it when it asks for the next.
     wait |= owner->stream != nullptr;
     return m->routing->table.address(*owner, m->layer, (int) expert, m->role, wait, &thread);
@@ -154,7 +153,16 @@ void on_route(llama_moe_route * route) {
 
 ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     const ManagedTensor * m = managed(route->down_exps);
-    return m ? add_release(*route, experts, open_context(route->context, *m->routing).at(m->layer, route->decode)) : experts;
+    if (!m) {
+        return experts;
+    }
+    GraphLayer & layer = open_context(route->context, *m->routing).at(m->layer, route->decode);
+    if (!route->warmup) {
+        const LayerShape & shape = m->routing->remote.layers[m->layer];
+        layer.portable = m->routing->recipes.learn(m->layer, *route, experts).empty() &&
+            route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
+    }
+    return add_release(*route, experts, layer);
 }
 
 // Set once, when the library is loaded: later, another model might be computing.

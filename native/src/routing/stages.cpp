@@ -53,11 +53,22 @@ void substitute(Context & context, RoutedBatch & batch) {
     }
     thread_local std::vector<uint8_t> resident;
     routing.table.resident(batch.layer, resident);
+    if (routing.remote.active() && batch.portable) {
+        routing.remote.mark(batch.layer, resident);
+    }
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
     routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());
 }
 
-// The experts of all slots, ascending, each once.
+void place(Context & context, RoutedBatch & batch) {
+    RemoteBank & remote = context.routing.remote;
+    if (remote.active() && batch.portable) {
+        batch.remote = remote.send(batch.layer, batch.n_tokens, batch.n_used, batch.experts, batch.weights, batch.inputs,
+            batch.elsewhere);
+    }
+}
+
+// The experts of all slots that are this server's business, ascending, each once.
 std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
     thread_local std::vector<uint8_t> named;
     named.assign(batch.n_expert, 0);
@@ -66,7 +77,7 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
     }
     std::vector<int> experts;
     for (int e = 0; e < batch.n_expert; ++e) {
-        if (named[e]) {
+        if (named[e] && (batch.elsewhere.empty() || !batch.elsewhere[e])) {
             experts.push_back(e);
         }
     }
@@ -131,6 +142,7 @@ constexpr Stage STAGES[] = {
     observe,
     speculate,
     substitute,
+    place,
     acquire,
     predict,
 };

@@ -3,6 +3,7 @@
 //     observe     shows the batch to the observer
 //     speculate   puts what was forecast for the layer in the place of what its router asked for (lossy)
 //     substitute  lets resident experts stand in for absent ones (lossy)
+//     place       sends the rows of experts that other servers compute
 //     acquire     holds the experts that are computed, and orders those that are absent; those that others stand in
 //                 for when nothing else is wanted
 //     predict     shows the prefetcher what the router asked for

@@ -1,0 +1,101 @@
+// What servers say to each other over a connection: frames, of a header and what its kind says.
+//
+//     who connects              who listens
+//     HELLO                 ->
+//                           <-  WELCOME, or REFUSED with a sentence and the end of the connection
+//     COMPUTE               ->
+//                           <-  COMPUTED, or FAILED with a sentence; in any order
+//     PING                  ->
+//                           <-  PONG
+//
+// Nothing of a frame is believed before it was checked; what follows a header is read only if its length can be right.
+// Numbers are little-endian, as the processors are that llama.cpp's files are for.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace pyorch {
+
+enum class FrameKind : uint16_t { HELLO = 1, WELCOME, REFUSED, COMPUTE, COMPUTED, FAILED, PING, PONG };
+
+struct FrameHeader {
+    static constexpr uint32_t MAGIC   = 0x58455950; // "PYEX"
+    static constexpr uint16_t VERSION = 1;
+
+    uint32_t magic   = MAGIC;
+    uint16_t version = VERSION;
+    uint16_t kind    = 0;
+    uint64_t id      = 0; // of a request and its answer
+    uint64_t bytes   = 0; // behind the header
+};
+static_assert(sizeof(FrameHeader) == 24, "as it is sent");
+
+constexpr size_t MAX_SENTENCE = 1024;
+
+// Texts end with zeros, all of them.
+struct Hello {
+    char     token[256];
+    char     model[128]; // its fingerprint
+    uint64_t shape;      // checksum of what its layers and experts are like
+};
+
+struct Welcome {
+    uint64_t kernels; // checksum of what decides about bits: version, processor, order of weights
+};
+
+struct ComputeHead {
+    int32_t layer; // index into the layers with experts
+    int32_t n_embd;
+    int32_t n_rows;
+    int32_t n_slots;
+};
+
+// How the experts of a layer look from outside.
+struct LayerShape {
+    int n_expert;
+    int n_in;  // numbers of a row that an expert gets
+    int n_out; // and of one that it gives
+};
+
+// Rows for experts of a layer: what follows a ComputeHead. A slot is one row for one expert; slots of an expert are
+// those of the whole ubatch, because kernels depend on how many there are.
+struct ExpertRows {
+    static constexpr int MAX_SLOTS = 1 << 15;
+
+    int             layer;
+    int             n_rows;
+    int             n_slots;
+    const int32_t * row;    // [n_slots] whose inputs
+    const int32_t * expert; // [n_slots]
+    const float *   weight; // [n_slots] with which the model multiplies, for those that do it before the experts
+    const float *   inputs; // [n_rows][n_in]
+};
+
+// A whole frame, as it is sent.
+using Frame = std::vector<char>;
+
+Frame make_frame(FrameKind kind, uint64_t id, const void * payload, uint64_t bytes);
+Frame make_frame(FrameKind kind, uint64_t id, const std::string & sentence);
+
+// The slots of a ubatch that go to one server. slots: ascending, of [n_tokens][n_used]; a row that several of them have
+// is in it once. REQUIRES: at most MAX_SLOTS.
+Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & slots, const int32_t * experts,
+    const float * weights, const float * inputs);
+
+// What a payload of COMPUTE says; points into it. Throws Failure for what cannot be.
+ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers);
+
+// A payload of COMPUTE of this length cannot be right, whatever is in it.
+uint64_t max_compute_bytes(const std::vector<LayerShape> & layers);
+
+// Why a header cannot be right, "" if it can.
+std::string fault_of(const FrameHeader & header);
+
+// A sentence that another server sent, of printable characters only.
+std::string sentence_of(const char * text, uint64_t bytes);
+
+} // namespace pyorch

@@ -1,0 +1,332 @@
+#include "cluster/peer.h"
+
+#include "base/status.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <poll.h>
+
+namespace pyorch {
+
+using std::chrono::milliseconds;
+
+bool Answer::wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    settled.wait(lock, [&] { return state != PENDING; });
+    return state == HERE;
+}
+
+void Answer::settle(bool here) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        state = here ? HERE : FAILED;
+    }
+    settled.notify_all();
+}
+
+static Hello hello_of(const PeerConfig & config) {
+    Hello hello = {};
+    if (config.token.size() >= sizeof(hello.token) || config.model.size() >= sizeof(hello.model)) {
+        throw Failure(PYORCH_INVALID, format("a token can have %zu bytes, and a fingerprint %zu",
+            sizeof(hello.token) - 1, sizeof(hello.model) - 1));
+    }
+    memcpy(hello.token, config.token.data(), config.token.size());
+    memcpy(hello.model, config.model.data(), config.model.size());
+    hello.shape = config.shape;
+    return hello;
+}
+
+Peer::Peer(PeerConfig config_, std::function<void()> changed) : config(std::move(config_)),
+        changed(std::move(changed)) {
+    hello_of(config);
+    thread = std::thread([this] { run(); });
+}
+
+Peer::~Peer() {
+    stopping = true;
+    waker.wake();
+    thread.join();
+}
+
+std::string Peer::wait_joined() {
+    std::unique_lock<std::mutex> lock(mutex);
+    tried.wait(lock, [&] { return has_tried; });
+    return is_joined ? "" : sentence;
+}
+
+PeerCounts Peer::counts() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return counters;
+}
+
+std::string Peer::error() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return sentence;
+}
+
+std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!is_joined) {
+        return nullptr;
+    }
+    FrameHeader header;
+    memcpy(&header, frame->data(), sizeof(header));
+    header.id = ++last_id;
+    memcpy(frame->data(), &header, sizeof(header));
+
+    auto asked = std::make_shared<Answer>();
+    questions[header.id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), Clock::now() };
+    ++counters.requests;
+    counters.slots += n_slots;
+    push(std::move(frame));
+    return asked;
+}
+
+// REQUIRES: the mutex.
+void Peer::push(std::shared_ptr<Frame> frame) {
+    counters.bytes_sent += frame->size();
+    out.push_back({ std::move(frame), 0 });
+    if (out.size() == 1) {
+        flush();
+    }
+    if (!out.empty()) {
+        waker.wake();
+    }
+}
+
+// As much as goes without waiting. That a connection is at its end, its reader notices. REQUIRES: the mutex.
+void Peer::flush() {
+    while (!out.empty()) {
+        Outgoing &    first = out.front();
+        const int64_t n     = send_some(socket, first.frame->data() + first.sent, first.frame->size() - first.sent);
+        if (n <= 0) {
+            return;
+        }
+        first.sent += n;
+        if (first.sent == first.frame->size()) {
+            out.pop_front();
+        }
+    }
+}
+
+void Peer::run() {
+    while (!stopping) {
+        std::string why;
+        try {
+            why = live();
+        } catch (const std::exception & e) {
+            why = e.what();
+        }
+        lose(why);
+        if (cut_off) {
+            return;
+        }
+        pollfd p = { waker.fd(), POLLIN, 0 };
+        poll(&p, 1, 250);
+        waker.drain();
+    }
+}
+
+// Nothing comes any more of what was asked.
+void Peer::lose(const std::string & why) {
+    std::map<uint64_t, Question> unanswered;
+    bool                         was_joined;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        was_joined = is_joined.exchange(false);
+        unanswered.swap(questions);
+        counters.failed     += unanswered.size() + (asked != nullptr);
+        counters.times_lost += was_joined;
+        out.clear();
+        socket.close();
+        sentence  = format("server %s:%d %s", config.address.c_str(), config.port, why.c_str());
+        has_tried = true;
+    }
+    if (asked) {
+        asked->settle(false);
+        asked = nullptr;
+    }
+    for (auto & question : unanswered) {
+        question.second.answer->settle(false);
+    }
+    tried.notify_all();
+    if (was_joined) {
+        changed();
+    }
+}
+
+std::string Peer::rubbish(const std::string & what) {
+    cut_off = true;
+    return "was cut off: " + what;
+}
+
+// Joins, and goes on until the connection ends. Returns why it did.
+std::string Peer::live() {
+    Socket            connected;
+    const std::string refusal = connect_to(config.address, config.port, config.timeout_ms, waker, connected);
+    if (!refusal.empty()) {
+        return "cannot be reached: " + refusal;
+    }
+    received   = 0;
+    in_payload = false;
+    last_heard = Clock::now();
+    {
+        const Hello hello = hello_of(config);
+        std::lock_guard<std::mutex> lock(mutex);
+        socket = std::move(connected);
+        push(std::make_shared<Frame>(make_frame(FrameKind::HELLO, 0, &hello, sizeof(hello))));
+    }
+    const milliseconds beat(std::clamp(config.timeout_ms / 3, 1, MAX_BEAT_MS));
+    auto               last_beat = last_heard;
+    while (!stopping) {
+        bool waits, too_long = false;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            waits = !out.empty();
+            if (!questions.empty()) { // ids ascend, so the first was asked first
+                too_long = Clock::now() - questions.begin()->second.since > std::chrono::seconds(ANSWER_SECONDS);
+            }
+        }
+        if (too_long) {
+            return rubbish(format("an answer takes it more than %d s", ANSWER_SECONDS));
+        }
+        pollfd fds[] = { { socket.fd(), (short) (waits ? POLLIN | POLLOUT : POLLIN), 0 }, { waker.fd(), POLLIN, 0 } };
+        poll(fds, 2, (int) beat.count());
+        if (fds[1].revents) {
+            waker.drain();
+        }
+        if (fds[0].revents & POLLOUT) {
+            std::lock_guard<std::mutex> lock(mutex);
+            const size_t   before = out.size();
+            const uint64_t sent   = before ? out.front().sent : 0;
+            flush();
+            if (out.size() != before || (before && out.front().sent != sent)) {
+                last_heard = Clock::now(); // it takes what the kernel had no room for
+            }
+        }
+        if (fds[0].revents & (POLLIN | POLLHUP | POLLERR)) {
+            const std::string why = receive();
+            if (!why.empty()) {
+                return why;
+            }
+        }
+        const auto now = Clock::now();
+        if (now - last_heard > milliseconds(config.timeout_ms)) {
+            return format("said nothing for %d ms", config.timeout_ms);
+        }
+        if (is_joined && now - last_beat >= beat) {
+            last_beat = now;
+            std::lock_guard<std::mutex> lock(mutex);
+            push(std::make_shared<Frame>(make_frame(FrameKind::PING, 0, nullptr, 0)));
+        }
+    }
+    return "is not asked any more";
+}
+
+// What has arrived. Returns why the connection cannot go on, "" if it can.
+std::string Peer::receive() {
+    for (;;) {
+        char *   to   = (char *) &header;
+        uint64_t size = sizeof(header);
+        if (in_payload) {
+            to   = header.kind == (uint16_t) FrameKind::COMPUTED ? (char *) asked->rows.data() : payload.data();
+            size = header.bytes;
+        }
+        if (received < size) {
+            const int64_t n = receive_some(socket, to + received, size - received);
+            if (n < 0) {
+                return errno ? format("was lost: %s", strerror(errno)) : "closed the connection";
+            }
+            if (n == 0) {
+                return "";
+            }
+            received  += n;
+            last_heard = Clock::now();
+            std::lock_guard<std::mutex> lock(mutex);
+            counters.bytes_received += n;
+        }
+        if (received < size) {
+            continue;
+        }
+        const std::string why = in_payload ? accept_payload() : accept_header();
+        if (!why.empty()) {
+            return why;
+        }
+        received   = 0;
+        in_payload = !in_payload;
+    }
+}
+
+std::string Peer::accept_header() {
+    const std::string fault = fault_of(header);
+    if (!fault.empty()) {
+        return rubbish(fault);
+    }
+    const auto kind     = (FrameKind) header.kind;
+    const bool says_why = kind == FrameKind::REFUSED || kind == FrameKind::FAILED;
+    const bool joins    = kind == FrameKind::WELCOME || kind == FrameKind::REFUSED;
+    const bool answers  = kind == FrameKind::COMPUTED || kind == FrameKind::FAILED || kind == FrameKind::PONG;
+    if (is_joined ? !answers : !joins) {
+        return rubbish(format("a frame of kind %d was not to come", header.kind));
+    }
+    uint64_t bytes = kind == FrameKind::WELCOME ? sizeof(Welcome) : 0;
+    if (kind == FrameKind::COMPUTED || kind == FrameKind::FAILED) {
+        std::lock_guard<std::mutex> lock(mutex);
+        const auto question = questions.find(header.id);
+        if (question == questions.end()) {
+            return rubbish("it answers what it was not asked");
+        }
+        asked = question->second.answer;
+        bytes = question->second.bytes;
+        questions.erase(question);
+    }
+    if (says_why ? header.bytes > MAX_SENTENCE : header.bytes != bytes) {
+        return rubbish(format("a frame of kind %d with %llu bytes", header.kind, (unsigned long long) header.bytes));
+    }
+    if (kind == FrameKind::COMPUTED) {
+        asked->rows.resize(bytes / sizeof(float));
+    } else {
+        payload.resize(header.bytes);
+    }
+    return "";
+}
+
+std::string Peer::accept_payload() {
+    switch ((FrameKind) header.kind) {
+        case FrameKind::WELCOME: {
+            Welcome welcome;
+            memcpy(&welcome, payload.data(), sizeof(welcome));
+            has_same_kernels = welcome.kernels == config.kernels;
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                is_joined = true;
+                has_tried = true;
+            }
+            tried.notify_all();
+            changed();
+            break;
+        }
+        case FrameKind::REFUSED:
+            cut_off = true;
+            return "refuses: " + sentence_of(payload.data(), header.bytes);
+        case FrameKind::COMPUTED:
+            asked->settle(true);
+            asked = nullptr;
+            break;
+        case FrameKind::FAILED: {
+            asked->settle(false);
+            asked = nullptr;
+            std::lock_guard<std::mutex> lock(mutex);
+            ++counters.failed;
+            sentence = format("server %s:%d: %s", config.address.c_str(), config.port,
+                sentence_of(payload.data(), header.bytes).c_str());
+            break;
+        }
+        default:
+            break;
+    }
+    return "";
+}
+
+} // namespace pyorch

@@ -1,0 +1,138 @@
+// Another server, as one that asks it sees it: a connection that lives as long as it can.
+//
+//     joining --WELCOME--> joined --lost--> joining again, four times a second
+//        |                   |
+//        +--REFUSED----------+--rubbish---> cut off, for good
+//
+// One thread connects, receives, and sends what the kernel did not take at once; who asks sends as much as goes without
+// waiting. Every question gets an answer: rows, or that it failed, at the latest when the connection is lost. A server
+// that is silent for timeout_ms is lost: it is asked for a sign of life three times as often.
+
+#pragma once
+
+#include "cluster/frames.h"
+#include "cluster/socket.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <thread>
+
+namespace pyorch {
+
+struct PeerConfig {
+    std::string address;
+    int         port;
+    std::string token;
+    std::string model; // its fingerprint
+    uint64_t    shape;
+    uint64_t    kernels; // ours
+    int         timeout_ms;
+};
+
+// What comes of a question.
+class Answer {
+public:
+    // Until it is there; false: it failed.
+    bool wait();
+
+    std::vector<float> rows; // [n_slots][n_out], once it is there
+
+private:
+    friend class Peer;
+    enum { PENDING, HERE, FAILED } state = PENDING;
+
+    std::mutex              mutex;
+    std::condition_variable settled;
+
+    void settle(bool here);
+};
+
+struct PeerCounts {
+    uint64_t requests = 0;
+    uint64_t slots    = 0;
+    uint64_t failed   = 0; // requests
+    uint64_t bytes_sent     = 0;
+    uint64_t bytes_received = 0;
+    uint64_t times_lost     = 0;
+};
+
+class Peer {
+public:
+    // An answer that takes longer than this is none, and the server is cut off.
+    static constexpr int ANSWER_SECONDS = 60;
+
+    // A server drops who is silent for five times as long.
+    static constexpr int MAX_BEAT_MS = 2000;
+
+    // changed: it joined, or was lost. Called by its thread. Throws Failure for what is no address.
+    Peer(PeerConfig config, std::function<void()> changed);
+    ~Peer();
+
+    const PeerConfig config;
+
+    // Until it joined, or the first attempt failed: then, why.
+    std::string wait_joined();
+
+    bool joined() const { return is_joined; }
+
+    // Null where it is lost. frame: of COMPUTE, for so many slots.
+    std::shared_ptr<Answer> ask(std::shared_ptr<Frame> frame, int n_slots, int n_out);
+
+    bool        same_kernels() const { return has_same_kernels; }
+    PeerCounts  counts();
+    std::string error(); // why it was lost last, "" if it never was
+
+private:
+    struct Question {
+        std::shared_ptr<Answer> answer;
+        uint64_t                bytes; // of the answer
+        Clock::time_point       since;
+    };
+    struct Outgoing {
+        std::shared_ptr<Frame> frame;
+        uint64_t               sent;
+    };
+
+    std::function<void()> changed;
+    std::atomic<bool>     is_joined{false};
+    std::atomic<bool>     has_same_kernels{false};
+    std::atomic<bool>     stopping{false};
+    Waker                 waker;
+
+    std::mutex                   mutex;
+    std::condition_variable      tried;
+    Socket                       socket;
+    std::deque<Outgoing>         out;
+    std::map<uint64_t, Question> questions; // by id
+    uint64_t                     last_id = 0;
+    PeerCounts                   counters;
+    std::string                  sentence;
+    bool                         has_tried = false;
+
+    // Of its thread alone: the frame that is being received.
+    FrameHeader             header;
+    std::vector<char>       payload;
+    std::shared_ptr<Answer> asked; // whose answer it is
+    uint64_t                received = 0; // bytes of the header or, once that is complete, of the payload
+    bool                    in_payload = false;
+    bool                    cut_off    = false;
+    Clock::time_point       last_heard;
+
+    std::thread thread;
+
+    void        run();
+    std::string live();
+    void        lose(const std::string & why);
+    void        push(std::shared_ptr<Frame> frame);
+    void        flush();
+    std::string receive();
+    std::string accept_header();
+    std::string accept_payload();
+    std::string rubbish(const std::string & what);
+};
+
+} // namespace pyorch

@@ -1,0 +1,81 @@
+// Experts that other servers compute: who has which, and the rows that are sent there.
+//
+// All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. A
+// server that is lost has no experts until it joins again: they are computed here meanwhile.
+
+#pragma once
+
+#include "cluster/peer.h"
+
+#include <memory>
+
+namespace pyorch {
+
+// The slots of a ubatch that one server computes.
+struct RemoteRows {
+    std::vector<int>        slots; // ascending, of [n_tokens][n_used]
+    std::shared_ptr<Frame>  frame; // that asks for them
+    std::shared_ptr<Answer> answer;
+};
+
+// Since the beginning.
+struct RemoteCounts {
+    uint64_t slots    = 0; // that were sent
+    uint64_t fallback = 0; // of them, those that were computed here after all
+    uint64_t wait_ns  = 0; // for answers
+};
+
+class RemoteBank {
+public:
+    explicit RemoteBank(std::vector<LayerShape> of_layers) : layers(std::move(of_layers)), placement(layers.size()) {}
+    ~RemoteBank();
+
+    RemoteBank(const RemoteBank &) = delete;
+    RemoteBank & operator=(const RemoteBank &) = delete;
+
+    const std::vector<LayerShape> layers;
+
+    // elsewhere: by expert, nonzero where another server computes it now. Called whenever that may have changed, by any
+    // thread; set once, before the first server is connected.
+    using Changed = std::function<void(int layer, const std::vector<uint8_t> & elsewhere)>;
+    void on_change(Changed changed);
+
+    // The number of a server, from 0. Throws Failure where it does not join.
+    int  connect(const PeerConfig & config);
+    void disconnect(int peer);
+
+    std::shared_ptr<Peer> peer(int number); // throws Failure
+
+    // by expert: the number of the server that computes it, -1: this one.
+    void place(int layer, const std::vector<int> & peers);
+
+    // Whether any expert has another place.
+    bool active() const { return is_active; }
+
+    // Sends the slots of a ubatch [n_tokens][n_used] that others compute, and marks their experts.
+    // inputs: [n_tokens][n_in].
+    std::vector<RemoteRows> send(int layer, int n_tokens, int n_used, const int32_t * experts, const float * weights,
+        const float * inputs, std::vector<uint8_t> & elsewhere);
+
+    // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
+    void mark(int layer, std::vector<uint8_t> & mask);
+
+    RemoteCounts counts();
+    void         waited(uint64_t ns, uint64_t n_fallback);
+
+private:
+    std::mutex                         mutex;
+    std::vector<std::shared_ptr<Peer>> peers;
+    std::vector<std::vector<int>>      placement; // by layer; empty: all here
+    std::atomic<bool>                  is_active{false};
+    RemoteCounts                       counters;
+
+    std::mutex telling; // so that nobody is told an older state last
+    Changed    changed;
+
+    void tell(int layer);
+    void tell_all();
+    bool computes(int peer) const { return peer >= 0 && peers[peer] && peers[peer]->joined(); }
+};
+
+} // namespace pyorch

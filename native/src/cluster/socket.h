@@ -1,0 +1,63 @@
+// TCP connections that never block for longer than they are told.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace pyorch {
+
+using Clock = std::chrono::steady_clock;
+
+// A file descriptor of its own.
+class Socket {
+public:
+    explicit Socket(int fd = -1) : number(fd) {}
+    ~Socket() { close(); }
+
+    Socket(Socket && other) noexcept : number(other.number) { other.number = -1; }
+    Socket & operator=(Socket && other) noexcept;
+
+    int  fd() const { return number; }
+    bool open() const { return number >= 0; }
+    void close();
+
+private:
+    int number;
+};
+
+// Wakes a thread that polls.
+class Waker {
+public:
+    Waker(); // throws Failure
+    void wake();
+    void drain();
+    int  fd() const { return receiver.fd(); }
+
+private:
+    Socket receiver, sender;
+};
+
+// Both throw Failure: PYORCH_INVALID for an address that is none, PYORCH_IO where the system refuses. Port 0: a free
+// one.
+Socket listen_at(const std::string & address, int port);
+int    port_of(const Socket & listening);
+
+// A connection, or why there is none. waker: whoever wakes it wants no connection any more.
+std::string connect_to(const std::string & address, int port, int timeout_ms, const Waker & waker, Socket & socket);
+
+// The next connection; not open where there is none. It never blocks.
+Socket accept_from(const Socket & listening);
+
+// Sends or receives as much as goes without waiting. -1: the connection is at its end, with the reason in errno or, of
+// a connection that was closed in order, 0.
+int64_t send_some(const Socket & socket, const char * data, uint64_t bytes);
+int64_t receive_some(const Socket & socket, char * data, uint64_t bytes);
+
+// All of it; false where nothing goes on for so long, the deadline is over or the connection at its end.
+bool send_all(const Socket & socket, const char * data, uint64_t bytes, int idle_ms);
+bool receive_all(const Socket & socket, char * data, uint64_t bytes, int idle_ms,
+    Clock::time_point deadline = Clock::time_point::max());
+
+} // namespace pyorch

@@ -1,0 +1,128 @@
+#include "routing/expert_worker.h"
+
+#include "base/status.h"
+#include "routing/expert_recipe.h"
+
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
+#include "ggml-cpu.h"
+#include "ggml.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+namespace pyorch {
+namespace {
+
+struct Job {
+    const ExpertRows & rows;
+    GraphLayer &       layer;
+};
+
+// ids [1, n_slots]: the node that a route node is in a decode.
+void ids_op(ggml_tensor * ids, int ith, int nth, void * user) {
+    if (ith != 0) {
+        return;
+    }
+    const Job & job = *(const Job *) user;
+    memcpy(ids->data, job.rows.expert, job.rows.n_slots * sizeof(int32_t));
+    std::vector<int> experts(job.rows.expert, job.rows.expert + job.rows.n_slots);
+    std::sort(experts.begin(), experts.end());
+    experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+    Context & context = *job.layer.context;
+    context.owner.n_threads = nth;
+    context.routing.table.acquire(context.owner, job.layer.layer, { experts, experts, job.rows.n_rows });
+}
+
+ggml_tensor * make_step(ggml_context * ctx, const ExpertRecipe::Step & step, const std::vector<ggml_tensor *> & made,
+    Job & job) {
+    const int64_t n_slots = job.rows.n_slots;
+    switch (step.kind) {
+        case ExpertRecipe::LEAF:
+            return step.leaf;
+        case ExpertRecipe::INPUTS:
+        case ExpertRecipe::WEIGHTS: {
+            const int64_t n = step.kind == ExpertRecipe::INPUTS ? step.n : 1;
+            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n, 1, n_slots);
+            ggml_set_input(t);
+            return t;
+        }
+        case ExpertRecipe::IDS: {
+            ggml_tensor * ids =
+                ggml_custom_4d(ctx, GGML_TYPE_I32, 1, n_slots, 1, 1, nullptr, 0, ids_op, GGML_N_TASKS_MAX, &job);
+            ids->extra = &job.layer;
+            return ids;
+        }
+        case ExpertRecipe::VIEW: {
+            ggml_tensor * of = made[step.sources[0]];
+            return ggml_view_3d(ctx, of, step.n, 1, n_slots, of->nb[1], of->nb[2], step.offset);
+        }
+        default: {
+            ggml_tensor * t = ggml_new_tensor_3d(ctx, step.type, step.n, 1, n_slots);
+            t->op = step.op;
+            memcpy(t->op_params, step.params, sizeof(step.params));
+            for (size_t i = 0; i < step.sources.size(); ++i) {
+                t->src[i] = step.sources[i] < 0 ? nullptr : made[step.sources[i]];
+            }
+            return t;
+        }
+    }
+}
+
+} // namespace
+
+ExpertWorker::ExpertWorker(Routing & routing, int n_threads) : context(this, routing), backend(ggml_backend_cpu_init()),
+        memory(ggml_gallocr_new(ggml_backend_cpu_buffer_type())) {
+    ggml_backend_cpu_set_n_threads(backend, n_threads);
+}
+
+ExpertWorker::~ExpertWorker() {
+    context.routing.table.forget(context.owner);
+    ggml_gallocr_free(memory);
+    ggml_backend_free(backend);
+}
+
+void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
+    context.routing.recipes.with(rows.layer, [&](const ExpertRecipe & recipe) {
+        const ggml_init_params params = { (recipe.steps.size() + 1) * ggml_tensor_overhead() +
+            ggml_graph_overhead_custom(2 * recipe.steps.size(), false), nullptr, true };
+        const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(ggml_init(params), ggml_free);
+        Job                        job = { rows, context.at(rows.layer, true) };
+        std::vector<ggml_tensor *> made;
+        ggml_tensor *              inputs  = nullptr;
+        ggml_tensor *              weights = nullptr;
+        for (const auto & step : recipe.steps) {
+            made.push_back(make_step(ctx.get(), step, made, job));
+            if (step.kind == ExpertRecipe::INPUTS) {
+                inputs = made.back();
+            } else if (step.kind == ExpertRecipe::WEIGHTS) {
+                weights = made.back();
+            }
+        }
+        ggml_tensor * result = made.back();
+        ggml_set_output(result);
+        ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 2 * recipe.steps.size(), false);
+        ggml_build_forward_expand(graph, result);
+        if (!ggml_gallocr_alloc_graph(memory, graph)) {
+            throw Failure(PYORCH_MEMORY, format("no memory to compute %d rows", rows.n_slots));
+        }
+        for (int s = 0; s < rows.n_slots; ++s) {
+            memcpy((char *) inputs->data + s * inputs->nb[2], rows.inputs + (size_t) rows.row[s] * inputs->ne[0],
+                inputs->ne[0] * sizeof(float));
+        }
+        if (weights) {
+            memcpy(weights->data, rows.weight, rows.n_slots * sizeof(float));
+        }
+        const ggml_status status = ggml_backend_graph_compute(backend, graph);
+        if (!context.routing.table.release(context.owner)) {
+            throw Failure(PYORCH_IO, context.owner.error);
+        }
+        if (status != GGML_STATUS_SUCCESS) {
+            throw Failure(PYORCH_IO, "its graph could not be computed");
+        }
+        memcpy(outputs, result->data, ggml_nbytes(result));
+    });
+}
+
+} // namespace pyorch

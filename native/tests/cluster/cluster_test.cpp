@@ -1,0 +1,209 @@
+// Servers that ask each other, while some of them stop, come back, and get other experts: every question gets the right
+// answer or is known to have failed, and nothing is left waiting.
+
+#include "cluster/listener.h"
+#include "cluster/remote_bank.h"
+
+#include "base/status.h"
+#include "check.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <random>
+
+using namespace pyorch;
+
+static const std::vector<LayerShape> LAYERS = { { 8, 16, 12 }, { 4, 16, 12 } };
+
+static float output_of(int layer, int expert, float input, float weight, int i) {
+    return (float) (100 * layer + 10 * expert + i) + input * weight;
+}
+
+static void compute(const ExpertRows & rows, float * outputs) {
+    const LayerShape & shape = LAYERS[rows.layer];
+    for (int s = 0; s < rows.n_slots; ++s) {
+        for (int i = 0; i < shape.n_out; ++i) {
+            outputs[s * shape.n_out + i] =
+                output_of(rows.layer, rows.expert[s], rows.inputs[rows.row[s] * shape.n_in + i], rows.weight[s], i);
+        }
+        if (rows.inputs[rows.row[s] * shape.n_in] == 0) {
+            throw Failure(PYORCH_IO, "this cannot be read");
+        }
+    }
+}
+
+static ListenerConfig listener_config(int port) {
+    return { "127.0.0.1", port, "token", "model", 7, 9, LAYERS };
+}
+
+static PeerConfig peer_config(int port) {
+    return { "127.0.0.1", port, "token", "model", 7, 9, 60000 };
+}
+
+struct Asked {
+    uint64_t answered = 0, failed = 0, elsewhere = 0;
+};
+
+// A ubatch of a layer, as the stages and the node behind the experts go through it.
+static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & asked) {
+    const int layer = (int) (random() % 2), n_tokens = 1 + (int) (random() % 40), n_used = 3;
+    const LayerShape & shape = LAYERS[layer];
+    std::vector<int32_t> experts(n_tokens * n_used);
+    std::vector<float>   weights(n_tokens * n_used), inputs(n_tokens * shape.n_in);
+    for (auto & e : experts) {
+        e = (int32_t) (random() % shape.n_expert);
+    }
+    for (auto & w : weights) {
+        w = (float) (random() % 7);
+    }
+    for (auto & x : inputs) {
+        x = fails ? 0.0f : (float) (1 + random() % 100);
+    }
+    std::vector<uint8_t> elsewhere;
+    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), elsewhere);
+    for (RemoteRows & r : rows) {
+        for (int slot : r.slots) {
+            CHECK(elsewhere[experts[slot]]);
+        }
+        asked.elsewhere += r.slots.size();
+        if (!r.answer->wait()) {
+            ++asked.failed;
+            continue;
+        }
+        ++asked.answered;
+        CHECK(!fails && r.answer->rows.size() == r.slots.size() * shape.n_out);
+        for (size_t s = 0; s < r.slots.size(); ++s) {
+            const int slot = r.slots[s];
+            for (int i = 0; i < shape.n_out; ++i) {
+                CHECK(r.answer->rows[s * shape.n_out + i] ==
+                    output_of(layer, experts[slot], inputs[slot / n_used * shape.n_in + i], weights[slot], i));
+            }
+        }
+    }
+}
+
+static void place(RemoteBank & bank, const std::vector<int> & peers, std::mt19937 & random) {
+    for (size_t layer = 0; layer < LAYERS.size(); ++layer) {
+        std::vector<int> to(LAYERS[layer].n_expert);
+        for (int & peer : to) {
+            const size_t i = random() % (peers.size() + 1);
+            peer = i < peers.size() ? peers[i] : -1;
+        }
+        bank.place((int) layer, to);
+    }
+}
+
+static void test_many_ask_while_servers_come_and_go() {
+    auto first  = std::make_unique<Listener>(listener_config(0), compute);
+    auto second = std::make_unique<Listener>(listener_config(0), compute);
+    const int ports[] = { first->port(), second->port() };
+
+    RemoteBank            bank(LAYERS);
+    std::atomic<uint64_t> changes{0};
+    bank.on_change([&](int layer, const std::vector<uint8_t> & elsewhere) {
+        CHECK((int) elsewhere.size() == LAYERS[layer].n_expert);
+        ++changes;
+    });
+    const std::vector<int> peers = { bank.connect(peer_config(ports[0])), bank.connect(peer_config(ports[1])) };
+    std::mt19937 random(1);
+    place(bank, peers, random);
+
+    std::atomic<bool>        stop{false};
+    std::vector<Asked>       asked(4);
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+        threads.emplace_back([&, t] {
+            std::mt19937 own(100 + t);
+            while (!stop) {
+                ask(bank, own, own() % 50 == 0, asked[t]);
+            }
+        });
+    }
+    for (int round = 0; round < 4; ++round) {
+        second.reset();
+        place(bank, peers, random);
+        second = std::make_unique<Listener>(listener_config(ports[1]), compute);
+        while (!bank.peer(peers[1])->joined()) {
+            std::this_thread::yield();
+        }
+        place(bank, peers, random);
+        const uint64_t before = first->counts().requests;
+        while (first->counts().requests < before + 20) {
+            place(bank, { peers[0] }, random);
+        }
+    }
+    const int third = bank.connect(peer_config(ports[0]));
+    bank.disconnect(peers[0]);
+    place(bank, { third }, random);
+    stop = true;
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    uint64_t answered = 0, elsewhere = 0;
+    for (const Asked & a : asked) {
+        answered  += a.answered;
+        elsewhere += a.elsewhere;
+    }
+    CHECK(answered > 80 && changes > 0);
+    CHECK(bank.counts().slots == elsewhere);
+    const uint64_t times_lost = bank.peer(peers[1])->counts().times_lost;
+    CHECK(bank.peer(third)->joined() && times_lost >= 1 && times_lost <= 4);
+    CHECK(first->counts().refused == 0 && first->error().empty());
+}
+
+static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
+    const std::vector<LayerShape> layers = { { 2, 4096, 4096 } };
+    Listener listener({ "127.0.0.1", 0, "token", "model", 7, 9, layers }, [](const ExpertRows & rows, float * outputs) {
+        for (int s = 0; s < rows.n_slots; ++s) {
+            memcpy(outputs + s * 4096, rows.inputs + rows.row[s] * 4096, 4096 * sizeof(float));
+        }
+    });
+    RemoteBank bank(layers);
+    const int  peer = bank.connect(peer_config(listener.port()));
+    bank.place(0, { peer, peer });
+    const int n_tokens = 1500;
+    std::vector<int32_t> experts(2 * n_tokens);
+    std::vector<float>   weights(2 * n_tokens, 1.0f), inputs(n_tokens * 4096);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        inputs[i] = (float) i;
+    }
+    for (size_t i = 0; i < experts.size(); ++i) {
+        experts[i] = (int32_t) (i % 2);
+    }
+    std::vector<uint8_t> elsewhere;
+    auto rows = bank.send(0, n_tokens, 2, experts.data(), weights.data(), inputs.data(), elsewhere);
+    CHECK(rows.size() == 1 && rows[0].answer->wait());
+    for (int slot = 0; slot < 2 * n_tokens; ++slot) {
+        const float * row = rows[0].answer->rows.data() + slot * 4096;
+        CHECK(memcmp(row, inputs.data() + slot / 2 * 4096, 4096 * sizeof(float)) == 0);
+    }
+    const PeerCounts counts = bank.peer(peer)->counts();
+    CHECK(counts.bytes_sent < n_tokens * 4096 * sizeof(float) * 1.01); // a row that two experts want is in it once
+    CHECK(counts.bytes_received > 2 * n_tokens * 4096 * sizeof(float));
+}
+
+static void test_who_does_not_join_is_told_why() {
+    Listener   listener(listener_config(0), compute);
+    RemoteBank bank(LAYERS);
+    for (int what = 0; what < 3; ++what) {
+        PeerConfig config = peer_config(listener.port());
+        (what == 0 ? config.token : config.model) += what < 2 ? "!" : "";
+        config.shape += what == 2;
+        std::string why;
+        try {
+            bank.connect(config);
+        } catch (const Failure & failure) {
+            why = failure.what();
+        }
+        CHECK(why.find(what == 0 ? "its token is another one" : "its model is another one") != std::string::npos);
+    }
+    CHECK(listener.counts().refused == 3 && listener.counts().connections == 0);
+}
+
+int main() {
+    test_many_ask_while_servers_come_and_go();
+    test_a_request_that_is_much_larger_than_what_the_system_buffers();
+    test_who_does_not_join_is_told_why();
+    return 0;
+}

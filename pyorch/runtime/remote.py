@@ -1,0 +1,154 @@
+"""The part of an engine that computes with other servers: it listens, joins those that do, and sends them rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.library.bindings import array, check, default, ffi, lib, new, string
+from pyorch.runtime.handle import EngineHandle
+from pyorch.runtime.statistics import read
+
+LOOPBACK = "127.0.0.1"
+HERE = -1  # in a placement: this server computes the expert
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was computed for others since the engine listens. The names are those of pyorch_served.
+
+    slots: rows times experts. error: why somebody was refused last, "" if nobody was.
+    """
+
+    connections: int
+    refused: int
+    requests: int
+    failed: int
+    slots: int
+    compute_ns: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another server, as this one sees it. The names are those of pyorch_peer_info.
+
+    same_kernels: what it computes is the same, bit for bit. error: why it was lost or failed last, "" if never.
+    """
+
+    joined: bool
+    same_kernels: bool
+    requests: int
+    failed: int
+    slots: int
+    bytes_sent: int
+    bytes_received: int
+    times_lost: int
+    error: str
+
+
+@dataclass(frozen=True)
+class RemoteStats:
+    """Counters since the engine was made. The names are those of pyorch_remote_counts.
+
+    slots: that were sent; fallback: of them, those that were computed here because no answer came.
+    wait_ns: that layers waited for answers when their own experts were done.
+    """
+
+    slots: int
+    fallback: int
+    wait_ns: int
+
+
+class RemoteCalls(EngineHandle):
+    """Who computes for whom. Numbers and tokens travel as they are: for a network that nobody else listens to."""
+
+    def listen(
+        self, token: str, model: str, address: str = LOOPBACK, port: int = 0, n_threads: int = 1
+    ) -> int:
+        """Computes experts for other servers from now on.
+
+        Args:
+            token: what they must know. model: the fingerprint that theirs must have
+                (pyorch.sidecars.container.fingerprint).
+            port: 0: a free one. n_threads: that compute for others.
+
+        Returns:
+            The port. A layer is computed once a context of the model was made.
+        """
+        texts = _texts(address=address, token=token, model=model)
+        config = default("pyorch_listen_config", port=port, n_threads=n_threads, **texts)
+        out = ffi.new("int32_t *")
+        check(lib.pyorch_listen(self.handle, config, out))
+        return out[0]
+
+    def stop_listening(self) -> None:
+        """Ends all connections of others."""
+        check(lib.pyorch_stop_listening(self.handle))
+
+    def served(self) -> Served:
+        """PyorchError if it does not listen."""
+        raw = new("pyorch_served")
+        check(lib.pyorch_get_served(self.handle, raw))
+        return _read(Served, raw)
+
+    def connect(self, address: str, port: int, token: str, model: str, timeout: float = 2.0) -> int:
+        """Joins a server that listens; whenever it is lost, it is joined again.
+
+        Args:
+            timeout: seconds. A server that is silent for so long is lost.
+
+        Returns:
+            Its number, for set_placement(). PyorchError with the reason where it cannot be joined now.
+        """
+        texts = _texts(address=address, token=token, model=model)
+        config = default("pyorch_peer_config", port=port, timeout_ms=round(timeout * 1000), **texts)
+        out = ffi.new("int32_t *")
+        status = lib.pyorch_connect(self.handle, config, out)
+        if status != lib.PYORCH_OK:
+            raise PyorchError(string(lib.pyorch_last_error()))
+        return out[0]
+
+    def disconnect(self, peer: int) -> None:
+        """What it had a place for is computed here from now on."""
+        check(lib.pyorch_disconnect(self.handle, peer))
+
+    def peer(self, peer: int) -> Peer:
+        raw = new("pyorch_peer_info")
+        check(lib.pyorch_get_peer(self.handle, peer, raw))
+        return _read(Peer, raw)
+
+    def set_placement(self, il: int, peers: Sequence[int] | np.ndarray) -> None:
+        """Who computes each expert of a layer, int[n_expert]: a number of connect(), or HERE.
+
+        At any time: a ubatch under way keeps to what it began with.
+        """
+        ids = np.ascontiguousarray(peers, np.int32)
+        check(lib.pyorch_set_placement(self.handle, il, array("int32_t[]", ids), ids.size))
+
+    def remote_stats(self) -> RemoteStats:
+        raw = new("pyorch_remote_counts")
+        check(lib.pyorch_get_remote_counts(self.handle, raw))
+        return read(RemoteStats, raw)
+
+
+def _texts(**texts: str) -> dict[str, object]:
+    """char arrays, which must live as long as the struct that points to them is used."""
+    encoded = {}
+    for name, text in texts.items():
+        if "\0" in text:
+            raise PyorchError(f"a {name} cannot have a zero in it")
+        encoded[name] = ffi.new("char[]", text.encode())
+    return encoded
+
+
+def _read(cls, raw):
+    values = {name: getattr(raw, name) for name in cls.__dataclass_fields__}
+    values["error"] = string(raw.error)
+    for name in ("joined", "same_kernels"):
+        if name in values:
+            values[name] = bool(values[name])
+    return cls(**values)

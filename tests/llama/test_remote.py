@@ -1,0 +1,162 @@
+"""Experts that other servers compute: the logits are those of one server that has all of them, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import batches
+import numpy as np
+import pytest
+from architectures import NAMES, types_of
+from models import assert_same_bits, small_model
+
+import pyorch
+from pyorch.errors import PyorchError
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.remote import HERE
+from pyorch.sidecars.container import fingerprint
+
+TOKEN = "a token for tests"
+
+# Each architecture as it was converted; each way in which kernels go through rows: one by one, repacked, in tiles.
+CASES = [
+    *((name, types_of(name)[0], True) for name in NAMES),
+    ("mixtral", "Q8_0", True), ("gpt-oss", "Q4_0", True), ("qwen3-next-fused", "Q4_0", True), ("llama4", "Q8_0", False),
+    ("mixtral", "Q4_K", True), ("mixtral", "Q4_K", False),
+]
+
+
+def load(path: Path, budget: int | str, **arguments: object) -> Model:
+    if budget == "floor":
+        with ModelMap(path) as model_map:
+            budget = model_map.info.floor_bytes
+    return pyorch.load(path, budget=budget, n_ctx=64, n_batch=64, n_ubatch=batches.N_UBATCH, **arguments)
+
+
+def digests(model: Model, n_threads: int = 1) -> dict[str, str]:
+    with Context(model.llama.model, n_threads=n_threads, **batches.CONTEXT) as context:
+        return batches.digests(context.decode, context.clear)
+
+
+def decoded(model: Model, prompt: list[int]) -> list[np.ndarray]:
+    with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
+        return [context.decode(prompt), context.decode([7]), context.decode([9])]
+
+
+@contextlib.contextmanager
+def joined(client: Model, server: Model) -> Iterator[int]:
+    """The number under which the client knows the server, which computes on two threads."""
+    port = server.engine.listen(TOKEN, fingerprint(server.map), n_threads=2)
+    try:
+        yield client.engine.connect("127.0.0.1", port, TOKEN, fingerprint(client.map), timeout=60)
+    finally:
+        server.engine.stop_listening()
+
+
+def place_at_random(client: Model, peer: int, seed: int) -> None:
+    """Of the first layer all experts lie elsewhere, of the last none, of the others some."""
+    rng = np.random.default_rng(seed)
+    layers = list(client.layers.values())
+    for i, layer in enumerate(layers):
+        places = rng.choice([HERE, peer], layer.n_expert)
+        if i == 0:
+            places[:] = peer
+        elif i == len(layers) - 1:
+            places[:] = HERE
+        client.engine.set_placement(layer.il, places)
+
+
+@pytest.mark.parametrize("name, type_name, repacked", CASES)
+def test_logits_are_bit_identical_at_a_random_split(zoo, name, type_name, repacked):
+    path, how = zoo.path(name, type_name), {"use_extra_bufts": repacked}
+    with load(path, "resident", **how) as model:
+        expected = digests(model)
+    with load(path, "floor", **how) as client, load(path, "floor", **how) as server, joined(client, server) as peer:
+        assert client.engine.peer(peer).same_kernels
+        place_at_random(client, peer, seed=NAMES.index(name))
+        assert digests(client) == expected
+        remote, served, asked = client.engine.remote_stats(), server.engine.served(), client.engine.peer(peer)
+        assert remote.fallback == 0 and remote.slots == served.slots == asked.slots > 0
+        assert (served.failed, served.refused, served.error, asked.error) == (0, 0, "", "")
+        for model in (client, server):
+            stats = model.engine.stats()
+            assert stats.peak_bytes <= stats.budget_bytes and stats.misses > 0
+
+
+def test_three_servers_with_some_experts_each_ask_each_other(small_moe, resident, prompt_tokens):
+    """Each computes a third of the experts and asks the two others for the rest, all at once."""
+    expected = decoded(resident, prompt_tokens)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(small_model(small_moe, "40%")) for _ in range(3)]
+        model = fingerprint(servers[0].map)
+        ports = [server.engine.listen(TOKEN, model) for server in servers]
+        for i, server in enumerate(servers):
+            numbers = [HERE if i == j else server.engine.connect("127.0.0.1", port, TOKEN, model, timeout=60)
+                       for j, port in enumerate(ports)]
+            for layer in server.layers.values():
+                server.engine.set_placement(layer.il, [numbers[expert % 3] for expert in range(layer.n_expert)])
+        with ThreadPoolExecutor(len(servers)) as pool:
+            answers = list(pool.map(lambda server: decoded(server, prompt_tokens), servers))
+        for server, answer in zip(servers, answers, strict=True):
+            for rows, right in zip(answer, expected, strict=True):
+                assert_same_bits(rows, right)
+            for il, resident_experts in server.residency.items():
+                elsewhere = np.arange(len(resident_experts)) % 3 != servers.index(server)
+                assert resident_experts.any() and not resident_experts[elsewhere].any()
+        for server in servers:
+            server.engine.stop_listening()
+
+
+def test_a_placement_may_change_at_any_time(small_moe, resident, prompt_tokens):
+    with Context(resident.llama.model, n_ctx=128, n_threads=1) as context:
+        expected = [context.decode([token]) for token in prompt_tokens[:24]]
+    with small_model(small_moe, "30%") as client, small_model(small_moe, "30%") as server:
+        with joined(client, server) as peer, Context(client.llama.model, n_ctx=128, n_threads=1) as context:
+            for seed, (token, right) in enumerate(zip(prompt_tokens, expected)):
+                if seed == 20:
+                    client.engine.disconnect(peer)
+                elif seed < 20:
+                    place_at_random(client, peer, seed)
+                assert_same_bits(context.decode([token]), right)
+        assert client.engine.remote_stats().fallback == 0
+
+
+def test_what_lies_elsewhere_is_not_read_ahead(small_moe, prompt_tokens):
+    """Neither on a guess nor for a prompt."""
+    with small_model(small_moe, "50%", prefetch="quasi-hidden") as client, small_model(small_moe, "50%") as server:
+        with joined(client, server) as peer, Context(client.llama.model, n_ctx=128, n_threads=1) as context:
+            for layer in client.layers.values():
+                client.engine.set_placement(layer.il, [peer] * layer.n_expert)
+            context.decode(prompt_tokens)
+            for token in prompt_tokens[:8]:
+                context.decode([token])
+            client.engine.wait_idle()
+            assert client.engine.stats().loads == 0
+            assert server.engine.stats().loads > 0
+
+
+def test_bad_arguments_are_sentences(small_moe):
+    with small_model(small_moe, "50%") as model:
+        engine, model_is = model.engine, fingerprint(model.map)
+        for call, sentence in (
+            (lambda: engine.set_placement(0, [3] * 64), "no server 3"),
+            (lambda: engine.set_placement(0, [HERE]), "has 64 experts, not 1"),
+            (lambda: engine.listen("", model_is), "need a token"),
+            (lambda: engine.listen("x" * 256, model_is), "255 bytes"),
+            (lambda: engine.listen(TOKEN, model_is, address="no address"), "is no address"),
+            (lambda: engine.listen(TOKEN, model_is, n_threads=0), "0 threads"),
+            (lambda: engine.served(), "does not listen"),
+            (lambda: engine.peer(0), "no server 0"),
+            (lambda: engine.connect("127.0.0.1", 1, TOKEN, model_is), "cannot be reached"),
+            (lambda: engine.connect("127.0.0.1", 70000, TOKEN, model_is), "is no port"),
+        ):
+            with pytest.raises(PyorchError, match=sentence):
+                call()
+        engine.listen(TOKEN, model_is)
+        with pytest.raises(PyorchError, match="listens already"):
+            engine.listen(TOKEN, model_is)
