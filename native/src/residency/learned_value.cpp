@@ -39,7 +39,7 @@ inline float log_of(float x) {
     constexpr int32_t ROOT_HALF = 0x3f3504f3;
     const int32_t bits = as_bits(x);
     const int32_t k    = (bits - ROOT_HALF) >> 23;
-    const float   m    = as_float(bits - (k << 23));
+    const float   m    = as_float(bits - k * (1 << 23));
     const float   s    = (m - 1) / (m + 1);
     const float   s2   = s * s;
     const float   tail = s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9))));

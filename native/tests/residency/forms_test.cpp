@@ -125,6 +125,11 @@ struct House {
         table.get_stats(-1, now);
         return now;
     }
+
+    uint64_t in_part() {
+        const pyorch_stats now = stats();
+        return now.compressed_hits + now.sm_hits + now.e_hits;
+    }
 };
 
 static constexpr PoolShares MIXES[] = {
@@ -148,6 +153,38 @@ static void experts_are_those_of_the_model_in_every_mix_of_forms() {
         CHECK((stats.sm_hits > 0) == (shares[(int) Form::SM_ONLY] > 0));
         CHECK((stats.e_hits > 0) == (shares[(int) Form::E_ONLY] > 0));
     }
+}
+
+static PoolShares random_shares(std::mt19937 & rng) {
+    double parts[4], sum = 0;
+    for (double & part : parts) {
+        part = rng() % 3 == 0 ? 0 : 1 + rng() % 100;
+        sum += part;
+    }
+    return sum == 0 ? ALL_FULL : PoolShares { 0, parts[0] / sum, parts[1] / sum, parts[2] / sum, parts[3] / sum };
+}
+
+// House::check() looks at the budget and at every byte.
+static void any_mix_of_forms_stays_within_any_budget_while_both_change() {
+    const ModelMap map = compressed_map();
+    std::mt19937   rng(11);
+    uint64_t       n_in_part = 0;
+    for (int start = 0; start < 8; ++start) {
+        House house(map, (int) (rng() % 16), random_shares(rng));
+        for (int step = 0; step < 48; ++step) {
+            if (step % 12 == 11) {
+                n_in_part += house.in_part();
+                house.table.set_budget(map.floor_bytes() + rng() % (16 * map.layers[0].slot_bytes()));
+                house.table.set_pools(random_shares(rng));
+                house.table.reset_stats(); // the most that was used counts from here
+            }
+            const bool prompt = rng() % 16 == 0;
+            CHECK(house.use(step % N_LAYERS, prompt ? experts(N_EXPERT) :
+                std::vector<int> { (int) (rng() % 4), 4 + (int) (rng() % 6) }, prompt ? 64 : 1));
+        }
+        n_in_part += house.in_part();
+    }
+    CHECK(n_in_part > 0);
 }
 
 static void what_is_compressed_in_memory_is_not_read_again() {
@@ -424,6 +461,7 @@ static void what_is_reserved_takes_memory_from_pools() {
 int main(int argc, char ** argv) {
     return run(argc, argv, {
         experts_are_those_of_the_model_in_every_mix_of_forms,
+        any_mix_of_forms_stays_within_any_budget_while_both_change,
         what_is_compressed_in_memory_is_not_read_again,
         a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it,
         loads_come_through_a_pool_that_shrinks_under_them,
