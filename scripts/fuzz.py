@@ -29,16 +29,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import numpy as np
 from ggufs import write_moe_model
-from mutations import gguf_mutator, pack_mutator, trace_mutator
+from mutations import gguf_mutator, index_mutator, json_mutator, pack_mutator, trace_mutator
 
-KINDS = ("gguf", "sidecar", "trace", "quantize")
+KINDS = ("gguf", "sidecar", "pack", "plan", "trace", "quantize")
 CPU_SECONDS = 10  # most cases take a tenth of one
 EXTRA_MEMORY = 1 << 30  # above what the imported libraries have mapped
 WALL_SECONDS = 120  # a process that waits for ever
 
 # In bounds: a sentence, perhaps behind notes and statistics that are lines of pyorch too.
 _SENTENCE = re.compile(r"pyorch: error: [^\n]+\n\Z")
+_SPEEDS = ("--read-bandwidth", "1GB/s", "--decode-bandwidth", "10GB/s", "--workers", "1")
 _RUN = ("-p", "ab", "-n", "3", "--temp", "0", "--ctx", "32", "--threads", "1")
 
 Mutator = Callable[[random.Random], "tuple[str, bytes]"]
@@ -112,7 +114,9 @@ def _import_everything() -> None:
     import pyorch.cli.convert  # noqa: F401
     import pyorch.cli.inspect  # noqa: F401
     import pyorch.cli.maps  # noqa: F401
-    import pyorch.convert.pack  # noqa: F401
+    import pyorch.cli.pack  # noqa: F401
+    import pyorch.cli.plan  # noqa: F401
+    import pyorch.convert.pack_check  # noqa: F401
     import pyorch.cli.replay  # noqa: F401
     import pyorch.cli.run  # noqa: F401
     import pyorch.cli.trace  # noqa: F401
@@ -134,6 +138,14 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     if kind == "gguf":
         commands = (("inspect", "{}", "--json"), ("run", "{}", *_RUN, "--budget", "60%"), ("run", "{}", *_RUN))
         return [Target(gguf_mutator(model.read_bytes()), "model.gguf", (), commands)]
+    if kind == "pack":
+        return _compressed(model, base)
+    if kind == "plan":
+        plan = model.with_suffix(".plan.json")
+        _must(("pack", model, "--codec", "table"))
+        _must(("plan", model, "--budget", "70%", *_SPEEDS))
+        commands = (("run", model.name, *_RUN, "--budget", "70%"), ("inspect", model.name, "--json"))
+        return [Target(json_mutator(plan.read_bytes()), plan.name, (model, _pack_of(model)), commands)]
     trace = base / "model.trace"
     text = base / "text.txt"
     text.write_text("A quick brown fox jumps over the lazy dog. " * 8)
@@ -153,7 +165,7 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
                (("run", model.name, *_RUN, "--budget", "60%", *options),))
         for name, options in uses.items()
     ]
-    pack, slim = model.with_suffix(".experts.gguf"), base / "slim.gguf"
+    pack, slim = _pack_of(model), base / "slim.gguf"
     _must(("pack", model))
     _must(("pack", model, "--slim", slim))
     commands = (("run", "{}", *_RUN, "--budget", "60%"),)
@@ -163,6 +175,26 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
         Target(pack_mutator(pack.read_bytes()), pack.name, (model,),
                (("run", model.name, *_RUN, "--budget", "60%"), ("pack", model.name, "--check"))),
     ]
+
+
+def _compressed(model: Path, base: Path) -> list[Target]:
+    """Compressed packs: of a model, which has all experts itself, and of a slim one, which has none."""
+    from pyorch.convert.pack_plan import checksum
+
+    slim = base / "slim.gguf"
+    _must(("pack", model, "--codec", "table", "--shards", "2"))
+    _must(("pack", model, "--codec", "zstd", "--shards", "2", "--slim", slim))
+    pools = ("--budget", "70%", "--pools", "0.4,0.3,0.2,0.1")
+    return [
+        Target(index_mutator(_pack_of(path).read_bytes(), lambda chunk: checksum(np.frombuffer(chunk, np.uint8))),
+               _pack_of(path).name, (path,),
+               (("run", path.name, *_RUN, *pools), ("pack", path.name, "--check"), ("inspect", path.name, "--json")))
+        for path in (model, slim)
+    ]
+
+
+def _pack_of(model: Path) -> Path:
+    return model.with_suffix(".experts.gguf")
 
 
 def _must(command: tuple[object, ...]) -> None:

@@ -10,7 +10,7 @@ import json
 import random
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,13 +60,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Of a GGUF: its places, and the parts [begin, end) that can be left out or repeated."""
+    """Of a GGUF: its places, and the parts [begin, end) that can be left out or repeated. data: where that of the first
+    tensor begins; at: by tensor, where its own does."""
 
     places: list[Place]
     metadata: list[tuple[str, int, int]]
     tensors: list[tuple[str, int, int]]
     data: int
     alignment: int
+    at: dict[str, int]
 
 
 class _Cursor:
@@ -106,7 +108,7 @@ def anatomy(content: bytes) -> Anatomy:
     cursor.number("version", "header", "<I")
     n_tensors = cursor.number("number of tensors", "header", "<Q")
     n_metadata = cursor.number("number of metadata", "header", "<Q")
-    metadata, tensors = [], []
+    metadata, tensors, offsets = [], [], {}
     for _ in range(n_metadata):
         begin = cursor.at
         key = cursor.string("a key", "key")
@@ -119,9 +121,13 @@ def anatomy(content: bytes) -> Anatomy:
         for i in range(cursor.number(f"dimensions of {name}", "dimensions", "<I")):
             cursor.number(f"dimension {i} of {name}", "dimension", "<Q")
         cursor.number(f"type of {name}", "tensor type", "<I")
-        cursor.number(f"offset of {name}", "offset", "<Q")
+        offsets[name] = cursor.number(f"offset of {name}", "offset", "<Q")
         tensors.append((name, begin, cursor.at))
-    return Anatomy(cursor.places, metadata, tensors, -(-cursor.at // 32) * 32, 32)
+    aligned = [place for place in cursor.places if place.what == "general.alignment"]
+    alignment = struct.unpack_from("<I", content, aligned[0].offset)[0] if aligned else 32
+    data = -(-cursor.at // alignment) * alignment
+    return Anatomy(cursor.places, metadata, tensors, data, alignment,
+                   {name: data + offset for name, offset in offsets.items()})
 
 
 def gguf_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]:
@@ -164,6 +170,117 @@ def pack_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]
         return f"{value} at {at}", bytes(damaged)
 
     return mutate
+
+
+_COLUMNS = ("expert", "role", "plane", "codec", "offset", "stored", "raw", "checksum")
+_ROW = struct.Struct(f"<{len(_COLUMNS)}Q")
+
+
+def index_mutator(content: bytes, checksum: Callable[[bytes], int]) -> Callable[[random.Random], tuple[str, bytes]]:
+    """As gguf_mutator, of a pack: most cases change rows of an index, or what is stored of a chunk and its checksum
+    with it, so that a decoder gets it."""
+    in_structure, known = gguf_mutator(content), anatomy(content)
+    indices = {}  # of blk.N.index: where its rows are, and where what they tell of begins
+    for name in known.at:
+        if name.endswith(".index"):
+            block = name.removesuffix(".index")
+            n = next(place for place in known.places if place.what == f"dimension 1 of {name}")
+            n_rows = struct.unpack_from(n.format, content, n.offset)[0]
+            indices[block] = ([known.at[name] + i * _ROW.size for i in range(n_rows)], known.at[f"{block}.experts"])
+
+    def mutate(chance: random.Random) -> tuple[str, bytes]:
+        how = chance.choice(("structure", "cell", "cell", "cell", "column", "exchanged", "chunk", "chunk", "shortened"))
+        if how == "structure":
+            return in_structure(chance)
+        damaged = bytearray(content)
+        block = chance.choice(sorted(indices))
+        rows, data = indices[block]
+        row, other = chance.choice(rows), chance.choice(rows)
+        fields, others = (dict(zip(_COLUMNS, _ROW.unpack_from(content, at))) for at in (row, other))
+        said = f"{how} of {block}, row {rows.index(row)}"
+        if how in ("cell", "column"):
+            column = chance.choice(_COLUMNS)
+            before = fields[column]
+            value = chance.choice((*_INTEGERS, *(before + step for step in (-4096, -64, -1, 1, 64, 4096)), 2 * before,
+                                   others[column], 2**64 - before)) % 2**64
+            changed = [row]
+            if how == "column":  # the same of all experts
+                changed = [at for at in rows if _ROW.unpack_from(content, at)[1:3] == (fields["role"], fields["plane"])]
+            for at in changed:
+                struct.pack_into("<Q", damaged, at + 8 * _COLUMNS.index(column), value)
+            return f"{said}: {column} is {value}, not {before}", bytes(damaged)
+        if how == "exchanged":
+            taken = chance.choice((_COLUMNS, ("offset", "stored", "checksum"), ("codec", "checksum"), ("expert",)))
+            for at, values in ((row, others), (other, fields)):
+                for column in taken:
+                    struct.pack_into("<Q", damaged, at + 8 * _COLUMNS.index(column), values[column])
+            return f"{said}: {', '.join(taken)} with row {rows.index(other)}", bytes(damaged)
+        at, n = data + fields["offset"], fields["stored"]
+        if how == "shortened":
+            n = chance.randrange(n)
+            struct.pack_into("<Q", damaged, row + 8 * _COLUMNS.index("stored"), n)
+        else:
+            begin = chance.randrange(n)
+            size = chance.choice((1, 2, 8, n)) if begin else chance.choice((1, 8, n))
+            size = min(size, n - begin)
+            damaged[at + begin : at + begin + size] = chance.choice(
+                (chance.randbytes(size), b"\0" * size, b"\xff" * size))
+            said += f", {size} bytes at {begin}"
+        struct.pack_into("<Q", damaged, row + 8 * _COLUMNS.index("checksum"), checksum(bytes(damaged[at : at + n])))
+        return said, bytes(damaged)
+
+    return mutate
+
+
+def json_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]:
+    """As gguf_mutator, of JSON: a value anywhere in it, or its text."""
+    whole = json.loads(content)
+    paths = list(_paths(whole))
+
+    def mutate(chance: random.Random) -> tuple[str, bytes]:
+        how = chance.randrange(12)
+        if how == 0:
+            cut = chance.randrange(len(content))
+            return f"cut off at {cut}", content[:cut]
+        if how == 1:
+            damaged, at = bytearray(content), chance.randrange(len(content))
+            damaged[at] = chance.randrange(256)
+            return f"{damaged[at]} at {at}", bytes(damaged)
+        if how == 2:
+            levels = chance.choice((100, 100_000))
+            return f"{levels} nested arrays", b'{"kind": ' + b"[" * levels
+        value = json.loads(content)
+        path = chance.choice(paths)
+        parent = value
+        for step in path[:-1]:
+            parent = parent[step]
+        if how == 3:
+            del parent[path[-1]]
+            return f"no {path}", json.dumps(value).encode()
+        if how == 4 and isinstance(parent, list):
+            parent.append(parent[path[-1]])
+            return f"one more of {path[:-1]}", json.dumps(value).encode()
+        before = parent[path[-1]]
+        choices = [None, True, False, "", "F", "x" * 70, "\ud800", [], {}, [before], {"a": before}, 1.5, 1e300, -1.0,
+                   float("nan"), float("inf"), *_INTEGERS, 10**400]
+        if isinstance(before, (int, float)):
+            choices += [-before, 2 * before, before / 2, str(before)] * 4
+        parent[path[-1]] = chance.choice(choices)
+        return f"{path} is {str(parent[path[-1]])[:60]}", json.dumps(value).encode()
+
+    return mutate
+
+
+def _paths(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """Of a value of JSON and all that is in it, of long lists the first and the last."""
+    if path:
+        yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _paths(item, (*path, key))
+    elif isinstance(value, list):
+        for i in sorted({0, len(value) - 1} if value else ()):
+            yield from _paths(value[i], (*path, i))
 
 
 def trace_mutator(content: bytes) -> Callable[[random.Random], tuple[str, bytes]]:

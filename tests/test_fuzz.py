@@ -10,7 +10,8 @@ from processes import python
 SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz.py"
 
 
-@pytest.mark.parametrize(("kind", "count"), [("gguf", 40), ("sidecar", 40), ("trace", 20), ("quantize", 8)])
+@pytest.mark.parametrize(("kind", "count"), [("gguf", 40), ("sidecar", 40), ("pack", 40), ("plan", 20),
+                                             ("trace", 20), ("quantize", 8)])
 def test_a_damaged_file_works_or_is_refused_in_a_sentence(kind: str, count: int) -> None:
     done = python(SCRIPT, kind, "--count", count)
     assert done.returncode == 0, done.stdout
