@@ -237,6 +237,8 @@ typedef enum pyorch_policy {
     PYORCH_LEARNED = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
     PYORCH_BANDIT  = 5, // least frequently used goes first, fading as fast as lately hit most often
     PYORCH_LEAST_STALE = 6, // not used by its layer's last pass goes first, of the layer whose turn comes last
+    PYORCH_FIFO    = 7, // what came into memory first goes first
+    PYORCH_MARKING = 8, // at random, of what was not used since everything else was (Fiat et al. 1991)
 } pyorch_policy;
 
 // Bytes of shard file (0-based) from offset into buf. Returns the number of bytes read, which may be

@@ -37,7 +37,8 @@ def test_the_default_policy_is_one_of_them():
 
 
 def test_a_name_that_is_not_known_is_refused_with_those_that_are():
-    with pytest.raises(PyorchError, match='^policy "mru" is not known: use lru, lfu, finemoe, learned, bandit or least-stale$'):
+    known = "use lru, lfu, finemoe, learned, bandit, least-stale, fifo or marking"
+    with pytest.raises(PyorchError, match=f'^policy "mru" is not known: {known}$'):
         policies().choose("mru")
     with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only pyorch replay does$'):
         predictors().choose("oracle")

@@ -28,6 +28,8 @@ std::vector<pyorch_choice> policies() {
         choice(PYORCH_BANDIT, "bandit", "as lfu, with the fading that lately hit most often"),
         choice(PYORCH_LEAST_STALE, "least-stale",
             "what the last token did not use goes first, of the layer whose turn comes last"),
+        choice(PYORCH_FIFO, "fifo", "what came into memory first goes first, to compare with"),
+        choice(PYORCH_MARKING, "marking", "at random, of what was not used since all others were, to compare with"),
     };
 }
 

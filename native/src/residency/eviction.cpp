@@ -5,13 +5,14 @@
 
 #include <algorithm>
 #include <limits>
+#include <random>
 
 namespace pyorch {
 namespace {
 
 class Lru : public EvictionPolicy {
 public:
-    void used(Usage & usage, uint64_t now) const override {
+    void used(Usage & usage, uint64_t now) override {
         usage.last_use = now;
     }
 
@@ -26,7 +27,7 @@ class Lfu : public EvictionPolicy {
 public:
     explicit Lfu(double half_life) : half_life(half_life) {}
 
-    void used(Usage & usage, uint64_t now) const override {
+    void used(Usage & usage, uint64_t now) override {
         usage.heat     = fading_use(usage.heat, (double) now / half_life);
         usage.last_use = now;
     }
@@ -52,6 +53,49 @@ class FineMoe : public Lfu {
     bool takes_forecasts() const override { return true; }
 };
 
+class Fifo : public Lru {
+    double value(const Usage & usage, float, bool) const override {
+        return (double) usage.came;
+    }
+};
+
+// What is used is marked. When all are marked and one must go, a new phase begins without marks; of those without one
+// any may go (Fiat et al., Competitive Paging Algorithms, 1991). A mark is the number of its phase and, behind the
+// point, the order in which it goes in the next one, which is random: so none changes when a phase ends. But those of
+// the running layer do: it is known what a layer uses before it is known what must go for it.
+class Marking : public Lru {
+    void used(Usage & usage, uint64_t now) override {
+        Lru::used(usage, now);
+        if (latest.empty() || latest.front()->last_use != now) {
+            latest.clear();
+        }
+        latest.push_back(&usage);
+        mark(usage);
+    }
+
+    void evicted(const Usage & usage) override {
+        if (usage.mark >= (double) phase) {
+            ++phase;
+            for (Usage * other : latest) {
+                mark(*other);
+            }
+        }
+    }
+
+    double value(const Usage & usage, float, bool) const override {
+        return usage.mark;
+    }
+
+    void mark(Usage & usage) {
+        usage.mark = (double) phase + order(rng);
+    }
+
+    uint64_t                         phase = 1;
+    std::vector<Usage *>             latest; // that were used at the same time
+    std::minstd_rand                 rng;
+    std::uniform_real_distribution<> order{ 0, 0.5 };
+};
+
 // What a pass of its layer did not use (stale) goes before what the last one used, and of either what belongs to the
 // layer whose turn comes last: layers are passed in a cycle (SpecMD, Least-Stale).
 class LeastStale : public Lru {
@@ -68,7 +112,7 @@ class Learned : public Lru {
 public:
     Learned(double most, bool turns) : most(most), turns(turns) {}
 
-    void used(Usage & usage, uint64_t now) const override {
+    void used(Usage & usage, uint64_t now) override {
         usage.last_use = now;
         usage.learned  = most;
     }
@@ -103,6 +147,8 @@ std::unique_ptr<EvictionPolicy> make_policy(pyorch_policy policy, int n_moe_laye
         case PYORCH_LEARNED: return std::make_unique<Learned>(1, true);
         case PYORCH_BANDIT:  return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false);
         case PYORCH_LEAST_STALE: return std::make_unique<LeastStale>();
+        case PYORCH_FIFO:    return std::make_unique<Fifo>();
+        case PYORCH_MARKING: return std::make_unique<Marking>();
         default:             return std::make_unique<Lru>();
     }
 }

@@ -22,6 +22,8 @@ struct Usage {
     uint64_t last_use = 0;
     double   heat     = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
     double   learned  = 0;          // what a Learner said of it last
+    double   mark     = 0;          // of the policy marking
+    uint64_t came     = 0;          // when it got its memory
     uint64_t next_use = UINT64_MAX; // the truth, where it is known: in a replay
 };
 
@@ -29,7 +31,11 @@ class EvictionPolicy {
 public:
     virtual ~EvictionPolicy() = default;
 
-    virtual void   used(Usage & usage, uint64_t now) const = 0;
+    // REQUIRES: the usage outlives the policy
+    virtual void   used(Usage & usage, uint64_t now) = 0;
+
+    // It went, as the least valuable.
+    virtual void   evicted(const Usage &) {}
 
     // The expert with the lowest value goes first. Finite, or -INFINITY. probability: in the forecast of its layer; 1 /
     // n_expert while there is none. fresh: the last pass of its layer used it.

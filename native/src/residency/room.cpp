@@ -19,8 +19,9 @@ bool Table::start_load(Expert & e) {
     if (!e.slot) {
         return false;
     }
-    e.load.form = COMPUTABLE;
-    e.load.slot = e.slot;
+    e.load.form  = COMPUTABLE;
+    e.load.slot  = e.slot;
+    e.usage.came = now;
     e.ready.store(0, std::memory_order_relaxed);
     ++l.n_loaded;
     return true;
@@ -49,6 +50,20 @@ void Table::drop(Expert & e) {
     e.unwanted   = false;
     e.scanned    = false;
     value_changed(e);
+}
+
+void Table::evict(Expert & e) {
+    ++layer_of(e).stats.evictions;
+    if (!passes(e)) {
+        policy->evicted(e.usage);
+    }
+    drop(e);
+}
+
+// Whether it goes before all others, whatever its value. What a pool has too is there to be computed with now; to get
+// it again costs little.
+bool Table::passes(const Expert & e) {
+    return e.scanned || (e.kept != Form::ABSENT && !e.guessed && !e.read_ahead);
 }
 
 // It counts as used now.
@@ -104,9 +119,7 @@ double Table::worth(const Layer & l, double value) const {
 void Table::compute_keys(const Expert & e) {
     const bool   free  = e.resident() && !e.in_use && !e.pinned;
     const bool   waits = e.read_ahead;
-    // What a pool has too is there to be computed with now; to get it again costs little.
-    const bool   passes = e.scanned || (e.kept != Form::ABSENT && !e.guessed && !waits);
-    const double key    = !free ? Victims::NEVER : passes ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
+    const double key   = !free ? Victims::NEVER : passes(e) ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
         value_of(e);
     const bool   fresh = is_fresh(e);
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
@@ -197,8 +210,7 @@ bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than,
         const Victim victim = choose_victim(layer, purpose, more_likely_than);
         if (victim.expert && victim < below) {
             Layer & gives = layer_of(*victim.expert);
-            ++gives.stats.evictions;
-            drop(*victim.expert);
+            evict(*victim.expert);
             if (!victim.expert->displaced) {
                 victim.expert->displaced = true;
                 gives.displaced.push_back(victim.expert->id());
@@ -241,8 +253,7 @@ void Table::keep_budget() {
     while (bank->matrices_taken() > bank->matrices_budget()) {
         const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
         if (victim.expert) {
-            ++layer_of(*victim.expert).stats.evictions;
-            drop(*victim.expert);
+            evict(*victim.expert);
         } else if (!drop_queued()) {
             break;
         }
@@ -258,8 +269,7 @@ void Table::shrink_layer(int layer, int n) {
         if (least.expert < 0) {
             return;
         }
-        ++l.stats.evictions;
-        drop(l.experts[least.expert]);
+        evict(l.experts[least.expert]);
     }
 }
 

@@ -316,6 +316,8 @@ private:
 
     bool start_load(Expert & e);
     void drop(Expert & e);
+    void evict(Expert & e);
+    static bool passes(const Expert & e);
     void give_parts(Load & load, uint32_t parts);
     void unstage(Load & load);
     void keep_parts(Expert & e, Form form);

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <random>
+#include <set>
 
 using namespace pyorch;
 
@@ -91,6 +92,53 @@ static void where_turns_count_the_layer_whose_turn_comes_last_gives() {
     CHECK(house.n_resident(2) == 10 && house.n_resident(3) == 6);
 }
 
+static void what_came_first_goes_first_however_often_it_was_used() {
+    House house(4, 0.5, PYORCH_FIFO); // 32 experts
+    for (int token = 0; token < 8; ++token) {
+        for (int layer = 0; layer < 4; ++layer) {
+            house.pass(layer, token == 0 ? std::vector<int>{ 0 } : std::vector<int>{ 0, token });
+        }
+    }
+    CHECK(house.stats().evictions == 0 && house.stats().resident_experts == 32);
+    for (int layer = 0; layer < 4; ++layer) {
+        house.pass(layer, { 8 });
+        CHECK(!house.resident(layer, 0) && house.resident(layer, 1) && house.resident(layer, 8));
+    }
+}
+
+// The algorithm as its authors write it, beside the table.
+static void marking_takes_at_random_what_was_not_used_in_its_phase() {
+    House house(4, 0.5, PYORCH_MARKING);
+    using Id = std::pair<int, int>; // layer, expert
+    std::set<Id>    there, marked;
+    std::vector<Id> uses; // the last one last
+    std::mt19937    rng(3);
+    int n_oldest = 0, n_evictions = 0;
+    for (int step = 0; step < 4000; ++step) {
+        const Id id = { step % 4, (int) std::min(rng() % 16, rng() % 16) };
+        house.pass(id.first, { id.second });
+        if (there.insert(id).second && there.size() > 32) {
+            if (marked.size() == 32) {
+                marked.clear();
+            }
+            const auto gone = [&](const Id & other) { return !house.resident(other.first, other.second); };
+            CHECK(std::count_if(there.begin(), there.end(), gone) == 1);
+            const Id victim = *std::find_if(there.begin(), there.end(), gone);
+            CHECK(marked.count(victim) == 0);
+            there.erase(victim);
+            const auto oldest = std::find_if(uses.begin(), uses.end(), [&](const Id & use) {
+                return (there.count(use) || use == victim) && !marked.count(use);
+            });
+            n_oldest += *oldest == victim;
+            ++n_evictions;
+        }
+        marked.insert(id);
+        uses.erase(std::remove(uses.begin(), uses.end(), id), uses.end());
+        uses.push_back(id);
+    }
+    CHECK(n_evictions > 500 && n_oldest < n_evictions / 2);
+}
+
 static void a_forecast_changes_what_goes_unless_it_comes_too_late() {
     std::vector<float> first_two(16, 0.001f);
     first_two[0] = first_two[1] = 1;
@@ -128,6 +176,8 @@ int main(int argc, char ** argv) {
         values_keep_the_order_of_faded_frequencies_at_any_time,
         what_was_used_longest_ago_goes_first,
         where_turns_count_the_layer_whose_turn_comes_last_gives,
+        what_came_first_goes_first_however_often_it_was_used,
+        marking_takes_at_random_what_was_not_used_in_its_phase,
         a_forecast_changes_what_goes_unless_it_comes_too_late,
         experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
     });
