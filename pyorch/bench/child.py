@@ -4,7 +4,8 @@ Its only argument is a descriptor that nobody writes to: whoever waits for the a
 that is closed, this process ends.
 
 The work: a cold prompt, then text decoded token by token (the text decides what comes next, so that
-experts are chosen as by real use), then the next part of the text as a second prompt. No sampling.
+experts are chosen as by real use), then the next part of the text as a second prompt. No sampling. Of several sequences
+each has a part of the text: their prompts come one after the other, then a token of each is decoded at once.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ def measure(job: Job) -> Measurement:
             run.preload()
         load_seconds = time.perf_counter() - begin
         n_warm_up = int(job.n_tokens * _WARM_UP)
-        prompt, text, second_prompt = _parts(
-            run.tokenize(job.data), job.n_prompt, n_warm_up + job.n_tokens, job.n_prompt
+        *parts, second_prompt = _parts(
+            run.tokenize(job.data), *[job.n_prompt, n_warm_up + job.n_tokens] * job.n_sequences, job.n_prompt
         )
-        run.decode(prompt)
+        prompts, texts = parts[::2], parts[1::2]
+        run.prefill(prompts[0], 0)
         ttft_seconds = time.perf_counter() - begin
-        run.decode_one_by_one(text[:n_warm_up], job.max_decode_seconds * _WARM_UP)
-        decode = run.timed(lambda: run.decode_one_by_one(text[n_warm_up:], job.max_decode_seconds))
+        for sequence, prompt in enumerate(prompts[1:], start=1):
+            run.prefill(prompt, sequence)
+        run.decode([text[:n_warm_up] for text in texts], job.max_decode_seconds * _WARM_UP)
+        decode = run.timed(lambda: run.decode([text[n_warm_up:] for text in texts], job.max_decode_seconds))
         run.clear()
-        prefill = run.timed(lambda: run.decode(second_prompt))
+        prefill = run.timed(lambda: run.prefill(second_prompt, 0))
         stats = run.engine.stats() if run.engine is not None else None
         peak_memory_bytes = memory.peak_bytes()
     return Measurement(
@@ -76,7 +80,7 @@ def measure(job: Job) -> Measurement:
 
 
 class _Run:
-    """A loaded model and its only sequence."""
+    """A loaded model and its sequences."""
 
     def __init__(self, model: int, context: int, record: ManagedModel | None) -> None:
         self.engine = record.engine if record is not None else None
@@ -97,23 +101,37 @@ class _Run:
             self.engine.prefetch(layer.il, range(layer.n_expert))
         self.engine.wait_idle()
 
-    def decode(self, tokens: Sequence[int]) -> int:
-        """Appends tokens to the sequence. Logits of the last one."""
-        ids = (llama.llama_token * len(tokens))(*tokens)  # the batch points to it
-        decode_error()  # of an earlier decode
-        status = llama.llama_decode(self._context, llama.llama_batch_get_one(ids, len(tokens)))
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} {decode_error()}")
+    def prefill(self, tokens: Sequence[int], sequence: int) -> int:
+        """Appends tokens to a sequence. Logits of the last one. Returns their number."""
+        self._append(tokens, [sequence] * len(tokens), [False] * (len(tokens) - 1) + [True])
         return len(tokens)
 
-    def decode_one_by_one(self, tokens: Sequence[int], max_seconds: float) -> int:
-        """Until the tokens or the time are used up. Returns the number of tokens, at least one."""
+    def decode(self, texts: Sequence[Sequence[int]], max_seconds: float) -> int:
+        """Appends a text to each sequence, a token to all at once, until the texts or the time are used up.
+
+        Logits of all of them. Returns the number of tokens.
+        """
         end = time.perf_counter() + max_seconds
-        for n, token in enumerate(tokens, start=1):
-            self.decode([token])
+        n = 0
+        for tokens in zip(*texts):
+            self._append(tokens, range(len(texts)), [True] * len(texts))
+            n += len(texts)
             if time.perf_counter() >= end:
-                return n
-        return len(tokens)
+                break
+        return n
+
+    def _append(self, tokens: Sequence[int], sequences: Sequence[int], with_logits: Sequence[bool]) -> None:
+        n = len(tokens)
+        of_token = [(llama.llama_seq_id * 1)(sequence) for sequence in sequences]
+        # Positions follow those of the sequences. The batch points to the arrays.
+        batch = llama.llama_batch(
+            n_tokens=n, token=(llama.llama_token * n)(*tokens), n_seq_id=(ctypes.c_int32 * n)(*[1] * n),
+            seq_id=(ctypes.POINTER(llama.llama_seq_id) * n)(*of_token), logits=(ctypes.c_int8 * n)(*with_logits),
+        )
+        decode_error()  # of an earlier decode
+        status = llama.llama_decode(self._context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode returned {status} {decode_error()}")
 
     def clear(self) -> None:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
@@ -144,10 +162,11 @@ def _loaded(job: Job) -> Iterator[_Run]:
     params = llama.llama_model_default_params()
     params.use_extra_bufts = job.config.repack
     context_params = llama.llama_context_default_params()
-    context_params.n_ctx = job.n_prompt + 2 * job.n_tokens
-    context_params.n_batch = context_params.n_ubatch = job.n_prompt
+    context_params.n_seq_max = job.n_sequences
+    context_params.n_ctx = job.n_sequences * (job.n_prompt + 2 * job.n_tokens)
+    context_params.n_batch = context_params.n_ubatch = max(job.n_prompt, job.n_sequences)
     context_params.n_threads = context_params.n_threads_batch = job.n_threads
-    context_params.n_outputs_max = 1
+    context_params.n_outputs_max = job.n_sequences
     with contextlib.ExitStack() as stack:
         if job.config.mode == ENGINE:
             params.load_mode = llama.LLAMA_LOAD_MODE_NONE

@@ -33,7 +33,10 @@ class Config:
 
 @dataclass(frozen=True)
 class Job:
-    """A configuration and the work to measure it with."""
+    """A configuration and the work to measure it with.
+
+    n_sequences: decoded at once, each after a prompt of its own; n_prompt, n_tokens: of each of them.
+    """
 
     model: str
     config: Config
@@ -42,6 +45,7 @@ class Job:
     n_tokens: int
     n_threads: int
     max_decode_seconds: float
+    n_sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ class Measurement:
     """What the process answers. All sizes in bytes.
 
     ttft_seconds: from the start of loading, with a cold page cache, to the logits after the prompt.
-    prefill, decode: later, in the steady state. peak_memory_bytes: of the process (VmHWM). planned_stall_seconds: that
-    a decoded token waits as planned, with a compressed pack beside the model (pyorch plan); nan where nobody planned.
+    prefill, decode: later, in the steady state; tokens of all sequences. peak_memory_bytes: of the process (VmHWM).
+    planned_stall_seconds: that a decoded token waits as planned, with a compressed pack beside the model (pyorch plan);
+    nan where nobody planned.
     """
 
     load_seconds: float

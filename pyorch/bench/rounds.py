@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,13 +66,17 @@ def run_rounds(
     n_rounds: int,
     on_progress: OnProgress,
     say: Callable[[str], None],
+    done: Sequence[Run] = (),
+    keep: Callable[[Run], None] = lambda run: None,
 ) -> Results:
     """Measures every configuration n_rounds times. say: told what each measurement gave.
+
+    done: measured before, and not again. keep: told of each that is new.
 
     A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
     """
     with packs.open_model(job_for(configs[0]).model) as model_map:
-        return _run_rounds(job_for, configs, n_rounds, on_progress, say, model_map)
+        return _run_rounds(job_for, configs, n_rounds, on_progress, say, model_map, done, keep)
 
 
 def _run_rounds(
@@ -82,13 +86,19 @@ def _run_rounds(
     on_progress: OnProgress,
     say: Callable[[str], None],
     model_map: ModelMap,
+    done: Sequence[Run],
+    keep: Callable[[Run], None],
 ) -> Results:
-    paths = disk.paths_of(model_map)
-    runs: list[Run] = []
-    bandwidths = [disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS)]
+    paths = _paths({job_for(config).model for config in configs})
+    runs = list(done)
+    bandwidths: list[disk.Bandwidth] = []
     for i in range(n_rounds):
         # There and back: what drifts in one direction favours no configuration.
         for config in configs if i % 2 == 0 else reversed(configs):
+            if any(run.config == config and run.round == i for run in done):
+                continue
+            if not bandwidths:
+                bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
             on_progress(f"round {i + 1} of {n_rounds}: {config.label}", len(runs), n_rounds * len(configs))
             disk.drop_page_cache(paths)
             with _Processors() as processors:
@@ -99,7 +109,18 @@ def _run_rounds(
             if failure and len(runs) == 1 and not config.limit_bytes:
                 raise PyorchError(failure)
             say(f"round {i + 1} of {n_rounds}: {config.label}: {_outcome(runs[-1])}")
+            keep(runs[-1])
     return Results(tuple(runs), tuple(bandwidths))
+
+
+def _paths(models: Iterable[str]) -> list[str]:
+    """Files that experts are read from."""
+    paths: set[str] = set()
+    for model in models:
+        with packs.open_model(model) as model_map:
+            paths.update(disk.paths_of(model_map))
+            paths.update(str(pack) for kind, pack in model_map.sidecars().items() if kind == packs.KIND)
+    return sorted(paths)
 
 
 def _outcome(run: Run) -> str:
