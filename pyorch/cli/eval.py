@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyorch.cli import eval_prefetch
+from pyorch.cli import eval_pack, eval_prefetch
 from pyorch.cli.options import add_command, add_model_options, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings
@@ -28,6 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     _add_arc(kinds)
     _add_perplexity(kinds)
     eval_prefetch.add_parser(kinds)
+    eval_pack.add_parser(kinds)
     return parser
 
 

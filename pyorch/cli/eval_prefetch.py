@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, make_directory, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -70,13 +70,14 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     given = _check(args)
 
-    from pyorch.eval import prefetch, prefetch_plots, prefetch_report, prefetch_serving
+    from pyorch.eval import pictures, prefetch, prefetch_plots, prefetch_report, prefetch_serving
+    from pyorch.eval.tables import write_csv
     from pyorch.sidecars import packs
     from pyorch.settings.budget import Budget
 
     if args.output is not None:
-        prefetch_plots.check()
-        _make_directory(args.output)
+        pictures.check()
+        make_directory(args.output)
     with packs.open_model(args.model) as model_map, Progress() as progress:
         for budget in given.budgets:
             Budget.parse(budget).resolve(model_map.info)
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 evaluation = _measured(args, given, evaluation, progress)
     if args.output is not None:
         directory = args.output.absolute()
-        paths = prefetch_report.write_csv(evaluation, directory) + prefetch_plots.draw(evaluation, directory)
+        paths = write_csv(prefetch_report.tables(evaluation), directory) + prefetch_plots.draw(evaluation, directory)
     if args.json:
         goals = [vars(goal) | {"met": goal.met} for goal in prefetch_report.goals(evaluation)]
         print_json(vars(evaluation) | {"goals": goals})
@@ -161,13 +162,6 @@ def _numbers(option: str, text: str, kind: type, least: float, most: float = flo
         span = f"{least:g} or more" if most == float("inf") else f"from {least:g} to {most:g}"
         raise PyorchError(f'{option} "{text}" is not a list of numbers, {span}, with commas between them')
     return values
-
-
-def _make_directory(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
 
 
 def _traces(args: argparse.Namespace, directory: Path, progress):

@@ -96,6 +96,14 @@ def check_readable(paths: Iterable[str | Path | None]) -> None:
             raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def make_directory(directory: Path) -> None:
+    """For the files of -o. PyorchError where there can be none."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+
+
 def print_json(value: object) -> None:
     """Dataclasses and what is made of them, as one JSON object. What is not a number is null."""
     print(json.dumps(_plain(value), indent=2, allow_nan=False))

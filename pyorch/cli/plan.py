@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         if args.trace is not None:
             routing = f"{len(planned_by)} tokens of {args.trace}"
         progress.update("measuring reading and decoding", 0, 0)
-        machine = _machine(args, model_map)
+        machine = measured_machine(args, model_map)
         begin = perf_counter()
         planner = plans.new_planner(model_map, inclusion, machine)
         reserved = plans.Reserve.of(model_map).bytes(budget)
@@ -220,7 +220,8 @@ def _inclusion(recording, model_map):
     return even_inclusion(n_experts, model_map.info.n_expert_used), "unknown: all experts count as used alike"
 
 
-def _machine(args: argparse.Namespace, model_map):
+def measured_machine(args: argparse.Namespace, model_map):
+    """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
     from pyorch.cli.replay import parse_rate
     from pyorch.errors import FormatError
     from pyorch.runtime.disk import kept_bandwidth, measure_bandwidth

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 import numpy as np
 
-from pyorch.errors import PyorchError
+from pyorch.eval.pictures import save
 from pyorch.eval.prefetch import ON_DEMAND, Evaluation, Pair
-from pyorch.files import publish, staging
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = {
     "none": "black", "previous-token": "tab:brown", "layer-all": "tab:grey", "next-router": "tab:blue",
@@ -18,11 +21,6 @@ _COLOURS = {
     "activation-matrix": "tab:orange", "oracle": "tab:pink",
 }
 _LINES = {"lru": "-", "lfu": "--", "finemoe": "-.", "belady": ":"}
-
-
-def check() -> None:
-    """PyorchError without matplotlib; asked before anything is measured."""
-    _figure_class()
 
 
 def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
@@ -34,28 +32,13 @@ def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    figure_class = _figure_class()
     pictures: dict[str, Callable] = {
         "recall": _recall, "similarity": _similarity, "budgets": _budgets, "sweeps": _sweeps,
         "stream": _stream,
     }
     if evaluation.contexts:
         pictures["contexts"] = _contexts
-    with staging(directory / "pictures") as made:
-        for name, picture in pictures.items():
-            try:
-                picture(figure_class, evaluation).savefig(made / f"{name}.png", dpi=70)
-            except OSError as error:
-                raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-        return publish([made / f"{name}.png" for name in pictures], directory)
-
-
-def _figure_class() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    return Figure
+    return save({name: partial(picture, evaluation=evaluation) for name, picture in pictures.items()}, directory)
 
 
 def _recall(figure_class: type[Figure], evaluation: Evaluation) -> Figure:

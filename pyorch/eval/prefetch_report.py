@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,51 +11,7 @@ from pyorch.eval.prefetch import (
     DISTANCES, FINEMOE, MIXTRAL_OFFLOADING, MOE_INFINITY, ON_DEMAND, ON_DEMAND_LFU, Evaluation, Pair, Played,
 )
 from pyorch.eval.prefetch_serving import PERCENTILES
-from pyorch.files import write_text
-
-
-@dataclass(frozen=True)
-class Table:
-    """name: of its file. rows: cells as they are; texts() shortens numbers."""
-
-    name: str
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple, ...]
-
-    def texts(self) -> list[tuple[str, ...]]:
-        """The rows for people."""
-        return [tuple(_text(cell) for cell in row) for row in self.rows]
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Titles of the columns that hold no numbers."""
-        return tuple(title for i, title in enumerate(self.columns) if all(isinstance(row[i], str) for row in self.rows))
-
-    def csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
-        writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in self.rows)
-        return text.getvalue()
-
-
-@dataclass(frozen=True)
-class Goal:
-    """reached: nan if it was not measured. at_most: it is to be below the goal, not above."""
-
-    what: str
-    goal: float
-    reached: float
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.reached <= self.goal if self.at_most else self.reached >= self.goal
-
-    @property
-    def measured(self) -> bool:
-        return self.reached == self.reached
+from pyorch.eval.tables import Goal, Table, goal_table
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
@@ -81,25 +33,13 @@ def tables(evaluation: Evaluation) -> list[Table]:
                 tuple((row.predictor, row.tpot_ms, row.without_ms, row.share) for row in evaluation.overheads),
             )
         )
-    made.append(Table("goals", "goals", ("goal", "", "limit", "reached", "met"), tuple(
-        (goal.what, "at most" if goal.at_most else "at least", goal.goal, goal.reached,
-         "-" if not goal.measured else "yes" if goal.met else "NO") for goal in goals(evaluation)
-    )))
+    made.append(goal_table(goals(evaluation)))
     return made
 
 
 def for_terminal(evaluation: Evaluation) -> list[Table]:
     """Those that people read; pictures tell the others."""
     return [table for table in tables(evaluation) if table.name != "similarity-bins"]
-
-
-def write_csv(evaluation: Evaluation, directory: Path) -> list[Path]:
-    """A file for each table. PyorchError where nothing can be written."""
-    paths = []
-    for table in tables(evaluation):
-        paths.append(directory / f"{table.name}.csv")
-        write_text(paths[-1], table.csv())
-    return paths
 
 
 def goals(evaluation: Evaluation) -> Iterator[Goal]:
@@ -286,11 +226,3 @@ def _flat(name: str, title: str, rows: Sequence) -> Table:
     """Of dataclasses of numbers and strings."""
     columns = tuple(field.name for field in dataclasses.fields(rows[0]))
     return Table(name, title, columns, tuple(tuple(getattr(row, column) for column in columns) for row in rows))
-
-
-def _text(cell: object) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    if cell != cell:
-        return "-"
-    return f"{cell:.3f}" if abs(cell) < 10 else f"{cell:.1f}"

@@ -1,0 +1,79 @@
+"""Tables of an evaluation, for people and as CSV files, and goals."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.files import write_text
+
+
+@dataclass(frozen=True)
+class Table:
+    """name: of its file. rows: cells as they are; texts() shortens numbers."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple, ...]
+
+    def texts(self) -> list[tuple[str, ...]]:
+        """The rows for people."""
+        return [tuple(_text(cell) for cell in row) for row in self.rows]
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Titles of the columns that hold no numbers."""
+        return tuple(title for i, title in enumerate(self.columns) if all(isinstance(row[i], str) for row in self.rows))
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row] for row in self.rows)
+        return text.getvalue()
+
+
+@dataclass(frozen=True)
+class Goal:
+    """reached: nan if it was not measured. at_most: it is to be below the goal, not above."""
+
+    what: str
+    goal: float
+    reached: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.reached <= self.goal if self.at_most else self.reached >= self.goal
+
+    @property
+    def measured(self) -> bool:
+        return self.reached == self.reached
+
+
+def goal_table(goals: Iterable[Goal]) -> Table:
+    return Table("goals", "goals", ("goal", "", "limit", "reached", "met"), tuple(
+        (goal.what, "at most" if goal.at_most else "at least", goal.goal, goal.reached,
+         "-" if not goal.measured else "yes" if goal.met else "NO") for goal in goals
+    ))
+
+
+def write_csv(tables: Iterable[Table], directory: Path) -> list[Path]:
+    """A file for each table. PyorchError where nothing can be written."""
+    paths = []
+    for table in tables:
+        paths.append(directory / f"{table.name}.csv")
+        write_text(paths[-1], table.csv())
+    return paths
+
+
+def _text(cell: object) -> str:
+    if not isinstance(cell, float):
+        return str(cell)
+    if cell != cell:
+        return "-"
+    return f"{cell:.3f}" if abs(cell) < 10 else f"{cell:.1f}"
