@@ -17,7 +17,6 @@ DECODE_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 
 _POOL_NAMES = ("full", "compressed", "sm", "e")
-_FINALISTS = 6
 _PLOTTED = tuple(n / 20 for n in range(2, 21))  # budgets, as shares of all experts
 
 
@@ -110,7 +109,9 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import AUTO
     from pyorch.sidecars import packed_sizes, packs, plan as plans
-    from pyorch.traces.divisions import CHOICE_PASSES, Player, choose
+    from pyorch.traces.divisions import FINALISTS, Player, choose
+    from pyorch.traces.file import Trace
+    from pyorch.traces.recording import decoded_recording
 
     budget_setting = given_settings(args).get("budget", AUTO)
     if budget_setting.amount is None:
@@ -126,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)
-        recording = None if args.trace is None else _recording(args.trace, model_map)
+        recording = None if args.trace is None else decoded_recording(Trace(args.trace), model_map)
         planned_by = recording if recording is None or not args.check else recording.part(0, len(recording) // 2)
         inclusion, routing = _inclusion(planned_by, model_map)
         if args.trace is not None:
@@ -136,20 +137,16 @@ def run(args: argparse.Namespace) -> int:
         begin = perf_counter()
         planner = plans.new_planner(model_map, inclusion, machine)
         reserved = plans.Reserve.of(model_map).bytes(budget)
-        planned = planner.plan(budget, pools, args.step, reserved, HANDICAP, _FINALISTS)
+        planned = planner.plan(budget, pools, args.step, reserved, HANDICAP, FINALISTS)
         seconds = perf_counter() - begin
         whole, others = planner.cost((1, 0, 0, 0), budget - reserved), _others(planner, budget - reserved, pools)
         best, handicap, n_played, n_played_tokens = planned.best, HANDICAP, 0, 0
         if planned_by is not None and _can_play(planned_by, model_map):
             progress.update("playing the trace", 0, 0)
-            n_played_tokens = min(max(1, len(planned_by) // 4), 1 + CHOICE_PASSES // len(planned_by.layers))
-            at = len(planned_by) - n_played_tokens
-            player = Player(model_map, plain_map, planned_by.part(0, max(1, at)), planned_by.part(at, len(planned_by)),
-                            budget, machine)
             simple = [*([whole] if "F" in pools else []), *([others["compressed only"]] if "C" in pools else []),
                       *([planned.plain] if planned.plain is not None else [])]
-            choice = choose([*simple, *planned.finalists], player)
-            best, n_played = choice.best, choice.n_played
+            choice = choose([*simple, *planned.finalists], model_map, plain_map, planned_by, budget, machine)
+            best, n_played, n_played_tokens = choice.best, choice.n_played, choice.n_tokens
             handicap = max(1.0, choice.handicap or HANDICAP)
         splits = {"plan": best, "full only": whole, **others}
         if not best.compressed:
@@ -177,27 +174,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         show([*_parts(report, model_map.info), *([str(picture)] if picture else [])])
     return 0
-
-
-def _recording(path: Path, model_map):
-    """A trace, of the layers that a decode passes."""
-    from pyorch.errors import FormatError
-    from pyorch.traces.file import Trace
-    from pyorch.traces.recording import Recording
-
-    recording = Recording.from_trace(Trace(path), model_map)
-    wanted = tuple(layer.il for layer in model_map.decoded_layers)
-    if missing := sorted(set(wanted) - set(recording.layers)):
-        raise FormatError(f"{path} has no layer {missing[0]}: record it with pyorch profile")
-    recording = recording.of_layers(wanted)
-    n_used = model_map.info.n_expert_used
-    if recording.experts.shape[2] != n_used:
-        raise FormatError(f"{path} is damaged: it has {recording.experts.shape[2]} experts of a token in a layer, not "
-                          f"{n_used}")
-    for layer, last in zip(model_map.decoded_layers, recording.experts.max(axis=(0, 2))):
-        if last >= layer.n_expert:
-            raise FormatError(f"{path} is damaged: it names expert {last} of {layer.n_expert} in layer {layer.il}")
-    return recording
 
 
 def _can_play(recording, model_map) -> bool:

@@ -9,20 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from pyorch.errors import BudgetError, FormatError
+from pyorch.errors import BudgetError
 from pyorch.library.choices import default_policy, policies
 from pyorch.planning.makespan import POOLS
-from pyorch.planning.planner import STEP
+from pyorch.planning.planner import HANDICAP, STEP, Planner
 from pyorch.planning.ranks import inclusion_by_rank
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.settings.pools import Pools
 from pyorch.sidecars.plan import Machine, Reserve, new_planner
 from pyorch.sizes import MiB
+from pyorch.traces.divisions import FINALISTS, choose
 from pyorch.traces.file import Trace
-from pyorch.traces.recording import Recording
+from pyorch.traces.recording import Recording, decoded_recording
 from pyorch.traces.replay import ReplaySettings, replay
 
 POLICIES = ("lru", "fifo", "marking", "lfu", "learned", "belady")
@@ -86,20 +85,23 @@ def compare(
     Raises FormatError for a trace of another model, or without a compressed pack; PyorchError for a trace without
     tokens, and BudgetError where no strategy has enough.
     """
-    recording = Recording.from_trace(trace, plain)
+    recording = decoded_recording(trace, packed)
     half = max(1, len(recording) // 2)
+    known = recording.part(0, half)
     n_expert = max(layer.n_expert for layer in packed.decoded_layers)
-    inclusion = inclusion_by_rank(_decoded_experts(recording, packed, trace)[:half], n_expert)
-    planner = new_planner(packed, inclusion, conditions.machine)
+    planner = new_planner(packed, inclusion_by_rank(known.experts, n_expert), conditions.machine)
     strategies = [(kept, policy) for kept in (WITHOUT, FULL, COMPRESSED, PLAN) for policy in conditions.policies
                   if kept in (WITHOUT, FULL) or policy not in _WHOLE_ONLY]
     rows: list[Played] = []
     for budget in conditions.budgets:
         budget.resolve(plain.info)
+        divisions = _divisions(planner, plain, packed, known, conditions.machine, budget)
         for kept, policy in strategies:
             on_progress(f"replaying {kept}, {policy}, {budget}", len(rows), len(strategies) * len(conditions.budgets))
             try:
-                pools, expected = _division(kept, planner, packed, budget)
+                pools, expected = divisions[kept]
+                if pools is not None:
+                    budget.resolve(packed.info)
                 model_map = plain if pools is None else packed
                 rows.append(_played(model_map, recording, conditions, kept, policy, budget, pools, expected, half))
             except BudgetError as error:
@@ -116,32 +118,21 @@ def shown_policy(policies: tuple[str, ...]) -> str:
     return default_policy() if default_policy() in policies else policies[0]
 
 
-def _decoded_experts(recording: Recording, model_map: ModelMap, trace: Trace) -> np.ndarray:
-    """uint16[n, L, k]: of the layers that a decode passes."""
-    layers = model_map.decoded_layers
-    known = {il: i for i, il in enumerate(recording.layers)}
-    if any(layer.il not in known for layer in layers):
-        raise FormatError(f"{trace.path} does not have all layers of {model_map.path}: record it with pyorch profile")
-    experts = recording.experts[:, [known[layer.il] for layer in layers]]
-    if experts.shape[2] != model_map.info.n_expert_used or (
-            experts.max(axis=(0, 2)) >= [layer.n_expert for layer in layers]).any():
-        raise FormatError(f"{trace.path} is damaged: it names experts that {model_map.path} does not have")
-    return experts
-
-
-def _division(kept: str, planner, packed: ModelMap, budget: Budget) -> tuple[Pools | None, float]:
-    """The shares, None without the pack, and milliseconds that the planner expects a token to wait."""
-    if kept == WITHOUT:
-        return None, float("nan")
-    if kept != PLAN:
-        budget.resolve(packed.info)
-        return Pools(1, 0, 0, 0) if kept == FULL else Pools(0, 1, 0, 0), float("nan")
+def _divisions(
+    planner: Planner, plain: ModelMap, packed: ModelMap, known: Recording, machine: Machine, budget: Budget
+) -> dict[str, tuple[Pools | None, float]]:
+    """By what is kept: the shares, None without the pack, and milliseconds that the plan expects a token to wait."""
+    nan = float("nan")
+    divisions = {WITHOUT: (None, nan), FULL: (Pools(1, 0, 0, 0), nan), COMPRESSED: (Pools(0, 1, 0, 0), nan)}
     try:
         n_bytes = budget.resolve(packed.info)
     except BudgetError:  # with a pack the floor is higher
-        return None, float("nan")
-    division = planner.plan(n_bytes, POOLS, STEP, Reserve.of(packed).bytes(n_bytes)).best
-    return Pools(*division.shares) if division.compressed else None, 1000 * division.makespan
+        return {**divisions, PLAN: (None, nan)}
+    reserved = Reserve.of(packed).bytes(n_bytes)
+    planned = planner.plan(n_bytes, POOLS, STEP, reserved, HANDICAP, FINALISTS)
+    simple = [planner.cost(divisions[kept][0].shares, n_bytes - reserved) for kept in (FULL, COMPRESSED)]
+    best = choose([*simple, planned.plain, *planned.finalists], packed, plain, known, n_bytes, machine).best
+    return {**divisions, PLAN: (Pools(*best.shares) if best.compressed else None, 1000 * best.makespan)}
 
 
 def _played(

@@ -141,9 +141,9 @@ class Measurements:
             steps = summary.decode_rate / case.batch  # a second
             shares, expected = None, float("nan")
             if case.system == PLAN and planner is not None and summary.n_rounds:
-                division = planner.at(int(summary.budget_bytes)).best
+                division = planner.best(int(summary.budget_bytes))
                 shares = division.shares if division.compressed else None
-                expected = 1000 * division.makespan if case.batch == 1 else expected
+                expected = 1000 * summary.planned_stall_seconds_per_token if case.batch == 1 else expected
             rows.append(Measured(
                 case.system, str(case.limit), case.batch, summary.n_rounds, self._ttft(config), 1000 / steps,
                 summary.decode_rate, summary.decode_hit_rate, summary.decode_bytes_per_token / MiB,

@@ -16,8 +16,10 @@ from pyorch.sidecars.plan import Machine
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
 
-# Layers of tokens that are played of each division when one is to be chosen: some tenths of a second.
-CHOICE_PASSES = 24_000
+FINALISTS = 6  # divisions of the planner that are played when one is to be chosen
+
+# Layers of tokens that are played of each division: some tenths of a second.
+_CHOICE_PASSES = 24_000
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,22 @@ class Player:
 @dataclass(frozen=True)
 class Choice:
     """best: of the divisions that were played. handicap: how much longer those with more than whole experts took than
-    expected, on average, as a share of the same of whole experts; None where there were none. n_played: divisions."""
+    expected, on average, as a share of the same of whole experts; None where there were none. n_played: divisions;
+    n_tokens: that each was played on."""
 
     best: Split
     handicap: float | None
     n_played: int
+    n_tokens: int
 
 
-def choose(splits: Sequence[Split], player: Player) -> Choice:
-    """The division that waits least when it is played, the first of equals."""
+def choose(
+    splits: Sequence[Split], packed: ModelMap, plain: ModelMap, recording: Recording, budget: int, machine: Machine
+) -> Choice:
+    """The division that waits least when the end of a recording is played, behind the rest; the first of equals."""
+    n_tokens = min(max(1, len(recording) // 4), 1 + _CHOICE_PASSES // len(recording.layers))
+    at = len(recording) - n_tokens
+    player = Player(packed, plain, recording.part(0, max(1, at)), recording.part(at, len(recording)), budget, machine)
     waits = [player.play(split).wait_ms for split in splits]
     best = splits[int(np.argmin(waits))]
 
@@ -81,4 +90,4 @@ def choose(splits: Sequence[Split], player: Player) -> Choice:
                   if split.compressed and split.is_mixed == mixed and split.makespan > 0]
         return float(np.mean(ratios)) if ratios else 0.0
 
-    return Choice(best, longer(True) / longer(False) if longer(False) else None, len(waits))
+    return Choice(best, longer(True) / longer(False) if longer(False) else None, len(waits), n_tokens)

@@ -141,5 +141,26 @@ class Recording:
         )
 
 
+def decoded_recording(trace: Trace, model_map: ModelMap) -> Recording:
+    """Of the layers that a decode passes.
+
+    Raises FormatError for a trace of another model, without one of the layers, or damaged; PyorchError without tokens.
+    """
+    recording = Recording.from_trace(trace, model_map)
+    wanted = tuple(layer.il for layer in model_map.decoded_layers)
+    if missing := sorted(set(wanted) - set(recording.layers)):
+        raise FormatError(f"{trace.path} has no layer {missing[0]}: record it with pyorch profile")
+    recording = recording.of_layers(wanted)
+    n_used = model_map.info.n_expert_used
+    if recording.experts.shape[2] != n_used:
+        raise FormatError(f"{trace.path} is damaged: it has {recording.experts.shape[2]} experts of a token in a layer, "
+                          f"not {n_used}")
+    for layer, last in zip(model_map.decoded_layers, recording.experts.max(axis=(0, 2))):
+        if last >= layer.n_expert:
+            raise FormatError(
+                f"{trace.path} is damaged: it names expert {last} of {layer.n_expert} in layer {layer.il}")
+    return recording
+
+
 def _made(array):
     return array() if callable(array) else array
