@@ -2,10 +2,15 @@
 
 namespace pyorch {
 
+static void decode_until_stopped(Loader & loader) {
+    while (loader.decode_next()) {
+    }
+}
+
 DecodeThreads::DecodeThreads(Loader & loader, int n_threads) : loader(loader) {
     try {
         for (int i = 0; i < n_threads; ++i) {
-            threads.emplace_back([this] { run(); });
+            threads.emplace_back([&loader] { decode_until_stopped(loader); });
         }
     } catch (...) { // the system has no more threads: those that run must not outlive this
         stop();
@@ -18,36 +23,9 @@ DecodeThreads::~DecodeThreads() {
 }
 
 void DecodeThreads::stop() {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        ending = true;
-    }
-    work.notify_all();
+    loader.stop_decoding();
     for (auto & t : threads) {
         t.join();
-    }
-}
-
-void DecodeThreads::push(const ReadRequest & request) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        requests.push_back(request);
-    }
-    work.notify_one();
-}
-
-void DecodeThreads::run() {
-    std::unique_lock<std::mutex> lock(mutex);
-    for (;;) {
-        work.wait(lock, [this] { return ending || !requests.empty(); });
-        if (requests.empty()) {
-            return;
-        }
-        const ReadRequest request = requests.front();
-        requests.pop_front();
-        lock.unlock();
-        loader.decode(request);
-        lock.lock();
     }
 }
 

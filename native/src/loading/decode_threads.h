@@ -1,12 +1,10 @@
-// Threads for decode stages that compute, beside a reader whose thread must not.
+// Threads for decode stages that compute, beside a reader whose thread must not, and beside those who wait for what is
+// decoded.
 
 #pragma once
 
 #include "loading/loader.h"
 
-#include <condition_variable>
-#include <deque>
-#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -15,20 +13,12 @@ namespace pyorch {
 class DecodeThreads {
 public:
     DecodeThreads(Loader & loader, int n_threads);
-    ~DecodeThreads(); // decodes what was handed over first
-
-    // A request for which Loader::read returned true.
-    void push(const ReadRequest & request);
+    ~DecodeThreads(); // decodes what was left to them first
 
 private:
     Loader &                 loader;
-    std::mutex               mutex;
-    std::condition_variable  work;
-    std::deque<ReadRequest>  requests;
-    bool                     ending = false;
     std::vector<std::thread> threads;
 
-    void run();
     void stop();
 };
 

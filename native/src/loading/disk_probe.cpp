@@ -28,7 +28,7 @@ public:
     bool         computes() const override { return false; }
     bool         intact(const MoeLayer &, int, int, const char *) const override { return true; }
 
-    bool recover(const MoeLayer &, int, int, const char *, const char *, char *) const override { return true; }
+    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override { return true; }
 };
 
 const Codec & no_codec(Form) {

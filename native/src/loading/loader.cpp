@@ -180,13 +180,15 @@ bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadR
 bool Loader::pop(ReadRequest & request) {
     const uint64_t guess_bytes = std::min(read_bytes, GUESS_BYTES);
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
-    const bool     any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
+    const bool     urgent = take(demanded, read_bytes, request);
+    const bool     any = urgent || take(ahead, read_bytes, request) ||
         (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
         (n_reading == 0 && (take(guessed, guess_bytes, request) || (demanded.empty() && ahead.empty() &&
         guessed.empty() && orders.order_guess() && take(guessed, guess_bytes, request))));
     if (!any) {
         return false;
     }
+    request.urgent = urgent;
     --request.load->queued;
     ++request.load->in_flight;
     ++n_reading;
@@ -302,48 +304,82 @@ bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t c
             request.complete |= 1u << role;
         }
     }
-    if (request.complete) {
+    if (!request.complete) {
+        end(request);
+        return false;
+    }
+    const int n_more = __builtin_popcount(request.complete) - 1; // each matrix comes to an end of its own
+    load.in_flight += n_more;
+    n_in_flight    += n_more;
+    return true;
+}
+
+// A smaller matrix is not worth sharing.
+static constexpr uint64_t MIN_SHARED_BYTES = 128u << 10;
+
+Loader::Decoding Loader::decoding_of(const ReadRequest & request, int role) const {
+    const MoeLayer & layer   = map.layers[request.load->layer];
+    const bool       recover = request.from_pack && is_compressed(layer);
+    const bool       share   = layer.tensors[role].stride >= MIN_SHARED_BYTES;
+    return { request, role, recover && share ? Codec::recovery_steps(layer, role, request.load->expert) : 1 };
+}
+
+// False: it is damaged.
+bool Loader::decode_step(const Decoding & matrix, int step) {
+    const ReadRequest & request = matrix.request;
+    const Load &        load    = *request.load;
+    const MoeLayer &    layer   = map.layers[load.layer];
+    const Codec &       codec   = codecs(load.form);
+    char *              block   = load.slot.memory + block_offset(layer, matrix.role);
+    if (!request.from_pack) {
         return true;
     }
-    end(request);
-    return false;
-}
-
-// Verifies and decodes a matrix of which everything was read. Null if it is damaged.
-const char * Loader::brought(const ReadRequest & request, int role) {
-    Load &           load  = *request.load;
-    const MoeLayer & layer = map.layers[load.layer];
-    const Codec &    codec = codecs(load.form);
-    char *           block = load.slot.memory + block_offset(layer, role);
-    if (request.from_pack && is_compressed(layer)) {
-        const auto begin = std::chrono::steady_clock::now();
-        const bool whole = codec.recover(layer, role, load.expert, load.parts[PART_E].memory,
+    if (!is_compressed(layer)) {
+        return codec.intact(layer, matrix.role, load.expert, block);
+    }
+    const auto begin = std::chrono::steady_clock::now();
+    const int  end   = matrix.n_steps == 1 ? Codec::recovery_steps(layer, matrix.role, load.expert) : step + 1;
+    bool       whole = true;
+    for (; step < end && whole; ++step) {
+        whole = codec.recover(layer, matrix.role, load.expert, step, load.parts[PART_E].memory,
             load.parts[PART_SM].memory, block);
-        const auto ns    = std::chrono::steady_clock::now() - begin;
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            decoded    += layer.tensors[role].stride;
-            ns_decoded += (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(ns).count();
-        }
-        return !whole ? nullptr : layer.pack->repacked[role] ? block : codec.decode(layer.tensors[role], block, block);
     }
-    // Reads of a block begin where the matrix does, or at the page before, which for what a pack holds is the same.
-    const bool widened = request.direct && !layer.pack;
-    char *     begin   = block + (widened ? in_model(layer, role, load.expert).offset % PAGE : 0);
-    if (request.from_pack && !codec.intact(layer, role, load.expert, begin)) {
-        return nullptr;
-    }
-    return request.from_pack && layer.pack->repacked[role] ? begin : codec.decode(layer.tensors[role], block, begin);
+    const auto ns    = std::chrono::steady_clock::now() - begin;
+    ns_decoded += (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(ns).count();
+    return whole;
 }
 
-// Publishes a matrix of which everything was read. False if it is damaged.
-bool Loader::arrived(const ReadRequest & request, int role) {
-    const char * address = brought(request, role);
-    std::lock_guard<std::mutex> lock(mutex);
-    if (address && !request.load->failed) {
-        orders.published(*request.load, role, address);
+// Where a matrix begins all steps of which are done, null if it is damaged.
+const char * Loader::decoded_at(const Decoding & matrix) {
+    const ReadRequest & request = matrix.request;
+    const Load &        load    = *request.load;
+    const MoeLayer &    layer   = map.layers[load.layer];
+    char *              begin   = load.slot.memory + block_offset(layer, matrix.role);
+    char *              block   = begin;
+    // Reads of a block begin where the matrix does, or at the page before, which for what a pack holds is the same.
+    if (request.direct && !layer.pack) {
+        begin += in_model(layer, matrix.role, load.expert).offset % PAGE;
     }
-    return address != nullptr;
+    return matrix.damaged ? nullptr : request.from_pack && layer.pack->repacked[matrix.role] ? begin :
+        codecs(load.form).decode(layer.tensors[matrix.role], block, begin);
+}
+
+// All steps of a matrix are done: it is published, if it is not damaged.
+void Loader::end_decoding(const Decoding & matrix, std::unique_lock<std::mutex> & lock) {
+    const ReadRequest & request = matrix.request;
+    const char *        address = decoded_at(matrix);
+    lock.lock();
+    if (request.from_pack && is_compressed(map.layers[request.load->layer])) {
+        decoded += map.layers[request.load->layer].tensors[matrix.role].stride;
+    }
+    if (!request.load->failed) {
+        if (address) {
+            orders.published(*request.load, matrix.role, address);
+        } else {
+            missing(request, matrix.role, "what was read is damaged");
+        }
+    }
+    end(request);
 }
 
 uint64_t Loader::bytes_to_decode(const ReadRequest & request) const {
@@ -356,19 +392,71 @@ uint64_t Loader::bytes_to_decode(const ReadRequest & request) const {
 }
 
 void Loader::decode(const ReadRequest & request) {
-    uint32_t damaged = 0;
     for (int role = request.role; role <= request.last_role; ++role) {
-        if ((request.complete >> role & 1) && !arrived(request, role)) {
-            damaged |= 1u << role;
+        if (!(request.complete >> role & 1)) {
+            continue;
         }
-    }
-    std::lock_guard<std::mutex> lock(mutex);
-    for (int role = request.role; role <= request.last_role; ++role) {
-        if ((damaged >> role & 1) && !request.load->failed) {
-            missing(request, role, "what was read is damaged");
+        Decoding matrix = decoding_of(request, role);
+        for (int step = 0; step < matrix.n_steps; ++step) {
+            matrix.damaged |= !decode_step(matrix, step);
         }
+        std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
+        end_decoding(matrix, lock);
     }
-    end(request);
+}
+
+void Loader::decode_later(const ReadRequest & request) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int role = request.role; role <= request.last_role; ++role) {
+            if (request.complete >> role & 1) {
+                const Decoding matrix = decoding_of(request, role);
+                decoding.insert(std::find_if(decoding.begin(), decoding.end(),
+                    [&](const Decoding & other) { return matrix.goes_before(other); }), matrix);
+            }
+        }
+        orders.decodable();
+    }
+    decode_work.notify_one();
+}
+
+bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
+    const auto matrix = std::find_if(decoding.begin(), decoding.end(),
+        [](const Decoding & each) { return each.begun < each.n_steps; });
+    if (matrix == decoding.end()) {
+        return false;
+    }
+    const int step = matrix->begun++;
+    lock.unlock();
+    const bool intact = decode_step(*matrix, step);
+    lock.lock();
+    matrix->damaged |= !intact;
+    if (++matrix->ended == matrix->n_steps) {
+        const Decoding whole = *matrix;
+        decoding.erase(matrix);
+        lock.unlock();
+        end_decoding(whole, lock);
+    }
+    return true;
+}
+
+bool Loader::decode_next() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!decode_next(lock)) {
+        if (!decodes) {
+            return false;
+        }
+        decode_work.wait(lock);
+    }
+    return true;
+}
+
+void Loader::stop_decoding() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        decodes = false;
+    }
+    decode_work.notify_all();
 }
 
 void Loader::end(const ReadRequest & request) {

@@ -6,6 +6,10 @@
 //
 //     start --next--> request --read--> read --decode--> decoded --published()--> ... --finished()
 //
+// A decode stage that computes may be left to whoever has time: threads of the reader, and those that wait for a matrix.
+// A large matrix that is recovered has steps, which several threads take. What a layer waits for goes first, in the order
+// of the kernels.
+//
 // A matrix of a pack that is not as it was packed is read once more, from the model's own file, if that has it.
 //
 // A compressed expert is a small graph: its E-chunks and its SM-chunks are read, or are there already, into slots of
@@ -34,6 +38,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -84,6 +89,7 @@ struct ReadRequest {
     uint32_t touches;   // bits: the matrices that it reads something of, or is to decode
     Part     part;      // whose slot it reads into
     bool     waits;     // for memory: its load has not been cut into requests yet. No reader sees it
+    bool     urgent = false; // a layer waits for it
 
     // Of a compressed expert whose stored parts are there: nothing is to be read, only to be decoded.
     bool reads() const { return size > 0; }
@@ -113,8 +119,11 @@ public:
         // No more of it will be read or published.
         virtual void failed(Load & load, const std::string & sentence) = 0;
 
-        // A request came to its end, whatever became of it; load.ended() after the last one.
+        // A request or a matrix came to its end, whatever became of it; load.ended() after the last one.
         virtual void finished(Load & load) = 0;
+
+        // There is something for decode_next() to do.
+        virtual void decodable() {}
     };
 
     Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes,
@@ -130,9 +139,12 @@ public:
 
     // A request was read. result: bytes read or negative errno; ns: of the time that the reader spent with reads under
     // way, what fell to this one; cpu_ns: of a processor's time, the same. True: it was the last of a matrix, and ends
-    // with decode(), on any thread. Else it has ended.
+    // with decode(), on any thread, or with decode_later(). Else it has ended.
     bool read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0);
     void decode(const ReadRequest & request);
+
+    // Leaves it to the threads that call decode_next().
+    void decode_later(const ReadRequest & request);
 
     // Bytes of the matrices of compressed experts among those that decode() makes. REQUIRES: read() returned true
     uint64_t bytes_to_decode(const ReadRequest & request) const;
@@ -144,6 +156,11 @@ public:
         }
     }
     void stop();
+
+    // For threads that decode: a step of what was left to them, what is needed first. Sleeps while there is none; false
+    // when stop_decoding() was called and nothing is left.
+    bool decode_next();
+    void stop_decoding();
 
     Source & bytes() { return *source; }
     int      n_files() const { return (int) map.files.size(); }
@@ -190,6 +207,9 @@ public:
         return nullptr;
     }
 
+    // The same for who waits for a matrix: lets go of the mutex meanwhile. False at once while there is none.
+    bool decode_next(std::unique_lock<std::mutex> & lock);
+
     // A slot, by its memory, gave that up.
     void given_up(char * slot);
 
@@ -217,6 +237,20 @@ public:
 private:
     friend class Reader; // attaches itself
 
+    // A matrix of which everything was read. Several threads may decode it, step by step.
+    struct Decoding {
+        ReadRequest request; // the last one of it
+        int         role;
+        int         n_steps;
+        int         begun   = 0;
+        int         ended   = 0;
+        bool        damaged = false;
+
+        bool goes_before(const Decoding & other) const {
+            return request.urgent != other.request.urgent ? request.urgent : role < other.role;
+        }
+    };
+
     const ModelMap &        map;
     std::unique_ptr<Source> source;
     Codecs                  codecs;
@@ -226,6 +260,9 @@ private:
     Reader *                reader = nullptr;
     std::mutex              waking; // held while the reader is told; taken with or without the other, never before it
     std::condition_variable work;
+    std::condition_variable decode_work;
+    std::list<Decoding>     decoding;        // what is needed first comes first
+    bool                    decodes = true;  // until stop_decoding()
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
     std::deque<ReadRequest> guessed; // of one load
@@ -238,7 +275,7 @@ private:
     std::vector<uint64_t>   read_by_layer;
     uint64_t                ns_read      = 0;
     uint64_t                decoded      = 0;
-    uint64_t                ns_decoded   = 0; // the sum over threads
+    std::atomic<uint64_t>   ns_decoded { 0 }; // the sum over threads
     double                  recent_bytes = 0; // fading sums
     double                  recent_ns    = 0;
     double                  recent_cpu   = 0; // ns
@@ -249,8 +286,10 @@ private:
     void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     bool take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
     bool pop(ReadRequest & request);
-    const char * brought(const ReadRequest & request, int role);
-    bool arrived(const ReadRequest & request, int role);
+    Decoding decoding_of(const ReadRequest & request, int role) const;
+    bool decode_step(const Decoding & matrix, int step);
+    const char * decoded_at(const Decoding & matrix);
+    void end_decoding(const Decoding & matrix, std::unique_lock<std::mutex> & lock);
     void missing(const ReadRequest & request, int role, const char * why);
     void fail(Load & load, int role, int file, const std::string & why);
     void end(const ReadRequest & request);

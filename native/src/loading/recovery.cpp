@@ -6,35 +6,37 @@
 
 namespace pyorch {
 
-// Shard by shard, so that what is decoded is still in a core's cache when it is merged.
-bool Codec::recover(const MoeLayer & layer, int role, int expert, const char * e, const char * sm,
+// One for each chunk: a shard is decoded and merged while it is in a core's cache, and signs and mantissas are checked.
+int Codec::recovery_steps(const MoeLayer & layer, int role, int expert) {
+    const size_t id = expert * layer.tensors.size() + role;
+    return (int) (layer.pack->first[id + 1] - layer.pack->first[id]);
+}
+
+bool Codec::recover(const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm,
                     char * block) const {
     const PackedLayer &  pack   = *layer.pack;
     const size_t         id     = expert * layer.tensors.size() + role;
     const PackedChunk *  chunks = pack.chunks.data() + pack.first[id];
-    const size_t         n      = pack.first[id + 1] - pack.first[id];
-    const PackedChunk &  last   = chunks[n - 1]; // signs and mantissas, or all
-    const auto           intact = [](const PackedChunk & chunk, const char * region) {
-        return checksum(region + chunk.offset, chunk.stored) == chunk.checksum;
-    };
-    if (!intact(last, sm)) {
+    const PackedChunk &  chunk  = chunks[step];
+    const PackedChunk &  last   = pack.chunks[pack.first[id + 1] - 1]; // signs and mantissas, or all
+    const auto * const   stored = (const uint8_t *) (&chunk == &last ? sm : e) + chunk.offset;
+    if (checksum((const char *) stored, chunk.stored) != chunk.checksum) {
         return false;
     }
-    if (last.plane == 0) {
-        return pyorch::decode(last.codec, (const uint8_t *) sm + last.offset, last.stored, (uint8_t *) block, last.raw);
+    if (chunk.plane == 0) {
+        return pyorch::decode(chunk.codec, stored, chunk.stored, (uint8_t *) block, chunk.raw);
+    }
+    if (&chunk == &last) {
+        return true;
     }
     const Numbers type = numbers_of(layer.tensors[role].type);
-    const auto *  sms  = (const uint8_t *) sm + last.offset;
-    auto *        to   = (uint8_t *) block;
-    size_t        from = 0; // the first number of a shard
-    for (const PackedChunk * chunk = chunks; chunk != &last; ++chunk) {
-        if (!intact(*chunk, e) || !pyorch::recover(type, chunk->codec, (const uint8_t *) e + chunk->offset,
-            chunk->stored, sms + sm_offset(type, from), chunk->raw, to + from * number_bytes(type))) {
-            return false;
-        }
-        from += chunk->raw;
+    size_t        from = 0; // its first number
+    for (const PackedChunk * before = chunks; before != &chunk; ++before) {
+        from += before->raw;
     }
-    return true;
+    return pyorch::recover(type, chunk.codec, stored, chunk.stored,
+        (const uint8_t *) sm + last.offset + sm_offset(type, from), chunk.raw,
+        (uint8_t *) block + from * number_bytes(type));
 }
 
 } // namespace pyorch

@@ -238,7 +238,7 @@ void UringReader::end(UnderWay & u, int64_t result) {
 
 void UringReader::hand_over(const ReadRequest & request) {
     if (decoders && loader.computes(request.load->form)) {
-        decoders->push(request);
+        loader.decode_later(request);
     } else {
         loader.decode(request);
     }

@@ -16,7 +16,7 @@ public:
         return true;
     }
 
-    bool recover(const MoeLayer &, int, int, const char *, const char *, char *) const override {
+    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override {
         return true;
     }
 };

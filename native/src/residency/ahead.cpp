@@ -295,6 +295,13 @@ void Table::finished(Load & load) {
     }
 }
 
+// Who waits for a matrix decodes meanwhile.
+void Table::decodable() {
+    if (n_waiting > 0) {
+        arrived.notify_all();
+    }
+}
+
 void Table::expert_finished(Expert & e) {
     Load &  load = e.load;
     Layer & l    = layer_of(e);

@@ -281,6 +281,7 @@ private:
     void published(Load & load, int role, const char * address) override;
     void failed(Load & load, const std::string & sentence) override;
     void finished(Load & load) override;
+    void decodable() override;
 
     void expert_finished(Expert & e);
 
@@ -365,13 +366,17 @@ private:
     uint64_t most_for_full() const;
 };
 
-// Sleeps until something is there that the compute threads need.
+// Sleeps until something is there that the compute threads need, and decodes while there is something to decode.
 template <typename Condition>
 void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, Condition there) {
     if (n_waiting++ == 0) {
         wait_begin = clock_ns();
     }
-    arrived.wait(lock, there);
+    while (!there()) {
+        if (!loads.decode_next(lock)) {
+            arrived.wait(lock);
+        }
+    }
     if (--n_waiting == 0) {
         totals.stall_ns += clock_ns() - wait_begin;
     }

@@ -2,7 +2,7 @@
 //
 //     forms_test FILE.gguf
 //
-// FILE.gguf, FILE.gguf.wide and their packs are written, used and left.
+// FILE.gguf, FILE.gguf.wide, FILE.gguf.large and their packs are written, used and left.
 
 #include "banks/host_bank.h"
 #include "check.h"
@@ -12,10 +12,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <numeric>
 #include <random>
+#include <thread>
 
 using namespace pyorch;
 
@@ -86,9 +89,9 @@ struct House {
     Owner       owner = { &owner };
 
     // A budget of so many full experts beside what the smallest one has.
-    explicit House(const ModelMap & map, int more, const PoolShares & shares) :
+    explicit House(const ModelMap & map, int more, const PoolShares & shares, Codecs codecs = plain_codec) :
         table(map, std::make_unique<HostBank>(map, map.floor_bytes() + more * map.layers[0].slot_bytes()),
-            open_files(map, true), plain_codec, {}),
+            open_files(map, true), std::move(codecs), {}),
         reader(table.loader()) {
         table.set_pools(shares);
     }
@@ -309,6 +312,111 @@ static void layers_that_are_streamed_count_no_hits_in_pools() {
     CHECK(house.stats().bytes_read > before.bytes_read);
 }
 
+// Reads everything, and leaves what is to be decoded to whoever does it.
+class Leaving : public LocalReader {
+public:
+    using LocalReader::LocalReader;
+
+    void read_all() {
+        for (ReadRequest request; loader.try_next(request);) {
+            const int64_t n = loader.bytes().read(request.file, request.offset, request.buf, request.size);
+            if (loader.read(request, request.reads() ? n : 0, 1)) {
+                loader.decode_later(request);
+            }
+        }
+    }
+};
+
+static bool is_from_model(const House & house, int layer, int expert, int role, const char * matrix) {
+    const std::vector<char> expected = from_model(house.table.map, layer, expert, role);
+    return matrix && memcmp(matrix, expected.data(), expected.size()) == 0;
+}
+
+static void who_waits_for_a_matrix_decodes() {
+    const ModelMap map = compressed_map();
+    House   house(map, 6, ALL_FULL);
+    Leaving reader(house.table.loader());
+    const std::vector<int> some = { 2, 5 };
+    house.acquire(0, some);
+    reader.read_all();
+    CHECK(!house.table.address(house.owner, 0, 2, 0, false));
+    for (int role = 0; role < 3; ++role) {
+        for (int id : some) {
+            CHECK(is_from_model(house, 0, id, role, house.table.address(house.owner, 0, id, role, true)));
+        }
+    }
+    CHECK(house.table.release(house.owner) && house.stats().failures == 0);
+}
+
+static void what_is_needed_first_is_decoded_first() {
+    const ModelMap map = compressed_map();
+    House   house(map, 60, ALL_FULL); // three experts come at once
+    Leaving reader(house.table.loader());
+    const int32_t ahead[] = { 1 };
+    house.table.prefetch(map.layers[1].il, ahead, 1);
+    reader.read_all();
+    const std::vector<int> some = { 2, 5 };
+    house.acquire(0, some);
+    reader.read_all();
+    const auto is_there = [&](int role, int id) { return house.table.address(house.owner, 0, id, role, false) != nullptr; };
+    for (int role = 0; role < 3; ++role) {
+        while (!is_there(role, 2) || !is_there(role, 5)) {
+            CHECK(role == 2 || (!is_there(role + 1, 2) && !is_there(role + 1, 5)));
+            CHECK(house.table.loader().decode_next());
+        }
+    }
+    std::vector<uint8_t> mask;
+    house.table.resident(1, mask);
+    CHECK(!mask[1]);
+    house.table.loader().stop_decoding();
+    while (house.table.loader().decode_next()) {
+    }
+    house.table.resident(1, mask);
+    CHECK(mask[1] && house.table.release(house.owner));
+}
+
+// Two steps of a matrix, each of which does not end before the other has begun.
+class Meeting : public Codec {
+public:
+    const char * decode(const ExpertTensor &, char *, char * read) const override { return read; }
+
+    bool recover(const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm,
+                 char * block) const override {
+        if (role == 0 && step < 2) {
+            std::unique_lock<std::mutex> lock(mutex);
+            ++n_met;
+            met.notify_all();
+            met.wait(lock, [&] { return n_met >= 2; });
+        }
+        return Codec::recover(layer, role, expert, step, e, sm, block);
+    }
+
+private:
+    mutable std::mutex              mutex;
+    mutable std::condition_variable met;
+    mutable int                     n_met = 0;
+};
+
+static void threads_that_wait_for_a_matrix_share_it() {
+    static const Meeting meeting;
+    const std::string    model = path + ".large";
+    write_model(model, 4, 1, 2048);
+    ModelMap map(model);
+    CHECK(compress(map, model + ".pack"));
+    House   house(map, 0, ALL_FULL, [](Form) -> const Codec & { return meeting; });
+    Leaving reader(house.table.loader());
+    house.acquire(0, { 3 });
+    reader.read_all();
+    const char * others = nullptr;
+    std::thread  other([&] { others = house.table.address(house.owner, 0, 3, 0, true); });
+    const char * ours = house.table.address(house.owner, 0, 3, 0, true);
+    other.join();
+    CHECK(ours == others);
+    const std::vector<char> expected = from_model(map, 0, 3, 0);
+    CHECK(memcmp(ours, expected.data(), expected.size()) == 0);
+    CHECK(house.table.address(house.owner, 0, 3, 2, true) && house.table.release(house.owner));
+}
+
 // Uses that differ by more than one, all at the same time.
 static void use_all(Pools & pools) {
     for (int rank = 1; rank <= N_LAYERS * N_EXPERT; ++rank) {
@@ -470,6 +578,9 @@ int main(int argc, char ** argv) {
         the_least_budget_is_enough_for_every_layer,
         pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
         layers_that_are_streamed_count_no_hits_in_pools,
+        who_waits_for_a_matrix_decodes,
+        what_is_needed_first_is_decoded_first,
+        threads_that_wait_for_a_matrix_share_it,
         pools_have_the_ranks_below_their_thresholds,
         a_pool_of_a_form_without_bytes_has_nobody,
         ranks_go_on_from_uses_that_are_known,
