@@ -12,6 +12,7 @@ from placement_problems import problem_of, skewed
 from pyorch.cluster.placement.algorithms import ALGORITHMS, place
 from pyorch.cluster.placement.baselines import eplb, smartmoe
 from pyorch.cluster.placement.dance import allocate, assign, entropies
+from pyorch.cluster.placement.exchange import exchange
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.placement.problem import Problem
 from pyorch.errors import BudgetError, PyorchError
@@ -132,6 +133,42 @@ def test_each_server_gets_what_its_users_activate_most_and_nobody_s_experts_repl
     held = assign(problem_of(frequencies, [3, 3]), np.array([[3], [3]]))
     # At first 0, 1, 2 and 0, 1, 3. Both have two duplicates; the first server takes 4 in place of 1, its lesser one.
     np.testing.assert_array_equal(held[:, 0], [[True, False, True, False, True], [True, True, False, True, False]])
+
+
+def on_servers(*held: list[int]) -> np.ndarray:
+    """Placement.device of one layer of 4 experts, on one device each."""
+    device = np.full((len(held), 1, 4), ABSENT, np.int16)
+    for row, experts in zip(device, held):
+        row[0, experts] = 0
+    return device
+
+
+@pytest.mark.parametrize(("frequencies", "before", "after"), [
+    # both replace experts that the other one has too
+    ([[5, 1, 9, 0], [5, 1, 0, 9]], [[0, 1], [1, 2, 3]], [[0, 2], [0, 1, 3]]),
+    # they trade experts that only they hold
+    ([[1, 9, 1, 1], [9, 1, 1, 1]], [[0, 2], [1, 3]], [[1, 2], [0, 3]]),
+    # the first hands expert 0 over to the second, which gives up expert 1 for it, and takes expert 2
+    ([[0, 0, 9, 0], [4, 5, 0, 9], [0, 5, 9, 0]], [[0], [1, 3], [1, 2]], [[2], [0, 3], [1, 2]]),
+])
+def test_servers_exchange_experts_as_long_as_that_brings_more_of_them_home(
+    frequencies: list, before: list, after: list
+) -> None:
+    device = on_servers(*before)
+    exchange(problem_of(np.array(frequencies, float)[:, None], [3] * len(frequencies)), device)
+    np.testing.assert_array_equal(device, on_servers(*after))
+
+
+@given(problem=problems("equal") | problems("different"))
+@settings(max_examples=40, deadline=None)
+def test_an_exchange_of_any_placement_costs_less_or_the_same_and_moves_no_memory(problem: Problem) -> None:
+    before = place(problem, "redundance", partial=True)
+    device = before.device.copy()
+    exchange(problem, device)
+    after = Placement(before.servers, before.layers, before.n_experts, device)
+    assert after.cost(problem.frequencies) <= before.cost(problem.frequencies) * (1 + 1e-12)
+    assert after.n_uncovered <= before.n_uncovered
+    np.testing.assert_array_equal(used_bytes(after, problem), used_bytes(before, problem))
 
 
 def test_users_of_different_tasks_find_more_of_their_experts_at_home_than_with_any_other_placement() -> None:

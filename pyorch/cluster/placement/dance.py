@@ -5,16 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from pyorch.cluster.placement.counts import Counts, cover, covering, fill
+from pyorch.cluster.placement.exchange import exchange
 from pyorch.cluster.placement.problem import Problem
 
 
 def dance(problem: Problem, _: np.random.Generator) -> np.ndarray:
     """Numbers of experts by how diverse the activations of a layer are; then those that a server's users activate most.
 
+    exchange() follows, of which the paper does not speak: without it no bound holds. Where users of all servers always
+    activate the same expert of a layer, its entropy is zero, and one server alone may get that expert.
+
     Returns int16[n_servers, n_layers, n_expert] as Placement.device.
     """
     counts = allocate(problem)
-    return on_devices(counts, assign(problem, counts.of_server))
+    device = on_devices(counts, assign(problem, counts.of_server))
+    exchange(problem, device)
+    return device
 
 
 def entropies(problem: Problem) -> np.ndarray:
