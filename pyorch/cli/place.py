@@ -213,7 +213,7 @@ def _parts(report: Report, explain: bool) -> list[str | Table | Facts]:
     from pyorch.sizes import format_bytes
 
     checked = report.checked_ratio is not None
-    columns = ("server", "devices", "memory", "used", "experts", "only here", "local", *(("checked",) if checked else ()))
+    columns = ("server", "devices", "memory", "used", "experts", "only here", "local", *(["checked"] * checked))
     rows = [
         (row.name, str(row.n_devices), format_bytes(row.memory), format_bytes(row.used), str(row.n_experts),
          str(row.n_only), _percent(row.local_ratio), *((_percent(row.checked_ratio),) if checked else ()))

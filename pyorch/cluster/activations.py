@@ -78,8 +78,8 @@ def _check(trace: Trace, layers: tuple[int, ...], model_map: ModelMap) -> None:
     if missing := sorted(set(layers) - set(trace.header.layers)):
         raise FormatError(f"{trace.path} has no layer {missing[0]}: record it with pyorch profile")
     if trace.header.n_expert_used != model_map.info.n_expert_used:
-        raise FormatError(f"{trace.path} is damaged: it has {trace.header.n_expert_used} experts of a token in a layer, "
-                          f"not {model_map.info.n_expert_used}")
+        raise FormatError(f"{trace.path} is damaged: it has {trace.header.n_expert_used} experts of a token in a "
+                          f"layer, not {model_map.info.n_expert_used}")
     if len(trace) < 2:
         raise PyorchError(f"{trace.path} holds too few tokens: {len(trace)}")
 

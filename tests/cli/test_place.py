@@ -129,7 +129,8 @@ def test_counts_serve_as_well_as_traces(placed, cluster: Path, small_moe: Path, 
     by_traces = placed("--save-counts", tmp_path / "counts.json")
     with ModelMap(small_moe) as model_map:
         placement = read_placement(tmp_path / "plan.json", model_map)
-    command = ["place", "--cluster", cluster, "--counts", tmp_path / "counts.json", "-o", tmp_path / "plan.json", "--json"]
+    command = ["place", "--cluster", cluster, "--counts", tmp_path / "counts.json", "-o", tmp_path / "plan.json",
+               "--json"]
     assert main([str(word) for word in command]) == 0
     assert json.loads(capsys.readouterr().out)["local_ratio"] == pytest.approx(by_traces["local_ratio"])
     with ModelMap(small_moe) as model_map:
@@ -185,7 +186,8 @@ def test_what_does_not_fit_is_refused(
     assert refused("--trace", f"cellar={lab}") == f'{cluster} has no server "cellar": it has clinic, lab, attic'
     assert refused("--trace", "lab=absent.trace") == "absent.trace cannot be read: No such file or directory"
     assert "is not a trace" in refused("--trace", f"lab={cluster}")
-    assert refused("--counts", cluster) == f"{cluster} is not a count of activations: `pyorch place --save-counts` makes one"
+    assert refused("--counts", cluster) == (
+        f"{cluster} is not a count of activations: `pyorch place --save-counts` makes one")
     assert "--check and --save-counts need traces" in refused("--counts", cluster, "--check")
     assert "is a file that is read: name another" in refused("--trace", f"lab={lab}", "-o", lab)
     assert "is the model itself" in refused("--trace", f"lab={lab}", "-o", small_moe)
@@ -210,7 +212,8 @@ def test_what_does_not_fit_is_refused(
     {"servers": [{"name": "lab"}]}, {"servers": [{"name": "lab", "counts": [[1] * 64] * 7}]},
     {"servers": [{"name": "lab", "counts": [[1] * 63] * 8}]}, {"servers": [{"name": "lab", "counts": [[-1] * 64] * 8}]},
     {"servers": [{"name": "lab", "counts": [["1"] * 64] * 8}]}, {"servers": [{"name": 3, "counts": [[1] * 64] * 8}]},
-    {"servers": [{"name": "lab", "counts": [[1e999] * 64] * 8}]}, {"servers": [{"name": "lab", "counts": [[10**400] * 64] * 8}]},
+    {"servers": [{"name": "lab", "counts": [[1e999] * 64] * 8}]},
+    {"servers": [{"name": "lab", "counts": [[10**400] * 64] * 8}]},
     {"servers": [{"name": "lab", "counts": [[1] * 64] * 8}] * 2},
 ])
 def test_counts_of_another_model_and_damaged_ones_are_refused(

@@ -50,7 +50,8 @@ def test_no_device_gets_more_than_its_memory(algorithm: str, problem: Problem) -
     placement = place(problem, algorithm, partial=True)
     assert (used_bytes(placement, problem) <= problem.device_bytes).all()
     for server, used in enumerate(placement.used_bytes(problem.sizes)):
-        np.testing.assert_array_equal(used, used_bytes(placement, problem)[problem.device_server == server][: len(used)])
+        counted = used_bytes(placement, problem)[problem.device_server == server]
+        np.testing.assert_array_equal(used, counted[: len(used)])
 
 
 @algorithms

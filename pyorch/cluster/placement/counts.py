@@ -52,7 +52,7 @@ class Counts:
 
 
 def cover(counts: Counts) -> None:
-    """Step 2 of DanceMoE's Algorithm 1: raises the counts of each layer to the number of its experts, where memory does.
+    """Step 2 of DanceMoE's Algorithm 1: raises a layer's counts to the number of its experts, as far as memory does.
 
     Memory that is left is taken first. Then layers with more than they need give: the one with the most first, and of
     the servers those with the most memory first. Of layers of different sizes, one gives as many as take the place of

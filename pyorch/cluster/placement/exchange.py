@@ -44,7 +44,7 @@ class _Slots:
         self.copies = (device != ABSENT).sum(axis=0)
 
     def replace_duplicates(self) -> float:
-        """On each server, its least activated duplicates by more activated experts that it has not. Returns the gain."""
+        """On each server, the least activated of those by more activated ones that it has not. Returns the gain."""
         gain = 0.0
         for server in range(len(self.device)):
             out, coming = self._duplicates(server), self._absent(server)

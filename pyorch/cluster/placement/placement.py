@@ -43,7 +43,7 @@ class Placement:
         return int(sum(n - np.count_nonzero(row[:n]) for n, row in zip(self.n_experts, self.copies)))
 
     def used_bytes(self, sizes: np.ndarray) -> list[np.ndarray]:
-        """Bytes of experts on each device of each server, up to the last device that holds one; sizes: int64[n_layers]."""
+        """Bytes of experts on each device of each server, up to the last that holds one; sizes: int64[n_layers]."""
         weights = np.broadcast_to(np.asarray(sizes)[:, None], self.device.shape[1:])
         return [np.bincount(rows[rows != ABSENT], weights[rows != ABSENT]).astype(np.int64) for rows in self.device]
 
