@@ -73,6 +73,7 @@ void Listener::accept_all() {
     for (;;) {
         pollfd fds[] = { { listening.fd(), POLLIN, 0 }, { waker.fd(), POLLIN, 0 } };
         poll(fds, 2, -1);
+        waker.drain(); // before it is asked whether to stop: who says so then wakes it again
         std::list<std::shared_ptr<Session>> over;
         {
             std::lock_guard<std::mutex> lock(mutex);
@@ -90,7 +91,6 @@ void Listener::accept_all() {
         for (auto & session : over) {
             session->thread.join();
         }
-        waker.drain();
         Socket socket = accept_from(listening);
         if (!socket.open()) {
             continue;
