@@ -705,10 +705,12 @@ typedef struct pyorch_peer_info {
 
 pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_info * info);
 
-// peers[n_expert]: who computes each expert of the layer: a number of pyorch_connect, -1: this server. At any time; a
-// ubatch under way keeps to what it began with. A layer whose graph does what other servers may not do, as with an
-// adapter, is computed here all the same.
-pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n);
+// peers[n_expert][n_places]: who can compute each expert of the layer: numbers of pyorch_connect; -1 ends a list, and where
+// it is empty, this server does. Of several that are there, the one is asked that has least to do in the ubatch; an expert
+// that is resident here is computed here. At any time; a ubatch under way keeps to what it began with. A layer whose graph
+// does what other servers may not do, as with an adapter, is computed here all the same.
+pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n_expert,
+                                   int32_t n_places);
 
 typedef struct pyorch_remote_counts {
     uint64_t struct_size;

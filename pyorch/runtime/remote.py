@@ -121,13 +121,21 @@ class RemoteCalls(EngineHandle):
         check(lib.pyorch_get_peer(self.handle, peer, raw))
         return _read(Peer, raw)
 
-    def set_placement(self, il: int, peers: Sequence[int] | np.ndarray) -> None:
-        """Who computes each expert of a layer, int[n_expert]: a number of connect(), or HERE.
+    def set_placement(self, il: int, peers: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> None:
+        """Who can compute each expert of a layer: numbers of connect(), or HERE.
+
+        Args:
+            peers: int[n_expert] or int[n_expert, n_places]. HERE ends a list, and where it is empty, this server computes.
+                Of several that are there, the one is asked that has least to do in the ubatch. An expert that is
+                resident here is computed here.
 
         At any time: a ubatch under way keeps to what it began with.
         """
         ids = np.ascontiguousarray(peers, np.int32)
-        check(lib.pyorch_set_placement(self.handle, il, array("int32_t[]", ids), ids.size))
+        if ids.ndim not in (1, 2):
+            raise PyorchError(f"a placement has a row for each expert, not the shape {list(ids.shape)}")
+        n_places = 1 if ids.ndim == 1 else ids.shape[1]
+        check(lib.pyorch_set_placement(self.handle, il, array("int32_t[]", ids), len(ids), n_places))
 
     def remote_stats(self) -> RemoteStats:
         raw = new("pyorch_remote_counts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from architectures import NAMES, types_of
 from models import assert_same_bits, small_model
+from processes import HANG_SECONDS
 
 import pyorch
 from pyorch.errors import PyorchError
@@ -56,6 +58,13 @@ def joined(client: Model, server: Model) -> Iterator[int]:
         yield client.engine.connect("127.0.0.1", port, TOKEN, fingerprint(client.map), timeout=60)
     finally:
         server.engine.stop_listening()
+
+
+def wait_until_lost(client: Model, peer: int) -> None:
+    end = time.monotonic() + HANG_SECONDS
+    while client.engine.peer(peer).joined:
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 def place_at_random(client: Model, peer: int, seed: int) -> None:
@@ -112,6 +121,35 @@ def test_three_servers_with_some_experts_each_ask_each_other(small_moe, resident
             server.engine.stop_listening()
 
 
+def test_of_two_servers_the_one_that_is_there_is_asked_and_what_is_resident_is_computed_here(
+    small_moe, resident, prompt_tokens
+):
+    expected = decoded(resident, prompt_tokens)
+    with contextlib.ExitStack() as stack:
+        client, first, second = (stack.enter_context(small_model(small_moe, "100%", prefetch="none")) for _ in range(3))
+        with joined(client, first) as one, joined(client, second) as two:
+            for layer in client.layers.values():
+                places = [[one, two] if expert % 2 else [two, HERE] for expert in range(layer.n_expert)]
+                client.engine.set_placement(layer.il, places)
+            for gone in (None, first, second):
+                if gone is not None:
+                    gone.engine.stop_listening()
+                    wait_until_lost(client, one if gone is first else two)
+                for rows, right in zip(decoded(client, prompt_tokens), expected, strict=True):
+                    assert_same_bits(rows, right)
+                assert (client.engine.stats().loads > 0) == (gone is second)
+            assert first.engine.stats().loads > 0 and second.engine.stats().loads > 0
+
+        # Now they are all here.
+        sent = client.engine.remote_stats().slots
+        with joined(client, first) as one:
+            for layer in client.layers.values():
+                client.engine.set_placement(layer.il, [one] * layer.n_expert)
+            for rows, right in zip(decoded(client, prompt_tokens), expected, strict=True):
+                assert_same_bits(rows, right)
+        assert client.engine.remote_stats().slots == sent
+
+
 def test_a_placement_may_change_at_any_time(small_moe, resident, prompt_tokens):
     with Context(resident.llama.model, n_ctx=128, n_threads=1) as context:
         expected = [context.decode([token]) for token in prompt_tokens[:24]]
@@ -146,6 +184,8 @@ def test_bad_arguments_are_sentences(small_moe):
         for call, sentence in (
             (lambda: engine.set_placement(0, [3] * 64), "no server 3"),
             (lambda: engine.set_placement(0, [HERE]), "has 64 experts, not 1"),
+            (lambda: engine.set_placement(0, [[]] * 64), "0 places"),
+            (lambda: engine.set_placement(0, [[[HERE]]] * 64), "not the shape"),
             (lambda: engine.listen("", model_is), "need a token"),
             (lambda: engine.listen("x" * 256, model_is), "255 bytes"),
             (lambda: engine.listen(TOKEN, model_is, address="no address"), "is no address"),

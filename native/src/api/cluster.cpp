@@ -135,11 +135,15 @@ pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_
     });
 }
 
-pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n) {
+pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n,
+    int32_t n_places) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n);
-        engine->remote.place(layer, std::vector<int>(peers, peers + n));
+        if (n_places < 1) {
+            throw Failure(PYORCH_INVALID, format("an expert cannot have %d places", n_places));
+        }
+        engine->remote.place(layer, std::vector<int>(peers, peers + (size_t) n * n_places), n_places);
     });
 }
 

@@ -45,28 +45,46 @@ void RemoteBank::disconnect(int number) {
     tell_all();
 }
 
-void RemoteBank::place(int layer, const std::vector<int> & to) {
+void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        for (int number : to) {
-            if (number < -1 || number >= (int) peers.size() || (number >= 0 && !peers[number])) {
-                throw Failure(PYORCH_INVALID, format("there is no server %d", number));
+        std::vector<std::vector<int>> of_layer(layers[layer].n_expert);
+        bool                          remote = false;
+        for (size_t i = 0; i < to.size(); ++i) {
+            if (to[i] < -1 || to[i] >= (int) peers.size() || (to[i] >= 0 && !peers[to[i]])) {
+                throw Failure(PYORCH_INVALID, format("there is no server %d", to[i]));
+            }
+            std::vector<int> & places = of_layer[i / n_places];
+            if (to[i] >= 0 && places.size() == i % n_places) { // none behind the end
+                places.push_back(to[i]);
+                remote = true;
             }
         }
-        const auto remote = [](const std::vector<int> & of_layer) {
-            return std::any_of(of_layer.begin(), of_layer.end(), [](int number) { return number >= 0; });
-        };
-        placement[layer] = remote(to) ? to : std::vector<int>();
-        is_active = std::any_of(placement.begin(), placement.end(), remote);
+        placement[layer].clear();
+        if (remote) {
+            placement[layer] = std::move(of_layer);
+        }
+        is_active = std::any_of(placement.begin(), placement.end(), [](const auto & l) { return !l.empty(); });
     }
     tell(layer);
 }
 
+// The server that is there and has the fewest slots, -1: none is there.
+int RemoteBank::choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const {
+    int best = -1;
+    for (int peer : places) {
+        if (computes(peer) && (best < 0 || n_slots[peer] < n_slots[best])) {
+            best = peer;
+        }
+    }
+    return best;
+}
+
 void RemoteBank::mark(int layer, std::vector<uint8_t> & mask) {
     std::lock_guard<std::mutex> lock(mutex);
-    const std::vector<int> & of_layer = placement[layer];
+    const auto & of_layer = placement[layer];
     for (size_t e = 0; e < of_layer.size(); ++e) {
-        mask[e] |= computes(of_layer[e]);
+        mask[e] |= std::any_of(of_layer[e].begin(), of_layer[e].end(), [&](int peer) { return computes(peer); });
     }
 }
 
@@ -86,31 +104,44 @@ void RemoteBank::tell_all() {
 }
 
 std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, const int32_t * experts,
-    const float * weights, const float * inputs, std::vector<uint8_t> & elsewhere) {
+    const float * weights, const float * inputs, const std::vector<uint8_t> & here, std::vector<uint8_t> & elsewhere) {
     std::vector<std::shared_ptr<Peer>> asked;
     std::vector<RemoteRows>            rows;
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const std::vector<int> & of_layer = placement[layer];
+        const auto & of_layer = placement[layer];
         if (of_layer.empty()) {
             return {};
         }
-        std::vector<int> place_of(peers.size(), -1); // of a server in asked; -2: it has none
+        std::vector<std::vector<int>> slots_of(of_layer.size());
+        std::vector<int>              wanted;
         for (int slot = 0; slot < n_tokens * n_used; ++slot) {
-            const int number = of_layer[experts[slot]];
-            if (number < 0 || place_of[number] == -2) {
-                continue;
-            }
-            if (place_of[number] == -1) {
-                if (!computes(number)) {
-                    place_of[number] = -2;
-                    continue;
+            const int e = experts[slot];
+            if (!here[e] && !of_layer[e].empty()) {
+                if (slots_of[e].empty()) {
+                    wanted.push_back(e);
                 }
-                place_of[number] = (int) asked.size();
-                asked.push_back(peers[number]);
-                rows.emplace_back();
+                slots_of[e].push_back(slot);
             }
-            rows[place_of[number]].slots.push_back(slot);
+        }
+        // The largest first: so the sums come out alike.
+        std::stable_sort(wanted.begin(), wanted.end(), [&](int a, int b) { return slots_of[a].size() > slots_of[b].size(); });
+        std::vector<std::vector<int>> slots_at(peers.size());
+        std::vector<size_t>           n_slots_at(peers.size());
+        for (int e : wanted) {
+            const int peer = choose(of_layer[e], n_slots_at);
+            if (peer >= 0) {
+                n_slots_at[peer] += slots_of[e].size();
+                slots_at[peer].insert(slots_at[peer].end(), slots_of[e].begin(), slots_of[e].end());
+            }
+        }
+        for (size_t peer = 0; peer < peers.size(); ++peer) {
+            if (!slots_at[peer].empty()) {
+                std::sort(slots_at[peer].begin(), slots_at[peer].end());
+                asked.push_back(peers[peer]);
+                rows.emplace_back();
+                rows.back().slots = std::move(slots_at[peer]);
+            }
         }
     }
     uint64_t n_slots = 0;

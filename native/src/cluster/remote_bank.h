@@ -1,7 +1,8 @@
 // Experts that other servers compute: who has which, and the rows that are sent there.
 //
-// All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. A
-// server that is lost has no experts until it joins again: they are computed here meanwhile.
+// All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. Of the
+// servers that have an expert and are there, the one gets it that has least to do in this ubatch. A server that is lost
+// has no experts until it joins again: those that no other one has are computed here meanwhile.
 
 #pragma once
 
@@ -46,16 +47,17 @@ public:
 
     std::shared_ptr<Peer> peer(int number); // throws Failure
 
-    // by expert: the number of the server that computes it, -1: this one.
-    void place(int layer, const std::vector<int> & peers);
+    // [n_expert][n_places]: the numbers of the servers that can compute each expert; -1 ends a list, and where it is empty,
+    // this one does.
+    void place(int layer, const std::vector<int> & peers, int n_places);
 
     // Whether any expert has another place.
     bool active() const { return is_active; }
 
     // Sends the slots of a ubatch [n_tokens][n_used] that others compute, and marks their experts.
-    // inputs: [n_tokens][n_in].
+    // inputs: [n_tokens][n_in]; here: by expert, nonzero for those that are computed here whatever their place.
     std::vector<RemoteRows> send(int layer, int n_tokens, int n_used, const int32_t * experts, const float * weights,
-        const float * inputs, std::vector<uint8_t> & elsewhere);
+        const float * inputs, const std::vector<uint8_t> & here, std::vector<uint8_t> & elsewhere);
 
     // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
     void mark(int layer, std::vector<uint8_t> & mask);
@@ -66,7 +68,7 @@ public:
 private:
     std::mutex                         mutex;
     std::vector<std::shared_ptr<Peer>> peers;
-    std::vector<std::vector<int>>      placement; // by layer; empty: all here
+    std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
     std::atomic<bool>                  is_active{false};
     RemoteCounts                       counters;
 
@@ -75,7 +77,8 @@ private:
 
     void tell(int layer);
     void tell_all();
-    bool computes(int peer) const { return peer >= 0 && peers[peer] && peers[peer]->joined(); }
+    bool computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
+    int  choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const;
 };
 
 } // namespace pyorch

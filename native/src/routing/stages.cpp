@@ -63,8 +63,10 @@ void substitute(Context & context, RoutedBatch & batch) {
 void place(Context & context, RoutedBatch & batch) {
     RemoteBank & remote = context.routing.remote;
     if (remote.active() && batch.portable) {
+        thread_local std::vector<uint8_t> resident; // they cost nothing here
+        context.routing.table.resident(batch.layer, resident);
         batch.remote = remote.send(batch.layer, batch.n_tokens, batch.n_used, batch.experts, batch.weights, batch.inputs,
-            batch.elsewhere);
+            resident, batch.elsewhere);
     }
 }
 

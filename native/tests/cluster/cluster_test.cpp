@@ -60,11 +60,12 @@ static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & as
     for (auto & x : inputs) {
         x = fails ? 0.0f : (float) (1 + random() % 100);
     }
-    std::vector<uint8_t> elsewhere;
-    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), elsewhere);
+    std::vector<uint8_t> elsewhere, here(shape.n_expert);
+    here[random() % shape.n_expert] = 1;
+    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, elsewhere);
     for (RemoteRows & r : rows) {
         for (int slot : r.slots) {
-            CHECK(elsewhere[experts[slot]]);
+            CHECK(elsewhere[experts[slot]] && !here[experts[slot]]);
         }
         asked.elsewhere += r.slots.size();
         if (!r.answer->wait()) {
@@ -85,12 +86,12 @@ static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & as
 
 static void place(RemoteBank & bank, const std::vector<int> & peers, std::mt19937 & random) {
     for (size_t layer = 0; layer < LAYERS.size(); ++layer) {
-        std::vector<int> to(LAYERS[layer].n_expert);
+        std::vector<int> to(2 * LAYERS[layer].n_expert);
         for (int & peer : to) {
             const size_t i = random() % (peers.size() + 1);
             peer = i < peers.size() ? peers[i] : -1;
         }
-        bank.place((int) layer, to);
+        bank.place((int) layer, to, 2);
     }
 }
 
@@ -161,7 +162,7 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     });
     RemoteBank bank(layers);
     const int  peer = bank.connect(peer_config(listener.port()));
-    bank.place(0, { peer, peer });
+    bank.place(0, { peer, peer }, 1);
     const int n_tokens = 1500;
     std::vector<int32_t> experts(2 * n_tokens);
     std::vector<float>   weights(2 * n_tokens, 1.0f), inputs(n_tokens * 4096);
@@ -172,7 +173,7 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
         experts[i] = (int32_t) (i % 2);
     }
     std::vector<uint8_t> elsewhere;
-    auto rows = bank.send(0, n_tokens, 2, experts.data(), weights.data(), inputs.data(), elsewhere);
+    auto rows = bank.send(0, n_tokens, 2, experts.data(), weights.data(), inputs.data(), { 0, 0 }, elsewhere);
     CHECK(rows.size() == 1 && rows[0].answer->wait());
     for (int slot = 0; slot < 2 * n_tokens; ++slot) {
         const float * row = rows[0].answer->rows.data() + slot * 4096;
@@ -181,6 +182,36 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     const PeerCounts counts = bank.peer(peer)->counts();
     CHECK(counts.bytes_sent < n_tokens * 4096 * sizeof(float) * 1.01); // a row that two experts want is in it once
     CHECK(counts.bytes_received > 2 * n_tokens * 4096 * sizeof(float));
+}
+
+// Every expert is at both servers.
+static void test_servers_that_have_the_same_experts_share_the_work() {
+    Listener   first(listener_config(0), compute);
+    auto       second = std::make_unique<Listener>(listener_config(0), compute);
+    RemoteBank bank(LAYERS);
+    const int  peers[] = { bank.connect(peer_config(first.port())), bank.connect(peer_config(second->port())) };
+    std::vector<int> both;
+    for (int e = 0; e < LAYERS[0].n_expert; ++e) {
+        both.insert(both.end(), { peers[e % 2], peers[1 - e % 2], -1 });
+    }
+    bank.place(0, both, 3);
+    const std::vector<int32_t> experts = { 0, 1, 0, 1, 0, 2, 0, 3 }; // 4 rows of one expert, 2, 1 and 1 of others
+    const std::vector<float>   weights(8, 1.0f), inputs(4 * LAYERS[0].n_in, 1.0f);
+    std::vector<uint8_t>       elsewhere;
+    const auto send = [&] {
+        return bank.send(0, 4, 2, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), elsewhere);
+    };
+    auto rows = send();
+    CHECK(rows.size() == 2 && rows[0].slots.size() == 4 && rows[1].slots.size() == 4);
+    CHECK(rows[0].answer->wait() && rows[1].answer->wait());
+
+    second.reset();
+    while (bank.peer(peers[1])->joined()) {
+        std::this_thread::yield();
+    }
+    rows = send();
+    CHECK(rows.size() == 1 && rows[0].slots.size() == 8 && rows[0].answer->wait());
+    CHECK(elsewhere[3] && !elsewhere[4]);
 }
 
 static void test_who_does_not_join_is_told_why() {
@@ -203,6 +234,7 @@ static void test_who_does_not_join_is_told_why() {
 
 int main() {
     test_many_ask_while_servers_come_and_go();
+    test_servers_that_have_the_same_experts_share_the_work();
     test_a_request_that_is_much_larger_than_what_the_system_buffers();
     test_who_does_not_join_is_told_why();
     return 0;
