@@ -1,0 +1,100 @@
+"""What a server of a cluster computes for the others, and they for it: a placement, made true by connections."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.cluster.placement.placement import Placement
+from pyorch.errors import PyorchError
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.remote import HERE, LOOPBACK
+
+
+@dataclass(frozen=True)
+class _Met:
+    address: str
+    port: int
+    number: int  # in the engine
+
+
+class Exchange:
+    """One server's part of the exchange. May be used by several threads.
+
+    An expert that this server holds by the placement is computed here, another one by one of those servers that hold
+    it and were met. What nobody holds who is there, this server reads from its own disk.
+
+    Args:
+        engine: whose model has a context. name: of this server in placements.
+        token: of the cluster. model: fingerprint of the model (pyorch.sidecars.container.fingerprint).
+    """
+
+    def __init__(self, engine: Engine, name: str, token: str, model: str) -> None:
+        self._engine, self._name, self._token, self._model = engine, name, token, model
+        self._met: dict[str, _Met] = {}
+        self._placement: Placement | None = None
+        self._changing = threading.Lock()
+
+    def listen(self, address: str = LOOPBACK, port: int = 0, n_threads: int = 1) -> int:
+        """Computes for others from now on; returns the port. n_threads: that compute for them."""
+        return self._engine.listen(self._token, self._model, address, port, n_threads)
+
+    def meet(self, name: str, address: str, port: int, timeout: float = 2.0) -> None:
+        """Another server is there, from now on or at another place. PyorchError where it cannot be joined.
+
+        One that goes and comes back at the same place is joined again without this.
+        timeout: seconds. Whoever is silent for so long is lost.
+        """
+        with self._changing:
+            before = self._met.get(name)
+            if before is not None and (before.address, before.port) == (address, port):
+                return
+            number = self._engine.connect(address, port, self._token, self._model, timeout)
+            self._met[name] = _Met(address, port, number)
+            self._place()
+            if before is not None:
+                self._engine.disconnect(before.number)
+
+    def leave(self, name: str) -> None:
+        """Another server is not asked any more. Nothing if it was never met."""
+        with self._changing:
+            before = self._met.pop(name, None)
+            self._place()
+            if before is not None:
+                self._engine.disconnect(before.number)
+
+    def follow(self, placement: Placement) -> None:
+        """What the placement says is true from now on; at any time, and no request fails by it.
+
+        PyorchError for one that does not fit this server or its model.
+        """
+        layers = dict(zip(placement.layers, placement.n_experts, strict=True))
+        if self._name not in placement.servers:
+            raise PyorchError(f"the placement is for {', '.join(placement.servers)}, this server is {self._name}")
+        if layers != self._engine.n_expert:
+            raise PyorchError(f"the placement is for {len(layers)} layers of another model than this server's "
+                              f"{len(self._engine.n_expert)}")
+        with self._changing:
+            self._placement = placement
+            self._place()
+
+    def met(self) -> dict[str, bool]:
+        """The other servers by name, and whether each is joined now."""
+        with self._changing:
+            return {name: self._engine.peer(met.number).joined for name, met in self._met.items()}
+
+    def _place(self) -> None:
+        placement = self._placement
+        if placement is None:
+            return
+        numbers = [self._met[name].number if name in self._met else HERE for name in placement.servers]
+        own = placement.servers.index(self._name)
+        for layer, (il, n_expert) in enumerate(zip(placement.layers, placement.n_experts)):
+            held = placement.held[:, layer, :n_expert]
+            places = np.full((n_expert, len(numbers)), HERE, np.int32)
+            for expert in np.flatnonzero(~held[own]):
+                there = [number for number, holds in zip(numbers, held[:, expert]) if holds and number != HERE]
+                places[expert, : len(there)] = there
+            self._engine.set_placement(il, places)

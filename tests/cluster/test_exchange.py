@@ -1,0 +1,99 @@
+"""A placement, made true by servers that compute for each other: the logits are those of a single server."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import assert_same_bits, small_model
+
+from pyorch.cluster.exchange import Exchange
+from pyorch.cluster.placement.placement import ABSENT, Placement
+from pyorch.errors import PyorchError
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.sidecars.container import fingerprint
+
+NAMES = ("a", "b", "c")
+
+
+def random_placement(model: Model, seed: int, held: float = 0.4) -> Placement:
+    """Some experts are at several servers, some at none."""
+    layers = [(layer.il, layer.n_expert) for layer in model.map.layers]
+    shape = (len(NAMES), len(layers), layers[0][1])
+    holds = np.random.default_rng(seed).random(shape) < held
+    return Placement(NAMES, *zip(*layers), np.where(holds, 0, ABSENT).astype(np.int16))
+
+
+def decoded(model: Model, prompt: list[int]) -> list[np.ndarray]:
+    with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
+        return [context.decode(prompt), *(context.decode([token]) for token in prompt[:3])]
+
+
+@pytest.fixture
+def servers(small_moe: Path) -> Iterator[list[tuple[Model, Exchange]]]:
+    """Three that have met each other."""
+    with contextlib.ExitStack() as stack:
+        models = [stack.enter_context(small_model(small_moe, "60%", prefetch="none")) for _ in NAMES]
+        exchanges = [Exchange(model.engine, name, "token", fingerprint(model.map))
+                     for name, model in zip(NAMES, models)]
+        ports = [exchange.listen() for exchange in exchanges]
+        for exchange in exchanges:
+            for name, port, other in zip(NAMES, ports, exchanges):
+                if other is not exchange:
+                    exchange.meet(name, "127.0.0.1", port, timeout=60)
+        yield list(zip(models, exchanges))
+
+
+def test_servers_compute_what_the_placement_gives_them(servers, resident, prompt_tokens):
+    expected = decoded(resident, prompt_tokens)
+    placement = random_placement(servers[0][0], seed=1)
+    assert placement.n_uncovered > 0 and (placement.copies == 3).any()
+    for _, exchange in servers:
+        exchange.follow(placement)
+    with ThreadPoolExecutor(3) as pool:
+        for answer in pool.map(lambda server: decoded(server[0], prompt_tokens), servers):
+            for rows, right in zip(answer, expected, strict=True):
+                assert_same_bits(rows, right)
+    for own, (model, exchange) in enumerate(servers):
+        assert exchange.met() == {name: True for name in NAMES if name != NAMES[own]}
+        stats = model.engine.remote_stats()
+        assert stats.slots > 0 and stats.fallback == 0
+        for layer, (il, residents) in enumerate(model.residency.items()):
+            here = placement.held[own, layer] | (placement.copies[layer] == 0)
+            assert residents.any() and not residents[~here].any(), il
+
+
+def test_a_new_placement_and_a_server_that_moves_fail_no_request(servers, resident, prompt_tokens):
+    expected = decoded(resident, prompt_tokens)
+    (model, exchange), (moved_model, moved), _ = servers
+    for seed in range(3):
+        exchange.follow(random_placement(model, seed))
+        for rows, right in zip(decoded(model, prompt_tokens), expected, strict=True):
+            assert_same_bits(rows, right)
+    moved_model.engine.stop_listening()
+    exchange.meet("b", "127.0.0.1", moved.listen(), timeout=60)
+    exchange.follow(random_placement(model, seed=3))
+    before = moved_model.engine.served().slots
+    for rows, right in zip(decoded(model, prompt_tokens), expected, strict=True):
+        assert_same_bits(rows, right)
+    assert moved_model.engine.served().slots > before == 0
+    exchange.leave("b")
+    exchange.leave("c")
+    sent = model.engine.remote_stats().slots
+    for rows, right in zip(decoded(model, prompt_tokens), expected, strict=True):
+        assert_same_bits(rows, right)
+    assert exchange.met() == {} and model.engine.remote_stats().slots == sent
+
+
+def test_a_placement_that_does_not_fit_is_refused(servers):
+    (model, exchange), *_ = servers
+    placement = random_placement(model, seed=0)
+    with pytest.raises(PyorchError, match="for x, y, z, this server is a"):
+        exchange.follow(Placement(("x", "y", "z"), placement.layers, placement.n_experts, placement.device))
+    with pytest.raises(PyorchError, match="another model"):
+        exchange.follow(Placement(NAMES, placement.layers[:-1], placement.n_experts[:-1], placement.device[:, :-1]))
