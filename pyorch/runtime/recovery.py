@@ -8,12 +8,10 @@ from time import perf_counter
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 
-_MOST_THREADS = 4
-
 
 def recovery_threads() -> int:
-    """Threads of an engine that decode beside those that compute."""
-    return min(max((os.cpu_count() or 1) // 2, 1), _MOST_THREADS)
+    """Threads that decode while a layer waits: those that compute do, beside the engine's own, so all cores are used."""
+    return os.cpu_count() or 1
 
 
 def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:

@@ -167,16 +167,17 @@ def test_a_plan_without_a_trace_knows_no_uses(model_map: ModelMap, plan: Plan, t
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads as Linux does")
-def test_as_many_threads_decode_as_a_plan_says(packed: ModelMap) -> None:
-    """Where threads read, they decode what they read; beside the one of the ring, as many decode."""
+def test_threads_for_half_of_the_cores_decode_beside_those_that_compute(packed: ModelMap) -> None:
+    """A plan counts on the others as well: who waits decodes. Where threads read, they decode what they read."""
     def n_started(reads: str) -> int:
         before = len(os.listdir("/proc/self/task"))
         with Engine(packed, "50%", reads=reads):
             return len(os.listdir("/proc/self/task")) - before
 
-    assert n_started("threads") == recovery_threads()
+    half = min(max(recovery_threads() // 2, 1), 4)
+    assert n_started("threads") == half
     with contextlib.suppress(PyorchError):  # where the system allows the ring
-        assert n_started("io_uring") == 1 + recovery_threads()
+        assert n_started("io_uring") == 1 + half
 
 
 def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_path: Path) -> None:

@@ -198,13 +198,18 @@ bool Loader::pop(ReadRequest & request) {
 
 bool Loader::next(ReadRequest & request) {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!stopped) {
-        if (pop(request)) {
+    for (;;) {
+        if (!stopped && pop(request)) {
             return true;
+        }
+        if (decode_next(lock)) {
+            continue;
+        }
+        if (stopped) {
+            return false;
         }
         work.wait(lock);
     }
-    return false;
 }
 
 bool Loader::try_next(ReadRequest & request) {
@@ -418,6 +423,7 @@ void Loader::decode_later(const ReadRequest & request) {
         orders.decodable();
     }
     decode_work.notify_one();
+    work.notify_one();
 }
 
 bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {

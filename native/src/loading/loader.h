@@ -131,7 +131,7 @@ public:
 
     // For the readers.
 
-    // The next request, or false when stop() was called. Sleeps while there is none.
+    // The next request, or false when stop() was called. While there is none it decodes, or sleeps.
     bool next(ReadRequest & request);
 
     // The same, but false at once while there is none.

@@ -15,8 +15,13 @@ static void read_until_stopped(Loader & loader) {
         const int64_t n     = !request.reads() ? 0 :
             loader.bytes().read(request.file, request.offset, request.buf, request.size);
         const auto    end   = clock::now();
-        loader.finish(request, n, (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(),
-            thread_cpu_ns() - cpu);
+        const auto    ns     = std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count();
+        const bool    decode = loader.read(request, n, (uint64_t) ns, thread_cpu_ns() - cpu);
+        if (decode && loader.bytes_to_decode(request) > 0) {
+            loader.decode_later(request); // by who waits for it, or here, when there is nothing to read
+        } else if (decode) {
+            loader.decode(request);
+        }
     }
 }
 

@@ -1,4 +1,5 @@
-// The order in which matrices are recovered, against the best of all orders and against first come first served.
+// The cache-affinity schedule of ZipMoE against the best of all orders and against first come first served; and, for
+// kernels that go matrix by matrix, against the order in which the loader reads and decodes.
 
 #include "loading/schedule.h"
 
@@ -143,7 +144,128 @@ static bool has_each_once(const Tasks & tasks, const Blocks & blocks) {
     return all == wanted;
 }
 
+// Of a layer whose kernels go through all experts with one matrix before they begin with the next: first through those
+// that are there, then, ascending, through the others, as mul_mat_id does. tasks: matrix by matrix, of all experts each.
+// Read and decoded in an order: of what is there, a free worker takes a shard of the first.
+static double layer_seconds(const Tasks & tasks, const std::vector<int> & order, int n_experts, int n_workers) {
+    std::vector<double> ready(tasks.size(), 0), recovered(tasks.size(), 0), workers((size_t) n_workers, 0);
+    std::vector<int>    left(tasks.size());
+    double disk   = 0;
+    int    n_left = 0;
+    for (int i : order) {
+        const RecoveryTask & task = tasks[(size_t) i];
+        disk += task.e_read + task.sm_read;
+        ready[(size_t) i] = task.e_read + task.sm_read > 0 ? disk : 0;
+        n_left += left[(size_t) i] = task.n_shards;
+    }
+    for (; n_left > 0; --n_left) {
+        double & worker = *std::min_element(workers.begin(), workers.end());
+        int      next   = -1;
+        for (int i : order) {
+            if (left[(size_t) i] > 0 && (next < 0 || std::max(ready[(size_t) i], worker) <
+                std::max(ready[(size_t) next], worker))) {
+                next = i;
+            }
+        }
+        const RecoveryTask & task = tasks[(size_t) next];
+        worker = std::max(worker, ready[(size_t) next]) + task.decode / task.n_shards;
+        recovered[(size_t) next] = std::max(recovered[(size_t) next], worker);
+        --left[(size_t) next];
+    }
+    double now = 0;
+    for (size_t first = 0; first < tasks.size(); first += (size_t) n_experts) {
+        std::vector<size_t> late;
+        for (size_t i = first; i < first + (size_t) n_experts; ++i) {
+            if (recovered[i] > now) {
+                late.push_back(i);
+            } else {
+                now += tasks[i].compute;
+            }
+        }
+        for (size_t i : late) {
+            now = std::max(now, recovered[i]) + tasks[i].compute;
+        }
+    }
+    return now;
+}
+
+// What needs no reading first, then matrix by matrix, experts ascending.
+static std::vector<int> order_of_kernels(const Tasks & tasks) {
+    std::vector<int> order(tasks.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_partition(order.begin(), order.end(), [&](int i) {
+        return tasks[(size_t) i].e_read + tasks[(size_t) i].sm_read == 0;
+    });
+    return order;
+}
+
+static void append(std::vector<int> & order, const Tasks & tasks, const std::vector<int> & which, const Recoverer & by) {
+    Tasks some;
+    for (int i : which) {
+        some.push_back(tasks[(size_t) i]);
+    }
+    for (const RecoveryBlock & block : schedule(some, by)) {
+        for (int i : block) {
+            order.push_back(which[(size_t) i]);
+        }
+    }
+}
+
+static void the_order_of_kernels_is_no_later_than_the_schedule() {
+    constexpr int  N_MATRICES = 3, N_ROUNDS = 200;
+    std::mt19937   rng { 11 };
+    std::uniform_real_distribution<double> any(0, 1);
+    for (const double most : { 0.3, 0.8, 1.5, 3.0 }) { // that decoding a matrix takes, of reading it
+        double all = 0, within = 0, bound = 0;
+        for (int round = 0; round < N_ROUNDS; ++round) {
+            const Recoverer recoverer { 1 << round % 3, true };
+            const int       n_experts = 1 + (int) (6 * any(rng));
+            const double    decode = most * (0.5 + 0.5 * any(rng)), compute = 0.02 + 0.2 * any(rng);
+            std::vector<int> forms; // missed, compressed, SM, E
+            for (int expert = 0; expert < n_experts; ++expert) {
+                forms.push_back((int) (4 * any(rng)));
+            }
+            Tasks tasks;
+            for (int matrix = 0; matrix < N_MATRICES; ++matrix) {
+                for (int expert = 0; expert < n_experts; ++expert) {
+                    const int form = forms[(size_t) expert];
+                    tasks.push_back({ expert, form == 0 || form == 2 ? 0.28 : 0, form == 0 || form == 3 ? 0.72 : 0, decode,
+                        4, compute });
+                }
+            }
+            std::vector<int> by_expert, scheduled, within_matrices;
+            for (int expert = 0; expert < n_experts; ++expert) {
+                for (int matrix = 0; matrix < N_MATRICES; ++matrix) {
+                    by_expert.push_back(matrix * n_experts + expert);
+                }
+            }
+            append(scheduled, tasks, by_expert, recoverer);
+            for (int matrix = 0; matrix < N_MATRICES; ++matrix) {
+                std::vector<int> of_matrix((size_t) n_experts);
+                std::iota(of_matrix.begin(), of_matrix.end(), matrix * n_experts);
+                append(within_matrices, tasks, of_matrix, recoverer);
+            }
+            const auto   seconds = [&](const std::vector<int> & order) {
+                return layer_seconds(tasks, order, n_experts, recoverer.n_workers);
+            };
+            const double ours = seconds(order_of_kernels(tasks));
+            double read = 0, decoding = 0;
+            for (const RecoveryTask & task : tasks) {
+                read     += task.e_read + task.sm_read;
+                decoding += task.decode / recoverer.n_workers;
+            }
+            all    += seconds(scheduled) / ours / N_ROUNDS;
+            within += seconds(within_matrices) / ours / N_ROUNDS;
+            bound  += ours / std::max({ read, decoding, compute * (double) tasks.size() }) / N_ROUNDS;
+        }
+        printf("decoding up to %.1f of reading, of the order of kernels: scheduled %.3f, within each matrix %.3f; that order "
+            "is %.3f of reading, decoding or computing alone\n", most, all, within, bound);
+        require(all >= 1 && within >= 1, "where kernels go matrix by matrix, their order is on average no later");
+    }
+}
+
 int main() {
+    the_order_of_kernels_is_no_later_than_the_schedule();
     std::mt19937 rng { 7 };
     double worst = 0, sum = 0;
     int    n = 0;
