@@ -396,6 +396,14 @@ uint64_t Loader::bytes_to_decode(const ReadRequest & request) const {
     return bytes;
 }
 
+int Loader::steps_to_decode(const ReadRequest & request) const {
+    int n = 0;
+    for (int role = request.role; role <= request.last_role; ++role) {
+        n += request.complete >> role & 1 ? decoding_of(request, role).n_steps : 0;
+    }
+    return n;
+}
+
 void Loader::decode(const ReadRequest & request) {
     for (int role = request.role; role <= request.last_role; ++role) {
         if (!(request.complete >> role & 1)) {

@@ -149,6 +149,9 @@ public:
     // Bytes of the matrices of compressed experts among those that decode() makes. REQUIRES: read() returned true
     uint64_t bytes_to_decode(const ReadRequest & request) const;
 
+    // Of the same, the steps that threads may share.
+    int steps_to_decode(const ReadRequest & request) const;
+
     // Both, on this thread.
     void finish(ReadRequest request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0) {
         if (read(request, result, ns, cpu_ns)) {

@@ -91,19 +91,24 @@ void SimulatedReader::take(double at) {
     }
 }
 
-// What all of a matrix was read of is decoded by the thread that is free first.
+// What all of a matrix was read of is decoded by the threads that are free first, step by step.
 void SimulatedReader::decode(const ReadRequest & read, double at) {
     const double seconds = (double) loader.bytes_to_decode(read) / decoders.bytes_per_second;
     if (seconds <= 0) {
         loader.decode(read);
         return;
     }
-    double & free = *std::min_element(free_at.begin(), free_at.end());
-    free = std::max(free, at) + seconds;
+    const int n_steps = loader.steps_to_decode(read);
+    double    last    = at;
+    for (int step = 0; step < n_steps; ++step) {
+        double & free = *std::min_element(free_at.begin(), free_at.end());
+        free = std::max(free, at) + seconds / n_steps;
+        last = std::max(last, free);
+    }
     decode_seconds += seconds;
     const auto later = std::find_if(decoding.begin(), decoding.end(),
-        [&](const Decoding & d) { return d.ends > free; });
-    decoding.insert(later, { read, free });
+        [&](const Decoding & d) { return d.ends > last; });
+    decoding.insert(later, { read, last });
 }
 
 void SimulatedReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) {
