@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         placement = place(problem, args.algorithm, args.partial, args.seed)
         seconds = perf_counter() - begin
         if args.save_counts:
-            write_counts(args.save_counts, counted, model_map)
+            write_counts(args.save_counts, counted if other is None else counted + other, model_map)
         write_placement(args.output, placement, model_map)
     picture = None
     if args.plot is not None:

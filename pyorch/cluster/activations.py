@@ -44,6 +44,10 @@ class Activations:
                 for name in servers]
         return np.stack(rows)
 
+    def __add__(self, other: Activations) -> Activations:
+        """Of the same servers and layers."""
+        return Activations(self.servers, self.layers, self.counts + other.counts)
+
     def shares(self) -> Activations:
         """Shares of each layer's activations, so that servers weigh alike, however many tokens of them were counted."""
         sums = self.counts.sum(axis=2, keepdims=True)

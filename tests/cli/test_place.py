@@ -118,8 +118,11 @@ def test_the_command_knows_every_algorithm() -> None:
     assert tuple(algorithms.ALGORITHMS) == ALGORITHMS
 
 
-def test_a_check_judges_by_tokens_that_were_not_placed_by(placed) -> None:
-    dance, eplb = (placed("--check", "--algorithm", name) for name in ("dance", "eplb"))
+def test_a_check_judges_by_tokens_that_were_not_placed_by(placed, small_moe: Path, tmp_path: Path) -> None:
+    counts = tmp_path / "counts.json"
+    dance, eplb = (placed("--check", "--algorithm", name, "--save-counts", counts) for name in ("dance", "eplb"))
+    with ModelMap(small_moe) as model_map:  # what is kept is of both halves
+        assert (read_counts(counts, model_map).counts.sum(axis=2) == 300 * 6).all()
     assert dance["checked_ratio"] != dance["local_ratio"]
     assert dance["checked_ratio"] > 1.1 * eplb["checked_ratio"]
     assert dance["servers"][0]["checked_ratio"] == pytest.approx(dance["servers"][0]["local_ratio"], abs=0.1)

@@ -26,7 +26,7 @@ def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path
     figure = Figure(figsize=(11, 2 + 0.35 * min(n_servers, 40)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     shown = (
-        ("experts that are used and lie on the server, %", 100 * placement.local_ratio(frequencies), 100),
+        ("activations that the server computes itself, %", 100 * placement.local_ratio(frequencies), 100),
         ("experts of the layer on the server", placement.held.sum(axis=2), max(placement.n_experts)),
     )
     for axis, (title, values, most) in zip(axes, shown):
