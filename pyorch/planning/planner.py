@@ -14,9 +14,9 @@ from pyorch.planning.ranks import selection_probabilities
 
 STEP = 0.05
 
-# What is expected of pools that follow each other is too good: what falls out of one is in memory in no form of the
-# next, and whole experts alone are kept by more than their ranks. So much longer they take, where nobody played them.
-HANDICAP = 1.15
+# What falls out of one pool is in memory in no form of the next, which the expected hits leave out; and whole experts
+# alone are kept by more than their ranks. So much longer divisions with other forms take, where nobody played them.
+HANDICAP = 1.05
 
 _CHUNK = 1 << 20  # probabilities of patterns at once
 _WHOLE = (1.0, 0.0, 0.0, 0.0)  # shares: all memory for whole experts

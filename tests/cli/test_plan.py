@@ -85,11 +85,11 @@ def test_a_plan_is_the_best_of_what_it_is_compared_with(
     assert rows.keys() == {"plan", "full only", "compressed only", "signs and mantissas only", "exponents only",
                            "without a pack", "full only, by LRU"}
     best = rows["plan"]
-    assert best["played_wait_ms"] <= 1.02 * min(row["played_wait_ms"] for row in rows.values()) and best["compressed"]
+    assert best["played_wait_ms"] <= 1.1 * min(row["played_wait_ms"] for row in rows.values()) and best["compressed"]
     assert sum(best["shares"]) == pytest.approx(1)
     assert sum(best["hits"]) == pytest.approx(6) and sum(best["played_hits"]) == pytest.approx(6)
     assert report["n_played"] > 4 and report["n_played_tokens"] == 50
-    assert best["played_wait_ms"] == pytest.approx(best["wait_ms"], rel=0.15)
+    assert best["played_wait_ms"] == pytest.approx(best["wait_ms"], rel=0.25)
     with ModelMap(model) as model_map:
         plan = read_plan(default_path(model), model_map)
     assert plan.shares == tuple(best["shares"]) and plan.budget == report["budget"] and plan.n_tokens == 200

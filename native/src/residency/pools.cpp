@@ -93,7 +93,8 @@ void Pools::used(int layer, int expert, uint64_t now) {
     }
 }
 
-// Experts of all layers compete: a pool ends at the heat of the first rank that is behind it.
+// Experts of all layers compete: a pool ends at the heat of the first rank that is behind it. The last one takes all that
+// come, and its eviction says who stays: ranks know what is used often, and not what is used just now.
 void Pools::rank() {
     std::vector<double> all;
     double              full = 0, stored[N_STORED_PARTS] = {};
@@ -107,13 +108,15 @@ void Pools::rank() {
     const double n = (double) all.size(); // of experts of the mean size
     const double bytes[N_FORMS] = { 0, full / n, (stored[PART_E] + stored[PART_SM]) / n, stored[PART_SM] / n,
         stored[PART_E] / n };
-    double last = 0;
+    double last      = 0;
+    Form   takes_all = Form::FULL;
     for (const Form form : HIERARCHY) {
         double & next = least[(int) form];
         next = INFINITY; // of a pool that holds nothing: experts may have no bytes of a form
         if (limit(form) == 0 || bytes[(int) form] == 0) {
             continue;
         }
+        takes_all = form;
         const double size = (double) limit(form) / bytes[(int) form];
         last += size;
         // Ranks r < tau, from 1 on. Who has one of them is, without its last use, still no colder than the next.
@@ -125,6 +128,9 @@ void Pools::rank() {
         const auto at = all.begin() + (long) n_ranks;
         std::nth_element(all.begin(), at, all.end(), std::greater<double>());
         next = *at;
+    }
+    if (takes_all != Form::FULL) {
+        least[(int) takes_all] = -INFINITY;
     }
 }
 

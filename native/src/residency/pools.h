@@ -2,8 +2,8 @@
 //
 // Kernels compute with full experts. Those that come from a compressed pack have, at the end of their load, all their
 // parts in memory; then it costs nothing to choose which of them stay. Experts are ranked by how often they are used:
-// the first ranks belong into the pool of full experts, the next into that of compressed ones, and so on. Within a pool
-// the eviction policy says who goes.
+// the first ranks belong into the pool of full experts, the next into that of compressed ones, and so on; all others come
+// into the last pool. Within a pool the eviction policy says who goes.
 //
 // Of the budget, a little is for no pool: it is the memory through which compressed experts come.
 

@@ -448,11 +448,14 @@ static void pools_have_the_ranks_below_their_thresholds() {
     Pools pools(map);
     use_all(pools);
     for (int more = 1; more < 16; ++more) {
-        pools.divide(map.floor_bytes() + more * slot / 2, fewest, { 0, 0, 1, 0, 0 });
+        pools.divide(map.floor_bytes() + more * slot / 2, fewest, { 0, 0, 0.9, 0, 0.1 });
         const double n_stored = (double) pools.limit(Form::COMPRESSED) / stored;
         CHECK(count(pools, Form::FULL) == std::ceil(1.05 * n_full) - 1);
         CHECK(count(pools, Form::FULL) + count(pools, Form::COMPRESSED) == std::ceil(n_full + 1.05 * n_stored) - 1);
+        CHECK(count(pools, Form::E_ONLY) > 0 && count(pools, Form::ABSENT) == 0); // the last takes the rest
     }
+    pools.divide(map.floor_bytes() + slot, fewest, ALL_FULL);
+    CHECK(count(pools, Form::COMPRESSED) + count(pools, Form::SM_ONLY) + count(pools, Form::E_ONLY) == 0);
 }
 
 static void a_pool_of_a_form_without_bytes_has_nobody() {
@@ -467,7 +470,7 @@ static void a_pool_of_a_form_without_bytes_has_nobody() {
     const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
     pools.divide(map.floor_bytes() + 4 * map.layers[0].slot_bytes(), fewest, { 0, 0, 0.5, 0, 0.5 });
     CHECK(pools.limit(Form::E_ONLY) > 0 && count(pools, Form::COMPRESSED) > 0);
-    CHECK(count(pools, Form::E_ONLY) == 0 && count(pools, Form::ABSENT) > 0);
+    CHECK(count(pools, Form::E_ONLY) == 0 && count(pools, Form::ABSENT) == 0);
 }
 
 static void ranks_go_on_from_uses_that_are_known() {
@@ -482,12 +485,12 @@ static void ranks_go_on_from_uses_that_are_known() {
     }
     const uint64_t slot   = map.layers[0].slot_bytes();
     const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
-    pools.divide(map.floor_bytes() + 4 * slot, fewest, { 0, 0, 1, 0, 0 });
+    pools.divide(map.floor_bytes() + 4 * slot, fewest, { 0, 0, 0.5, 0.5, 0 });
     const int n_full = count(pools, Form::FULL), n_compressed = count(pools, Form::COMPRESSED);
     CHECK(n_full > 0 && n_compressed > 0 && n_full + n_compressed < N_LAYERS * N_EXPERT);
     for (int rank = 0; rank < N_LAYERS * N_EXPERT; ++rank) {
         CHECK(pools.form_of(rank % N_LAYERS, rank / N_LAYERS) == (rank < n_full ? Form::FULL :
-            rank < n_full + n_compressed ? Form::COMPRESSED : Form::ABSENT));
+            rank < n_full + n_compressed ? Form::COMPRESSED : Form::SM_ONLY));
     }
     // Those that come count as much as if all of them had been seen.
     for (int i = 0; i < 100; ++i) {
@@ -511,6 +514,26 @@ static void an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on() 
         const uint64_t each = slot_bytes(map.layers[0], PART_E) + slot_bytes(map.layers[0], PART_SM);
         CHECK(house.stats().stored_bytes == (known ? each : 0)); // of 7
     }
+}
+
+static void what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank() {
+    const ModelMap map = compressed_map();
+    House house(map, 4, { 0, 0, 1, 0, 0 });
+    for (const MoeLayer & layer : map.layers) {
+        double uses[N_EXPERT] = {};
+        for (int id = 0; id < 8; ++id) {
+            uses[id] = 1000 - id;
+        }
+        house.table.set_uses(layer.il, uses, N_EXPERT);
+    }
+    CHECK(house.use(0, { 9 }));
+    for (int layer = 0; layer < N_LAYERS; ++layer) {
+        for (int id = 0; id < 3; ++id) {
+            CHECK(house.use(layer, { id })); // of the first ranks: its matrices go for theirs
+        }
+    }
+    CHECK(house.use(0, { 9 }));
+    CHECK(house.stats().hits == 0 && house.stats().compressed_hits == 1);
 }
 
 static bool refused(const std::function<void()> & call) {
@@ -585,6 +608,7 @@ int main(int argc, char ** argv) {
         a_pool_of_a_form_without_bytes_has_nobody,
         ranks_go_on_from_uses_that_are_known,
         an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on,
+        what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank,
         uses_that_cannot_be_are_refused,
         what_is_reserved_takes_memory_from_pools,
     });
