@@ -9,7 +9,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
-EXTRAS := convert,plot,test
+EXTRAS := cluster,convert,plot,test
 
 # Processes that share the tests. Most tests compute on two threads.
 WORKERS ?= 2

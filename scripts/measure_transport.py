@@ -1,0 +1,170 @@
+"""Measures three ways to send the rows of a layer to another process and to get its results back.
+
+    .venv/bin/python scripts/measure_transport.py [--sizes 8,16,32,64] [--rounds 7] [--calls 200] [--json]
+
+A token of one layer is a message of 8 to 64 KiB there, and as much back. The ways: a call of a Ray actor, a compiled
+graph of Ray with such an actor, and a plain TCP connection whose address came through Ray. Rounds of the ways
+alternate; a figure is the median of the rounds' medians. All of it on one machine, so what is compared is what each way
+costs by itself, not the network. Needs Ray: pip install 'pyorch[cluster]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from pyorch.sizes import KiB, MiB
+
+N_LAYERS = 48  # of the model for which a token's time is shown
+WARM_UP = 20  # calls before those that count: buffers are made, connections opened
+
+
+class Peer:
+    """The other process: an actor that sends back what it is sent, by each of the ways."""
+
+    def echo(self, rows: np.ndarray) -> np.ndarray:
+        """The same rows. Shape [n_bytes], uint8."""
+        return rows
+
+    def listen(self) -> tuple[str, int]:
+        """Opens a port on the loopback interface, for one connection. Returns host and port."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._answer, args=(listener,), daemon=True).start()
+        return listener.getsockname()
+
+    @staticmethod
+    def _answer(listener: socket.socket) -> None:
+        with listener:
+            connection, _ = listener.accept()
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            header = bytearray(4)
+            while receive(connection, memoryview(header)):
+                message = bytearray(header) + bytearray(int.from_bytes(header, "little"))
+                receive(connection, memoryview(message)[4:])
+                connection.sendall(message)
+
+
+def receive(connection: socket.socket, into: memoryview) -> bool:
+    """Fills the buffer. False where the connection ended before its first byte."""
+    n = 0
+    while n < len(into):
+        got = connection.recv_into(into[n:])
+        if got == 0:
+            if n == 0:
+                return False
+            raise ConnectionError("the connection ended within a message")
+        n += got
+    return True
+
+
+class Plain:
+    """A TCP connection: four bytes of length, then the rows."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._connection = socket.create_connection(address)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def echo(self, rows: np.ndarray) -> np.ndarray:
+        """The same rows, come back. Shape [n_bytes], uint8."""
+        self._connection.sendmsg((len(rows).to_bytes(4, "little"), rows))
+        header, answer = bytearray(4), np.empty_like(rows)
+        receive(self._connection, memoryview(header))
+        receive(self._connection, memoryview(answer))
+        return answer
+
+    def close(self) -> None:
+        """Ends the connection, and with it the peer's thread."""
+        self._connection.close()
+
+
+def median_seconds(echo: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, n_calls: int) -> float:
+    """Of a round trip. RuntimeError if what came back is not what was sent."""
+    if not np.array_equal(echo(rows), rows):
+        raise RuntimeError("what came back is not what was sent")
+    times = []
+    for _ in range(n_calls):
+        begin = time.perf_counter()
+        echo(rows)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measure(ray, sizes: list[int], n_rounds: int, n_calls: int) -> dict[str, list[float]]:
+    """Medians in seconds, one for each size, by way."""
+    peer = ray.remote(Peer).options(num_cpus=0).remote()
+    plain = Plain(tuple(ray.get(peer.listen.remote())))
+    # A graph takes its actor for itself: it gets one of its own.
+    second = ray.remote(Peer).options(num_cpus=0).remote()
+    from ray.dag import InputNode
+
+    with InputNode() as message:
+        graph = second.echo.bind(message).experimental_compile(_buffer_size_bytes=2 * max(sizes))
+    ways: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "actor call": lambda rows: ray.get(peer.echo.remote(rows)),
+        "compiled graph": lambda rows: ray.get(graph.execute(rows)),
+        "TCP": plain.echo,
+    }
+    rounds = {name: [[] for _ in sizes] for name in ways}
+    for k, size in enumerate(sizes):
+        rows = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+        for echo in ways.values():
+            median_seconds(echo, rows, WARM_UP)
+        for _ in range(n_rounds):
+            for name, echo in ways.items():
+                rounds[name][k].append(median_seconds(echo, rows, n_calls))
+    graph.teardown()
+    plain.close()
+    return {name: [statistics.median(of_size) for of_size in medians] for name, medians in rounds.items()}
+
+
+def show(sizes: list[int], medians: dict[str, list[float]]) -> None:
+    """A table in Markdown."""
+    print(f"| there and back | {' | '.join(medians)} | {N_LAYERS} layers by TCP |")
+    print("| --- |" + " --- |" * (len(medians) + 1))
+    for k, size in enumerate(sizes):
+        cells = [f"{of_way[k] * 1e6:.0f} us" for of_way in medians.values()]
+        print(f"| {size // KiB} KiB | {' | '.join(cells)} | {medians['TCP'][k] * N_LAYERS * 1e3:.1f} ms |")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="8,16,32,64", help="of messages, in KiB, with commas between them")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=200, help="in a round, of each way")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    sizes = [int(size) * KiB for size in args.sizes.split(",")]
+    os.environ.update({
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface
+    })
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as directory:
+        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * MiB, log_to_driver=False,
+                 logging_level="ERROR", _temp_dir=directory)
+        try:
+            medians = measure(ray, sizes, args.rounds, args.calls)
+        finally:
+            ray.shutdown()
+    if args.json:
+        print(json.dumps({"bytes": sizes, "seconds": medians}))
+    else:
+        show(sizes, medians)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
