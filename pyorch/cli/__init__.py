@@ -19,6 +19,7 @@ from pyorch.errors import PyorchError
 COMMANDS = {
     "run": ("pyorch.cli.run", "continue a prompt, or chat"),
     "serve": ("pyorch.cli.serve", "serve a model over the OpenAI API"),
+    "cluster": ("pyorch.cli.cluster", "run several servers of a model, with Ray"),
     "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
     "pack": ("pyorch.cli.pack", "write the experts of a model one after another, in a file beside it"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),

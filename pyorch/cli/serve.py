@@ -31,12 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
     parser.set_defaults(run=run)
-    _take_server_flags(parser)
+    take_server_flags(parser)
     return parser
 
 
-def _take_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Keeps what follows `--` from argparse, which would take it for positional arguments."""
+def take_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Makes server_flags of what follows `--`, which argparse would take for positional arguments."""
     parse = parser.parse_known_args
 
     def parse_known_args(args=None, namespace=None):

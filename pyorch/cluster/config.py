@@ -17,6 +17,7 @@
     [[server]]
     name = "lab"
     memory = ["1GiB", "512MiB"]     # of each of its devices
+    model = "/models/olmoe.gguf"    # where this server has it, if not where the others do
 
     [[link]]                        # of two servers, where it differs from the others
     between = ["clinic", "lab"]
@@ -57,13 +58,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Server:
-    """memory: for experts, of each device. port: of the OpenAI endpoint; peer_port: for other servers; 0: any free."""
+    """memory: for experts, of each device. port: of the OpenAI endpoint; peer_port: for other servers; 0: any free.
+    model: where it has the model, None: where the cluster says."""
 
     name: str
     memory: tuple[Amount, ...]
     address: str = "127.0.0.1"
     port: int = 0
     peer_port: int = 0
+    model: Path | None = None
 
     @property
     def n_devices(self) -> int:
@@ -116,6 +119,10 @@ class Cluster:
             raise PyorchError(f'{self.path} names no model: a line such as model = "olmoe.gguf" at its top does')
         return self.model
 
+    def model_of(self, server: Server) -> Path:
+        """Where a server has the model. PyorchError where the file says it nowhere."""
+        return server.model or self.required_model
+
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Reads a cluster.toml. FormatError, with the place in the file, for what is missing or cannot be."""
@@ -131,7 +138,8 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     top = _Table(values, str(path))
     model = top.take("model", str, None)
     network = _link(_Table(top.take("network", dict, {}), f"{path}: [network]"), Link())
-    servers = tuple(_server(value, f"{path}: [[server]] {i + 1}") for i, value in enumerate(top.take("server", list)))
+    servers = tuple(_server(value, f"{path}: [[server]] {i + 1}", path.parent)
+                    for i, value in enumerate(top.take("server", list)))
     _check(servers, path)
     links = _links(top.take("link", list, []), network, servers, path)
     top.finish()
@@ -175,7 +183,7 @@ class _Table:
 _KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table"}
 
 
-def _server(value: Any, where: str) -> Server:
+def _server(value: Any, where: str, directory: Path) -> Server:
     table = _Table(value, where)
     name = table.take("name", str)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
@@ -183,8 +191,10 @@ def _server(value: Any, where: str) -> Server:
     address = table.take("address", str, Server.address)
     if not re.fullmatch(r"[A-Za-z0-9.:_-]+", address):
         raise FormatError(f"{where}: address {_show(address)} is neither an address nor a host's name")
+    model = table.take("model", str, None)
     server = Server(name, _memory(table), address, table.take_whole("port", 0, 65535, Server.port),
-                    table.take_whole("peer_port", 0, 65535, Server.peer_port))
+                    table.take_whole("peer_port", 0, 65535, Server.peer_port),
+                    None if model is None else directory / model)
     table.finish()
     return server
 

@@ -11,7 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import llama_cpp.llama_cpp as llama
 
@@ -37,6 +38,7 @@ def serve(
     verbose: bool = False,
     stats_every: float | None = None,
     as_json: bool = False,
+    beside: Beside | None = None,
     **options: object,
 ) -> int:
     """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
@@ -45,6 +47,7 @@ def serve(
         flags: of llama-server. What they leave open is chosen for a model under a budget.
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
+        beside: a context that is entered when requests are answered, on another thread, and left before the engine ends.
         options: of pyorch.load. What was learned is written to maps at the end.
 
     Returns:
@@ -67,7 +70,7 @@ def serve(
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
     with _planned(path, settings, server) as record:
-        watch = _Watch(path, address, record.engine, stats_every, as_json)
+        watch = _Watch(path, address, record.engine, stats_every, as_json, beside)
         watch.start()
         try:
             status = llama_server.call(server.arguments)
@@ -124,16 +127,24 @@ class Address:
 
     def is_healthy(self) -> bool:
         """Whether the server answers that its model is loaded."""
+        return self.get("/health") is not None
+
+    def get(self, path: str) -> str | None:
+        """What the server answers, None where it has not done so within a second, or not with status 200."""
         connection = _UnixConnection(self.host) if not self.port else http.client.HTTPConnection(
             {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port, timeout=1
         )
         try:
-            connection.request("GET", f"{self.prefix}/health")
-            return connection.getresponse().status == 200
+            connection.request("GET", f"{self.prefix}{path}")
+            answer = connection.getresponse()
+            return answer.read().decode(errors="replace") if answer.status == 200 else None
         except (OSError, http.client.HTTPException):
-            return False
+            return None
         finally:
             connection.close()
+
+
+Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -177,7 +188,8 @@ class _Watch(threading.Thread):
     """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
 
     def __init__(
-        self, path: str, address: Address, engine: Engine | None, stats_every: float | None, as_json: bool
+        self, path: str, address: Address, engine: Engine | None, stats_every: float | None, as_json: bool,
+        beside: Beside | None,
     ) -> None:
         super().__init__(daemon=True)
         self.ready = False
@@ -186,6 +198,8 @@ class _Watch(threading.Thread):
         self._engine = engine
         self._stats_every = stats_every
         self._as_json = as_json
+        self._beside = beside
+        self._contexts = contextlib.ExitStack()
         self._ended = threading.Event()
         self._began = time.monotonic()
 
@@ -195,6 +209,8 @@ class _Watch(threading.Thread):
                 return
         self.ready = True
         self._say(f"serving {os.path.basename(self._path)} at {self._address.url} ({self._budget()})")
+        if self._beside is not None:
+            self._contexts.enter_context(self._beside(self._engine, self._address))
         if self._engine is None:
             return
         failures = 0
@@ -215,6 +231,7 @@ class _Watch(threading.Thread):
         """The server has ended, the engine not yet."""
         self._ended.set()
         self.join()
+        self._contexts.close()
         if self.ready and self._engine is not None:
             self._print_stats()
 

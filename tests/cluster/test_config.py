@@ -87,7 +87,7 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     ('memory = "40%"', "memory = []", "memory names 0 devices"),
     ("devices = 2", "devices = 0", "devices is 0, not a whole number from 1 to 4096"),
     ("devices = 2", "devices = true", "devices is True, not a whole number"),
-    ("devices = 2", "device = 2", '"device" is not known: name, address, memory, devices, port, peer_port are'),
+    ("devices = 2", "device = 2", '"device" is not known: name, address, model, memory, devices, port, peer_port are'),
     ('["1GiB", "10%"]', '["1GiB"]\ndevices = 2', "memory names 1 devices, where there are 2"),
     ("port = 8080", "port = 99999", "port is 99999, not a whole number from 0 to 65535"),
     ("port = 8080", "port = 9080", "port 9080 of 10.0.0.1 is named twice"),

@@ -1,0 +1,157 @@
+"""`pyorch cluster`: several servers that share a model, held together by Ray."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.cli.options import add_command, print_json
+from pyorch.cli.serve import take_server_flags
+from pyorch.cli.settings import add_settings, given_settings
+from pyorch.errors import PyorchError
+from pyorch.settings.option import CONTEXT, EXPERTS, LOSSY
+
+if TYPE_CHECKING:
+    from pyorch.cluster.members import Status
+
+_DEFAULT = Path("cluster.toml")
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "cluster", summary, "pyorch cluster up --config cluster.toml")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
+    up = _add_action(actions, "up", "start every server, and wait until all of them answer", _up,
+                     "pyorch cluster up --config cluster.toml -- --api-key secret")
+    serve = _add_action(actions, "serve", "start every server, say what happens to them, and end them after Ctrl-C",
+                        _serve, "pyorch cluster serve --config cluster.toml")
+    for starting in (up, serve):
+        starting.usage = f"pyorch cluster {starting.prog.split()[-1]} [options] [-- flags of llama-server]"
+        starting.description += (
+            " Each has an endpoint of the OpenAI API, and all of them the settings that are given here. What follows "
+            "after `--` are flags of llama-server."
+        )
+        starting.add_argument("--address", default="", metavar="HOST:PORT",
+                              help="the Ray cluster to run on (default: one of its own, on this machine alone)")
+        starting.add_argument("--plan", type=Path, metavar="FILE",
+                              help="keep in the memory of each server the experts that `pyorch place` gave it")
+        add_settings(starting, EXPERTS, CONTEXT, LOSSY, without=("budget",))
+        take_server_flags(starting)
+    status = _add_action(actions, "status", "show how the servers do", _status, "pyorch cluster status --json")
+    status.add_argument("--json", action="store_true", help="print it as one JSON object")
+    _add_action(actions, "down", "end every server, and remove what is left of a cluster that crashed", _down,
+                "pyorch cluster down")
+    return parser
+
+
+def _add_action(actions, name: str, summary: str, run, example: str) -> argparse.ArgumentParser:
+    parser = add_command(actions, name, summary, example)
+    parser.add_argument("--config", type=Path, default=_DEFAULT, metavar="FILE",
+                        help=f"the file that describes the cluster (default: {_DEFAULT})")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _up(args: argparse.Namespace) -> int:
+    from pyorch.cli.tables import show
+
+    show(_table(_start(args)))
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from pyorch.cli.tables import show
+    from pyorch.cluster import operations
+
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C is
+    try:
+        show(_table(_start(args)))
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: asked.set())
+            operations.watch(args.config, _say, asked.wait)
+        finally:
+            operations.down(args.config)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    from pyorch.cli.tables import show
+    from pyorch.cluster import operations
+
+    running, servers = operations.status(args.config)
+    if args.json:
+        print_json({"config": running.config, "ray": running.ray, "namespace": running.namespace, "servers": servers})
+    else:
+        show(_table(servers))
+    return 0
+
+
+def _down(args: argparse.Namespace) -> int:
+    from pyorch.cluster import operations
+
+    _say("the cluster is down" if operations.down(args.config) else "there was no cluster to take down")
+    return 0
+
+
+def _start(args: argparse.Namespace) -> list[Status]:
+    from pyorch.cluster import operations
+    from pyorch.cluster.config import read_cluster
+    from pyorch.cluster.placement.file import read_placement
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.settings.option import texts
+    from pyorch.settings.settings import Settings
+
+    settings = texts(Settings(**given_settings(args)))
+    if args.address and ":" not in args.address:
+        raise PyorchError(f"--address is {args.address}, not HOST:PORT of a Ray cluster")
+    cluster = read_cluster(args.config)
+    placement = None
+    if args.plan is not None:
+        with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
+            placement = read_placement(args.plan, model_map)
+    return operations.up(cluster, ray_address=args.address, placement=placement, settings=settings,
+                         flags=args.server_flags, say=_say)
+
+
+def _table(servers: list[Status]) -> list:
+    from pyorch.cli.tables import Table
+    from pyorch.sizes import format_bytes
+
+    rows, notes = [], []
+    for server in servers:
+        counters = server.counters
+        cells = ("", "", "", "", "")
+        if counters is not None:
+            uses = counters.hits + counters.misses
+            requests = "busy" if counters.requests_running is None else \
+                f"{counters.requests_running} + {counters.requests_waiting}"
+            tokens = "" if counters.generated_tokens is None else \
+                f"{counters.prompt_tokens} + {counters.generated_tokens}"
+            cells = (format_bytes(counters.memory_bytes),
+                     f"{format_bytes(counters.used_bytes)} of {format_bytes(counters.budget_bytes)}",
+                     f"{counters.hits / uses:.1%}" if uses else "", requests, tokens)
+        placed = ""
+        if server.digest:
+            placed = f"{server.digest[:8]} ({counters.pinned if counters else '?'} of {server.placed} kept)"
+        state = server.state + (" (restarted)" if server.restarted else "")
+        rows.append((server.name, state, server.url, *cells, placed))
+        if server.reason:
+            notes.append(f"server {server.name}: {server.reason}")
+    columns = ("server", "state", "endpoint", "memory", "experts", "hits", "requests", "tokens", "placement")
+    return [Table(columns, rows, left=("server", "state", "endpoint", "placement")), *notes]
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(sentence: str) -> None:
+    print(f"pyorch: {sentence}", file=sys.stderr, flush=True)

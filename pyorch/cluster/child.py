@@ -1,0 +1,157 @@
+"""The process that serves a model for a server of a cluster: `pyorch serve`, and a thread that obeys the actor.
+
+Its argument is the descriptor of its end of a channel, on which the actor first says what to serve. When the channel
+ends, the actor is gone, and this process with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pyorch.cluster.channel import Channel
+from pyorch.cluster.members import Counters
+from pyorch.errors import PyorchError
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+from pyorch.serve.server import Address, serve
+from pyorch.sidecars.container import fingerprint
+
+_METRICS = {  # of llama-server, and what they are called here
+    "requests_processing": "requests_running", "requests_deferred": "requests_waiting",
+    "prompt_tokens_total": "prompt_tokens", "prompt_seconds_total": "prompt_seconds",
+    "tokens_predicted_total": "generated_tokens", "tokens_predicted_seconds_total": "generated_seconds",
+}
+_END_SECONDS = 10.0  # for the end of a server whose actor is gone
+_PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
+
+
+class Serving:
+    """What the actor can ask of a process that serves: its methods named in ASKED."""
+
+    ASKED = ("counters", "pin")
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._engine: Engine | None = None
+        self._address: Address | None = None
+        self._pinned = 0
+        self._using = threading.Lock()  # the engine, which the end of the server takes away
+
+    @contextlib.contextmanager
+    def attached(self, engine: Engine | None, address: Address) -> Iterator[None]:
+        """While the server answers requests. engine: None of a model without experts."""
+        with self._using:
+            self._engine, self._address = engine, address
+        with contextlib.suppress(OSError):
+            self._channel.send({"ready": address.url})
+        try:
+            yield
+        finally:
+            with self._using:
+                self._engine = None
+
+    def answer(self) -> None:
+        """Until the channel ends, with the actor. Then this process does, in order if that is soon done."""
+        while (message := self._channel.receive()) is not None:
+            try:
+                assert message["ask"] in self.ASKED
+                with self._using:
+                    answer = {"answer": getattr(self, message["ask"])(**message["with"])}
+            except PyorchError as error:
+                answer = {"refused": str(error)}
+            with contextlib.suppress(OSError):
+                self._channel.send(answer | {"number": message["number"]})
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_END_SECONDS)
+        os._exit(1)
+
+    def counters(self) -> dict[str, Any]:
+        """Counters, as a dictionary."""
+        import psutil
+
+        counters = Counters(os.getpid(), psutil.Process().memory_info().rss, pinned=self._pinned, **self._metrics())
+        if self._engine is not None:
+            stats = self._engine.stats()
+            counters = dataclasses.replace(counters, **{
+                name: getattr(stats, name)
+                for name in ("budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")
+            })
+        return dataclasses.asdict(counters)
+
+    def pin(self, placed: dict[str, list[int]]) -> dict[str, Any]:
+        """Keeps experts in memory, of each layer alike many, as many as the budget lets.
+
+        placed: by block number. Returns how many are kept, and why not all: a sentence, or "".
+        """
+        if self._engine is None:
+            raise PyorchError("a model without experts has none to place")
+        reason = ""
+        depth = max(map(len, placed.values()), default=0)
+        for rank in range(depth):
+            for il, experts in placed.items():
+                if rank < len(experts) and not reason:
+                    try:
+                        self._engine.pin(int(il), [experts[rank]])
+                        self._pinned += 1
+                    except PyorchError as error:
+                        reason = str(error)
+        return {"pinned": self._pinned, "reason": reason}
+
+    def _metrics(self) -> dict[str, Any]:
+        """Of llama-server, by the names of Counters; nothing where it does not answer soon."""
+        text = (self._address.get("/metrics") if self._address is not None else None) or ""
+        found = dict(re.findall(r"^llamacpp:(\w+) ([0-9.e+-]+)$", text, re.MULTILINE))
+        return {
+            ours: float(found[theirs]) if ours.endswith("seconds") else int(float(found[theirs]))
+            for theirs, ours in _METRICS.items() if theirs in found
+        }
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command in the foreground
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    job = channel.receive()
+    if job is None:
+        return 1
+    serving = Serving(channel)
+    threading.Thread(target=serving.answer, daemon=True).start()
+    try:
+        with ModelMap(job["model"]) as model_map:
+            found = fingerprint(model_map)
+        if found != job["fingerprint"]:
+            raise PyorchError(f'{job["model"]} is another model than the cluster serves: its fingerprint is '
+                              f'{found[:12]}, that of the others {job["fingerprint"][:12]}')
+        if job["restarted"]:
+            _wait_for_port(job["address"], job["port"])
+        return serve(job["model"], job["budget"], job["flags"], beside=serving.attached, **job["settings"])
+    except PyorchError as error:
+        with contextlib.suppress(OSError):
+            channel.send({"failed": str(error)})
+        return 2
+
+
+def _wait_for_port(host: str, port: int) -> None:
+    """The process that had it before is dying, which takes a while with gigabytes. serve() says it if it does not."""
+    deadline = time.monotonic() + _PORT_SECONDS
+    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    while time.monotonic() < deadline:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind(where)
+                return
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

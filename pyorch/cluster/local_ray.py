@@ -1,0 +1,235 @@
+"""Ray, imported when it is needed; and a Ray of our own on this machine, as small as it can be."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from types import ModuleType
+
+from pyorch.cluster.state import Running, remember
+from pyorch.errors import PyorchError
+from pyorch.sizes import MiB
+
+MARK = "PYORCH_CLUSTER"  # the environment variable that marks processes of a cluster
+CHILD = "pyorch.cluster.child"  # the module that a serving process runs
+_TEMPORARY = "/tmp"  # paths of sockets have 107 bytes at most, and Ray appends 70: not wherever TMPDIR is
+_SECONDS_TO_END = 15.0  # for servers whose Ray is gone: they write down what they learned; then they are killed
+
+# No statistics are sent anywhere, no device is hidden from actors that claim none, and nobody who does not answer is
+# asked for minutes.
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_NUM_REDIS_GET_RETRIES": "2",  # attempts to connect, of 41 seconds each
+}
+
+# As little of Ray as there can be: nothing is kept in its object store, of which this is the least; servers claim no
+# processor, no worker waits for tasks, and none gives way to other processes. What uses too much memory is for the
+# machine's rules, not for Ray's: a budget fills memory on purpose. A process that is stopped or gone is noticed within
+# three seconds.
+_START = (
+    "--head", "--block", "--port=0", "--dashboard-agent-listen-port=0", "--num-cpus=0", "--num-gpus=0",
+    f"--object-store-memory={80 * MiB}", "--include-dashboard=false", "--include-log-monitor=false", "--no-monitor",
+    "--disable-usage-stats", "--system-config=" + json.dumps({
+        "memory_monitor_refresh_ms": 0, "enable_worker_prestart": False, "worker_niceness": 0,
+        "health_check_period_ms": 500, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3,
+    }),
+)
+
+
+def ray_library() -> ModuleType:
+    """The module ray. PyorchError where it is not installed.
+
+    Not imported before: it takes half a second, commands that need no cluster never see it, and it reads its
+    environment when it is imported.
+    """
+    check_installed()
+    os.environ.update(_QUIET)
+    import ray
+
+    return ray
+
+
+def check_installed() -> None:
+    """PyorchError where Ray is not installed."""
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("psutil") is None:
+        raise PyorchError("a cluster needs Ray, which is not installed: pip install 'pyorch[cluster]'")
+
+
+def start(running: Running) -> Running:
+    """Starts Ray for a cluster, on the loopback interface. Returns where it is.
+
+    Its processes end with the first of them, the keeper, which outlives this process. Before anything is started the
+    cluster is remembered, so that end() can remove whatever is left behind.
+    """
+    check_installed()
+    running = dataclasses.replace(running, directory=tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
+    remember(running)
+    log = os.path.join(running.directory, "ray.log")
+    with open(log, "wb") as output:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *_START, f"--temp-dir={running.directory}",
+             f"--ray-client-server-port={_free_port()}"],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=running.directory,
+            env=os.environ | _environment(running), start_new_session=True,
+        )
+    running = dataclasses.replace(running, keeper=keeper.pid)
+    remember(running)
+    # The file is there when all of Ray is.
+    while not (address := _read(os.path.join(running.directory, "ray_current_cluster"))):
+        if keeper.poll() is not None:
+            raise PyorchError(f"Ray did not start: {_last_line(log)}")
+        time.sleep(0.05)
+    running = dataclasses.replace(running, ray=address)
+    remember(running)
+    return running
+
+
+@contextlib.contextmanager
+def connected(running: Running) -> Iterator[ModuleType]:
+    """The module ray, connected to a cluster's Ray. PyorchError where nobody answers there."""
+    if running.has_own_ray:
+        os.environ.update(_environment(running))
+    ray = ray_library()
+    _check_answers(running)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(address=running.ray, namespace=running.namespace, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # whatever Ray has for it, down to RuntimeError
+        raise PyorchError(f"Ray at {running.ray} refused the connection: {_first_line(error)}") from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def end(running: Running) -> None:
+    """Ends every process of a cluster with a Ray of its own, and removes its directory.
+
+    Whatever state they are in; also where this was interrupted before. A serving process ends in order when its actor
+    is gone, as far as it can.
+    """
+    begin = time.monotonic()
+    # The keeper first: the kernel ends Ray's processes with it, none of which starts another one then.
+    while processes := sorted(_processes(running), key=lambda process: process.pid != running.keeper):
+        patient = time.monotonic() < begin + _SECONDS_TO_END
+        for process in processes:
+            if not (patient and _serves(process)):
+                _kill(process)
+        if time.monotonic() > begin + 2 * _SECONDS_TO_END:
+            raise PyorchError(f"processes of the cluster do not end: {', '.join(str(p.pid) for p in processes)}")
+        time.sleep(0.05)
+    if running.directory:
+        shutil.rmtree(running.directory, ignore_errors=True)
+
+
+def is_alive(running: Running) -> bool:
+    """Whether the keeper of a cluster with its own Ray is there, and Ray's port open."""
+    import psutil
+
+    try:
+        if not _belongs(psutil.Process(running.keeper), running):
+            return False
+    except psutil.Error:
+        return False
+    return _answers(running)
+
+
+def _check_answers(running: Running) -> None:
+    if not _answers(running):
+        ended = ": it has ended; `pyorch cluster down` removes what is left of it" if running.has_own_ray else ""
+        raise PyorchError(f"no Ray answers at {running.ray}{ended}")
+
+
+def _answers(running: Running) -> bool:
+    host, _, port = running.ray.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _environment(running: Running) -> dict[str, str]:
+    """Of the processes of a cluster with a Ray of its own. Ray asks for the token at its ports, too."""
+    return {
+        MARK: running.mark, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": running.token,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface, as there: no cluster across machines
+    }
+
+
+def _processes(running: Running) -> list:
+    """Of a cluster, on this machine.
+
+    They have the cluster's mark in their environment. Some of Ray's write their title over that; they are in its
+    directory.
+    """
+    import psutil
+
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process, running)]
+
+
+def _belongs(process, running: Running) -> bool:
+    import psutil
+
+    try:
+        if process.uids().real != os.getuid() or process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        if process.environ().get(MARK) == running.mark:
+            return True
+        return bool(running.directory) and process.cwd() == running.directory and process.name().startswith("ray::")
+    except (psutil.Error, OSError):  # it is gone
+        return False
+
+
+def _serves(process) -> bool:
+    import psutil
+
+    try:
+        return CHILD in process.cmdline()
+    except psutil.Error:
+        return False
+
+
+def _kill(process) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        process.kill()  # psutil looks whether the number still is that process's
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+        return file.read().strip()
+    return ""
+
+
+def _last_line(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        lines = [line.strip() for line in file if line.strip()]
+        if lines:
+            return lines[-1]
+    return "it said nothing"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,89 @@
+"""What the parts of a running cluster tell each other: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Of a server: it loads its model; it answers; it does not answer (it died and Ray restarts it, or it hangs); it cannot
+# serve, and a restart would not change that.
+STARTING, SERVING, ABSENT, REFUSED = STATES = ("starting", "serving", "no answer", "refused")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who may join: servers that know the token and hold the model.
+
+    fingerprint: of the model (pyorch.sidecars.container). token: made by `up`, never shown.
+    """
+
+    fingerprint: str
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one server does, the same after each restart.
+
+    name, address, port: of its endpoint; the port is not 0. peers: names of the other servers. settings: texts, as
+    pyorch.serve takes them. flags: of llama-server. placed: by block number il, the experts that the plan gives this
+    server; empty without a plan. digest: of the plan, "" without one.
+    """
+
+    name: str
+    model: str
+    address: str
+    port: int
+    budget: str
+    membership: Membership
+    peers: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    placed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    digest: str = ""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Of a serving process. Bytes of memory; requests as llama-server counts them, None while it is too busy to say.
+
+    pid: of the process with the model. pinned: experts of the plan that stay in memory.
+    """
+
+    pid: int
+    memory_bytes: int
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    failures: int = 0
+    pinned: int = 0
+    requests_running: int | None = None
+    requests_waiting: int | None = None
+    prompt_tokens: int | None = None
+    prompt_seconds: float | None = None
+    generated_tokens: int | None = None
+    generated_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """Of one server.
+
+    url: of its endpoint. reason: a sentence where it does not serve, or not all of the plan's experts stay in memory.
+    restarted: by Ray, at least once. actor_pid: of the Ray actor. digest: of the plan; placed: experts that it gives
+    this server. peers: servers that took its token and its model. counters: None unless it serves.
+    """
+
+    name: str
+    state: str
+    url: str = ""
+    reason: str = ""
+    restarted: bool = False
+    actor_pid: int = 0
+    digest: str = ""
+    placed: int = 0
+    peers: tuple[str, ...] = ()
+    counters: Counters | None = None

@@ -1,0 +1,300 @@
+"""Bringing a cluster up, asking how it does, and taking it down.
+
+Who belongs to it, whether they live, and that they live again after a failure, is Ray's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from pyorch.cluster import local_ray, state
+from pyorch.cluster.config import Cluster, Server
+from pyorch.cluster.local_ray import connected
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
+from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.server import start_server, stop_servers
+from pyorch.cluster.state import Running
+from pyorch.errors import PyorchError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import Budget
+from pyorch.sidecars.container import fingerprint
+
+STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a server finds where it is to run."""
+
+    fingerprint: str
+    port: int
+    budget_bytes: int
+
+
+def up(
+    cluster: Cluster, *, ray_address: str = "", placement: Placement | None = None,
+    settings: Mapping[str, Any] | None = None, flags: Sequence[str] = (),
+    say: Callable[[str], None] = lambda sentence: None,
+) -> list[Status]:
+    """Starts every server of a cluster, and waits until all of them serve. They stay when this process ends.
+
+    Args:
+        ray_address: HOST:PORT of a Ray cluster that is there; "" starts Ray on this machine, for servers here.
+        placement: of the model that is served; what servers keep in memory.
+        settings: texts, of pyorch.serve, the same for all servers.
+        flags: of llama-server, likewise.
+        say: is told what happens, a sentence each time.
+
+    Raises:
+        PyorchError: it is up already, or a server cannot start. Then nothing is left running.
+    """
+    if placement is not None and set(placement.servers) != set(cluster.names):
+        raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
+                          f"{', '.join(cluster.names)}")
+    with state.locked(cluster.path):
+        before = state.find(cluster.path)
+        if before is not None:
+            what = "is up" if not before.has_own_ray or local_ray.is_alive(before) else "was up, and ended by itself"
+            raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down` takes it down")
+        running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
+        if not ray_address:  # the servers are here: what cannot be is refused before anything starts
+            found = {server.name: _examined(server, examine(*_asked(cluster, server))) for server in cluster.servers}
+            _check_same(cluster, found)
+        try:
+            if ray_address:
+                state.remember(running)
+            else:
+                say("starting Ray")
+                running = local_ray.start(running)
+            with connected(running) as ray:
+                nodes = {}
+                if ray_address:
+                    nodes = _nodes(ray, cluster)
+                    found = {server.name: _examine_there(ray, cluster, server, nodes[server.name])
+                             for server in cluster.servers}
+                    _check_same(cluster, found)
+                for job in _jobs(cluster, found, running, placement, settings or {}, flags):
+                    start_server(ray, job, nodes.get(job.name, ""))
+                return _wait(ray, cluster.names, say)
+        except BaseException:  # Ctrl-C too
+            _take_down(running)
+            raise
+
+
+def status(config: Path) -> tuple[Running, list[Status]]:
+    """How each server does. PyorchError where the cluster is not up, or its Ray is gone."""
+    running = _running(config)
+    with connected(running) as ray:
+        return running, statuses(ray, running.servers)
+
+
+def down(config: Path) -> bool:
+    """Ends a cluster, in order where it answers, and removes all that is left of it, also of one that crashed.
+
+    Returns whether there was any.
+    """
+    with state.locked(config):
+        running = state.find(config)
+        if running is None:
+            return False
+        _take_down(running)
+        return True
+
+
+def watch(config: Path, say: Callable[[str], None], ended: Callable[[float], bool]) -> None:
+    """Says what changes in the state of servers, until `ended`, which waits for so many seconds, says so."""
+    running = _running(config)
+    with connected(running) as ray:
+        known = {}
+        while not ended(0.5):
+            for now in statuses(ray, running.servers):
+                before = known.get(now.name)
+                if before is not None and before.state != now.state:
+                    say(f"server {now.name}: {now.state}" + (f", {now.reason}" if now.reason else ""))
+                known[now.name] = now
+
+
+def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECONDS) -> list[Status]:
+    """Of the servers with these names, in this order; those that do not answer in time are absent."""
+    calls, found = {}, {}
+    for name in names:
+        try:
+            calls[ray.get_actor(name).status.remote()] = name
+        except ValueError:
+            found[name] = Status(name, ABSENT, reason="Ray knows it no longer")
+    ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
+    for call in ready:
+        try:
+            found[calls[call]] = ray.get(call)
+        except ray.exceptions.RayActorError as error:
+            given_up = isinstance(error, ray.exceptions.ActorDiedError)
+            found[calls[call]] = Status(
+                calls[call], REFUSED if given_up else ABSENT,
+                reason=f"it died, and Ray {'gave it up' if given_up else 'starts it again'}",
+            )
+    for name in calls.values():
+        found.setdefault(name, Status(name, ABSENT, reason="it hangs, or died and Ray starts it again"))
+    return [found[name] for name in names]
+
+
+def examine(model: str, address: str, port: int, memory: Sequence[Any]) -> Examined | str:
+    """Looks whether a server could run here: a sentence says why not.
+
+    memory: of each device, an Amount of all experts.
+    """
+    try:
+        with ModelMap(model) as model_map:
+            info = model_map.info
+            budget = sum(amount.of(info.slots_bytes) for amount in memory)
+            if model_map.layers:
+                Budget.parse(budget).resolve(info)
+            return Examined(fingerprint(model_map), _free_port(address, port), budget)
+    except PyorchError as error:
+        return str(error)
+
+
+def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, tuple]:
+    """The arguments of examine()."""
+    return str(cluster.model_of(server).resolve()), server.address, server.port, server.memory
+
+
+def _examined(server: Server, found: Examined | str) -> Examined:
+    if isinstance(found, str):
+        raise PyorchError(f"server {server.name}: {found}")
+    return found
+
+
+def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str) -> Examined:
+    """On the machine of a server."""
+    there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
+    try:
+        return _examined(server, ray.get(there.remote(*_asked(cluster, server))))
+    except ray.exceptions.RayError as error:
+        raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {_last_line(error)}") from None
+
+
+def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
+    """PyorchError where servers have different models."""
+    first, *others = cluster.names
+    for name in others:
+        if found[name].fingerprint != found[first].fingerprint:
+            raise PyorchError(f"server {name} has another model than server {first}: its fingerprint is "
+                              f"{found[name].fingerprint[:12]}, that of {first} {found[first].fingerprint[:12]}")
+
+
+def _jobs(
+    cluster: Cluster, found: Mapping[str, Examined], running: Running, placement: Placement | None,
+    settings: Mapping[str, Any], flags: Sequence[str],
+) -> list[Job]:
+    membership = Membership(found[cluster.names[0]].fingerprint, running.token)
+    digest = "" if placement is None else _digest(placement)
+    return [
+        Job(
+            server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
+            str(found[server.name].budget_bytes), membership,
+            tuple(name for name in cluster.names if name != server.name), dict(settings), tuple(flags),
+            {} if placement is None else _placed(placement, server.name), digest,
+        )
+        for server in cluster.servers
+    ]
+
+
+def _placed(placement: Placement, name: str) -> dict[int, tuple[int, ...]]:
+    """The experts of one server, by block number."""
+    held = placement.held[placement.servers.index(name)]
+    return {il: tuple(np.flatnonzero(row).tolist()) for il, row in zip(placement.layers, held)}
+
+
+def _digest(placement: Placement) -> str:
+    return hashlib.sha256(json.dumps(placement.to_fields(), sort_keys=True).encode()).hexdigest()
+
+
+def _nodes(ray: ModuleType, cluster: Cluster) -> dict[str, str]:
+    """By server, the address of the Ray node that it runs on."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    here = ray.util.get_node_ip_address()
+    nodes = {}
+    for server in cluster.servers:
+        wanted = _addresses(server.address)
+        is_here = any(address.startswith("127.") or address == "::1" for address in wanted)
+        fitting = [
+            node["NodeManagerAddress"] for node in alive
+            if node["NodeManagerAddress"] in wanted or node["NodeManagerHostname"] == server.address
+            or is_here and node["NodeManagerAddress"] == here
+        ]
+        if not fitting:
+            there = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))
+            raise PyorchError(f"server {server.name} has the address {server.address}, where the Ray cluster has no "
+                              f"node: it has {there}")
+        nodes[server.name] = fitting[0]
+    return nodes
+
+
+def _addresses(host: str) -> set[str]:
+    """A host's name stands for several."""
+    with contextlib.suppress(OSError):
+        return {host, *(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))}
+    return {host}
+
+
+def _free_port(host: str, port: int) -> int:
+    """The port, any that is free for 0. PyorchError where nothing can be listened on there."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
+                          f"machine needs a Ray cluster with that machine in it (--address)") from None
+
+
+def _wait(ray: ModuleType, names: Sequence[str], say: Callable[[str], None]) -> list[Status]:
+    """Until all serve. PyorchError when one of them will not."""
+    told = set()
+    while True:
+        now = statuses(ray, names)
+        for server in now:
+            if server.state == REFUSED or server.restarted:
+                raise PyorchError(f"server {server.name} did not start: {server.reason or 'it died while it began'}")
+            if server.state == SERVING and server.name not in told:
+                told.add(server.name)
+                say(f"server {server.name} serves at {server.url}")
+        if len(told) == len(names):
+            return now
+        time.sleep(0.2)
+
+
+def _running(config: Path) -> Running:
+    running = state.find(config)
+    if running is None:
+        raise PyorchError(f"the cluster of {config} is not up: `pyorch cluster up --config {config}` starts it")
+    return running
+
+
+def _take_down(running: Running) -> None:
+    if not running.has_own_ray:
+        # Its servers are in somebody's Ray cluster. Where that is gone, they are, too.
+        with contextlib.suppress(PyorchError), connected(running) as ray:
+            stop_servers(ray, running)
+    else:
+        local_ray.end(running)
+    state.forget(running)
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else type(error).__name__

@@ -1,0 +1,222 @@
+"""A server of a cluster, as a Ray actor: it owns the process that serves, and speaks for it.
+
+It dies with that process, and the process with it: then Ray starts it anew, and it starts another one. Ray notices, and
+Ray restarts; nothing here does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+from pyorch.cluster.channel import Channel
+from pyorch.cluster.local_ray import CHILD, ray_library
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Counters, Job, Membership, Status
+from pyorch.cluster.state import Running
+from pyorch.errors import PyorchError
+
+_ANSWER_SECONDS = 1.5  # that a status waits for the serving process
+_STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
+_KEPT_LINES = 20  # of what it said last
+_RESTARTS = 100  # of one server, by Ray
+
+
+class Server:
+    """A member. Its methods are called through Ray, several at once.
+
+    What it is given is the same for each of its lives, so a restart needs nobody's help.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._state, self._url, self._reason = STARTING, "", ""
+        self._peers: set[str] = set()
+        self._ending = False
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._asking = threading.Lock()
+        self._answered = threading.Condition()
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._number = 0
+        self._process, self._channel = self._start()
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._forward, daemon=True).start()
+
+    def status(self) -> Status:
+        """How this server does, now. Takes two seconds at most, whatever the serving process does."""
+        counters, state, reason = None, self._state, self._reason
+        if state == SERVING:
+            try:
+                counters = Counters(**self._ask("counters"))
+            except TimeoutError as error:
+                state, reason = ABSENT, str(error)
+        return Status(
+            self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), self._job.digest,
+            sum(map(len, self._job.placed.values())), tuple(sorted(self._peers)), counters,
+        )
+
+    def introduce(self, name: str, membership: Membership) -> str:
+        """Another server presents itself. Returns "", or a sentence: why it is refused."""
+        reason = refusal(self._job.membership, membership)
+        if reason:
+            return f"server {self._job.name} refuses server {name}: {reason}"
+        if name not in self._job.peers:
+            return f"server {self._job.name} refuses server {name}: the cluster has none of that name"
+        self._peers.add(name)
+        return ""
+
+    def stop(self) -> None:
+        """Ends the serving process in order. The actor stays, until Ray ends it."""
+        self._ending = True
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self) -> tuple[subprocess.Popen, Channel]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", CHILD, str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),), start_new_session=True,
+            )
+        channel = Channel(ours)
+        job = self._job
+        with contextlib.suppress(OSError):
+            channel.send({
+                "model": job.model, "budget": job.budget, "fingerprint": job.membership.fingerprint,
+                "address": job.address, "port": job.port, "restarted": _was_restarted(), "settings": dict(job.settings),
+                "flags": ["--host", job.address, "--port", str(job.port), "--metrics", *job.flags],
+            })
+        return process, channel
+
+    def _listen(self) -> None:
+        """Takes what the serving process says, until it ends; then this actor ends, too, unless that would not help."""
+        while (message := self._channel.receive()) is not None:
+            if "ready" in message:
+                self._url = message["ready"]
+                threading.Thread(target=self._join, daemon=True).start()
+            elif "failed" in message:
+                self._reason = message["failed"]
+            else:
+                with self._answered:
+                    self._answers[message["number"]] = message
+                    self._answered.notify_all()
+        status = self._process.wait()
+        if self._ending:
+            return
+        if status == 2 and self._state == STARTING:
+            self._reason = self._reason or self._last_words()
+            self._state = REFUSED
+            return
+        print(f"the process that serves ended with status {status}: {self._last_words()}", file=sys.stderr, flush=True)
+        os._exit(1)  # not an exit that Ray would take for intended
+
+    def _forward(self) -> None:
+        """What the serving process prints goes to Ray's log of this actor."""
+        for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            self._said.append(text)
+            print(text, file=sys.stderr, flush=True)
+
+    def _join(self) -> None:
+        """The model is loaded: presents this server to the others, and keeps in memory what the plan says."""
+        refused = self._present()
+        if refused:
+            self._reason, self._state = refused, REFUSED
+            self.stop()
+            return
+        if self._job.placed:
+            placed = {str(il): list(experts) for il, experts in self._job.placed.items()}
+            try:
+                kept = self._ask("pin", placed=placed, seconds=float("inf"))
+                if kept["reason"]:
+                    self._reason = f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
+            except (PyorchError, TimeoutError) as error:
+                self._reason = str(error)
+        self._state = SERVING
+
+    def _present(self) -> str:
+        """To all others that are there; the rest presents itself when it comes. Returns what one says that refuses."""
+        ray = ray_library()
+        asked = {}
+        for name in self._job.peers:
+            with contextlib.suppress(ValueError):  # it is not there yet
+                asked[ray.get_actor(name).introduce.remote(self._job.name, self._job.membership)] = name
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2) if asked else ([], [])
+        for answer in ready:
+            with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
+                sentence = ray.get(answer)
+                if sentence:
+                    return sentence
+                self._peers.add(asked[answer])
+        return ""
+
+    def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
+        """One thing of the serving process. TimeoutError where it does not answer, PyorchError where it refuses."""
+        with self._asking:
+            self._number += 1
+            number = self._number
+        try:
+            self._channel.send({"ask": what, "with": arguments, "number": number})
+        except OSError:
+            raise TimeoutError("the process that serves has ended") from None
+        with self._answered:
+            if not self._answered.wait_for(lambda: number in self._answers, min(seconds, threading.TIMEOUT_MAX)):
+                raise TimeoutError("the process that serves does not answer")
+            answer = self._answers.pop(number)
+        if "refused" in answer:
+            raise PyorchError(answer["refused"])
+        return answer["answer"]
+
+    def _last_words(self) -> str:
+        time.sleep(0.05)  # what it said last is on its way
+        words = [line for line in self._said if line]
+        return words[-1].removeprefix("pyorch: ").removeprefix("error: ") if words else "it said nothing"
+
+
+def refusal(ours: Membership, theirs: Membership) -> str:
+    """Why a server with that membership cannot join one with ours: a sentence, or "" if it can."""
+    if not hmac.compare_digest(ours.token.encode(), theirs.token.encode()):
+        return "its token is not that of this cluster"
+    if ours.fingerprint != theirs.fingerprint:
+        return (f"its model has the fingerprint {theirs.fingerprint[:12]}, the cluster serves the one with "
+                f"{ours.fingerprint[:12]}")
+    return ""
+
+
+def start_server(ray: ModuleType, job: Job, node: str = "") -> Any:
+    """The actor of a server, which goes on when this process ends. node: the address of a Ray node, "" for any."""
+    resources = {f"node:{node}": 0.001} if node else {}
+    return ray.remote(Server).options(
+        name=job.name, lifetime="detached", num_cpus=0, max_restarts=_RESTARTS, max_concurrency=8, resources=resources,
+    ).remote(job)
+
+
+def stop_servers(ray: ModuleType, running: Running) -> None:
+    """Ends the servers of a cluster, each in order as far as it answers."""
+    servers = []
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        if entry["namespace"] == running.namespace:
+            with contextlib.suppress(ValueError):
+                servers.append(ray.get_actor(entry["name"], namespace=running.namespace))
+    stopping = [server.stop.remote() for server in servers]
+    if stopping:
+        ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_SECONDS + 2)
+    for server in servers:
+        ray.kill(server, no_restart=True)
+
+
+def _was_restarted() -> bool:
+    return bool(ray_library().get_runtime_context().was_current_actor_reconstructed)

@@ -1,0 +1,118 @@
+"""Where a running cluster is: a file that `up` writes, for the commands that come after it.
+
+It lies in a directory of the user alone, because it holds the cluster's token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import PyorchError
+
+
+@dataclass(frozen=True)
+class Running:
+    """A cluster that is up, or that somebody began to bring up.
+
+    mark: hexadecimal digits, which the environment of each of its processes on this machine holds. servers: their
+    names. ray: the address of Ray's control server, HOST:PORT; "" while it starts. keeper: the process that owns a Ray
+    of our own, and directory: the temporary files of that; 0 and "" on a Ray cluster that was there before.
+    """
+
+    config: str
+    mark: str
+    token: str = field(repr=False)
+    servers: tuple[str, ...] = ()
+    ray: str = ""
+    keeper: int = 0
+    directory: str = ""
+
+    @property
+    def namespace(self) -> str:
+        """Of its actors, in Ray."""
+        return f"pyorch-{self.mark}"
+
+    @property
+    def has_own_ray(self) -> bool:
+        return bool(self.directory)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> Running:
+        """Of what dataclasses.asdict() made of one, and JSON of that. KeyError or TypeError for anything else."""
+        return cls(**{one.name: values[one.name] for one in fields(cls)} | {"servers": tuple(values["servers"])})
+
+    @classmethod
+    def new(cls, config: Path) -> Running:
+        """With a mark and a token that nobody else has."""
+        return cls(str(config.resolve()), secrets.token_hex(8), secrets.token_hex(32))
+
+
+def find(config: Path) -> Running | None:
+    """The running cluster of a cluster.toml, None if it is not up."""
+    path = _path(config)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Running.read(values)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PyorchError(f"{path}, which says where the cluster is, cannot be read: {error}") from None
+
+
+def remember(running: Running) -> None:
+    """Writes the file, readable by this user only. It appears whole or not at all."""
+    path = _path(Path(running.config))
+    part = path.with_suffix(f".{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        json.dump(asdict(running), file)
+    os.replace(part, path)
+
+
+def forget(running: Running) -> None:
+    """Removes the file."""
+    _path(Path(running.config)).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(config: Path) -> Iterator[None]:
+    """Keeps other commands from starting or ending this cluster. PyorchError while one of them does."""
+    path = _path(config).with_suffix(".lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PyorchError(f"another command is starting or ending the cluster of {config}: wait for it") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _path(config: Path) -> Path:
+    """One file for each cluster.toml, wherever that lies."""
+    key = hashlib.sha256(os.fsencode(config.resolve())).hexdigest()[:16]
+    return _directory() / f"{config.stem}-{key}.json"
+
+
+def _directory() -> Path:
+    """$XDG_RUNTIME_DIR/pyorch, or one in the directory for temporary files that belongs to this user only."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    home = Path(runtime) / "pyorch" if runtime and os.path.isdir(runtime) else \
+        Path(tempfile.gettempdir()) / f"pyorch-{os.getuid()}"
+    home.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(home)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PyorchError(f"{home} is open to others than this user: remove it, or make it private (chmod 700)")
+    return home

@@ -1,0 +1,398 @@
+"""A cluster, as its users see it: commands, endpoints, and processes that die. Ray and llama-server are real."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import PROMPT
+from processes import HANG_SECONDS, pyorch, python
+
+from pyorch.cli import main
+from pyorch.cluster import local_ray, state
+from pyorch.cluster.local_ray import MARK
+from pyorch.cluster.members import Membership
+from pyorch.cluster.placement.file import write_placement
+from pyorch.cluster.placement.placement import ABSENT, Placement
+from pyorch.cluster.server import refusal
+from pyorch.cluster.state import Running
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.container import fingerprint
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None or importlib.util.find_spec("psutil") is None,
+    reason="Ray is not installed: pip install 'pyorch[cluster]'",
+)
+
+
+def write_config(directory: Path, model: Path, **others: Path) -> Path:
+    """A cluster of two servers on this machine, a and b. others: the model of one of them, where it is another."""
+    text = f'model = "{model}"\n'
+    for name, memory in (("a", "40%"), ("b", "60%")):
+        text += f'[[server]]\nname = "{name}"\nmemory = "{memory}"\n'
+        text += f'model = "{others[name]}"\n' if name in others else ""
+    config = directory / "cluster.toml"
+    config.write_text(text)
+    return config
+
+
+_LOOK = """
+import dataclasses, json, sys
+from pathlib import Path
+from pyorch.cluster import state
+from pyorch.cluster.local_ray import connected
+from pyorch.cluster.operations import statuses
+
+running = state.find(Path(sys.argv[1]))
+with connected(running) as ray:
+    for _ in sys.stdin:
+        print(json.dumps([dataclasses.asdict(status) for status in statuses(ray, running.servers)]), flush=True)
+"""
+
+
+class Cluster:
+    """One that `pyorch cluster up` has brought up."""
+
+    def __init__(self, config: Path, *options: object) -> None:
+        self.config = config
+        self.up = self.run("up", *map(str, options))
+        assert self.up.returncode == 0, self.up.stderr
+        self.running = state.find(config)
+        self._looking = subprocess.Popen([sys.executable, "-c", _LOOK, str(config)], text=True, stdin=subprocess.PIPE,
+                                         stdout=subprocess.PIPE)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return pyorch("cluster", *arguments, "--config", self.config)
+
+    def status(self) -> dict[str, dict]:
+        """Of the servers, by name. As `pyorch cluster status` has it, without a new process for each look."""
+        print(file=self._looking.stdin, flush=True)
+        return {server["name"]: server for server in json.loads(self._looking.stdout.readline())}
+
+    def close(self) -> None:
+        with self._looking:
+            self._looking.kill()
+        self.run("down")
+
+    def serving_again(self, name: str, before: dict) -> dict:
+        """The status of a server that serves in another process than before."""
+        found = {}
+
+        def is_back() -> bool:
+            found.update(self.status()[name])
+            return found["state"] == "serving" and found["counters"]["pid"] != before["counters"]["pid"]
+
+        wait_until(is_back)
+        return found
+
+    def complete(self, url: str) -> str:
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+            return json.load(answer)["choices"][0]["text"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process that is not a zombie."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def processes_of(running: Running) -> list[int]:
+    """Those with the mark of a cluster in their environment, or below its directory."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == running.mark or running.directory in process.cwd():
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def ports_of(pids: list[int]) -> set[tuple[str, int]]:
+    """Where processes listen."""
+    import psutil
+
+    return {
+        tuple(connection.laddr) for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.pid in pids
+    }
+
+
+def assert_nothing_is_left(running: Running, ports: set[tuple[str, int]]) -> None:
+    assert processes_of(running) == []
+    assert not Path(running.directory).exists()
+    assert state.find(Path(running.config)) is None
+    for host, port in ports:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            assert probe.connect_ex((host, port)) != 0, port
+
+
+@pytest.fixture(scope="module")
+def private_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where clusters are is remembered in a directory of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(small_moe: Path, private_state: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One with a plan that gives each server half of each layer's experts, more than the memory of a holds."""
+    config = write_config(tmp_path_factory.mktemp("cluster"), small_moe)
+    device = np.full((2, 8, 64), ABSENT, np.int16)
+    device[0, :, :32] = device[1, :, 32:] = 0
+    plan = config.with_name("plan.json")
+    with ModelMap(small_moe) as model_map:
+        write_placement(plan, Placement(("a", "b"), tuple(range(8)), (64,) * 8, device, "halves"), model_map)
+    cluster = Cluster(config, "--plan", plan)
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@needs_ray
+def test_status_shows_what_every_server_does(cluster: Cluster) -> None:
+    done = cluster.run("status", "--json")
+    assert done.returncode == 0 and cluster.running.token not in done.stdout, done.stderr
+    servers = {server["name"]: server for server in json.loads(done.stdout)["servers"]}
+    assert list(servers) == ["a", "b"]
+    for name, peer in (("a", ["b"]), ("b", ["a"])):
+        server = servers[name]
+        assert (server["state"], server["peers"], server["restarted"]) == ("serving", peer, False), server["reason"]
+        assert server["url"].startswith("http://127.0.0.1:") and server["url"] in cluster.up.stdout
+        counters = server["counters"]
+        assert 0 < counters["used_bytes"] <= counters["budget_bytes"] < counters["memory_bytes"]
+    assert servers["a"]["counters"]["budget_bytes"] < servers["b"]["counters"]["budget_bytes"]
+
+
+@needs_ray
+def test_servers_keep_what_the_plan_gives_them_as_far_as_their_memory_goes(cluster: Cluster) -> None:
+    servers = cluster.status()
+    assert servers["a"]["digest"] == servers["b"]["digest"] != ""
+    for server in servers.values():
+        assert server["placed"] == 8 * 32
+    assert 0 < servers["a"]["counters"]["pinned"] < 8 * 32 and "budget" in servers["a"]["reason"]
+    assert servers["b"]["counters"]["pinned"] == 8 * 32 and servers["b"]["reason"] == ""
+
+
+@needs_ray
+def test_every_endpoint_gives_the_same_answer_and_counts_it(cluster: Cluster) -> None:
+    servers = cluster.status()
+    answers = {cluster.complete(server["url"]) for server in servers.values()}
+    assert len(answers) == 1 and answers.pop().strip()
+    for server in cluster.status().values():
+        assert server["counters"]["generated_tokens"] >= 15 and server["counters"]["hits"] > 0
+
+
+@needs_ray
+def test_nobody_but_this_machine_can_reach_a_cluster_of_its_own(cluster: Cluster) -> None:
+    hosts = {host.removeprefix("::ffff:") for host, _ in ports_of(processes_of(cluster.running))}
+    assert hosts == {"127.0.0.1"}
+    assert os.stat(Path(os.environ["XDG_RUNTIME_DIR"]) / "pyorch").st_mode & 0o077 == 0
+
+
+@needs_ray
+def test_a_cluster_that_is_up_is_not_started_again(cluster: Cluster) -> None:
+    again = cluster.run("up")
+    assert again.returncode == 2 and "is up: `pyorch cluster down` takes it down" in again.stderr
+    assert cluster.status()["a"]["state"] == "serving"
+
+
+@needs_ray
+def test_a_killed_server_is_seen_and_serves_again_at_its_address(cluster: Cluster) -> None:
+    before = cluster.status()["b"]
+    os.kill(before["counters"]["pid"], signal.SIGKILL)
+    now = cluster.status()["b"]  # the first look shows it
+    assert now["state"] != "serving" or now["restarted"]
+    after = cluster.serving_again("b", before)
+    assert (after["url"], after["restarted"]) == (before["url"], True)
+    assert cluster.complete(after["url"]) == cluster.complete(cluster.status()["a"]["url"])
+
+
+@needs_ray
+def test_with_its_actor_a_serving_process_ends_and_ray_starts_both_again(cluster: Cluster) -> None:
+    before = cluster.status()["a"]
+    os.kill(before["actor_pid"], signal.SIGKILL)
+    after = cluster.serving_again("a", before)
+    assert after["actor_pid"] != before["actor_pid"] and after["url"] == before["url"]
+    wait_until(lambda: not is_alive(before["counters"]["pid"]))
+    assert after["peers"] == ["b"]
+
+
+@needs_ray
+def test_a_server_that_hangs_is_seen(cluster: Cluster) -> None:
+    pid = cluster.status()["b"]["counters"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert cluster.status()["b"]["state"] == "no answer"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: cluster.status()["b"]["state"] == "serving")
+
+
+_STRANGERS = """
+import dataclasses, sys
+from pathlib import Path
+from pyorch.cluster import state
+from pyorch.cluster.local_ray import connected
+from pyorch.cluster.members import Membership
+from pyorch.errors import PyorchError
+
+running = state.find(Path(sys.argv[1]))
+with connected(running) as ray:
+    server = ray.get_actor("a")
+    right = Membership(sys.argv[2], running.token)
+    for name, membership in (("b", Membership(sys.argv[2], "0" * 64)), ("b", Membership("0" * 64, running.token)),
+                             ("x", right), ("b", right)):
+        print(ray.get(server.introduce.remote(name, membership)))
+"""
+_IMPOSTOR = """
+import dataclasses, sys
+from pathlib import Path
+from pyorch.cluster import state
+from pyorch.cluster.local_ray import connected
+from pyorch.errors import PyorchError
+
+try:
+    with connected(dataclasses.replace(state.find(Path(sys.argv[1])), token="0" * 64)):
+        print("admitted")
+except PyorchError as error:
+    print(error)
+"""
+
+
+@needs_ray
+def test_a_server_with_another_token_model_or_name_is_refused(cluster: Cluster, small_moe: Path) -> None:
+    with ModelMap(small_moe) as model_map:
+        done = python("-c", _STRANGERS, cluster.config, fingerprint(model_map))
+    token, model, name, none = done.stdout.splitlines()
+    assert token == "server a refuses server b: its token is not that of this cluster"
+    assert model.startswith("server a refuses server b: its model has the fingerprint 000000000000, ")
+    assert name == "server a refuses server x: the cluster has none of that name"
+    assert none == ""
+
+
+@needs_ray
+def test_ray_itself_asks_for_the_token(cluster: Cluster) -> None:
+    done = python("-c", _IMPOSTOR, cluster.config)
+    assert done.stdout.startswith(f"Ray at {cluster.running.ray} refused"), done.stdout + done.stderr
+
+
+@needs_ray
+def test_down_leaves_nothing(cluster: Cluster) -> None:
+    processes = processes_of(cluster.running)
+    ports = ports_of(processes)
+    assert len(processes) > 6 and len(ports) > 4
+    done = cluster.run("down")
+    assert (done.returncode, done.stderr) == (0, "pyorch: the cluster is down\n")
+    assert_nothing_is_left(cluster.running, ports)
+    assert cluster.run("down").stderr == "pyorch: there was no cluster to take down\n"
+    assert "is not up: `pyorch cluster up" in cluster.run("status").stderr
+
+
+@needs_ray
+def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
+    small_moe: Path, private_state: None, tmp_path: Path,
+) -> None:
+    config = write_config(tmp_path, small_moe)
+    up = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "up", "--config", str(config)],
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (found := state.find(config)) is not None and len(processes_of(found)) > 2)
+    up.kill()
+    up.wait()
+    running = state.find(config)
+    os.kill(running.keeper, signal.SIGKILL)
+    again = pyorch("cluster", "up", "--config", config)
+    assert again.returncode == 2 and "ended by itself: `pyorch cluster down`" in again.stderr
+    assert "`pyorch cluster down` removes what is left" in pyorch("cluster", "status", "--config", config).stderr
+    assert pyorch("cluster", "down", "--config", config).returncode == 0
+    assert_nothing_is_left(running, set())
+
+
+@needs_ray
+def test_what_cannot_serve_is_refused_before_ray_starts(
+    small_moe: Path, small_moe_q4: Path, private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local_ray, "start", lambda running: pytest.fail("Ray was started"))
+
+    def refused(text: str) -> str:
+        config = tmp_path / "cluster.toml"
+        config.write_text(text)
+        assert main(["cluster", "up", "--config", str(config)]) == 2
+        assert state.find(config) is None
+        return capsys.readouterr().err
+
+    a = f'model = "{small_moe}"\n[[server]]\nname = "a"\nmemory = "50%"\n'
+    assert "server b has another model than server a: its fingerprint is " in \
+        refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\nmodel = "{small_moe_q4}"\n')
+    assert "server b: budget 1 KiB is below the floor" in refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
+    assert "server b: cannot listen on 192.0.2.77 port 0: " in \
+        refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\naddress = "192.0.2.77"\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"server b: cannot listen on 127.0.0.1 port {port}: Address already in use" in \
+            refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\nport = {port}\n')
+
+
+def test_without_ray_a_sentence_says_what_to_install(
+    small_moe: Path, private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else find(name, *rest))
+    config = write_config(tmp_path, small_moe)
+    assert main(["cluster", "up", "--config", str(config)]) == 2
+    assert "pip install 'pyorch[cluster]'" in capsys.readouterr().err and state.find(config) is None
+
+
+def test_other_commands_never_see_ray() -> None:
+    code = "import sys, pyorch.cli\ntry: pyorch.cli.main(['cluster', 'up', '--help'])\nexcept SystemExit: pass\n" \
+           "print('ray' in sys.modules, 'psutil' in sys.modules)"
+    assert python("-c", code).stdout.splitlines()[-1] == "False False"
+
+
+def test_membership_is_token_and_model() -> None:
+    ours = Membership("f" * 64, "secret")
+    assert refusal(ours, Membership("f" * 64, "secret")) == ""
+    assert refusal(ours, replace(ours, token="other")) == "its token is not that of this cluster"
+    assert "eeeeeeeeeeee" in refusal(ours, replace(ours, fingerprint="e" * 64))
+    assert "secret" not in repr(ours)
+
+
+def test_the_file_with_the_token_is_refused_where_others_can_read(
+    private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "pyorch").mkdir(mode=0o755)
+    (tmp_path / "pyorch").chmod(0o755)
+    assert main(["cluster", "status", "--config", str(tmp_path / "cluster.toml")]) == 2
+    assert "is open to others than this user" in capsys.readouterr().err
