@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from pyorch.cli.options import add_command, print_json
@@ -58,7 +61,8 @@ def _add_action(actions, name: str, summary: str, run, example: str) -> argparse
 def _up(args: argparse.Namespace) -> int:
     from pyorch.cli.tables import show
 
-    show(_table(_start(args)))
+    with _started(args) as (_, servers):
+        show(_table(servers))
     return 0
 
 
@@ -69,13 +73,13 @@ def _serve(args: argparse.Namespace) -> int:
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C is
     try:
-        show(_table(_start(args)))
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: asked.set())
-            operations.watch(args.config, _say, asked.wait)
-        finally:
-            operations.down(args.config)
+        with contextlib.ExitStack() as ending:
+            with _started(args) as (ray, servers):
+                ending.callback(operations.down, args.config)  # one that was up before stays
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, lambda *_: asked.set())
+                show(_table(servers))
+                operations.watch(ray, servers, _say, asked.wait)
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -101,7 +105,7 @@ def _down(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(args: argparse.Namespace) -> list[Status]:
+def _started(args: argparse.Namespace) -> AbstractContextManager[tuple[ModuleType, list[Status]]]:
     from pyorch.cluster import operations
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.placement.file import read_placement
@@ -117,8 +121,8 @@ def _start(args: argparse.Namespace) -> list[Status]:
     if args.plan is not None:
         with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
             placement = read_placement(args.plan, model_map)
-    return operations.up(cluster, ray_address=args.address, placement=placement, settings=settings,
-                         flags=args.server_flags, say=_say)
+    return operations.brought_up(cluster, ray_address=args.address, placement=placement, settings=settings,
+                                 flags=args.server_flags, say=_say)
 
 
 def _table(servers: list[Status]) -> list:
@@ -128,7 +132,7 @@ def _table(servers: list[Status]) -> list:
     rows, notes = [], []
     for server in servers:
         counters = server.counters
-        cells = ("", "", "", "", "")
+        cells = ("",) * 6
         if counters is not None:
             uses = counters.hits + counters.misses
             requests = "busy" if counters.requests_running is None else \
@@ -137,7 +141,8 @@ def _table(servers: list[Status]) -> list:
                 f"{counters.prompt_tokens} + {counters.generated_tokens}"
             cells = (format_bytes(counters.memory_bytes),
                      f"{format_bytes(counters.used_bytes)} of {format_bytes(counters.budget_bytes)}",
-                     f"{counters.hits / uses:.1%}" if uses else "", requests, tokens)
+                     f"{counters.hits / uses:.1%}" if uses else "", requests, tokens,
+                     f"{counters.sent} / {counters.served}" if server.digest else "")
         placed = ""
         if server.digest:
             placed = f"{server.digest[:8]} ({counters.pinned if counters else '?'} of {server.placed} kept)"
@@ -145,7 +150,8 @@ def _table(servers: list[Status]) -> list:
         rows.append((server.name, state, server.url, *cells, placed))
         if server.reason:
             notes.append(f"server {server.name}: {server.reason}")
-    columns = ("server", "state", "endpoint", "memory", "experts", "hits", "requests", "tokens", "placement")
+    columns = ("server", "state", "endpoint", "memory", "experts", "hits", "requests", "tokens", "sent / served",
+               "placement")
     return [Table(columns, rows, left=("server", "state", "endpoint", "placement")), *notes]
 
 

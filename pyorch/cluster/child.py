@@ -15,14 +15,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from pyorch.cluster.channel import Channel
 from pyorch.cluster.members import Counters
 from pyorch.errors import PyorchError
+from pyorch.llama import memory
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.remote import HERE
 from pyorch.serve.server import Address, serve
 from pyorch.sidecars.container import fingerprint
 
@@ -38,10 +42,13 @@ _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes f
 class Serving:
     """What the actor can ask of a process that serves: its methods named in ASKED."""
 
-    ASKED = ("counters", "pin")
+    ASKED = ("counters", "pin", "listen", "connect")
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
+        self._job = job
+        self._peers: dict[str, int] = {}  # those that compute for this server, and their numbers
+        self._listening = False
         self._engine: Engine | None = None
         self._address: Address | None = None
         self._pinned = 0
@@ -86,17 +93,20 @@ class Serving:
                 name: getattr(stats, name)
                 for name in ("budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")
             })
+        if self._engine is not None and self._listening:
+            remote, served = self._engine.remote_stats(), self._engine.served()
+            counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
+                                           waited_ns=remote.wait_ns, served=served.slots)
         return dataclasses.asdict(counters)
 
-    def pin(self, placed: dict[str, list[int]]) -> dict[str, Any]:
-        """Keeps experts in memory, of each layer alike many, as many as the budget lets.
+    def pin(self) -> dict[str, Any]:
+        """Keeps the experts of the plan in memory, of each layer alike many, as many as the budget lets.
 
-        placed: by block number. Returns how many are kept, and why not all: a sentence, or "".
+        Returns how many are kept, and why not all: a sentence, or "".
         """
-        if self._engine is None:
-            raise PyorchError("a model without experts has none to place")
+        placed = self._job["placed"].get(self._job["name"], {})
         reason = ""
-        depth = max(map(len, placed.values()), default=0)
+        depth = max(map(len, placed.values()), default=0) if self._engine is not None else 0
         for rank in range(depth):
             for il, experts in placed.items():
                 if rank < len(experts) and not reason:
@@ -106,6 +116,38 @@ class Serving:
                     except PyorchError as error:
                         reason = str(error)
         return {"pinned": self._pinned, "reason": reason}
+
+    def listen(self) -> None:
+        """Computes for other servers from now on."""
+        job = self._job
+        if self._engine is None:
+            raise PyorchError("a model without experts has none to place")
+        n_threads = job["settings"].get("n_threads") or memory.physical_cores()
+        self._engine.listen(job["token"], job["fingerprint"], job["address"], job["peer_port"], n_threads)
+        self._listening = True
+
+    def connect(self, name: str) -> None:
+        """Lets another server compute the experts that the plan gives it, and not this one."""
+        if self._engine is None:
+            raise PyorchError("the server ends")
+        if name not in self._peers:  # else it was lost, and is joined again without this
+            job = self._job
+            address, port = job["peers"][name]
+            self._peers[name] = self._engine.connect(address, port, job["token"], job["fingerprint"])
+            self._place()
+
+    def _place(self) -> None:
+        """Each expert that is not this server's has its place at one that has it, alike many at each of several."""
+        placed = self._job["placed"]
+        for il, n_expert in self._engine.n_expert.items():
+            own = set(placed.get(self._job["name"], {}).get(str(il), ()))
+            others = {number: set(placed.get(name, {}).get(str(il), ())) for name, number in self._peers.items()}
+            peers = np.full(n_expert, HERE, np.int32)
+            for expert in range(n_expert):
+                holders = [number for number, experts in others.items() if expert in experts]
+                if holders and expert not in own:
+                    peers[expert] = holders[expert % len(holders)]
+            self._engine.set_placement(il, peers)
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""
@@ -123,7 +165,7 @@ def main() -> int:
     job = channel.receive()
     if job is None:
         return 1
-    serving = Serving(channel)
+    serving = Serving(channel, job)
     threading.Thread(target=serving.answer, daemon=True).start()
     try:
         with ModelMap(job["model"]) as model_map:
@@ -132,7 +174,8 @@ def main() -> int:
             raise PyorchError(f'{job["model"]} is another model than the cluster serves: its fingerprint is '
                               f'{found[:12]}, that of the others {job["fingerprint"][:12]}')
         if job["restarted"]:
-            _wait_for_port(job["address"], job["port"])
+            for port in (job["port"], job["peer_port"]):
+                _wait_for_port(job["address"], port)
         return serve(job["model"], job["budget"], job["flags"], beside=serving.attached, **job["settings"])
     except PyorchError as error:
         with contextlib.suppress(OSError):

@@ -31,6 +31,7 @@ _SECONDS_TO_END = 15.0  # for servers whose Ray is gone: they write down what th
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_NUM_REDIS_GET_RETRIES": "2",  # attempts to connect, of 41 seconds each
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # which would make a crash of SIGTERM
 }
 
 # As little of Ray as there can be: nothing is kept in its object store, of which this is the least; servers claim no
@@ -73,7 +74,8 @@ def start(running: Running) -> Running:
     cluster is remembered, so that end() can remove whatever is left behind.
     """
     check_installed()
-    running = dataclasses.replace(running, directory=tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
+    directory = os.path.realpath(tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
+    running = dataclasses.replace(running, directory=directory)
     remember(running)
     log = os.path.join(running.directory, "ray.log")
     with open(log, "wb") as output:
@@ -102,14 +104,13 @@ def connected(running: Running) -> Iterator[ModuleType]:
         os.environ.update(_environment(running))
     ray = ray_library()
     _check_answers(running)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handler = signal.getsignal(signal.SIGTERM)  # Ray takes it for itself
     try:
         ray.init(address=running.ray, namespace=running.namespace, log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # whatever Ray has for it, down to RuntimeError
         raise PyorchError(f"Ray at {running.ray} refused the connection: {_first_line(error)}") from None
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, handler)
     try:
         yield ray
     finally:

@@ -26,29 +26,38 @@ class Membership:
 class Job:
     """What one server does, the same after each restart.
 
-    name, address, port: of its endpoint; the port is not 0. peers: names of the other servers. settings: texts, as
-    pyorch.serve takes them. flags: of llama-server. placed: by block number il, the experts that the plan gives this
-    server; empty without a plan. digest: of the plan, "" without one.
+    name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers. peers:
+    where those do that for it, address and port by name. settings: texts, as pyorch.serve takes them. flags: of
+    llama-server. placed: the experts that the plan gives to servers, by name and block number il; empty without a plan.
+    digest: of the plan, "" without one.
     """
 
     name: str
     model: str
     address: str
     port: int
+    peer_port: int
     budget: str
     membership: Membership
-    peers: tuple[str, ...] = ()
+    peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    placed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    placed: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
     digest: str = ""
+
+    @property
+    def n_placed(self) -> int:
+        """Experts that the plan gives this server."""
+        return sum(map(len, self.placed.get(self.name, {}).values()))
 
 
 @dataclass(frozen=True)
 class Counters:
     """Of a serving process. Bytes of memory; requests as llama-server counts them, None while it is too busy to say.
 
-    pid: of the process with the model. pinned: experts of the plan that stay in memory.
+    pid: of the process with the model. pinned: experts of the plan that stay in memory. sent: rows times experts that
+    other servers were asked for; fallback: of them, those that no server answered; waited_ns: for answers, when its own
+    experts were done. served: rows times experts that it computed for others.
     """
 
     pid: int
@@ -60,6 +69,10 @@ class Counters:
     bytes_read: int = 0
     failures: int = 0
     pinned: int = 0
+    sent: int = 0
+    fallback: int = 0
+    waited_ns: int = 0
+    served: int = 0
     requests_running: int | None = None
     requests_waiting: int | None = None
     prompt_tokens: int | None = None

@@ -11,7 +11,7 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -40,15 +40,19 @@ class Examined:
 
     fingerprint: str
     port: int
+    peer_port: int
     budget_bytes: int
 
 
-def up(
+@contextlib.contextmanager
+def brought_up(
     cluster: Cluster, *, ray_address: str = "", placement: Placement | None = None,
     settings: Mapping[str, Any] | None = None, flags: Sequence[str] = (),
     say: Callable[[str], None] = lambda sentence: None,
-) -> list[Status]:
-    """Starts every server of a cluster, and waits until all of them serve. They stay when this process ends.
+) -> Iterator[tuple[ModuleType, list[Status]]]:
+    """Starts every server of a cluster, and waits until all of them serve.
+
+    They stay when the context is left, and when this process ends; inside, it is connected to their Ray, which it gets.
 
     Args:
         ray_address: HOST:PORT of a Ray cluster that is there; "" starts Ray on this machine, for servers here.
@@ -63,22 +67,25 @@ def up(
     if placement is not None and set(placement.servers) != set(cluster.names):
         raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
                           f"{', '.join(cluster.names)}")
-    with state.locked(cluster.path):
-        before = state.find(cluster.path)
-        if before is not None:
-            what = "is up" if not before.has_own_ray or local_ray.is_alive(before) else "was up, and ended by itself"
-            raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down` takes it down")
-        running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
-        if not ray_address:  # the servers are here: what cannot be is refused before anything starts
-            found = {server.name: _examined(server, examine(*_asked(cluster, server))) for server in cluster.servers}
-            _check_same(cluster, found)
-        try:
-            if ray_address:
-                state.remember(running)
-            else:
-                say("starting Ray")
-                running = local_ray.start(running)
-            with connected(running) as ray:
+    with contextlib.ExitStack() as connection:
+        with state.locked(cluster.path):
+            before = state.find(cluster.path)
+            if before is not None:
+                alive = not before.has_own_ray or local_ray.is_alive(before)
+                what = "is up" if alive else "was up, and ended by itself"
+                raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down` takes it down")
+            running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
+            if not ray_address:  # the servers are here: what cannot be is refused before anything starts
+                found = {server.name: _examined(server, examine(*_asked(cluster, server)))
+                         for server in cluster.servers}
+                _check_same(cluster, found)
+            try:
+                if ray_address:
+                    state.remember(running)
+                else:
+                    say("starting Ray")
+                    running = local_ray.start(running)
+                ray = connection.enter_context(connected(running))
                 nodes = {}
                 if ray_address:
                     nodes = _nodes(ray, cluster)
@@ -87,10 +94,14 @@ def up(
                     _check_same(cluster, found)
                 for job in _jobs(cluster, found, running, placement, settings or {}, flags):
                     start_server(ray, job, nodes.get(job.name, ""))
-                return _wait(ray, cluster.names, say)
-        except BaseException:  # Ctrl-C too
-            _take_down(running)
-            raise
+                servers = _wait(ray, cluster.names, say)
+            except BaseException:  # Ctrl-C too
+                connection.close()
+                left = state.find(cluster.path)  # what was started may be more than is known here
+                if left is not None:
+                    _take_down(left)
+                raise
+        yield ray, servers
 
 
 def status(config: Path) -> tuple[Running, list[Status]]:
@@ -113,17 +124,16 @@ def down(config: Path) -> bool:
         return True
 
 
-def watch(config: Path, say: Callable[[str], None], ended: Callable[[float], bool]) -> None:
+def watch(
+    ray: ModuleType, servers: Sequence[Status], say: Callable[[str], None], ended: Callable[[float], bool],
+) -> None:
     """Says what changes in the state of servers, until `ended`, which waits for so many seconds, says so."""
-    running = _running(config)
-    with connected(running) as ray:
-        known = {}
-        while not ended(0.5):
-            for now in statuses(ray, running.servers):
-                before = known.get(now.name)
-                if before is not None and before.state != now.state:
-                    say(f"server {now.name}: {now.state}" + (f", {now.reason}" if now.reason else ""))
-                known[now.name] = now
+    known = {server.name: server.state for server in servers}
+    while not ended(0.5):
+        for now in statuses(ray, list(known)):
+            if now.state != known[now.name]:
+                say(f"server {now.name}: {now.state}" + (f", {now.reason}" if now.reason else ""))
+            known[now.name] = now.state
 
 
 def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECONDS) -> list[Status]:
@@ -149,7 +159,9 @@ def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECO
     return [found[name] for name in names]
 
 
-def examine(model: str, address: str, port: int, memory: Sequence[Any]) -> Examined | str:
+def examine(
+    model: str, address: str, port: int, peer_port: int, memory: Sequence[Any],
+) -> Examined | str:
     """Looks whether a server could run here: a sentence says why not.
 
     memory: of each device, an Amount of all experts.
@@ -160,14 +172,14 @@ def examine(model: str, address: str, port: int, memory: Sequence[Any]) -> Exami
             budget = sum(amount.of(info.slots_bytes) for amount in memory)
             if model_map.layers:
                 Budget.parse(budget).resolve(info)
-            return Examined(fingerprint(model_map), _free_port(address, port), budget)
+            return Examined(fingerprint(model_map), *_free_ports(address, port, peer_port), budget)
     except PyorchError as error:
         return str(error)
 
 
-def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, tuple]:
+def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, int, tuple]:
     """The arguments of examine()."""
-    return str(cluster.model_of(server).resolve()), server.address, server.port, server.memory
+    return str(cluster.model_of(server).resolve()), server.address, server.port, server.peer_port, server.memory
 
 
 def _examined(server: Server, found: Examined | str) -> Examined:
@@ -199,13 +211,16 @@ def _jobs(
     settings: Mapping[str, Any], flags: Sequence[str],
 ) -> list[Job]:
     membership = Membership(found[cluster.names[0]].fingerprint, running.token)
-    digest = "" if placement is None else _digest(placement)
+    placed, digest = {}, ""
+    if placement is not None:
+        placed, digest = {name: _placed(placement, name) for name in cluster.names}, _digest(placement)
+    peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
             server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
-            str(found[server.name].budget_bytes), membership,
-            tuple(name for name in cluster.names if name != server.name), dict(settings), tuple(flags),
-            {} if placement is None else _placed(placement, server.name), digest,
+            found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
+            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), placed,
+            digest,
         )
         for server in cluster.servers
     ]
@@ -249,14 +264,20 @@ def _addresses(host: str) -> set[str]:
     return {host}
 
 
-def _free_port(host: str, port: int) -> int:
-    """The port, any that is free for 0. PyorchError where nothing can be listened on there."""
+def _free_ports(host: str, *ports: int) -> list[int]:
+    """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
+    with contextlib.ExitStack() as stack:
+        return [_probe(stack, host, port) for port in ports]
+
+
+def _probe(stack: contextlib.ExitStack, host: str, port: int) -> int:
+    """A port, held until the stack is left."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            return probe.getsockname()[1]
+        probe = stack.enter_context(socket.socket(family, kind, protocol))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(where)
+        return probe.getsockname()[1]
     except OSError as error:
         raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
                           f"machine needs a Ray cluster with that machine in it (--address)") from None

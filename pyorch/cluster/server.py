@@ -26,6 +26,7 @@ from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
 
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
+_PLAN_SECONDS = 600.0  # for experts to be read
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
@@ -41,11 +42,11 @@ class Server:
         self._job = job
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
+        self._listening = False
         self._ending = False
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._asking = threading.Lock()
         self._answered = threading.Condition()
-        self._answers: dict[int, dict[str, Any]] = {}
+        self._answers: dict[int, dict[str, Any] | None] = {}  # by number, of what somebody waits for
         self._number = 0
         self._process, self._channel = self._start()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -61,18 +62,23 @@ class Server:
                 state, reason = ABSENT, str(error)
         return Status(
             self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), self._job.digest,
-            sum(map(len, self._job.placed.values())), tuple(sorted(self._peers)), counters,
+            self._job.n_placed, tuple(sorted(self._peers)), counters,
         )
 
-    def introduce(self, name: str, membership: Membership) -> str:
-        """Another server presents itself. Returns "", or a sentence: why it is refused."""
+    def introduce(self, name: str, membership: Membership) -> tuple[str, bool]:
+        """Another server presents itself, which computes for others already, if it has a plan.
+
+        Returns "", or a sentence: why it is refused; and whether this server computes for others, too.
+        """
         reason = refusal(self._job.membership, membership)
+        if not reason and name not in self._job.peers:
+            reason = "the cluster has none of that name"
         if reason:
-            return f"server {self._job.name} refuses server {name}: {reason}"
-        if name not in self._job.peers:
-            return f"server {self._job.name} refuses server {name}: the cluster has none of that name"
+            return f"server {self._job.name} refuses server {name}: {reason}", False
         self._peers.add(name)
-        return ""
+        if self._listening:
+            threading.Thread(target=self._connect, args=(name,), daemon=True).start()
+        return "", self._listening
 
     def stop(self) -> None:
         """Ends the serving process in order. The actor stays, until Ray ends it."""
@@ -95,7 +101,9 @@ class Server:
         job = self._job
         with contextlib.suppress(OSError):
             channel.send({
-                "model": job.model, "budget": job.budget, "fingerprint": job.membership.fingerprint,
+                "name": job.name, "peer_port": job.peer_port, "peers": dict(job.peers), "placed": job.placed,
+                "token": job.membership.token, "fingerprint": job.membership.fingerprint,
+                "model": job.model, "budget": job.budget,
                 "address": job.address, "port": job.port, "restarted": _was_restarted(), "settings": dict(job.settings),
                 "flags": ["--host", job.address, "--port", str(job.port), "--metrics", *job.flags],
             })
@@ -111,8 +119,9 @@ class Server:
                 self._reason = message["failed"]
             else:
                 with self._answered:
-                    self._answers[message["number"]] = message
-                    self._answered.notify_all()
+                    if message["number"] in self._answers:
+                        self._answers[message["number"]] = message
+                        self._answered.notify_all()
         status = self._process.wait()
         if self._ending:
             return
@@ -131,21 +140,24 @@ class Server:
             print(text, file=sys.stderr, flush=True)
 
     def _join(self) -> None:
-        """The model is loaded: presents this server to the others, and keeps in memory what the plan says."""
-        refused = self._present()
+        """The model is loaded: this server goes by the plan, and presents itself to the others."""
+        try:
+            if self._job.placed:
+                self._ask("listen", seconds=_PLAN_SECONDS)
+                self._listening = True
+                kept = self._ask("pin", seconds=_PLAN_SECONDS)
+                if kept["reason"]:
+                    self._reason = f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
+            refused = self._present()
+        except PyorchError as error:
+            refused = str(error)
+        except TimeoutError as error:  # it ends, or hangs: status says so
+            self._reason, refused = str(error), ""
         if refused:
             self._reason, self._state = refused, REFUSED
             self.stop()
-            return
-        if self._job.placed:
-            placed = {str(il): list(experts) for il, experts in self._job.placed.items()}
-            try:
-                kept = self._ask("pin", placed=placed, seconds=float("inf"))
-                if kept["reason"]:
-                    self._reason = f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
-            except (PyorchError, TimeoutError) as error:
-                self._reason = str(error)
-        self._state = SERVING
+        else:
+            self._state = SERVING
 
     def _present(self) -> str:
         """To all others that are there; the rest presents itself when it comes. Returns what one says that refuses."""
@@ -157,25 +169,38 @@ class Server:
         ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2) if asked else ([], [])
         for answer in ready:
             with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
-                sentence = ray.get(answer)
+                sentence, listening = ray.get(answer)
                 if sentence:
                     return sentence
                 self._peers.add(asked[answer])
+                if listening:
+                    self._connect(asked[answer])
         return ""
+
+    def _connect(self, name: str) -> None:
+        """Another server computes its experts for this one from now on."""
+        try:
+            self._ask("connect", seconds=_PLAN_SECONDS, name=name)
+        except (PyorchError, TimeoutError) as error:
+            self._reason = f"server {name} does not compute for this one: {error}"
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
         """One thing of the serving process. TimeoutError where it does not answer, PyorchError where it refuses."""
-        with self._asking:
+        with self._answered:
             self._number += 1
             number = self._number
+            self._answers[number] = None
         try:
             self._channel.send({"ask": what, "with": arguments, "number": number})
+            with self._answered:
+                self._answered.wait_for(lambda: self._answers[number] is not None, seconds)
         except OSError:
             raise TimeoutError("the process that serves has ended") from None
-        with self._answered:
-            if not self._answered.wait_for(lambda: number in self._answers, min(seconds, threading.TIMEOUT_MAX)):
-                raise TimeoutError("the process that serves does not answer")
-            answer = self._answers.pop(number)
+        finally:
+            with self._answered:
+                answer = self._answers.pop(number)
+        if answer is None:
+            raise TimeoutError("the process that serves does not answer")
         if "refused" in answer:
             raise PyorchError(answer["refused"])
         return answer["answer"]

@@ -28,6 +28,7 @@ from pyorch.cluster.placement.file import write_placement
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.server import refusal
 from pyorch.cluster.state import Running
+from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
 
@@ -97,8 +98,9 @@ class Cluster:
         wait_until(is_back)
         return found
 
-    def complete(self, url: str) -> str:
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0}).encode()
+    def complete(self, url: str, prompt: object = PROMPT) -> str:
+        asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "cache_prompt": False}
+        body = json.dumps(asked).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
             return json.load(answer)["choices"][0]["text"]
@@ -204,6 +206,17 @@ def test_servers_keep_what_the_plan_gives_them_as_far_as_their_memory_goes(clust
 
 
 @needs_ray
+def test_servers_compute_for_each_other_what_one_would_compute_alone(
+    cluster: Cluster, resident: Model, prompt_tokens: list[int],
+) -> None:
+    alone = "".join(resident.generate(prompt_tokens, max_tokens=16, temperature=0))
+    wait_until(lambda: all(cluster.complete(server["url"], prompt_tokens) == alone and server["counters"]["sent"] > 0
+                           for server in cluster.status().values()))
+    for server in cluster.status().values():
+        assert server["counters"]["served"] > 0 and server["counters"]["fallback"] == 0
+
+
+@needs_ray
 def test_every_endpoint_gives_the_same_answer_and_counts_it(cluster: Cluster) -> None:
     servers = cluster.status()
     answers = {cluster.complete(server["url"]) for server in servers.values()}
@@ -229,12 +242,15 @@ def test_a_cluster_that_is_up_is_not_started_again(cluster: Cluster) -> None:
 @needs_ray
 def test_a_killed_server_is_seen_and_serves_again_at_its_address(cluster: Cluster) -> None:
     before = cluster.status()["b"]
+    a = cluster.status()["a"]["url"]
+    answer = cluster.complete(a)
     os.kill(before["counters"]["pid"], signal.SIGKILL)
+    assert cluster.complete(a) == answer  # without the experts of b
     now = cluster.status()["b"]  # the first look shows it
     assert now["state"] != "serving" or now["restarted"]
     after = cluster.serving_again("b", before)
     assert (after["url"], after["restarted"]) == (before["url"], True)
-    assert cluster.complete(after["url"]) == cluster.complete(cluster.status()["a"]["url"])
+    assert cluster.complete(after["url"]) == answer
 
 
 @needs_ray
@@ -272,7 +288,7 @@ with connected(running) as ray:
     right = Membership(sys.argv[2], running.token)
     for name, membership in (("b", Membership(sys.argv[2], "0" * 64)), ("b", Membership("0" * 64, running.token)),
                              ("x", right), ("b", right)):
-        print(ray.get(server.introduce.remote(name, membership)))
+        print(*ray.get(server.introduce.remote(name, membership)))
 """
 _IMPOSTOR = """
 import dataclasses, sys
@@ -294,10 +310,10 @@ def test_a_server_with_another_token_model_or_name_is_refused(cluster: Cluster, 
     with ModelMap(small_moe) as model_map:
         done = python("-c", _STRANGERS, cluster.config, fingerprint(model_map))
     token, model, name, none = done.stdout.splitlines()
-    assert token == "server a refuses server b: its token is not that of this cluster"
+    assert token == "server a refuses server b: its token is not that of this cluster False"
     assert model.startswith("server a refuses server b: its model has the fingerprint 000000000000, ")
-    assert name == "server a refuses server x: the cluster has none of that name"
-    assert none == ""
+    assert name == "server a refuses server x: the cluster has none of that name False"
+    assert none == " True"
 
 
 @needs_ray
@@ -335,6 +351,40 @@ def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
     assert "`pyorch cluster down` removes what is left" in pyorch("cluster", "status", "--config", config).stderr
     assert pyorch("cluster", "down", "--config", config).returncode == 0
     assert_nothing_is_left(running, set())
+
+
+@needs_ray
+def test_ctrl_c_while_ray_starts_leaves_nothing(small_moe: Path, private_state: None, tmp_path: Path) -> None:
+    config = write_config(tmp_path, small_moe)
+    up = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "up", "--config", str(config)],
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: (found := state.find(config)) is not None and len(processes_of(found)) > 1)
+    running = state.find(config)
+    up.send_signal(signal.SIGINT)
+    assert up.wait(HANG_SECONDS) == 130
+    assert_nothing_is_left(running, set())
+
+
+@needs_ray
+def test_serve_says_what_happens_and_ends_everything_when_it_is_told_to(
+    small_moe: Path, private_state: None, tmp_path: Path,
+) -> None:
+    config, log = write_config(tmp_path, small_moe), tmp_path / "log"
+    with log.open("wb") as stderr:
+        serve = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "serve", "--config", str(config)],
+                                 stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        table = [serve.stdout.readline() for _ in range(3)]
+        assert table[1].startswith(b"a ") and table[2].startswith(b"b "), log.read_text()
+        running = state.find(config)
+        ports = ports_of(processes_of(running))
+        serve.terminate()
+        assert serve.wait(HANG_SECONDS) == 0, log.read_text()
+        assert_nothing_is_left(running, ports)
+    finally:
+        serve.kill()
+        serve.communicate()
+        pyorch("cluster", "down", "--config", config)
 
 
 @needs_ray
