@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from pyorch.sidecars.buddies import Buddies, LayerBuddies
@@ -9,7 +11,9 @@ from pyorch.sidecars.buddies import Buddies, LayerBuddies
 N_EXPERT, N_LAYERS, K_MAX = 64, 8, 8
 
 
+@functools.cache
 def random_buddies(seed: int, n_expert: int = N_EXPERT, k_max: int = K_MAX) -> Buddies:
+    """Not to be changed: whoever asks for the same has the same."""
     rng = np.random.default_rng(seed)
     layers = {}
     for il in range(N_LAYERS):
