@@ -30,6 +30,7 @@ COMMANDS = {
     "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
     "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
+    "simulate": ("pyorch.cli.simulate", "simulate a cluster: placements, migration, networks and sizes"),
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
     "train-predictor": ("pyorch.cli.train_predictor",
                         "train a predictor of the next layer's experts, on text (needs torch)"),

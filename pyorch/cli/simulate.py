@@ -1,0 +1,470 @@
+"""`pyorch simulate`: a cluster in simulated time, with placements, arrivals, networks and sizes of choice."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.cli.numbers import number, whole
+from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
+from pyorch.errors import FormatError, PyorchError
+
+ALGORITHMS = ("dance", "uniform", "redundance", "smartmoe", "eplb")
+EXPERT_BYTES = 8 << 20  # where nothing says what an expert needs
+N_EMBD = 2048  # where neither model nor trace says it
+
+_MEGABIT = 1e6 / 8
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """Of a server: seconds, shares, and both over time. busy: share of the time in which its device computed."""
+
+    name: str
+    n_requests: int
+    latency_s: float
+    local_ratio: float
+    busy: float
+    latency_over_time_s: list[float]
+    local_over_time: list[float]
+    requests_over_time: list[int]
+
+
+@dataclass(frozen=True)
+class ChangeRow:
+    """What the scheduler decided. Seconds of remote time in an interval: current C(P), candidate C(P'), migration
+    T_mig; adopted where candidate + migration < current (DanceMoE, eq. 4). finished_s: when the experts had moved."""
+
+    time_s: float
+    adopted: bool
+    current_s: float
+    candidate_s: float
+    migration_s: float
+    n_moves: int
+    n_bytes: int
+    finished_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """Of one simulation. Latencies are means, in seconds; before and after: of requests that arrive before the
+    workload changes, and after; nan where it does not. busiest: of the servers' devices, the largest share of time."""
+
+    algorithm: str
+    migration: bool
+    n_servers: int
+    megabits: float
+    arrivals: str
+    n_requests: int
+    latency_s: float
+    latency_p50_s: float
+    latency_p95_s: float
+    first_token_s: float
+    before_s: float
+    after_s: float
+    local_ratio: float
+    busiest: float
+    n_messages: int
+    n_bytes: float
+    n_read: int
+    duration_s: float
+    bins_s: list[float]
+    local_over_time: list[float]
+    latency_over_time_s: list[float]
+    changes: list[ChangeRow]
+    servers: list[ServerRow]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What --json prints. megabits: a second. seconds: that simulating took."""
+
+    cluster: Path
+    duration_s: float
+    shift_s: float
+    interval_s: float
+    seed: int
+    routing: str
+    seconds: float
+    rows: list[Row]
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    from pyorch.cluster.costs import ServerCosts, Sizes
+
+    parser = add_command(
+        subparsers, "simulate", summary,
+        "pyorch simulate --cluster cluster.toml --trace clinic=clinic.trace lab=lab.trace \\\n"
+        "      --algorithm dance,eplb --migration on,off --shift clinic=lab.trace lab=clinic.trace",
+    )
+    parser.description += (
+        " Nothing is computed or sent: requests arrive at random, their tokens use experts as traces have it, and "
+        "computing, messages and reads take what a linear model says. Options with commas are lists: each combination "
+        "is simulated, with the same requests."
+    )
+    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
+                        help="the servers, their memory and the network (docs/cluster.md describes it)")
+    parser.add_argument("--trace", nargs="+", action="extend", required=True, metavar="SERVER=FILE",
+                        help="a trace of what users of a server ask, by pyorch profile; one for each server")
+    parser.add_argument("--algorithm", default="dance", metavar="NAME,...",
+                        help=f"how experts are placed: {', '.join(ALGORITHMS)} (default: dance)")
+    parser.add_argument("--placement", type=Path, metavar="FILE.json",
+                        help="begin with what pyorch place wrote (default: placed by the traces)")
+    parser.add_argument("--migration", default="on", metavar="on,off",
+                        help="whether experts are placed anew, for what was used lately, and move where that pays "
+                             "(default: on)")
+    parser.add_argument("--interval", type=number(above=0), default=300.0, metavar="S",
+                        help="seconds after which that is looked at again (default: 300)")
+    parser.add_argument("--arrivals", default="poisson:0.1", metavar="poisson:RATE,...",
+                        help="requests a second of each server, or seconds between two: poisson:10s (default: "
+                             "poisson:0.1)")
+    parser.add_argument("--duration", type=number(above=0, most=1e8), default=1800.0, metavar="S",
+                        help="seconds in which requests arrive; all of them are answered (default: 1800)")
+    parser.add_argument("--shift", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
+                        help="from --shift-at on, requests of this server are those of another trace; or rotate: each "
+                             "server gets those of the next one")
+    parser.add_argument("--shift-at", type=number(least=0), metavar="S",
+                        help="when the workload changes (default: half of --duration)")
+    parser.add_argument("--routing", choices=("replay", "fitted"), default="replay",
+                        help="replay: requests as they were recorded, one after another; fitted: drawn, with recorded "
+                             "lengths, from distributions fitted to the trace (default: replay)")
+    parser.add_argument("--output-tokens", type=whole(0), metavar="N",
+                        help="tokens at the end of each recorded request that are decoded one by one (default: those "
+                             "that were, else 20)")
+    parser.add_argument("--servers", metavar="N,...",
+                        help="numbers of servers; more than the cluster has are the same again, in turn (default: "
+                             "those of the cluster)")
+    parser.add_argument("--bandwidth", metavar="MBIT,...",
+                        help="megabits a second of every link (default: as the cluster has it)")
+    parser.add_argument("--places", type=whole(1, 4096), default=4, metavar="N",
+                        help="requests of a server that run together, a step at a time (default: 4)")
+    parser.add_argument("--step-tokens", type=whole(1), default=512, metavar="N",
+                        help="tokens that a step computes at most (default: 512)")
+    parser.add_argument("--costs", type=Path, metavar="FILE.json",
+                        help="what computing and messages take (docs/cluster.md describes it)")
+    defaults = ", ".join(f"{name} {value:g}" for name, value in vars(ServerCosts()).items())
+    parser.add_argument("--cost", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
+                        help=f"of every server, in seconds: {defaults}; in bytes: expert_bytes (default: of the model, "
+                             f"else {EXPERT_BYTES}), request_bytes of a token for a peer, reply_bytes of each of its "
+                             f"experts (4 for each number in the model's embedding), message_bytes {Sizes().message:g}")
+    parser.add_argument("--seed", type=whole(0), default=0, help="of all that is drawn (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
+    parser.add_argument("--csv", type=Path, metavar="FILE",
+                        help="also write latency and local ratio of each server over time")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures into this directory")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from time import perf_counter
+
+    from pyorch.cluster import scenario
+    from pyorch.cluster.config import read_cluster
+    from pyorch.cluster.costs import CostsFile, read_costs
+    from pyorch.cluster.simulator import Settings
+    from pyorch.files import check_target, write_text
+
+    cluster = read_cluster(args.cluster)
+    shift = _shift(args)
+    cases = _cases(args, len(cluster.servers))
+    check_readable([args.placement, args.costs])
+    if args.csv is not None:
+        check_target(args.csv.absolute())
+    costs = (CostsFile() if args.costs is None else read_costs(args.costs)).given(_given_costs(args.cost))
+    workload, sizes, placement = _read(args, cluster, costs, shift)
+    settings = Settings(args.places, args.step_tokens, args.interval)
+    begin = perf_counter()
+    outcomes = []
+    with Progress() as progress:
+        for i, case in enumerate(cases):
+            progress.update(f"simulating {case['algorithm']}, {case['n_servers']} servers", i, len(cases))
+            outcomes.append(scenario.run(cluster, costs, sizes, workload, scenario.Case(placement=placement, **case),
+                                         args.duration, settings, args.seed))
+    rows = [_row(case, outcome, cluster, shift) for case, outcome in zip(cases, outcomes)]
+    report = Report(args.cluster, args.duration, math.nan if shift is None else shift, args.interval, args.seed,
+                    args.routing, perf_counter() - begin, rows)
+    if args.csv is not None:
+        write_text(args.csv, _csv(rows))
+    pictures = [] if args.plot is None else _draw(report, args.plot, shift)
+    if args.json:
+        print_json(report)
+    else:
+        show([*_parts(report), *map(str, pictures)])
+    return 0
+
+
+def _shift(args: argparse.Namespace) -> float | None:
+    """When the workload changes; None: never."""
+    if not args.shift:
+        if args.shift_at is not None:
+            raise PyorchError("--shift-at says when the workload changes: say with --shift what to")
+        return None
+    shift = args.duration / 2 if args.shift_at is None else args.shift_at
+    if shift > args.duration:
+        raise PyorchError(f"--shift-at {shift:g} is after the end: no request arrives after {args.duration:g} seconds")
+    return shift
+
+
+def _cases(args: argparse.Namespace, n_servers: int) -> list[dict]:
+    """The combinations, as keywords of scenario.Case."""
+    from pyorch.cluster.workload import Arrivals
+
+    def algorithm(text: str) -> str:
+        if text not in ALGORITHMS:
+            raise PyorchError(f'algorithm "{text}" is not known: use {", ".join(ALGORITHMS)}')
+        return text
+
+    def migration(text: str) -> bool:
+        if text not in ("on", "off"):
+            raise PyorchError(f'migration "{text}" is neither on nor off')
+        return text == "on"
+
+    servers = _listed(args.servers, "--servers", _number(whole(1, 4096), "--servers")) or [n_servers]
+    if args.placement is not None and servers != [n_servers]:
+        raise PyorchError(f"--placement is for the {n_servers} servers of the cluster: leave --servers out")
+    bandwidths = _listed(args.bandwidth, "--bandwidth", _number(number(above=0, most=1e9), "--bandwidth"))
+    names = ("algorithm", "migration", "n_servers", "bytes_per_second", "arrivals")
+    return [dict(zip(names, values)) for values in itertools.product(
+        _listed(args.algorithm, "--algorithm", algorithm), _listed(args.migration, "--migration", migration), servers,
+        [megabits * _MEGABIT for megabits in bandwidths] or [None],
+        _listed(args.arrivals, "--arrivals", Arrivals.parse),
+    )]
+
+
+def _listed(text: str | None, option: str, read: Callable) -> list:
+    if text is None:
+        return []
+    values = [read(part.strip()) for part in text.split(",")]
+    if len(set(values)) < len(values):
+        raise PyorchError(f"{option} {text} names the same twice")
+    return values
+
+
+def _number(read: Callable, option: str) -> Callable:
+    def checked(text: str):
+        try:
+            return read(text)
+        except argparse.ArgumentTypeError as error:
+            raise PyorchError(f"{option}: {error}") from None
+    return checked
+
+
+def _given_costs(texts: list[str]) -> dict[str, float]:
+    costs = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            costs[name] = number(least=0, most=1e18)(value)
+        except argparse.ArgumentTypeError:
+            raise PyorchError(f'--cost "{text}" is not of the form NAME=VALUE, with a value of 0 or more') from None
+    return costs
+
+
+def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
+    """The workload, sizes in which nothing is unknown, and the placement or None."""
+    from pyorch.cluster.placement.file import read_placement
+    from pyorch.cluster.scenario import Workload
+    from pyorch.cluster.workload import read_requests
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.traces.file import Trace
+
+    rotate = args.shift == ["rotate"]
+    paths = _by_server(args.trace, "--trace", cluster)
+    for name in cluster.names:
+        if name not in paths:
+            raise PyorchError(f"server {name} has no trace: give one with --trace {name}=FILE")
+    later = paths | ({} if rotate else _by_server(args.shift, "--shift", cluster))
+    traces = {path: Trace(path) for path in dict.fromkeys([*paths.values(), *later.values()])}
+    first = next(iter(traces.values()))
+    for trace in traces.values():
+        for field in ("fingerprint", "layers", "n_expert", "n_expert_used"):
+            if getattr(trace.header, field) != getattr(first.header, field):
+                raise FormatError(f"{trace.path} was recorded with another model than {first.path}: all traces are to "
+                                  "be of one model")
+    layers, n_experts = first.header.layers, (first.header.n_expert,) * len(first.header.layers)
+    expert_bytes: float | tuple[float, ...] = float(EXPERT_BYTES)
+    placement = None
+    if cluster.model is not None:
+        with ModelMap(cluster.model) as model_map:
+            _check_model(first, model_map)
+            n_experts = tuple(layer.n_expert for layer in model_map.decoded_layers)
+            layers = tuple(layer.il for layer in model_map.decoded_layers)
+            expert_bytes = tuple(float(layer.slot_bytes) for layer in model_map.decoded_layers)
+            if args.placement is not None:
+                placement = read_placement(args.placement, model_map)
+                if placement.servers != cluster.names:
+                    raise PyorchError(f"{args.placement} is for the servers {', '.join(placement.servers)}, not for "
+                                      f"{', '.join(cluster.names)}: place again")
+    elif args.placement is not None:
+        raise PyorchError(f"{cluster.path} names no model, which --placement needs")
+    columns = [first.layer_index(il) for il in layers]
+    recorded = {path: read_requests(trace, args.output_tokens).of_layers(columns) for path, trace in traces.items()}
+    names = cluster.names
+    of_servers = tuple(recorded[paths[name]] for name in names)
+    of_later = None if shift is None else of_servers[1:] + of_servers[:1] if rotate else tuple(
+        recorded[later[name]] for name in names)
+    workload = Workload(of_servers, layers, n_experts, of_later, math.inf if shift is None else shift, args.routing)
+    return workload, costs.sizes.or_of(expert_bytes, first.header.n_embd or N_EMBD), placement
+
+
+def _check_model(trace, model_map) -> None:
+    from pyorch.sidecars import container
+
+    if trace.header.fingerprint != container.fingerprint(model_map):
+        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+    for layer in model_map.decoded_layers:
+        trace.layer_index(layer.il)
+
+
+def _by_server(texts: list[str], option: str, cluster) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for text in texts:
+        name, equals, path = text.partition("=")
+        if not equals or not path:
+            raise PyorchError(f'{option} "{text}" is not of the form SERVER=FILE')
+        cluster.index(name)
+        if name in files:
+            raise PyorchError(f"{option} names server {name} twice: it has one trace")
+        files[name] = Path(path)
+    return files
+
+
+def _row(case: dict, outcome, cluster, shift: float | None) -> Row:
+    import numpy as np
+
+    from pyorch.cluster.scenario import server_name
+
+    def mean(values) -> float:
+        return float(np.mean(values)) if len(values) else math.nan
+
+    def over_time(chosen) -> tuple[list[float], list[int]]:
+        n = np.bincount(bins[chosen], minlength=n_bins)
+        sums = np.bincount(bins[chosen], latency[chosen], n_bins)
+        return np.divide(sums, n, out=np.full(n_bins, np.nan), where=n > 0).tolist(), n.tolist()
+
+    latency, n_bins = outcome.latency, len(outcome.bins) - 1
+    bins = np.minimum(np.searchsorted(outcome.bins, outcome.arrival, "right") - 1, n_bins - 1)
+    before = np.full(len(latency), False) if shift is None else outcome.arrival < shift
+    after = np.full(len(latency), False) if shift is None else ~before
+    servers = []
+    for n in range(case["n_servers"]):
+        own = outcome.server == n
+        of_time, counts = over_time(own)
+        servers.append(ServerRow(
+            server_name(cluster, n), int(own.sum()), mean(latency[own]),
+            _ratio(outcome.local[n].sum(), outcome.uses[n].sum()),
+            float(outcome.busy[n] / outcome.duration) if outcome.duration else 0.0, of_time,
+            [_ratio(*pair) for pair in zip(outcome.local[n], outcome.uses[n])], counts,
+        ))
+    changes = [ChangeRow(change.time, change.decision.adopt, change.decision.current, change.decision.candidate,
+                         change.decision.migration, change.decision.n_moves, change.decision.n_bytes, change.finished)
+               for change in outcome.changes]
+    rate = case["bytes_per_second"] or cluster.network.bytes_per_second
+    p50, p95 = np.percentile(latency, (50, 95)).tolist() if len(latency) else (math.nan, math.nan)
+    return Row(
+        case["algorithm"], case["migration"], case["n_servers"], rate / _MEGABIT, case["arrivals"].text, len(latency),
+        mean(latency), p50, p95, mean(outcome.first - outcome.arrival), mean(latency[before]), mean(latency[after]),
+        outcome.local_ratio, max(server.busy for server in servers), outcome.n_messages, outcome.n_bytes,
+        outcome.n_read, outcome.duration, outcome.bins.tolist(),
+        [_ratio(*pair) for pair in zip(outcome.local.sum(axis=0), outcome.uses.sum(axis=0))],
+        over_time(np.full(len(latency), True))[0], changes, servers,
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return float(part / whole) if whole else math.nan
+
+
+_CASE = ("algorithm", "migration", "n_servers", "megabits", "arrivals")
+
+
+def _csv(rows: list[Row]) -> str:
+    """A line for each simulation, server and piece of time."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_CASE, "server", "begin_s", "end_s", "n_requests", "latency_s", "local_ratio"])
+    for row in rows:
+        case = [getattr(row, name) for name in _CASE]
+        for server in row.servers:
+            times = zip(row.bins_s, row.bins_s[1:], server.requests_over_time, server.latency_over_time_s,
+                        server.local_over_time)
+            for begin, end, n, *values in times:
+                writer.writerow([*case, server.name, begin, end, n, *("" if v != v else f"{v:.6g}" for v in values)])
+    return text.getvalue()
+
+
+def _draw(report: Report, directory: Path, shift: float | None) -> list[Path]:
+    from pyorch.cluster.simulation_plots import Curve, draw
+
+    differing = [name for name in _CASE if len({getattr(row, name) for row in report.rows}) > 1]
+    curves = [Curve(
+        _label(row, differing), row.bins_s, row.local_over_time, row.latency_over_time_s,
+        [change.time_s for change in row.changes if change.adopted], row.n_servers, row.megabits,
+        _label(row, [name for name in differing if name not in ("n_servers", "megabits")]), row.latency_s,
+    ) for row in report.rows]
+    return draw(curves, shift, directory)
+
+
+def _label(row: Row, names: list[str]) -> str:
+    words = {"algorithm": row.algorithm, "migration": "migration" if row.migration else "no migration",
+             "n_servers": f"{row.n_servers} servers", "megabits": f"{row.megabits:g} Mbit/s", "arrivals": row.arrivals}
+    return ", ".join(words[name] for name in names)
+
+
+def _parts(report: Report) -> list[str | Table]:
+    rows = report.rows
+    shifted = report.shift_s == report.shift_s
+    few = max(row.n_servers for row in rows) <= 8 and len({row.n_servers for row in rows}) == 1
+    names = [server.name for server in rows[0].servers] if few else []
+    columns = ("algorithm", "migration", "servers", "Mbit/s", "arrivals", "requests", "mean s", "median", "95 %",
+               *names, *(("before", "after") if shifted else ()), "local", "busiest", "moved")
+    cells = [(
+        row.algorithm, "on" if row.migration else "off", str(row.n_servers), f"{row.megabits:g}", row.arrivals,
+        str(row.n_requests), *map(_seconds, (row.latency_s, row.latency_p50_s, row.latency_p95_s)),
+        *(_seconds(server.latency_s) for server in row.servers if few),
+        *(map(_seconds, (row.before_s, row.after_s)) if shifted else ()), _percent(row.local_ratio),
+        _percent(row.busiest), _moved(row),
+    ) for row in rows]
+    total = sum(row.n_requests for row in rows)
+    parts: list[str | Table] = [
+        "seconds from arrival to the last token, of servers by the users they serve; local: rows that a server "
+        "computes itself",
+        "busiest: share of the time in which that server computed; moved: experts, and how often",
+        "",
+        Table(columns, cells, left=("algorithm", "migration", "arrivals")),
+    ]
+    changes = [(row, change) for row in rows for change in row.changes]
+    if changes and len(rows) <= 6:
+        parts += ["", Table(
+            ("algorithm", "servers", "Mbit/s", "arrivals", "at s", "C(P) s", "C(P') s", "T_mig s", "adopted", "experts",
+             "done at s"),
+            [(row.algorithm, str(row.n_servers), f"{row.megabits:g}", row.arrivals, f"{change.time_s:g}",
+              *map(_seconds, (change.current_s, change.candidate_s, change.migration_s)),
+              "yes" if change.adopted else "no", str(change.n_moves), _seconds(change.finished_s))
+             for row, change in changes],
+            left=("algorithm", "arrivals", "adopted"),
+            title="the scheduler: adopts where C(P') + T_mig < C(P), seconds of remote time in an interval",
+        )]
+    return [*parts, "", f"{total} requests, {report.seconds:.1f} s"]
+
+
+def _moved(row: Row) -> str:
+    adopted = [change for change in row.changes if change.adopted]
+    return f"{sum(change.n_moves for change in adopted)} in {len(adopted)}" if adopted else "-"
+
+
+def _seconds(value: float) -> str:
+    return "-" if not math.isfinite(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _percent(value: float) -> str:
+    return "-" if value != value else f"{100 * value:.1f}%"

@@ -1,0 +1,101 @@
+"""Pictures of simulations: over time, and over the size of the cluster and the bandwidth of its links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.errors import PyorchError
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one simulation. bins: seconds, the edges of those of which values are. local: shares; latency: seconds, nan
+    where no request arrived. moves: when experts began to move. megabits: a second, of links. group: what else tells
+    it from others in a picture by sizes."""
+
+    name: str
+    bins: Sequence[float]
+    local: Sequence[float]
+    latency: Sequence[float]
+    moves: Sequence[float]
+    n_servers: int
+    megabits: float
+    group: str
+    latency_mean: float
+
+
+def draw(curves: Sequence[Curve], shift: float | None, directory: Path) -> list[Path]:
+    """Writes over-time.png (DanceMoE, figs. 6 and 7), and scaling.png (fig. 8) where sizes or bandwidths differ.
+
+    shift: when the workload changes. The directory is made if need be. Raises PyorchError without matplotlib, or where
+    nothing can be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
+    figures = {"over-time": _over_time(Figure, curves, shift)}
+    if len({(curve.n_servers, curve.megabits) for curve in curves}) > 1:
+        figures["scaling"] = _scaling(Figure, curves)
+    paths = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, figure in figures.items():
+            paths.append(directory / f"{name}.png")
+            figure.savefig(paths[-1], dpi=110)
+    except OSError as error:
+        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+    return paths
+
+
+def _over_time(figure_class, curves: Sequence[Curve], shift: float | None):
+    figure = figure_class(figsize=(11, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for i, curve in enumerate(curves):
+        middles = [(begin + end) / 2 for begin, end in zip(curve.bins, curve.bins[1:])]
+        for axis, values, factor in ((left, curve.local, 100), (right, curve.latency, 1)):
+            axis.plot(middles, [factor * value for value in values], color=f"C{i}", label=curve.name, linewidth=1.5)
+            for move in curve.moves:
+                axis.axvline(move, color=f"C{i}", linewidth=0.8, linestyle=":")
+    for axis, label in ((left, "rows that the server computes itself, %"), (right, "mean latency of a request, s")):
+        if shift is not None:
+            axis.axvline(shift, color="0.4", linewidth=1.2, linestyle="--", label="workload changes")
+        axis.set_xlabel("time, s")
+        axis.set_ylabel(label)
+    left.set_ylim(0, 100)
+    right.set_ylim(bottom=0)
+    left.legend(fontsize=8)
+    return figure
+
+
+def _scaling(figure_class, curves: Sequence[Curve]):
+    """By size, a line for each bandwidth; by bandwidth, a line for each size; lines also for what else differs."""
+    sizes, rates = (sorted({getattr(curve, name) for curve in curves}) for name in ("n_servers", "megabits"))
+    several = [len(sizes) > 1, len(rates) > 1]
+    figure = figure_class(figsize=(5.5 * sum(several), 3.8), layout="constrained")
+    axes = iter(figure.subplots(1, sum(several), squeeze=False)[0])
+    if several[0]:
+        axis = next(axes)
+        _lines(axis, [(curve.n_servers, f"{curve.megabits:g} Mbit/s" if several[1] else "", curve) for curve in curves])
+        axis.set_xlabel("servers")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, map(str, sizes))
+    if several[1]:
+        axis = next(axes)
+        _lines(axis, [(curve.megabits, f"{curve.n_servers} servers" if several[0] else "", curve) for curve in curves])
+        axis.set_xlabel("bandwidth of links, Mbit/s")
+    for axis in figure.axes:
+        axis.set_ylabel("mean latency of a request, s")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _lines(axis, points: Sequence[tuple[float, str, Curve]]) -> None:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for x, what, curve in points:
+        lines.setdefault(", ".join(filter(None, (curve.group, what))), []).append((x, curve.latency_mean))
+    for name, line in lines.items():
+        axis.plot(*zip(*sorted(line)), marker=".", label=name)
