@@ -389,7 +389,7 @@ def test_the_command_refuses_what_cannot_be(
         ([small_moe_q4, trace], "was recorded with another model"),
         ([small_moe, tmp_path / "absent.trace"], "cannot be read"),
         ([small_moe, trace, "--budget", "2%"], "is below the floor"),
-        ([small_moe, trace, "--policy", "fifo"], 'policy "fifo" is not known'),
+        ([small_moe, trace, "--policy", "mru"], 'policy "mru" is not known'),
         ([small_moe, trace, "--prefetch", "next-router:x"], "is not a predictor"),
         ([small_moe, trace, "--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),
     ):
