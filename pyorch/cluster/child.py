@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from pyorch.cluster.channel import Channel
+from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.members import Counters
+from pyorch.cluster.placement.placement import Placement
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.remote import HERE
 from pyorch.serve.server import Address, serve
 from pyorch.sidecars.container import fingerprint
 
@@ -47,8 +48,8 @@ class Serving:
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
         self._job = job
-        self._peers: dict[str, int] = {}  # those that compute for this server, and their numbers
-        self._listening = False
+        self._placement = Placement.from_fields(job["placement"]) if job["placement"] else None
+        self._exchange: Exchange | None = None
         self._engine: Engine | None = None
         self._address: Address | None = None
         self._pinned = 0
@@ -93,7 +94,7 @@ class Serving:
                 name: getattr(stats, name)
                 for name in ("budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")
             })
-        if self._engine is not None and self._listening:
+        if self._engine is not None and self._exchange is not None:
             remote, served = self._engine.remote_stats(), self._engine.served()
             counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
                                            waited_ns=remote.wait_ns, served=served.slots)
@@ -104,50 +105,36 @@ class Serving:
 
         Returns how many are kept, and why not all: a sentence, or "".
         """
-        placed = self._job["placed"].get(self._job["name"], {})
+        placement = self._placement
+        held = placement.held[placement.servers.index(self._job["name"])]
+        own = [np.flatnonzero(row) for row in held]
         reason = ""
-        depth = max(map(len, placed.values()), default=0) if self._engine is not None else 0
-        for rank in range(depth):
-            for il, experts in placed.items():
+        for rank in range(max(map(len, own))):
+            for il, experts in zip(placement.layers, own):
                 if rank < len(experts) and not reason:
                     try:
-                        self._engine.pin(int(il), [experts[rank]])
+                        self._engine.pin(il, [experts[rank]])
                         self._pinned += 1
                     except PyorchError as error:
                         reason = str(error)
         return {"pinned": self._pinned, "reason": reason}
 
     def listen(self) -> None:
-        """Computes for other servers from now on."""
+        """Computes for other servers from now on; and those that are met do for this one, as the plan says."""
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
+        exchange = Exchange(self._engine, job["name"], job["token"], job["fingerprint"])
+        exchange.follow(self._placement)
         n_threads = job["settings"].get("n_threads") or memory.physical_cores()
-        self._engine.listen(job["token"], job["fingerprint"], job["address"], job["peer_port"], n_threads)
-        self._listening = True
+        exchange.listen(job["address"], job["peer_port"], n_threads)
+        self._exchange = exchange
 
     def connect(self, name: str) -> None:
-        """Lets another server compute the experts that the plan gives it, and not this one."""
-        if self._engine is None:
+        """Another server is there, and listens."""
+        if self._engine is None or self._exchange is None:
             raise PyorchError("the server ends")
-        if name not in self._peers:  # else it was lost, and is joined again without this
-            job = self._job
-            address, port = job["peers"][name]
-            self._peers[name] = self._engine.connect(address, port, job["token"], job["fingerprint"])
-            self._place()
-
-    def _place(self) -> None:
-        """Each expert that is not this server's has its place at one that has it, alike many at each of several."""
-        placed = self._job["placed"]
-        for il, n_expert in self._engine.n_expert.items():
-            own = set(placed.get(self._job["name"], {}).get(str(il), ()))
-            others = {number: set(placed.get(name, {}).get(str(il), ())) for name, number in self._peers.items()}
-            peers = np.full(n_expert, HERE, np.int32)
-            for expert in range(n_expert):
-                holders = [number for number, experts in others.items() if expert in experts]
-                if holders and expert not in own:
-                    peers[expert] = holders[expert % len(holders)]
-            self._engine.set_placement(il, peers)
+        self._exchange.meet(name, *self._job["peers"][name])
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""

@@ -28,8 +28,8 @@ class Job:
 
     name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers. peers:
     where those do that for it, address and port by name. settings: texts, as pyorch.serve takes them. flags: of
-    llama-server. placed: the experts that the plan gives to servers, by name and block number il; empty without a plan.
-    digest: of the plan, "" without one.
+    llama-server. placement: the plan, as Placement.to_fields() has it; empty without one. digest: of it; n_placed:
+    experts that it gives this server.
     """
 
     name: str
@@ -42,13 +42,9 @@ class Job:
     peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    placed: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    placement: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
-
-    @property
-    def n_placed(self) -> int:
-        """Experts that the plan gives this server."""
-        return sum(map(len, self.placed.get(self.name, {}).values()))
+    n_placed: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.local_ray import connected
@@ -211,29 +209,21 @@ def _jobs(
     settings: Mapping[str, Any], flags: Sequence[str],
 ) -> list[Job]:
     membership = Membership(found[cluster.names[0]].fingerprint, running.token)
-    placed, digest = {}, ""
+    fields, digest, n_placed = {}, "", dict.fromkeys(cluster.names, 0)
     if placement is not None:
-        placed, digest = {name: _placed(placement, name) for name in cluster.names}, _digest(placement)
+        fields = placement.to_fields()
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        n_placed = {name: int(held.sum()) for name, held in zip(placement.servers, placement.held)}
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
             server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
             found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
-            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), placed,
-            digest,
+            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), fields,
+            digest, n_placed[server.name],
         )
         for server in cluster.servers
     ]
-
-
-def _placed(placement: Placement, name: str) -> dict[int, tuple[int, ...]]:
-    """The experts of one server, by block number."""
-    held = placement.held[placement.servers.index(name)]
-    return {il: tuple(np.flatnonzero(row).tolist()) for il, row in zip(placement.layers, held)}
-
-
-def _digest(placement: Placement) -> str:
-    return hashlib.sha256(json.dumps(placement.to_fields(), sort_keys=True).encode()).hexdigest()
 
 
 def _nodes(ray: ModuleType, cluster: Cluster) -> dict[str, str]:

@@ -101,7 +101,8 @@ class Server:
         job = self._job
         with contextlib.suppress(OSError):
             channel.send({
-                "name": job.name, "peer_port": job.peer_port, "peers": dict(job.peers), "placed": job.placed,
+                "name": job.name, "peer_port": job.peer_port, "peers": dict(job.peers),
+                "placement": dict(job.placement),
                 "token": job.membership.token, "fingerprint": job.membership.fingerprint,
                 "model": job.model, "budget": job.budget,
                 "address": job.address, "port": job.port, "restarted": _was_restarted(), "settings": dict(job.settings),
@@ -142,7 +143,7 @@ class Server:
     def _join(self) -> None:
         """The model is loaded: this server goes by the plan, and presents itself to the others."""
         try:
-            if self._job.placed:
+            if self._job.placement:
                 self._ask("listen", seconds=_PLAN_SECONDS)
                 self._listening = True
                 kept = self._ask("pin", seconds=_PLAN_SECONDS)
