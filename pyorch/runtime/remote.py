@@ -117,6 +117,7 @@ class RemoteCalls(EngineHandle):
         check(lib.pyorch_disconnect(self.handle, peer))
 
     def peer(self, peer: int) -> Peer:
+        """What is known of a server, by the number that connect() gave it. PyorchError if there is none."""
         raw = new("pyorch_peer_info")
         check(lib.pyorch_get_peer(self.handle, peer, raw))
         return _read(Peer, raw)
@@ -138,6 +139,7 @@ class RemoteCalls(EngineHandle):
         check(lib.pyorch_set_placement(self.handle, il, array("int32_t[]", ids), len(ids), n_places))
 
     def remote_stats(self) -> RemoteStats:
+        """What other servers computed for this one since the engine was made."""
         raw = new("pyorch_remote_counts")
         check(lib.pyorch_get_remote_counts(self.handle, raw))
         return read(RemoteStats, raw)
