@@ -1,0 +1,97 @@
+"""What computing with other servers costs and gains, on one machine: processes that each hold a part of the experts.
+
+    python scripts/measure_remote.py MODEL --budget 40% --servers 2
+
+Alternates between a server that reads what its memory lacks from its disk, and the same server that asks the others:
+each of them, all with the same budget, has every n-th expert. Prints milliseconds a token of one sequence, medians of
+rounds, and what a layer waited for answers beside its own experts. Processes compute on one thread each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+import pyorch
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.runtime.remote import HERE
+from pyorch.sidecars.container import fingerprint
+
+TOKEN = "measured on one machine"
+
+
+def load(path: str, budget: str) -> Model:
+    return pyorch.load(path, budget=budget, n_ctx=256, n_threads=1)
+
+
+def serve(path: str, budget: str) -> None:
+    """Until the input ends."""
+    with load(path, budget) as model:
+        print(model.engine.listen(TOKEN, fingerprint(model.map)), flush=True)
+        sys.stdin.read()
+
+
+def decode(model: Model, tokens: list[int]) -> float:
+    """Milliseconds a token."""
+    with Context(model.llama.model, n_ctx=len(tokens), n_threads=1) as context:
+        begin = time.perf_counter()
+        for token in tokens:
+            context.decode([token])
+        return (time.perf_counter() - begin) / len(tokens) * 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--budget", default="40%")
+    parser.add_argument("--servers", type=int, default=2, help="beside the one that is measured")
+    parser.add_argument("--tokens", type=int, default=48, help="of a round, the same in each")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.model, args.budget)
+        return 0
+    command = [sys.executable, __file__, args.model, "--budget", args.budget, "--serve"]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            for _ in range(args.servers)
+        ]
+        stack.callback(lambda: [process.stdin.close() for process in processes])
+        ports = [int(process.stdout.readline()) for process in processes]
+        with load(args.model, args.budget) as model:
+            engine = model.engine
+            numbers = [HERE, *(engine.connect("127.0.0.1", port, TOKEN, fingerprint(model.map)) for port in ports)]
+            tokens = np.random.default_rng(0).integers(8, 376, args.tokens).tolist()
+            found: dict[str, list[float]] = {"disk": [], "servers": []}
+            waits: list[float] = []
+            for _ in range(args.rounds):
+                for how, times in found.items():
+                    for layer in model.map.layers:
+                        places = numbers if how == "servers" else [HERE]
+                        engine.set_placement(layer.il, [places[e % len(places)] for e in range(layer.n_expert)])
+                        engine.evict(layer.il, range(layer.n_expert))
+                    decode(model, tokens)  # memory is as full of these tokens' experts as it can be
+                    before = engine.remote_stats().wait_ns
+                    times.append(decode(model, tokens))
+                    if how == "servers":
+                        waited = engine.remote_stats().wait_ns - before
+                        waits.append(waited / len(tokens) / len(model.map.layers) / 1e3)
+            print(f"budget {args.budget}, {args.servers + 1} servers, {len(tokens)} tokens, {args.rounds} rounds")
+            for how, times in found.items():
+                print(f"{how:8} {statistics.median(times):8.2f} ms a token ({', '.join(f'{t:.2f}' for t in times)})")
+            print(f"a layer waited for answers for {statistics.median(waits):.0f} us; "
+                  f"{engine.remote_stats().fallback} slots without an answer")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
