@@ -45,6 +45,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         take_server_flags(starting)
     status = _add_action(actions, "status", "show how the servers do", _status, "pyorch cluster status --json")
     status.add_argument("--json", action="store_true", help="print it as one JSON object")
+    measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for pyorch simulate",
+                          _measure, "pyorch cluster measure -o costs.json")
+    measure.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     _add_action(actions, "down", "end every server, and remove what is left of a cluster that crashed", _down,
                 "pyorch cluster down")
     return parser
@@ -95,6 +98,29 @@ def _status(args: argparse.Namespace) -> int:
         print_json({"config": running.config, "ray": running.ray, "namespace": running.namespace, "servers": servers})
     else:
         show(_table(servers))
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> int:
+    from pyorch.cli.tables import Table, show
+    from pyorch.cluster import operations
+    from pyorch.cluster.costs import write_costs
+    from pyorch.files import check_target
+    from pyorch.sizes import format_bytes
+
+    check_target(args.output.absolute())
+    costs = operations.measure(args.config, _say)
+    write_costs(args.output, costs)
+    show([
+        Table(("from", "to", "latency", "bandwidth"), [
+            (one, other, f"{latency * 1e6:.0f} us", f"{rate * 8e-6:.0f} Mbit/s")
+            for (one, other), (rate, latency) in costs.links.items()
+        ], left=("from", "to")),
+        Table(("server", "disk"), [
+            (name, f"{format_bytes(server.disk_bytes_per_second)}/s") for name, server in costs.servers.items()
+        ], left=("server",)),
+        str(args.output),
+    ])
     return 0
 
 

@@ -26,6 +26,7 @@ from pyorch.cluster.members import Counters
 from pyorch.cluster.placement.placement import Placement
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
+from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.server import Address, serve
@@ -43,7 +44,7 @@ _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes f
 class Serving:
     """What the actor can ask of a process that serves: its methods named in ASKED."""
 
-    ASKED = ("counters", "pin", "listen", "connect")
+    ASKED = ("counters", "pin", "listen", "connect", "disk_bytes_per_second")
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
@@ -135,6 +136,11 @@ class Serving:
         if self._engine is None or self._exchange is None:
             raise PyorchError("the server ends")
         self._exchange.meet(name, *self._job["peers"][name])
+
+    def disk_bytes_per_second(self) -> float:
+        """That experts are read with, around the page cache, by as many requests at once as that takes."""
+        with ModelMap(self._job["model"]) as model_map:
+            return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.config import Cluster, Server
+from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import connected
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
 from pyorch.cluster.placement.placement import Placement
@@ -29,6 +30,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.sidecars.container import fingerprint
 
+MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
 
 
@@ -120,6 +122,42 @@ def down(config: Path) -> bool:
             return False
         _take_down(running)
         return True
+
+
+def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
+    """Latency and bandwidth from each server to each other one, and of their disks, one after another.
+
+    What computing takes is not measured: those coefficients are the defaults. PyorchError where a server does not
+    answer.
+    """
+    running = _running(config)
+    with connected(running) as ray:
+
+        def asked(name: str, method: str, *arguments: Any) -> Any:
+            try:
+                answer = ray.get(getattr(ray.get_actor(name), method).remote(*arguments), timeout=MEASURE_SECONDS)
+            except (ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+                raise PyorchError(f"server {name} does not answer: `pyorch cluster status` shows how it does") from None
+            if isinstance(answer, str):
+                raise PyorchError(f"server {name}: {answer}")
+            return answer
+
+        links, servers = {}, {}
+        where = {name: asked(name, "open_link") for name in running.servers}
+        try:
+            for one in running.servers:
+                for other in running.servers:
+                    if one != other:
+                        say(f"the link from {one} to {other}")
+                        link = asked(one, "measure_link", *where[other])
+                        links[one, other] = (link.bytes_per_second, link.latency)
+        finally:
+            for name in running.servers:
+                asked(name, "close_link")
+        for name in running.servers:
+            say(f"the disk of {name}")
+            servers[name] = ServerCosts(disk_bytes_per_second=asked(name, "measure_disk"))
+    return CostsFile(servers=servers, links=links)
 
 
 def watch(

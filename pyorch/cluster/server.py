@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from pyorch.cluster.channel import Channel
+from pyorch.cluster.links import Echo, Measured, measure_link
 from pyorch.cluster.local_ray import CHILD, ray_library
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Counters, Job, Membership, Status
 from pyorch.cluster.state import Running
@@ -27,6 +28,7 @@ from pyorch.errors import PyorchError
 
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
 _PLAN_SECONDS = 600.0  # for experts to be read
+_DISK_SECONDS = 60.0  # for a second's work, beside requests
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
@@ -43,6 +45,7 @@ class Server:
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
         self._listening = False
+        self._echo: Echo | None = None
         self._ending = False
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         self._answered = threading.Condition()
@@ -79,6 +82,31 @@ class Server:
         if self._listening:
             threading.Thread(target=self._connect, args=(name,), daemon=True).start()
         return "", self._listening
+
+    def open_link(self) -> tuple[str, int]:
+        """Lets other servers measure how fast they reach this one, at the address and port that it returns."""
+        self._echo = Echo(self._job.address, self._job.membership.token)
+        return self._job.address, self._echo.port
+
+    def close_link(self) -> None:
+        """Ends that."""
+        if self._echo is not None:
+            self._echo.close()
+            self._echo = None
+
+    def measure_link(self, address: str, port: int) -> Measured | str:
+        """How fast a server is reached that has opened a link; a sentence where it is not."""
+        try:
+            return measure_link(address, port, self._job.membership.token)
+        except PyorchError as error:
+            return str(error)
+
+    def measure_disk(self) -> float | str:
+        """Bytes per second; a sentence where it cannot be measured."""
+        try:
+            return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
 
     def stop(self) -> None:
         """Ends the serving process in order. The actor stays, until Ray ends it."""

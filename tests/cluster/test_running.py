@@ -22,6 +22,7 @@ from processes import HANG_SECONDS, pyorch, python
 
 from pyorch.cli import main
 from pyorch.cluster import local_ray, state
+from pyorch.cluster.costs import read_costs
 from pyorch.cluster.local_ray import MARK
 from pyorch.cluster.members import Membership
 from pyorch.cluster.placement.file import write_placement
@@ -314,6 +315,16 @@ def test_a_server_with_another_token_model_or_name_is_refused(cluster: Cluster, 
     assert model.startswith("server a refuses server b: its model has the fingerprint 000000000000, ")
     assert name == "server a refuses server x: the cluster has none of that name False"
     assert none == " True"
+
+
+@needs_ray
+def test_links_and_disks_are_measured_for_the_simulator(cluster: Cluster, tmp_path: Path) -> None:
+    done = cluster.run("measure", "-o", str(tmp_path / "costs.json"))
+    assert done.returncode == 0, done.stderr
+    costs = read_costs(tmp_path / "costs.json")
+    assert sorted(costs.links) == [("a", "b"), ("b", "a")]
+    assert all(rate > 0 and latency > 0 for rate, latency in costs.links.values())
+    assert {name: server.disk_bytes_per_second > 0 for name, server in costs.servers.items()} == {"a": True, "b": True}
 
 
 @needs_ray

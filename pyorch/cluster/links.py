@@ -1,0 +1,94 @@
+"""How fast one server reaches another, over a TCP connection for which both prove that they know the token."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+
+from pyorch.errors import PyorchError
+from pyorch.sizes import MiB
+
+_SMALL = bytes(64)  # there and back, for the latency
+_LARGE = bytes(4 * MiB)  # there, for the bandwidth; few enough not to be a burden on a slow network
+_ROUND_TRIPS, _TRANSFERS = 50, 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """latency: seconds, one way."""
+
+    bytes_per_second: float
+    latency: float
+
+
+class Echo:
+    """Answers those who measure, until it is closed: to any message, with 64 bytes.
+
+    port: that it listens on, a free one of the address.
+    """
+
+    def __init__(self, address: str, token: str) -> None:
+        self._listener = Listener((address, 0), authkey=token.encode())
+        self._address = address
+        self.port: int = self._listener.address[1]
+        threading.Thread(target=self._answer, daemon=True).start()
+
+    def close(self) -> None:
+        """Ends it. Whoever is connected is answered until they go."""
+        # A thread in accept() does not notice that its socket is closed, but one more connection.
+        with contextlib.suppress(OSError), socket.create_connection((self._address, self.port)):
+            self._listener.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError):  # a stranger
+                continue
+            except OSError:
+                return
+            threading.Thread(target=_echo, args=(connection,), daemon=True).start()
+
+
+def measure_link(address: str, port: int, token: str) -> Measured:
+    """From here to an Echo. PyorchError where it cannot be reached, or has another token."""
+    try:
+        with Client((address, port), authkey=token.encode()) as connection:
+            _send_at_once(connection)
+            _seconds(connection, _SMALL)  # the first one waits for the other's thread
+            small = statistics.median(_seconds(connection, _SMALL) for _ in range(_ROUND_TRIPS))
+            large = statistics.median(_seconds(connection, _LARGE) for _ in range(_TRANSFERS))
+    except AuthenticationError:
+        raise PyorchError(f"{address} port {port} has another token") from None
+    except (OSError, EOFError) as error:
+        raise PyorchError(f"{address} port {port} cannot be reached: {error}") from None
+    # What is more than a round trip is the transfer. On a very fast link that may be within the noise.
+    return Measured(len(_LARGE) / max(large - small, 1e-6), small / 2)
+
+
+def _echo(connection: Connection) -> None:
+    with connection, contextlib.suppress(OSError, EOFError):
+        _send_at_once(connection)
+        while True:
+            connection.recv_bytes(len(_LARGE))
+            connection.send_bytes(_SMALL)
+
+
+def _seconds(connection: Connection, message: bytes) -> float:
+    begin = time.perf_counter()
+    connection.send_bytes(message)
+    connection.recv_bytes(len(_SMALL))
+    return time.perf_counter() - begin
+
+
+def _send_at_once(connection: Connection) -> None:
+    """Not only when there is more to send, or an answer to what was sent before (Nagle's algorithm)."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
