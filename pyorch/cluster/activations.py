@@ -27,6 +27,8 @@ from pyorch.traces.file import Trace
 KIND = "pyorch count of activations"
 VERSION = 1
 
+MAX_COUNT = 2.0**53  # up to there float64 has every whole number
+
 _CHUNK_BYTES = 64 << 20
 
 
@@ -128,7 +130,7 @@ def read_counts(path: str | os.PathLike[str], model_map: ModelMap) -> Activation
                 if len(numbers) != n_expert or not all(type(n) in (int, float) for n in numbers):
                     raise ValueError
                 row[:n_expert] = numbers
-        if not all(isinstance(name, str) for name in names) or not np.isfinite(counts).all() or counts.min() < 0:
+        if not all(isinstance(name, str) for name in names) or not ((counts >= 0) & (counts <= MAX_COUNT)).all():
             raise ValueError
     except (KeyError, TypeError, ValueError, OverflowError):
         raise FormatError(f"{Path(path)} is damaged: it holds no counts for each expert of each layer") from None

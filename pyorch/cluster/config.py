@@ -47,6 +47,10 @@ else:
 
 MAX_DEVICES = 4096  # of a cluster
 
+# Of a device: so the bytes of all devices are a number of 64 bits.
+MAX_BYTES = 1 << 50
+MAX_SHARE = 100.0
+
 
 @dataclass(frozen=True)
 class Link:
@@ -203,8 +207,8 @@ def _memory(table: _Table) -> tuple[Amount, ...]:
     """Of each device."""
     value = table.take("memory", (str, int, list))
     if isinstance(value, list):
-        n = table.take_whole("devices", 1, MAX_DEVICES, len(value))
-        if n != len(value) or not value:
+        n = table.take_whole("devices", 1, MAX_DEVICES, max(1, len(value)))
+        if n != len(value):
             raise FormatError(f"{table.where}: memory names {len(value)} devices, where there are {n}")
         return tuple(_amount(part, table) for part in value)
     n = table.take_whole("devices", 1, MAX_DEVICES, 1)
@@ -221,9 +225,11 @@ def _amount(value: Any, table: _Table) -> Amount:
         amount = Amount.parse(value)
     except ValueError:
         amount = None
-    if amount is None or not 0 <= (amount.n_bytes or 0) < 1 << 62:
+    if amount is None or (amount.n_bytes or 0) < 0:
         raise FormatError(f'{table.where}: memory {_show(value)} is neither a size such as "2GiB" nor a share of all '
                           f'experts such as "40%"')
+    if (amount.n_bytes or 0) > MAX_BYTES or (amount.share or 0) > MAX_SHARE:
+        raise FormatError(f"{table.where}: memory {_show(value)} is more than 1 PiB, or 100 times all experts")
     return amount
 
 

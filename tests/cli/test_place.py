@@ -217,6 +217,7 @@ def test_what_does_not_fit_is_refused(
     {"servers": [{"name": "lab", "counts": [["1"] * 64] * 8}]}, {"servers": [{"name": 3, "counts": [[1] * 64] * 8}]},
     {"servers": [{"name": "lab", "counts": [[1e999] * 64] * 8}]},
     {"servers": [{"name": "lab", "counts": [[10**400] * 64] * 8}]},
+    {"servers": [{"name": "lab", "counts": [[1.7e308] * 64] * 8}]},
     {"servers": [{"name": "lab", "counts": [[1] * 64] * 8}] * 2},
 ])
 def test_counts_of_another_model_and_damaged_ones_are_refused(
