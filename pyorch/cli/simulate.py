@@ -19,6 +19,7 @@ from pyorch.errors import FormatError, PyorchError
 
 ALGORITHMS = ("dance", "uniform", "redundance", "smartmoe", "eplb")
 EXPERT_BYTES = 8 << 20  # where nothing says what an expert needs
+MAX_REQUESTS = 10_000_000  # of one simulation
 N_EMBD = 2048  # where neither model nor trace says it
 
 _MEGABIT = 1e6 / 8
@@ -180,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
     if args.csv is not None:
         check_target(args.csv.absolute())
     costs = (CostsFile() if args.costs is None else read_costs(args.costs)).given(_given_costs(args.cost))
+    costs.check_names(cluster.names)
     workload, sizes, placement = _read(args, cluster, costs, shift)
     settings = Settings(args.places, args.step_tokens, args.interval)
     begin = perf_counter()
@@ -233,11 +235,16 @@ def _cases(args: argparse.Namespace, n_servers: int) -> list[dict]:
         raise PyorchError(f"--placement is for the {n_servers} servers of the cluster: leave --servers out")
     bandwidths = _listed(args.bandwidth, "--bandwidth", _number(number(above=0, most=1e9), "--bandwidth"))
     names = ("algorithm", "migration", "n_servers", "bytes_per_second", "arrivals")
-    return [dict(zip(names, values)) for values in itertools.product(
+    cases = [dict(zip(names, values)) for values in itertools.product(
         _listed(args.algorithm, "--algorithm", algorithm), _listed(args.migration, "--migration", migration), servers,
         [megabits * _MEGABIT for megabits in bandwidths] or [None],
         _listed(args.arrivals, "--arrivals", Arrivals.parse),
     )]
+    for case in cases:
+        if case["arrivals"].rate * args.duration * case["n_servers"] > MAX_REQUESTS:
+            raise PyorchError(f"--arrivals {case['arrivals'].text} for {args.duration:g} seconds at "
+                              f"{case['n_servers']} servers are more than {MAX_REQUESTS} requests")
+    return cases
 
 
 def _listed(text: str | None, option: str, read: Callable) -> list:
@@ -259,13 +266,16 @@ def _number(read: Callable, option: str) -> Callable:
 
 
 def _given_costs(texts: list[str]) -> dict[str, float]:
+    from pyorch.cluster.costs import MOST
+
     costs = {}
     for text in texts:
         name, _, value = text.partition("=")
         try:
-            costs[name] = number(least=0, most=1e18)(value)
+            costs[name] = number(least=0, most=MOST)(value)
         except argparse.ArgumentTypeError:
-            raise PyorchError(f'--cost "{text}" is not of the form NAME=VALUE, with a value of 0 or more') from None
+            raise PyorchError(f'--cost "{text}" is not of the form NAME=VALUE, with a value from 0 to '
+                              f'{MOST:g}') from None
     return costs
 
 

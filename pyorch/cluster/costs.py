@@ -21,7 +21,6 @@ Links that are not named there are those of the cluster.toml.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -34,6 +33,8 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.files import write_text
 
 KIND, VERSION = "pyorch cluster costs", 1
+MOST = 1e15  # seconds or bytes
+MOST_OF_EXPERT = 1e10  # bytes
 
 
 @dataclass(frozen=True)
@@ -103,10 +104,13 @@ class Costs:
         cls, servers: Sequence[ServerCosts], sizes: Sizes, n_layers: int, latency: np.ndarray,
         bytes_per_second: np.ndarray,
     ) -> Costs:
-        """sizes: without None. PyorchError where they are of another number of layers."""
+        """sizes: without None. PyorchError where they are of another number of layers, or no expert has such."""
         expert = np.atleast_1d(np.asarray(sizes.expert, np.float64))
         if len(expert) not in (1, n_layers):
             raise PyorchError(f"expert_bytes are of {len(expert)} layers: there are {n_layers}")
+        if not (1 <= expert.min() and expert.max() <= MOST_OF_EXPERT):
+            raise PyorchError(f"expert_bytes are from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
+                              f"least, and {MOST_OF_EXPERT:g} at most")
         columns = {field.name: np.array([getattr(server, field.name) for server in servers], np.float64)
                    for field in fields(ServerCosts)}
         return cls(
@@ -150,6 +154,12 @@ class CostsFile:
             replace(self.sizes, **{sizes[name]: value for name, value in settings.items() if name in sizes}),
             self.links,
         )
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """PyorchError where the file has costs of a server that is not among these."""
+        for name in [*(self.servers or {}), *(end for pair in self.links or {} for end in pair)]:
+            if name not in names:
+                raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
 
     def of(
         self, names: Sequence[str], n_layers: int, latency: np.ndarray, bytes_per_second: np.ndarray, sizes: Sizes
@@ -236,6 +246,6 @@ def _object(value: Any, where: str) -> dict[str, Any]:
 
 
 def _number(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value < 1e18:
-        raise FormatError(f"{where} is {value!r}, not a number of 0 or more")
+    if type(value) not in (int, float) or not 0 <= value <= MOST:
+        raise FormatError(f"{where} is {repr(value)[:60]}, not a number from 0 to {MOST:g}")
     return float(value)

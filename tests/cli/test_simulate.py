@@ -140,6 +140,8 @@ def test_a_placement_that_was_written_is_the_one_in_the_beginning(capsys, small_
     (("--algorithm", "dance,dance"), "names the same twice"),
     (("--migration", "maybe"), "neither on nor off"),
     (("--arrivals", "1"), "not understood"),
+    (("--arrivals", "poisson:1e6"), "for 1800 seconds at 2 servers are more than 10000000 requests"),
+    (("--cost", "expert_bytes=0"), "an expert has 1 byte at least"),
     (("--servers", "0"), "--servers: "),
     (("--bandwidth", "fast"), "--bandwidth: "),
     (("--cost", "row"), "not of the form NAME=VALUE"),
@@ -155,6 +157,13 @@ def test_a_placement_that_was_written_is_the_one_in_the_beginning(capsys, small_
 ])
 def test_what_cannot_be_is_one_sentence(capsys, given, options, sentence):
     assert sentence in refused(capsys, *given, *options)
+
+
+def test_costs_of_a_server_that_is_not_there_are_refused(capsys, given, tmp_path):
+    costs = {"kind": "pyorch cluster costs", "version": 1, "servers": {"labb": {"layer": 2.0}}}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    sentence = refused(capsys, *given, "--costs", tmp_path / "costs.json")
+    assert sentence == 'there are costs of a server "labb": the cluster has clinic, lab'
 
 
 def test_traces_must_be_there_and_of_one_model(capsys, given, tmp_path):

@@ -59,6 +59,9 @@ def test_given_costs_are_of_all_servers():
 def test_sizes_of_other_layers_are_refused():
     with pytest.raises(PyorchError, match="of 2 layers: there are 3"):
         CostsFile().of(("a", "b"), 3, LATENCY, RATE, Sizes((1.0, 2.0), 1.0, 1.0))
+    for size in (0.0, 1e11):
+        with pytest.raises(PyorchError, match="an expert has 1 byte at least"):
+            CostsFile().of(("a", "b"), 3, LATENCY, RATE, Sizes(size, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(("fields", "sentence"), [
@@ -67,8 +70,9 @@ def test_sizes_of_other_layers_are_refused():
     ({"servr": {}}, '"servr" is not known'),
     ({"server": {"layers": 1}}, '"layers" is no cost'),
     ({"server": {"layer": "1"}}, "layer is '1', not a number"),
-    ({"server": {"layer": -1}}, "not a number of 0 or more"),
+    ({"server": {"layer": -1}}, "not a number from 0 to 1e"),
     ({"server": {"layer": True}}, "not a number"),
+    ({"server": {"layer": 10**400}}, "layer is 10{59}, not a number from 0 to 1e"),
     ({"servers": {"lab": {"row": float("nan")}}}, "server lab: row is nan"),
     ({"servers": []}, "servers is no object"),
     ({"expert_bytes": []}, "expert_bytes is"),
