@@ -44,12 +44,14 @@ class Exchange:
     def meet(self, name: str, address: str, port: int, timeout: float = 2.0) -> None:
         """Another server is there, from now on or at another place. PyorchError where it cannot be joined.
 
-        One that goes and comes back at the same place is joined again without this.
+        One that goes and comes back at the same place is joined again without this, unless it was cut off.
         timeout: seconds. Whoever is silent for so long is lost.
         """
         with self._changing:
             before = self._met.get(name)
-            if before is not None and (before.address, before.port) == (address, port):
+            if before is not None and (before.address, before.port) == (address, port) and (
+                self._engine.peer(before.number).joined
+            ):
                 return
             number = self._engine.connect(address, port, self._token, self._model, timeout)
             self._met[name] = _Met(address, port, number)

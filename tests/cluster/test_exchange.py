@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -88,6 +89,24 @@ def test_a_new_placement_and_a_server_that_moves_fail_no_request(servers, reside
     for rows, right in zip(decoded(model, prompt_tokens), expected, strict=True):
         assert_same_bits(rows, right)
     assert exchange.met() == {} and model.engine.remote_stats().slots == sent
+
+
+def test_a_server_that_was_cut_off_is_asked_again_once_it_is_met_again(servers):
+    (_, exchange), (b_model, b), _ = servers
+    b_model.engine.stop_listening()
+    port = b.listen()
+    exchange.meet("b", "127.0.0.1", port, timeout=60)
+    b_model.engine.stop_listening()
+    with socket.create_server(("127.0.0.1", port)) as listening:
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(b"no header of frames, 24.")  # as many bytes as one has
+            while connection.recv(4096):  # until it is cut off
+                pass
+    assert b.listen(port=port) == port
+    assert not exchange.met()["b"]
+    exchange.meet("b", "127.0.0.1", port, timeout=60)
+    assert exchange.met()["b"]
 
 
 def test_a_placement_that_does_not_fit_is_refused(servers):
