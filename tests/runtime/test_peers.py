@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import struct
@@ -47,8 +48,9 @@ class Server:
 
 @contextlib.contextmanager
 def server_process(path: Path, budget: str = "50%", token: str = TOKEN) -> Iterator[Server]:
+    # With one heap, which takes address space when it grows: those of threads have theirs reserved.
     process = subprocess.Popen([sys.executable, PROGRAM, path, budget, token], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True)
+                               stdout=subprocess.PIPE, text=True, env=os.environ | {"MALLOC_ARENA_MAX": "1"})
     try:
         yield Server(process, int(process.stdout.readline()))
     finally:
@@ -290,6 +292,28 @@ def test_who_sends_what_cannot_be_is_cut_off_in_a_sentence(small_moe_q4, hello):
             assert number == 5 and len(payload) == 2 * 128 * 4
             assert not np.frombuffer(payload, np.float32).any(), "an expert makes zeros of zeros"
         server.engine.stop_listening()
+
+
+def test_a_request_that_memory_has_no_room_for_is_refused_and_the_server_goes_on(small_moe_q4, hello):
+    with server_process(small_moe_q4) as server:
+        def joined() -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS)
+            connection.sendall(frame(HELLO, hello))
+            assert receive_frame(connection)[0] == WELCOME
+            return connection
+
+        with joined() as connection:
+            status = Path(f"/proc/{server.process.pid}/status").read_text()
+            in_use = int(status.partition("VmSize:")[2].split()[0]) << 10
+            before = resource.prlimit(server.process.pid, resource.RLIMIT_AS)
+            resource.prlimit(server.process.pid, resource.RLIMIT_AS, (in_use + (2 << 20), before[1]))
+            connection.sendall(frame(COMPUTE, size=16 << 20))
+            kind, _, why = receive_frame(connection)
+            assert (kind, why) == (REFUSED, b"there is no memory for a request as large as its")
+        resource.prlimit(server.process.pid, resource.RLIMIT_AS, before)
+        with joined() as connection:
+            connection.sendall(frame(COMPUTE, compute()))
+            assert receive_frame(connection)[0] == COMPUTED
 
 
 LIES = {

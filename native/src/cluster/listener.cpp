@@ -3,8 +3,10 @@
 #include "base/status.h"
 
 #include <cstring>
+#include <new>
 #include <poll.h>
 #include <sys/socket.h>
+#include <system_error>
 
 namespace pyorch {
 namespace {
@@ -103,8 +105,13 @@ void Listener::accept_all() {
         }
         auto session = std::make_shared<Session>();
         session->socket = std::move(socket);
-        sessions.push_back(session);
-        session->thread = std::thread([this, session] { serve(session); });
+        try {
+            session->thread = std::thread([this, session] { serve(session); });
+            sessions.push_back(session);
+        } catch (const std::system_error &) {
+            ++counters.refused;
+            sentence = "the system has no thread for one more server";
+        }
     }
 }
 
@@ -118,9 +125,14 @@ bool Listener::send(Session & session, const Frame & frame) {
 }
 
 void Listener::serve(const std::shared_ptr<Session> & session) {
-    std::string why = join(*session);
-    if (why.empty()) {
-        why = converse(session);
+    std::string why;
+    try {
+        why = join(*session);
+        if (why.empty()) {
+            why = converse(session);
+        }
+    } catch (const std::bad_alloc &) {
+        why = "there is no memory for a request as large as its";
     }
     if (!why.empty()) {
         {
