@@ -10,7 +10,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 
 from pyorch.errors import PyorchError
 from pyorch.sizes import MiB
@@ -35,26 +35,27 @@ class Echo:
     """
 
     def __init__(self, address: str, token: str) -> None:
-        self._listener = Listener((address, 0), authkey=token.encode())
+        self._listener = Listener((address, 0))
+        self._token = token.encode()
+        self._closed = False
         self._address = address
         self.port: int = self._listener.address[1]
         threading.Thread(target=self._answer, daemon=True).start()
 
     def close(self) -> None:
         """Ends it. Whoever is connected is answered until they go."""
+        self._closed = True
         # A thread in accept() does not notice that its socket is closed, but one more connection.
         with contextlib.suppress(OSError), socket.create_connection((self._address, self.port)):
             self._listener.close()
 
     def _answer(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection = self._listener.accept()
-            except (AuthenticationError, EOFError):  # a stranger
-                continue
             except OSError:
                 return
-            threading.Thread(target=_echo, args=(connection,), daemon=True).start()
+            threading.Thread(target=_echo, args=(connection, self._token), daemon=True).start()
 
 
 def measure_link(address: str, port: int, token: str) -> Measured:
@@ -73,8 +74,10 @@ def measure_link(address: str, port: int, token: str) -> Measured:
     return Measured(len(_LARGE) / max(large - small, 1e-6), small / 2)
 
 
-def _echo(connection: Connection) -> None:
-    with connection, contextlib.suppress(OSError, EOFError):
+def _echo(connection: Connection, token: bytes) -> None:
+    with connection, contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger sends anything
+        deliver_challenge(connection, token)
+        answer_challenge(connection, token)
         _send_at_once(connection)
         while True:
             connection.recv_bytes(len(_LARGE))

@@ -143,8 +143,8 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
             return answer
 
         links, servers = {}, {}
-        where = {name: asked(name, "open_link") for name in running.servers}
         try:
+            where = {name: asked(name, "open_link") for name in running.servers}
             for one in running.servers:
                 for other in running.servers:
                     if one != other:
@@ -153,7 +153,8 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
                         links[one, other] = (link.bytes_per_second, link.latency)
         finally:
             for name in running.servers:
-                asked(name, "close_link")
+                with contextlib.suppress(PyorchError):
+                    asked(name, "close_link")
         for name in running.servers:
             say(f"the disk of {name}")
             servers[name] = ServerCosts(disk_bytes_per_second=asked(name, "measure_disk"))

@@ -85,6 +85,7 @@ class Server:
 
     def open_link(self) -> tuple[str, int]:
         """Lets other servers measure how fast they reach this one, at the address and port that it returns."""
+        self.close_link()  # of a command that was interrupted
         self._echo = Echo(self._job.address, self._job.membership.token)
         return self._job.address, self._echo.port
 
