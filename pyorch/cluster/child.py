@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -78,6 +79,9 @@ class Serving:
                     answer = {"answer": getattr(self, message["ask"])(**message["with"])}
             except PyorchError as error:
                 answer = {"refused": str(error)}
+            except Exception as error:  # else this thread ends, and the process outlives its actor
+                traceback.print_exc()
+                answer = {"refused": f"{type(error).__name__}: {error}"}
             with contextlib.suppress(OSError):
                 self._channel.send(answer | {"number": message["number"]})
         os.kill(os.getpid(), signal.SIGTERM)
@@ -107,6 +111,8 @@ class Serving:
         Returns how many are kept, and why not all: a sentence, or "".
         """
         placement = self._placement
+        if self._engine is None or placement is None:
+            raise PyorchError("the server ends, or has no plan")
         held = placement.held[placement.servers.index(self._job["name"])]
         own = [np.flatnonzero(row) for row in held]
         reason = ""
