@@ -5,7 +5,7 @@ one job after another; peers are asked for the rest, in one message each. The co
 whole server with all its devices; only what differs from the defaults need stand there:
 
     {
-      "kind": "pyorch cluster costs", "version": 1,
+      "kind": "pyorch file of costs", "version": 1,
       "expert_bytes": 8257536,                       or a list: of each layer
       "request_bytes": 8192,                         of a token's input, once for all experts of a peer
       "reply_bytes": 8192,                           of a row
@@ -24,15 +24,15 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import write_text
+from pyorch.sidecars import json_file
 
-KIND, VERSION = "pyorch cluster costs", 1
+KIND, VERSION = "pyorch file of costs", 1
 MOST = 1e15  # seconds or bytes
 MOST_OF_EXPERT = 1e10  # bytes
 
@@ -180,18 +180,7 @@ class CostsFile:
 
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
     """Raises FormatError, with the field, for a file that is none or has what cannot be."""
-    path = Path(path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or value.get("kind") != KIND:
-        raise FormatError(f'{path} is no file of costs: a JSON object with "kind": "{KIND}" is one')
-    if value.get("version") != VERSION:
-        raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
-                          f"{VERSION}")
+    value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
     known = {"kind", "version", "server", "servers", "links", *(f"{field.name}_bytes" for field in fields(Sizes))}
     for name in sorted(value.keys() - known):
         raise FormatError(f'{path}: "{name}" is not known')

@@ -28,12 +28,21 @@ def write(
 def read(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, command: str
 ) -> dict[str, Any]:
-    """What was written; its fields are not looked at.
+    """What was written for this model; its fields are not looked at.
 
     kind: "pyorch" and what it is. command: of pyorch, that makes it.
 
     Raises FormatError: no such file, of another kind, version or model.
     """
+    value = read_any(path, kind, version, command)
+    if value.get("fingerprint") != container.fingerprint(model_map):
+        raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
+                          f"{command} for this one")
+    return value
+
+
+def read_any(path: str | os.PathLike[str], kind: str, version: int, command: str) -> dict[str, Any]:
+    """The same, for whatever model."""
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -46,7 +55,4 @@ def read(
     if value.get("version") != version:
         raise FormatError(f"{path} has version {value.get('version')} of its format, this pyorch reads version "
                           f"{version}: {command} again")
-    if value.get("fingerprint") != container.fingerprint(model_map):
-        raise FormatError(f"{path} was made for another model, {value.get('model')}, not for {model_map.path}: "
-                          f"{command} for this one")
     return value

@@ -111,7 +111,7 @@ def test_a_table_is_printed_and_sizes_are_drawn(capsys, given, tmp_path):
 
 def test_fitted_routing_and_a_file_of_costs(capsys, given, tmp_path):
     (tmp_path / "costs.json").write_text(json.dumps({
-        "kind": "pyorch cluster costs", "version": 1, "server": {"layer": 1.0}, "servers": {"lab": {"layer": 2.0}}}))
+        "kind": "pyorch file of costs", "version": 1, "server": {"layer": 1.0}, "servers": {"lab": {"layer": 2.0}}}))
     found = report(capsys, *given, "--routing", "fitted", "--costs", tmp_path / "costs.json", "--arrivals",
                    "poisson:100s", "--duration", 2000, "--cost", "expert=0", "row=0")
     clinic, lab = (server["latency_s"] for server in found["rows"][0]["servers"])
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_one_sentence(capsys, given, options, sentence):
 
 
 def test_costs_of_a_server_that_is_not_there_are_refused(capsys, given, tmp_path):
-    costs = {"kind": "pyorch cluster costs", "version": 1, "servers": {"labb": {"layer": 2.0}}}
+    costs = {"kind": "pyorch file of costs", "version": 1, "servers": {"labb": {"layer": 2.0}}}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
     sentence = refused(capsys, *given, "--costs", tmp_path / "costs.json")
     assert sentence == 'there are costs of a server "labb": the cluster has clinic, lab'

@@ -66,7 +66,7 @@ def test_sizes_of_other_layers_are_refused():
 
 @pytest.mark.parametrize(("fields", "sentence"), [
     ({"version": 2}, "version 2"),
-    ({"kind": "pyorch placement"}, "is no file of costs"),
+    ({"kind": "pyorch placement"}, "is not a file of costs"),
     ({"servr": {}}, '"servr" is not known'),
     ({"server": {"layers": 1}}, '"layers" is no cost'),
     ({"server": {"layer": "1"}}, "layer is '1', not a number"),
@@ -90,7 +90,7 @@ def test_a_file_with_what_cannot_be_is_one_sentence(tmp_path, fields, sentence):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
 def test_what_is_no_json_is_one_sentence(tmp_path, content):
     (tmp_path / "costs.json").write_bytes(content)
-    with pytest.raises(FormatError, match="is no file of costs"):
+    with pytest.raises(FormatError, match="is not a file of costs"):
         read_costs(tmp_path / "costs.json")
     with pytest.raises(FormatError, match="cannot be read"):
         read_costs(tmp_path)
