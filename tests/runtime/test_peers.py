@@ -323,6 +323,7 @@ LIES = {
     "an answer too long": lambda number, size: frame(COMPUTED, bytes(size + 4), number),
     "a sentence without an end": lambda number, size: frame(FAILED, b"x" * 1025, number),
     "a question": lambda number, size: frame(COMPUTE, bytes(64), number),
+    "signs of life that nobody asked for": lambda number, size: 100 * frame(PONG),
     "the end": lambda number, size: b"",
     "half an answer": lambda number, size: frame(COMPUTED, bytes(size), number)[:-1],
 }

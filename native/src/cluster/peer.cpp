@@ -170,6 +170,7 @@ std::string Peer::live() {
     }
     received   = 0;
     in_payload = false;
+    n_pings    = 0;
     last_heard = Clock::now();
     {
         const Hello hello = hello_of(config);
@@ -217,6 +218,7 @@ std::string Peer::live() {
         }
         if (is_joined && now - last_beat >= beat) {
             last_beat = now;
+            ++n_pings;
             std::lock_guard<std::mutex> lock(mutex);
             push(std::make_shared<Frame>(make_frame(FrameKind::PING, 0, nullptr, 0)));
         }
@@ -269,6 +271,9 @@ std::string Peer::accept_header() {
     const bool answers  = kind == FrameKind::COMPUTED || kind == FrameKind::FAILED || kind == FrameKind::PONG;
     if (is_joined ? !answers : !joins) {
         return rubbish(format("a frame of kind %d was not to come", header.kind));
+    }
+    if (kind == FrameKind::PONG && n_pings-- == 0) { // without end, they would leave no time for anything else
+        return rubbish("it answers what it was not asked");
     }
     uint64_t bytes = kind == FrameKind::WELCOME ? sizeof(Welcome) : 0;
     if (kind == FrameKind::COMPUTED || kind == FrameKind::FAILED) {

@@ -120,6 +120,7 @@ private:
     uint64_t                received = 0; // bytes of the header or, once that is complete, of the payload
     bool                    in_payload = false;
     bool                    cut_off    = false;
+    uint64_t                n_pings    = 0; // without a PONG yet
     Clock::time_point       last_heard;
 
     std::thread thread;
