@@ -72,7 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
         "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
         "them. The end of a trace is played: of the divisions that seem best and of whole experts alone, the one that "
-        "waits least then is taken."
+        "waits least then is taken; one with other forms than whole experts only where it gains much."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
@@ -141,14 +141,17 @@ def run(args: argparse.Namespace) -> int:
         seconds = perf_counter() - begin
         whole, others = planner.cost((1, 0, 0, 0), budget - reserved), _others(planner, budget - reserved, pools)
         best, handicap, n_played, n_played_tokens = planned.best, HANDICAP, 0, 0
+        divided = next((split for split in planned.finalists if split.is_mixed), None)
         if planned_by is not None and _can_play(planned_by, model_map):
             progress.update("playing the trace", 0, 0)
             simple = [*([whole] if "F" in pools else []), *([others["compressed only"]] if "C" in pools else []),
                       *([planned.plain] if planned.plain is not None else [])]
             choice = choose([*simple, *planned.finalists], model_map, plain_map, planned_by, budget, machine)
-            best, n_played, n_played_tokens = choice.best, choice.n_played, choice.n_tokens
+            best, divided, n_played, n_played_tokens = choice.best, choice.divided, choice.n_played, choice.n_tokens
             handicap = max(1.0, choice.handicap or HANDICAP)
         splits = {"plan": best, "full only": whole, **others}
+        if not best.is_mixed and divided is not None:
+            splits["best divided"] = divided
         if not best.compressed:
             splits["best with the pack"] = planned.packed_best
         elif planned.plain is not None:

@@ -131,7 +131,8 @@ def _divisions(
     reserved = Reserve.of(packed).bytes(n_bytes)
     planned = planner.plan(n_bytes, POOLS, STEP, reserved, HANDICAP, FINALISTS)
     simple = [planner.cost(divisions[kept][0].shares, n_bytes - reserved) for kept in (FULL, COMPRESSED)]
-    best = choose([*simple, planned.plain, *planned.finalists], packed, plain, known, n_bytes, machine).best
+    best = choose([*simple, planned.plain, *planned.finalists], packed, plain, known, n_bytes, machine,
+                  handicap=1.0).best  # what divisions bring in a replay is compared, be it much or little
     return {**divisions, PLAN: (Pools(*best.shares) if best.compressed else None, 1000 * best.makespan)}
 
 

@@ -31,8 +31,10 @@ class PoolPlanner:
 
     A plan says how the budget is divided that it was made for. Others are planned anew by what it was made of, and so
     are all where the pack is of another codec now. Where no plan lies beside the model, routing is that of the requests
-    that its expert maps hold, and the machine is measured, for a tenth of a second. Where nothing is known of the
-    routing, all memory is for whole experts: other forms pay where experts are used alike, and that is not to be assumed.
+    that its expert maps hold, and the machine is measured, for a tenth of a second. Where nobody played them, other
+    forms than whole experts are taken only if they are expected to gain more than HANDICAP. Where nothing is known of
+    the routing, all memory is for whole experts: other forms pay where experts are used alike, and that is not to be
+    assumed.
 
     Raises FormatError for a plan that is damaged or another model's, and without a compressed pack.
     """
@@ -43,7 +45,8 @@ class PoolPlanner:
         self._plan = plan if plan is not None and plan.codecs == packs.contents(model_map).codecs else None
         self._pools, self._step, self._handicap = POOLS, STEP, HANDICAP
         if plan is not None:
-            self._pools, self._step, self._handicap, inclusion = plan.pools, plan.step, plan.handicap, plan.rows
+            self._pools, self._step, inclusion = plan.pools, plan.step, plan.rows
+            self._handicap = max(plan.handicap, HANDICAP)
             if self._plan is None:
                 self.origin += ", planned anew: it was made for another codec"
         else:

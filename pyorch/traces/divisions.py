@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.planning.planner import Split
+from pyorch.planning.planner import HANDICAP, Split
 from pyorch.planning.ranks import fading_uses, use_counts
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.pools import Pools
@@ -64,25 +64,31 @@ class Player:
 
 @dataclass(frozen=True)
 class Choice:
-    """best: of the divisions that were played. handicap: how much longer those with more than whole experts took than
-    expected, on average, as a share of the same of whole experts; None where there were none. n_played: divisions;
-    n_tokens: that each was played on."""
+    """best: of the divisions that were played. divided: of those with more than whole experts the one that waits least,
+    None where there were none. handicap: how much longer these took than expected, on average, as a share of the same
+    of whole experts; None where there were none. n_played: divisions; n_tokens: that each was played on."""
 
     best: Split
+    divided: Split | None
     handicap: float | None
     n_played: int
     n_tokens: int
 
 
 def choose(
-    splits: Sequence[Split], packed: ModelMap, plain: ModelMap, recording: Recording, budget: int, machine: Machine
+    splits: Sequence[Split], packed: ModelMap, plain: ModelMap, recording: Recording, budget: int, machine: Machine,
+    handicap: float = HANDICAP,
 ) -> Choice:
-    """The division that waits least when the end of a recording is played, behind the rest; the first of equals."""
+    """The division that waits least when the end of a recording is played, behind the rest; the first of equals.
+
+    handicap: what divisions with more than whole experts are taken to wait, as a share of what they do when played.
+    """
     n_tokens = min(max(1, len(recording) // 4), 1 + _CHOICE_PASSES // len(recording.layers))
     at = len(recording) - n_tokens
     player = Player(packed, plain, recording.part(0, max(1, at)), recording.part(at, len(recording)), budget, machine)
     waits = [player.play(split).wait_ms for split in splits]
-    best = splits[int(np.argmin(waits))]
+    best = splits[int(np.argmin([wait * (handicap if split.is_mixed else 1) for wait, split in zip(waits, splits)]))]
+    divided = min((i for i, split in enumerate(splits) if split.is_mixed), key=lambda i: waits[i], default=None)
 
     def longer(mixed: bool) -> float:
         """Than expected."""
@@ -90,4 +96,5 @@ def choose(
                   if split.compressed and split.is_mixed == mixed and split.makespan > 0]
         return float(np.mean(ratios)) if ratios else 0.0
 
-    return Choice(best, longer(True) / longer(False) if longer(False) else None, len(waits), n_tokens)
+    return Choice(best, None if divided is None else splits[divided],
+                  longer(True) / longer(False) if longer(False) else None, len(waits), n_tokens)
