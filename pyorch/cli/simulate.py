@@ -99,7 +99,7 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    from pyorch.cluster.costs import ServerCosts, Sizes
+    from pyorch.cluster.coefficients import ServerCosts, Sizes
 
     parser = add_command(
         subparsers, "simulate", summary,

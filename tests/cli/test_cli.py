@@ -46,8 +46,8 @@ def test_help_of_a_command_imports_neither_other_packages_nor_the_runtime(words:
     others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
     assert others <= {"pyorch", "cffi", "_cffi_backend", "pycparser"}
     parts = {".".join(name.split(".")[:2]) for name in modules if name.startswith("pyorch.")}
-    assert parts <= {"pyorch.cli", "pyorch.convert", "pyorch.library", "pyorch.settings", "pyorch.sizes", "pyorch.errors",
-                     "pyorch._libs"}
+    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.library", "pyorch.settings", "pyorch.sizes",
+                     "pyorch.errors", "pyorch._libs"}
 
 
 @pytest.mark.parametrize("words", HELPED)
@@ -59,7 +59,7 @@ def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.Ca
     usage, _, example = shown.partition("example:")
     assert f"usage: pyorch {' '.join(words)}" in " ".join(usage.split()) and f"pyorch {words[0]}" in example
     # A script's output is its own; the others have kinds.
-    assert "--json" in usage or words in {("exec",), ("eval",), ("trace",)}
+    assert "--json" in usage or words in {("exec",), ("eval",), ("trace",), ("cluster",)}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,11 @@ INPUTS = [
     "eval pack MODEL --trace NONE",
     "tune NONE --data TEXT --cache-rate 0.5 -o OUT",
     "tune MODEL --data NONE --cache-rate 0.5 -o OUT",
+    "place --cluster NONE --trace here=TRACE -o OUT",
+    "place --cluster TOML --trace here=NONE -o OUT",
+    "simulate --cluster NONE --trace here=TRACE",
+    "simulate --cluster TOML --trace here=NONE",
+    "cluster up --config NONE",
     "exec NONE",
     "demo NONE",
 ]
@@ -72,10 +77,15 @@ OUTPUTS = [
 ]
 
 
+def _with_paths(word: str, paths: dict[str, Path]) -> str:
+    server, equals, path = word.rpartition("=")
+    return server + equals + str(paths.get(path, path))
+
+
 def refusal(line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> str:
     """Runs a command that must fail."""
     capsys.readouterr()
-    assert main([str(paths.get(word, word)) for word in line.split()]) == 2
+    assert main([_with_paths(word, paths) for word in line.split()]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("pyorch: error: ") and printed.err.count("\n") == 1, printed.err
@@ -83,9 +93,14 @@ def refusal(line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str
 
 
 @pytest.fixture
-def paths(small_moe: Path, text: Path, trace: Path, tmp_path: Path) -> dict[str, Path]:
+def paths(
+    small_moe: Path, text: Path, trace: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    cluster = tmp_path_factory.mktemp("cluster") / "cluster.toml"
+    cluster.write_text(f'model = "{small_moe}"\n[[server]]\nname = "here"\nmemory = "100%"\n', encoding="utf-8")
     return {
-        "MODEL": small_moe, "TRACE": trace, "TEXT": text, "HF_DIR": Path(__file__).parents[1] / "fixtures" / "small-moe",
+        "MODEL": small_moe, "TOML": cluster, "TRACE": trace, "TEXT": text,
+        "HF_DIR": Path(__file__).parents[1] / "fixtures" / "small-moe",
         "NONE": tmp_path / "absent.file", "NOWHERE": tmp_path / "absent-directory" / "out", "OUT": tmp_path / "out",
     }
 
