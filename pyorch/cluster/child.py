@@ -25,7 +25,7 @@ from pyorch.cluster.channel import Channel
 from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.members import Counters
 from pyorch.cluster.placement.placement import Placement
-from pyorch.errors import PyorchError
+from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
 from pyorch.runtime.engine import Engine
@@ -122,6 +122,8 @@ class Serving:
                     try:
                         self._engine.pin(il, [experts[rank]])
                         self._pinned += 1
+                    except BudgetError:
+                        reason = "the rest of its budget is for what a layer needs at once"
                     except PyorchError as error:
                         reason = str(error)
         return {"pinned": self._pinned, "reason": reason}

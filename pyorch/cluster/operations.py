@@ -75,7 +75,8 @@ def brought_up(
             if before is not None:
                 alive = not before.has_own_ray or local_ray.is_alive(before)
                 what = "is up" if alive else "was up, and ended by itself"
-                raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down` takes it down")
+                raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down --config {cluster.path}` takes it "
+                                  "down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
                 found = {server.name: _examined(server, examine(*_asked(cluster, server)))

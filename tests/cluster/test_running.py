@@ -202,7 +202,7 @@ def test_servers_keep_what_the_plan_gives_them_as_far_as_their_memory_goes(clust
     assert servers["a"]["digest"] == servers["b"]["digest"] != ""
     for server in servers.values():
         assert server["placed"] == 8 * 32
-    assert 0 < servers["a"]["counters"]["pinned"] < 8 * 32 and "budget" in servers["a"]["reason"]
+    assert 0 < servers["a"]["counters"]["pinned"] < 8 * 32 and "needs at once" in servers["a"]["reason"]
     assert servers["b"]["counters"]["pinned"] == 8 * 32 and servers["b"]["reason"] == ""
 
 
@@ -236,7 +236,7 @@ def test_nobody_but_this_machine_can_reach_a_cluster_of_its_own(cluster: Cluster
 @needs_ray
 def test_a_cluster_that_is_up_is_not_started_again(cluster: Cluster) -> None:
     again = cluster.run("up")
-    assert again.returncode == 2 and "is up: `pyorch cluster down` takes it down" in again.stderr
+    assert again.returncode == 2 and f"is up: `pyorch cluster down --config {cluster.running.config}`" in again.stderr
     assert cluster.status()["a"]["state"] == "serving"
 
 
