@@ -18,7 +18,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
     parser = add_command(
         subparsers, "convert", summary,
-        "pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M",
+        "pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M\n"
+        "  pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --pack --codec auto",
     )
     parser.description += (
         " The command uses llama.cpp's converter and quantizer. The output file appears when it is complete."

@@ -48,7 +48,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
                         help="record N tokens; the first half is what the plan knows, the second half counts (default: "
                              "8000)")
     add_settings(replay, "budget", "policy", lists=("budget", "policy"),
-                 defaults={"budget": BUDGETS, "policy": "lru,fifo,marking,lfu,learned,belady"})
+                 defaults={"budget": f"{BUDGETS}; not auto", "policy": "lru,fifo,marking,lfu,learned,belady"})
     replay.add_argument("--read-bandwidth", metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file)")
     replay.add_argument("--decode-bandwidth", metavar="RATE",
