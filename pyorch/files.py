@@ -25,7 +25,7 @@ def check_target(target: Path) -> None:
     if not directory.is_dir():
         raise PyorchError(f"the output directory {directory} does not exist: create it first")
     if target.is_dir():
-        raise PyorchError(f"the output {target} is a directory: name a file, such as {target / 'model.gguf'}")
+        raise PyorchError(f"the output {target} is a directory: name a file in it")
     if target.exists() and not target.is_file():
         raise PyorchError(f"the output {target} is no file, and would be replaced by one: name another")
     if not os.access(directory, os.W_OK | os.X_OK):
@@ -125,7 +125,7 @@ def replace(file: Path, target: Path) -> None:
 
 def check_no_source(target: Path, sources: Iterable[str | Path], what: str = "the model itself") -> None:
     """PyorchError where writing `target` would replace one of the files that are read for it. what: the files are."""
-    if target.exists() and any(target.samefile(source) for source in sources):
+    if target.exists() and any(target.samefile(source) for source in sources if os.path.exists(source)):
         raise PyorchError(f"{target} is {what}: name another file")
 
 

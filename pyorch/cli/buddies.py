@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_output_options, print_json
+from pyorch.cli.options import add_command, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -68,13 +68,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.convert.buddies import Settings, build
-    from pyorch.files import check_target
     from pyorch.sidecars import container, packs
     from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
-    check_target(path)
+    check_output(path, args.model, [args.trace])
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, args.compare, progress.update)

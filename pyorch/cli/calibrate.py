@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_model_options, add_output_options, print_json
+from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.errors import FormatError, PyorchError
@@ -47,13 +47,12 @@ def run(args: argparse.Namespace) -> int:
         raise PyorchError(f"--tokens {args.tokens} is less than 1")
 
     from pyorch.eval.calibration import calibrate
-    from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container
     from pyorch.sidecars.predictor import KIND, PredictorFile
 
     output = args.output or container.default_path(args.model, KIND)
-    check_target(output.absolute())
+    check_output(output, args.model, args.data)
     with Progress(live=not args.verbose) as progress:
         calibrated = calibrate(
             args.model, args.data, args.tokens, on_progress=progress.update, verbose=args.verbose,

@@ -105,10 +105,11 @@ def _measure(args: argparse.Namespace) -> int:
     from pyorch.cli.tables import Table, show
     from pyorch.cluster import operations
     from pyorch.cluster.costs import write_costs
-    from pyorch.files import check_target
+    from pyorch.files import check_no_source, check_target
     from pyorch.sizes import format_bytes
 
     check_target(args.output.absolute())
+    check_no_source(args.output, [args.config], "the file that describes the cluster")
     costs = operations.measure(args.config, _say)
     write_costs(args.output, costs)
     show([

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.cli import eval_pack, eval_prefetch
-from pyorch.cli.options import add_command, add_model_options, check_readable, print_json
+from pyorch.cli.options import add_command, add_model_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings
 from pyorch.cli.tables import Table, show
@@ -120,7 +120,7 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
 def run_arc(args: argparse.Namespace) -> int:
     _check_arc(args)
 
-    from pyorch.files import check_target, write_text
+    from pyorch.files import write_text
     from pyorch.eval import report, sweep
     from pyorch.eval.plot import check_plot, draw
     from pyorch.eval.record import Record
@@ -138,7 +138,7 @@ def run_arc(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     if args.csv is not None:
-        check_target(args.csv.absolute())
+        check_output(args.csv, args.model, args.data)
     record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
     with Progress(live=not args.verbose) as progress:
         rows = sweep.run(plan, record, progress.update)

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_output_options, print_json
+from pyorch.cli.options import add_command, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 
 
@@ -54,14 +54,13 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container
     from pyorch.traces.expert_maps import maps_from_trace
     from pyorch.traces.file import Trace
 
     path = (args.output or container.default_path(args.model, "maps")).absolute()
-    check_target(path)
+    check_output(path, args.model, [args.trace])
     with ModelMap(args.model) as model_map:
         trace = Trace(args.trace)
         with Progress() as progress:

@@ -96,6 +96,16 @@ def check_readable(paths: Iterable[str | Path | None]) -> None:
             raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
 
 
+def check_output(output: Path, model: str | Path, sources: Iterable[str | Path | None] = ()) -> None:
+    """PyorchError where no file can be written at `output`, or where it would replace one that is read for it: the
+    model, or one of the sources. None is no file."""
+    from pyorch.files import check_no_source, check_target
+
+    check_target(output.absolute())
+    check_no_source(output, [model])
+    check_no_source(output, filter(None, sources), "a file that is read")
+
+
 def make_directory(directory: Path) -> None:
     """For the files of -o. PyorchError where there can be none."""
     try:

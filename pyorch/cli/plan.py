@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_output_options, check_readable, print_json
+from pyorch.cli.options import add_command, add_output_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import Facts, Table, show
@@ -78,7 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile recorded (default: the requests in MODEL.maps.gguf; without "
                              "them all experts count as used alike)")
-    add_settings(parser, "budget", defaults={"budget": "none, it must be given"})
+    add_settings(parser, "budget", defaults={"budget": "none: it must be given, and not as auto"})
     parser.add_argument("--forms", default="F,C,S,E", metavar="F,C,S,E",
                         help="the forms that may be kept (default: F,C,S,E)")
     parser.add_argument("--step", type=number(most=1, above=0), default=0.05, metavar="SHARE",
@@ -102,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
 
     import numpy as np
 
-    from pyorch.files import check_target
     from pyorch.planning.makespan import POOLS
     from pyorch.planning.planner import HANDICAP
     from pyorch.planning.ranks import use_counts
@@ -120,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if not pools or set(pools) - set(POOLS) or len(set(pools)) < len(pools):
         raise PyorchError(f'forms "{args.forms}" are not understood: name some of {", ".join(POOLS)}, each once')
     output = args.output or plans.default_path(args.model)
-    check_target(output.absolute())
+    check_output(output, args.model, [args.trace])
     check_readable([args.trace])
     if args.check and args.trace is None:
         raise PyorchError("--check plays a trace: name one with --trace")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_model_options, print_json
+from pyorch.cli.options import add_command, add_model_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.settings.option import CONTEXT
@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.traces.file import part_path
     from pyorch.traces.recorder import profile
 
+    check_output(args.output, args.model, args.data)
     part = part_path(args.output)
     begun = part.exists()
     try:

@@ -172,7 +172,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.costs import CostsFile, read_costs
     from pyorch.cluster.simulator import Settings
-    from pyorch.files import check_target, write_text
+    from pyorch.files import check_no_source, check_target, write_text
 
     cluster = read_cluster(args.cluster)
     shift = _shift(args)
@@ -180,6 +180,8 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.placement, args.costs])
     if args.csv is not None:
         check_target(args.csv.absolute())
+        traces = [word.partition("=")[2] for word in args.trace]
+        check_no_source(args.csv, filter(None, [args.cluster, args.placement, args.costs, *traces]), "a file that is read")
     costs = (CostsFile() if args.costs is None else read_costs(args.costs)).given(_given_costs(args.cost))
     costs.check_names(cluster.names)
     workload, sizes, placement = _read(args, cluster, costs, shift)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_model_options, add_output_options, print_json
+from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.cli.tables import Table, show
@@ -67,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
     import dataclasses
 
     from pyorch.convert.estimator import Settings, train
-    from pyorch.files import check_target
     from pyorch.llama.model import load
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container
@@ -77,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(args.val_share, args.latent, args.hidden, args.epochs, args.lr, args.seed)
     source = args.predictor_file or container.default_path(args.model, KIND)
     output = args.output or source
-    check_target(output.absolute())
+    check_output(output, args.model, args.data)
     for _ in read_documents(args.data):
         pass  # a mistake in the last line is found now, not after hours
     with ModelMap(args.model) as model_map:

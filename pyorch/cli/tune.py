@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
-from pyorch.cli.options import add_command, add_model_options, add_output_options, print_json
+from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -61,12 +61,11 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.sidecars.tuned_setting import default_path, write_tuned
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
-    from pyorch.files import check_target
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import Budget
 
     output = args.output or default_path(args.model)
-    check_target(output.absolute())
+    check_output(output, args.model, args.data)
     min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
     asked = question_arguments(args)
     if args.cache_rate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ INPUTS = [
     "cluster up --config NONE",
     "exec NONE",
     "demo NONE",
+    "place --cluster NONE --trace a=TRACE -o OUT",
+    "simulate --cluster NONE --trace a=TRACE",
+    "cluster up --config NONE",
 ]
 OUTPUTS = [
     "run MODEL -p x --prefetch expert-map --maps NOWHERE",
@@ -74,6 +78,21 @@ OUTPUTS = [
     "eval arc MODEL --data TEXT --cache-rate 0.5 --plot NOWHERE",
     "eval arc MODEL --data TEXT --resume NOWHERE",
     "tune MODEL --data TEXT --cache-rate 0.5 -o NOWHERE",
+]
+# What would replace a file that is read for it: of these, the last word.
+REPLACED = [
+    "pack MODEL -o MODEL",
+    "profile MODEL --data TEXT -o MODEL",
+    "profile MODEL --data TEXT -o TEXT",
+    "plan MODEL --budget 40% -o MODEL",
+    "plan MODEL --budget 40% --trace TRACE -o TRACE",
+    "calibrate MODEL --data TEXT -o MODEL",
+    "train-predictor MODEL --data TEXT -o MODEL",
+    "maps MODEL TRACE -o MODEL",
+    "maps MODEL TRACE -o TRACE",
+    "buddies MODEL --trace TRACE -o MODEL",
+    "eval arc MODEL --data TEXT --csv TEXT",
+    "tune MODEL --data TEXT --cache-rate 0.5 -o MODEL",
 ]
 
 
@@ -121,3 +140,17 @@ def test_an_output_in_a_directory_that_does_not_exist(
 ) -> None:
     assert str(paths["NOWHERE"].parent) in refusal(line, paths, capsys)
     assert not paths["NOWHERE"].parent.exists()
+
+
+@pytest.mark.parametrize("line", REPLACED)
+def test_an_output_that_would_replace_what_is_read(
+    line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slip of the hand must not cost the model. It is found before anything is done."""
+    word = line.split()[-1]
+    target = paths["OUT"].with_name(paths[word].name)
+    shutil.copyfile(paths[word], target)
+    before = target.read_bytes()
+    sentence = refusal(line, {**paths, word: target}, capsys)
+    assert str(target) in sentence and "name another file" in sentence
+    assert target.read_bytes() == before and list(target.parent.iterdir()) == [target]
