@@ -134,9 +134,10 @@ void Pools::rank() {
     }
 }
 
-Form Pools::form_of(int layer, int expert) const {
+Form Pools::form_of(int layer, int expert, bool comes) const {
+    const double uses = (comes ? heat : before)[layer][expert];
     for (const Form form : HIERARCHY) {
-        if (limit(form) > 0 && before[layer][expert] >= least[(int) form]) {
+        if (limit(form) > 0 && uses >= least[(int) form]) {
             return form;
         }
     }

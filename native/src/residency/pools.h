@@ -40,7 +40,8 @@ public:
     void used(int layer, int expert, uint64_t now);
 
     // Where its rank puts it: that without its last use. With it, whoever was used last would outrank his equals.
-    Form form_of(int layer, int expert) const;
+    // comes: its last use is still to come.
+    Form form_of(int layer, int expert, bool comes = false) const;
 
     // Who has stored parts in a pool, and which of them is the least valuable. Bytes are counted by who moves them.
     uint64_t & bytes(Form form) { return in_use[(int) form]; }

@@ -121,7 +121,8 @@ void Table::compute_keys(const Expert & e) {
     const bool   waits = e.read_ahead;
     const double key   = !free ? Victims::NEVER : passes(e) ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
         value_of(e);
-    const bool   fresh = is_fresh(e);
+    // What passes has to be read no more than before. Guesses would else take the memory of experts that are full only.
+    const bool   fresh = is_fresh(e) && !passes(e);
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
     victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
     victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
@@ -130,7 +131,9 @@ void Table::compute_keys(const Expert & e) {
     }
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         const bool may_go = e.kept == form && !e.load.staged;
-        pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? value_of(e) : Victims::NEVER);
+        // What was read ahead is worth little until it is used: it would go before that, and be read again.
+        const double worth = e.guessed || e.read_ahead ? Victims::GUESSED : value_of(e);
+        pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? worth : Victims::NEVER);
     }
 }
 

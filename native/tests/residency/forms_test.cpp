@@ -536,6 +536,26 @@ static void what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank() {
     CHECK(house.stats().hits == 0 && house.stats().compressed_hits == 1);
 }
 
+static void a_guess_takes_the_memory_of_what_is_kept_compressed_too_before_that_of_whole_experts() {
+    const ModelMap map = compressed_map();
+    House house(map, 4, { 0, 0, 1, 0, 0 });
+    for (int layer = 0; layer < N_LAYERS; ++layer) {
+        double uses[N_EXPERT];
+        std::fill(uses, uses + N_EXPERT, 1.0);
+        std::fill(uses, uses + 3, 1000.0 - layer); // these six are for the whole
+        house.table.set_uses(map.layers[layer].il, uses, N_EXPERT);
+    }
+    CHECK(house.use(0, { 0, 1 }));
+    CHECK(house.use(0, { 5, 6 }));
+    CHECK(house.use(1, { 5, 6 })); // all are in use or were just used, but for 0 and 1; 5 and 6 are kept compressed
+    std::vector<Table::Want> wants = { { 7, 0.9, true, false } };
+    house.table.want(house.owner.context, 0, 1, wants);
+    house.reader.read_all();
+    std::vector<uint8_t> resident;
+    house.table.resident(0, resident);
+    CHECK(wants[0].absent && resident[7] && resident[0] && resident[1]);
+}
+
 static bool refused(const std::function<void()> & call) {
     try {
         call();
@@ -609,6 +629,7 @@ int main(int argc, char ** argv) {
         ranks_go_on_from_uses_that_are_known,
         an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on,
         what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank,
+        a_guess_takes_the_memory_of_what_is_kept_compressed_too_before_that_of_whole_experts,
         uses_that_cannot_be_are_refused,
         what_is_reserved_takes_memory_from_pools,
     });
