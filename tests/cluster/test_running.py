@@ -114,6 +114,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def _heed_ctrl_c() -> None:
+    """What runs in the background of a shell ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def is_alive(pid: int) -> bool:
     """Whether there is such a process that is not a zombie."""
     import psutil
@@ -358,7 +363,7 @@ def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
     running = state.find(config)
     os.kill(running.keeper, signal.SIGKILL)
     again = pyorch("cluster", "up", "--config", config)
-    assert again.returncode == 2 and "ended by itself: `pyorch cluster down`" in again.stderr
+    assert again.returncode == 2 and f"ended by itself: `pyorch cluster down --config {config}`" in again.stderr
     assert "`pyorch cluster down` removes what is left" in pyorch("cluster", "status", "--config", config).stderr
     assert pyorch("cluster", "down", "--config", config).returncode == 0
     assert_nothing_is_left(running, set())
@@ -368,7 +373,7 @@ def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
 def test_ctrl_c_while_ray_starts_leaves_nothing(small_moe: Path, private_state: None, tmp_path: Path) -> None:
     config = write_config(tmp_path, small_moe)
     up = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "up", "--config", str(config)],
-                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_heed_ctrl_c)
     wait_until(lambda: (found := state.find(config)) is not None and len(processes_of(found)) > 1)
     running = state.find(config)
     up.send_signal(signal.SIGINT)
@@ -383,7 +388,7 @@ def test_serve_says_what_happens_and_ends_everything_when_it_is_told_to(
     config, log = write_config(tmp_path, small_moe), tmp_path / "log"
     with log.open("wb") as stderr:
         serve = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "serve", "--config", str(config)],
-                                 stdout=subprocess.PIPE, stderr=stderr)
+                                 stdout=subprocess.PIPE, stderr=stderr, preexec_fn=_heed_ctrl_c)
     try:
         table = [serve.stdout.readline() for _ in range(3)]
         assert table[1].startswith(b"a ") and table[2].startswith(b"b "), log.read_text()
