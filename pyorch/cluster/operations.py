@@ -9,14 +9,12 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from pyorch.cluster import local_ray, state
@@ -70,13 +68,13 @@ def brought_up(
         raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
                           f"{', '.join(cluster.names)}")
     with contextlib.ExitStack() as connection:
-        with state.locked(cluster.path), _noted_interrupt() as interrupted:
+        with state.locked(cluster.path):
             before = state.find(cluster.path)
             if before is not None:
                 alive = not before.has_own_ray or local_ray.is_alive(before)
                 what = "is up" if alive else "was up, and ended by itself"
-                raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down --config {cluster.path}` takes it "
-                                  "down")
+                raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down --config "
+                                  f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
                 found = {server.name: _examined(server, examine(*_asked(cluster, server)))
@@ -98,8 +96,6 @@ def brought_up(
                 for job in _jobs(cluster, found, running, placement, settings or {}, flags):
                     start_server(ray, job, nodes.get(job.name, ""))
                 servers = _wait(ray, cluster.names, say)
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
             except BaseException:  # Ctrl-C too
                 connection.close()
                 left = state.find(cluster.path)  # what was started may be more than is known here
@@ -107,26 +103,6 @@ def brought_up(
                     _take_down(left)
                 raise
         yield ray, servers
-
-
-@contextlib.contextmanager
-def _noted_interrupt() -> Iterator[threading.Event]:
-    """Set by a Ctrl-C inside: what it raises is lost where it meets a callback of Ray's."""
-    noted = threading.Event()
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield noted  # signals are for others
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.set()
-        before(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def status(config: Path) -> tuple[Running, list[Status]]:
