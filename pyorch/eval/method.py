@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.eval.arc import N_BATCH
+from pyorch.eval.likelihood import N_BATCH
 from pyorch.llama import memory
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.eval.arc import tokenize
+from pyorch.eval.likelihood import tokenize
 from pyorch.eval.method import Method, dynamic_model
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
