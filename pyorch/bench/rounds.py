@@ -89,7 +89,7 @@ def _run_rounds(
     done: Sequence[Run],
     keep: Callable[[Run], None],
 ) -> Results:
-    paths = _paths({job_for(config).model for config in configs})
+    paths = model_files({job_for(config).model for config in configs})
     runs = list(done)
     bandwidths: list[disk.Bandwidth] = []
     for i in range(n_rounds):
@@ -113,7 +113,7 @@ def _run_rounds(
     return Results(tuple(runs), tuple(bandwidths))
 
 
-def _paths(models: Iterable[str]) -> list[str]:
+def model_files(models: Iterable[str]) -> list[str]:
     """Files that experts are read from."""
     paths: set[str] = set()
     for model in models:
@@ -133,7 +133,7 @@ def _outcome(run: Run) -> str:
 
 def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
     """Why it failed, or what was measured; and the peak of its group."""
-    with (_limited(job.config.limit_bytes) as group, _terminable(), busy_processes(job.config.n_busy),
+    with (limited(job.config.limit_bytes) as group, terminable(), busy_processes(job.config.n_busy),
           _lifeline() as descriptor):
         result = subprocess.run(
             [sys.executable, "-m", "pyorch.bench.child", str(descriptor)],
@@ -194,8 +194,8 @@ def _children_seconds() -> float:
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the measured process too, and removes its group."""
+def terminable() -> Iterator[None]:
+    """SIGTERM ends the block, and so what is measured in it."""
 
     def end(_number: int, _frame: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -219,7 +219,8 @@ def _lifeline() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _limited(limit_bytes: int) -> Iterator[MemoryGroup | None]:
+def limited(limit_bytes: int) -> Iterator[MemoryGroup | None]:
+    """A group with this limit; None for 0, which is no limit."""
     if not limit_bytes:
         yield None
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from pyorch.cli import bench_serve
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
@@ -23,7 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
-        "time that computing, or reading what was missing, takes at least."
+        "time that computing, or reading what was missing, takes at least. `pyorch bench serve --help`: the same for a "
+        "server under load."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget", "policy", "prefetch"),
@@ -50,7 +52,22 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="measure beside N processes that keep a processor busy each (default: 0)")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
+    _take_serve(parser)
     return parser
+
+
+def _take_serve(parser: argparse.ArgumentParser) -> None:
+    """`bench serve` is a command of its own; any other first word is a model."""
+    parse = parser.parse_known_args
+
+    def parse_known_args(args=None, namespace=None):
+        args = list(args or ())
+        if args[:1] != ["serve"]:
+            return parse(args, namespace)
+        serving = bench_serve.add_parser(type(parser)(prog=parser.prog).add_subparsers())
+        return serving.parse_known_args(args[1:], namespace)
+
+    parser.parse_known_args = parse_known_args
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,1 @@
+"""Measures a server under load: requests that arrive when they do, and not when the one before is answered."""

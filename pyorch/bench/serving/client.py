@@ -1,0 +1,121 @@
+"""Sends requests when they are due, and notes when the tokens of their answers come."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pyorch.bench.serving.load import Arrival
+
+_CONNECT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request.
+
+    ttft_seconds: from when it was due to its first token, waiting for a slot included. tpot_seconds: between two of its
+    tokens, on average; nan with one token. end_seconds: of its last token, after the first request was due.
+    failure: why it has no answer, "" if it has one; then the other fields say nothing.
+    """
+
+    n_prompt: int
+    n_tokens: int
+    ttft_seconds: float
+    tpot_seconds: float
+    end_seconds: float
+    failure: str = ""
+
+
+def run(
+    port: int, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], max_seconds: float,
+    on_answer: Callable[[int], None],
+) -> list[Answer]:
+    """Sends each request when it is due. What is not answered after max_seconds is given up, and told so.
+
+    on_answer: told how many have ended.
+    """
+    answers: list[Answer | None] = [None] * len(arrivals)
+    connections: list[http.client.HTTPConnection | None] = [None] * len(arrivals)
+    ended, over = threading.Semaphore(0), threading.Event()
+    begin = time.monotonic()
+
+    def ask(i: int) -> None:
+        due = begin + arrivals[i].seconds
+        if arrivals[i].seconds >= max_seconds or over.wait(max(0.0, due - time.monotonic())):
+            answers[i] = _failed(arrivals[i], "not sent in time")
+        else:
+            connections[i] = http.client.HTTPConnection("127.0.0.1", port, timeout=_CONNECT_SECONDS)
+            try:
+                answers[i] = _ask(connections[i], arrivals[i], prompts[i], due, begin)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                reason = "not answered in time" if over.is_set() else f"{type(error).__name__}: {error}"
+                answers[i] = _failed(arrivals[i], reason)
+            finally:
+                connections[i].close()
+        ended.release()
+
+    threads = [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(len(arrivals))]
+    for thread in threads:
+        thread.start()
+    try:
+        for n in range(len(arrivals)):
+            if not ended.acquire(timeout=max(0.0, begin + max_seconds - time.monotonic())):
+                break
+            on_answer(n + 1)
+    finally:
+        over.set()
+        for connection in connections:
+            _cut(connection)
+        for thread in threads:
+            thread.join()
+    return [answer for answer in answers if answer is not None]
+
+
+def _cut(connection: http.client.HTTPConnection | None) -> None:
+    """Ends what another thread waits for."""
+    if connection is not None and (sock := connection.sock) is not None:
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def _ask(
+    connection: http.client.HTTPConnection, arrival: Arrival, prompt: Sequence[int], due: float, begin: float
+) -> Answer:
+    body = {"prompt": list(prompt), "n_predict": arrival.n_tokens, "ignore_eos": True, "stream": True,
+            "cache_prompt": False, "temperature": 0.8, "seed": len(prompt)}
+    connection.connect()
+    connection.sock.settimeout(None)  # a prompt may wait long for a slot; run() ends that
+    connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise ValueError(f"status {response.status}: {response.read(200).decode(errors='replace')}")
+    first = last = None
+    for line in response:
+        if not line.startswith(b"data: "):
+            continue
+        now = time.monotonic()
+        event = json.loads(line.removeprefix(b"data: "))
+        if event.get("stop"):
+            n = event["tokens_predicted"]
+            if first is None:
+                first = last = now
+            tpot = (last - first) / (n - 1) if n > 1 else float("nan")
+            return Answer(arrival.n_prompt, n, first - due, tpot, last - begin)
+        if "content" not in event:
+            raise ValueError(line.decode(errors="replace").strip()[:200])
+        # The first token can be a part of a character, which is sent with the next one.
+        first, last = first or now, now
+    raise ValueError("the answer ended early")
+
+
+def _failed(arrival: Arrival, reason: str) -> Answer:
+    nan = float("nan")
+    return Answer(arrival.n_prompt, 0, nan, nan, nan, reason)

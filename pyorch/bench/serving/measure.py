@@ -1,0 +1,218 @@
+"""Serves a model in several ways, sends the same requests to each, and says how long they waited.
+
+Each way, with each number of slots, is a server of its own, which ends before the next one starts.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.bench import rounds
+from pyorch.bench.job import ENGINE, UNMANAGED, Config
+from pyorch.bench.serving import client
+from pyorch.bench.serving.client import Answer
+from pyorch.bench.serving.load import Arrival, prompts_of
+from pyorch.bench.serving.process import started
+from pyorch.errors import PyorchError
+from pyorch.runtime import disk
+from pyorch.settings.budget import RESIDENT
+from pyorch.settings.option import options
+from pyorch.settings.settings import Settings
+
+PERCENTILES = (50, 95, 99)
+SUITS = 0.95  # of the best throughput is enough for fewer slots to be the better choice
+
+OnProgress = Callable[[str, int, int], None]  # step, done, total
+
+
+@dataclass(frozen=True)
+class Served:
+    """A way to serve. slots: requests that are computed at once (-np)."""
+
+    config: Config
+    slots: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.config.label}, -np {self.slots}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent, to each server the same. max_seconds: after which the rest is given up."""
+
+    model: str
+    text: bytes
+    arrivals: tuple[Arrival, ...]
+    max_seconds: float
+    n_threads: int | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One server, once. failure: why nothing was answered. hits, misses, bytes_read: of experts, 0 without an engine."""
+
+    served: Served
+    round: int
+    failure: str
+    answers: tuple[Answer, ...]
+    start_seconds: float
+    hits: int
+    misses: int
+    bytes_read: int
+    peak_group_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of all rounds of a server. ttft, tpot: seconds, at PERCENTILES, over all answered requests.
+
+    throughput: generated tokens in a second, until the last one came; of the median round. nan: nothing was measured.
+    """
+
+    served: Served
+    n_requests: int
+    n_answered: int
+    failure: str
+    ttft: tuple[float, ...]
+    tpot: tuple[float, ...]
+    throughput: float
+    hit_rate: float
+    bytes_per_token: float
+    peak_group_bytes: float
+
+
+def run_rounds(
+    load: Load, ways: Sequence[Served], n_rounds: int, on_progress: OnProgress, say: Callable[[str], None]
+) -> list[Run]:
+    """Measures each n_rounds times, there and back: what drifts in one direction favours none of them.
+
+    PyorchError where a prompt is longer than the text. A token has a byte at least: that is seen before a server runs.
+    """
+    longest = max(arrival.n_prompt for arrival in load.arrivals)
+    if longest > len(load.text):
+        raise PyorchError(f"the text has {len(load.text)} bytes, and a prompt {longest} tokens: give a longer one with "
+                          "--data")
+    runs: list[Run] = []
+    paths = rounds.model_files([load.model])
+    for i in range(n_rounds):
+        for served in ways if i % 2 == 0 else reversed(ways):
+            where = f"round {i + 1} of {n_rounds}: {served.label}"
+            n, done = len(load.arrivals), len(runs) * len(load.arrivals)
+
+            def answered(k: int, where: str = where, done: int = done) -> None:
+                on_progress(where, done + k, n_rounds * len(ways) * n)
+
+            answered(0)
+            disk.drop_page_cache(paths)
+            with rounds.terminable():
+                runs.append(_run(load, served, i, answered))
+            say(f"{where}: {_outcome(summarize(runs[-1:], served))}")
+    return runs
+
+
+def _run(load: Load, served: Served, i: int, on_answer: Callable[[int], None]) -> Run:
+    with rounds.limited(served.config.limit_bytes) as group, tempfile.TemporaryDirectory() as directory:
+        failure, answers, seconds, stats = "", [], float("nan"), {}
+        try:
+            with started(_arguments(load, served), rounds.environment(served.config), group, Path(directory)) as server:
+                seconds = server.wait_until_ready()
+                prompts = prompts_of(server.tokenize(load.text), load.arrivals)
+                answers = client.run(server.port, load.arrivals, prompts, load.max_seconds, on_answer)
+                stats = server.stop()
+        except PyorchError as error:
+            failure = str(error)
+        if group is not None and group.n_killed():
+            failure = "killed for memory"
+        failure = failure or ("" if any(not answer.failure for answer in answers) else answers[0].failure)
+        return Run(served, i, failure, tuple(answers), seconds, stats.get("hits", 0), stats.get("misses", 0),
+                   stats.get("bytes_read", 0), group.peak_bytes() if group is not None else None)
+
+
+def _arguments(load: Load, served: Served) -> Iterator[str]:
+    """Of `pyorch serve`."""
+    config = served.config
+    longest = max(arrival.n_prompt + arrival.n_tokens for arrival in load.arrivals)
+    settings = config.settings if config.mode == ENGINE else Settings(budget=RESIDENT)
+    yield load.model
+    for name, option in options(Settings).items():
+        value = getattr(settings, name)
+        if value == option.default:
+            continue
+        flag = option.flag or "--" + name.replace("_", "-")
+        yield from (flag,) if option.metavar is None else (flag, str(value))
+    yield from ("--ctx", str(served.slots * _slot_tokens(longest)))
+    if load.n_threads:
+        yield from ("--threads", str(load.n_threads))
+    yield from ("--", "-np", str(served.slots))
+    if config.mode == UNMANAGED:
+        yield from ("--load-mode", "mmap")
+    if not config.repack:
+        yield "--no-repack"
+
+
+def _slot_tokens(longest: int) -> int:
+    """Of the context, for one request: llama-server wants a little more than it computes, and a round number."""
+    return math.ceil((longest + 8) / 256) * 256
+
+
+def summarize(runs: Iterable[Run], served: Served) -> Summary:
+    runs = [run for run in runs if run.served == served]
+    answers = [answer for run in runs for answer in run.answers]
+    answered = [answer for answer in answers if not answer.failure]
+    rates = [rate for run in runs if (rate := _throughput(run)) == rate]
+    uses = sum(run.hits + run.misses for run in runs)
+    tokens = sum(answer.n_tokens for answer in answered)
+    peaks = [run.peak_group_bytes for run in runs if run.peak_group_bytes is not None]
+    nan = float("nan")
+    return Summary(
+        served, len(answers), len(answered), next((run.failure for run in runs if run.failure), ""),
+        tuple(percentile([answer.ttft_seconds for answer in answered], p) for p in PERCENTILES),
+        tuple(percentile([answer.tpot_seconds for answer in answered], p) for p in PERCENTILES),
+        statistics.median(rates) if rates else nan, sum(run.hits for run in runs) / uses if uses else nan,
+        sum(run.bytes_read for run in runs) / tokens if uses and tokens else nan, max(peaks) if peaks else nan,
+    )
+
+
+def _throughput(run: Run) -> float:
+    answered = [answer for answer in run.answers if not answer.failure]
+    if not answered:
+        return float("nan")
+    return sum(answer.n_tokens for answer in answered) / max(answer.end_seconds for answer in answered)
+
+
+def percentile(values: Iterable[float], p: float) -> float:
+    """Between the two that are nearest, in proportion; nan of nothing. nans are not counted."""
+    ordered = sorted(value for value in values if value == value)
+    if not ordered:
+        return float("nan")
+    at = (len(ordered) - 1) * p / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def suitable(summaries: Sequence[Summary]) -> Summary | None:
+    """Of one way with several numbers of slots, the fewest slots that give SUITS of the best throughput.
+
+    Only those that answered as many requests as any did count. None where nothing was answered.
+    """
+    most = max(summary.n_answered for summary in summaries)
+    complete = [summary for summary in summaries if summary.n_answered == most and summary.throughput > 0]
+    if not complete:
+        return None
+    best = max(summary.throughput for summary in complete)
+    enough = [summary for summary in complete if summary.throughput >= SUITS * best]
+    return min(enough, key=lambda summary: summary.served.slots)
+
+
+def _outcome(summary: Summary) -> str:
+    if not summary.n_answered:
+        return summary.failure
+    return (f"{summary.throughput:.2f} tok/s, first token after {summary.ttft[0]:.2f} s, "
+            f"{summary.n_answered} of {summary.n_requests} answered")

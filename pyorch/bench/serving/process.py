@@ -1,0 +1,123 @@
+"""`pyorch serve` as a process that ends with the one that measures it, however that ends.
+
+The first argument is a descriptor that nobody writes to; the rest are those of pyorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pyorch.bench.cgroup import MemoryGroup
+from pyorch.errors import PyorchError
+
+_START_SECONDS = 600.0  # a large model may be read whole
+_END_SECONDS = 60.0
+
+
+def main() -> None:
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    sys.argv[1:] = sys.argv[2:]
+    runpy.run_module("pyorch", run_name="__main__", alter_sys=True)
+
+
+def _end_with(descriptor: int) -> None:
+    os.read(descriptor, 1)
+    os._exit(1)
+
+
+class Server:
+    """One that answers. port: of 127.0.0.1."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
+        self.port = port
+        self._process = process
+        self._log = log
+
+    def wait_until_ready(self) -> float:
+        """Seconds that it took. PyorchError, with its own sentence, where it does not start."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < _START_SECONDS:
+            if self._process.poll() is not None:
+                raise PyorchError(self.last_words() or f"the server ended with status {self._process.returncode}")
+            if "pyorch: serving" in self._log.read_text(errors="replace"):
+                return time.monotonic() - begin
+            time.sleep(0.02)
+        raise PyorchError(f"the server was not ready after {_START_SECONDS:.0f} s")
+
+    def tokenize(self, text: bytes) -> list[int]:
+        """By the model's tokenizer; nothing in the text is special."""
+        body = json.dumps({"content": text.decode(errors="replace"), "add_special": False, "parse_special": False})
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_END_SECONDS)
+        try:
+            connection.request("POST", "/tokenize", body, {"Content-Type": "application/json"})
+            return json.loads(connection.getresponse().read())["tokens"]
+        finally:
+            connection.close()
+
+    def last_words(self) -> str:
+        """What it said last, without whose sentence it is."""
+        said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return said[-1].removeprefix("pyorch: ").removeprefix("error: ") if said else ""
+
+    def stop(self) -> dict[str, Any]:
+        """Its statistics, {} where it has no experts to manage or was killed."""
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            stdout, _ = self._process.communicate(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            stdout, _ = self._process.communicate()
+        lines = [line for line in stdout.splitlines() if line.startswith("{")]
+        return json.loads(lines[-1]) if lines else {}
+
+
+@contextlib.contextmanager
+def started(
+    arguments: Sequence[str], environment: dict[str, str], group: MemoryGroup | None, directory: Path
+) -> Iterator[Server]:
+    """`pyorch serve` with these arguments, in a group, until the block is left. directory: for its log.
+
+    REQUIRES: SIGTERM raises an exception in this process, or there is no SIGTERM.
+    """
+    port, log = _free_port(), directory / "server.log"
+    reader, writer = os.pipe()
+    try:
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pyorch.bench.serving.process", str(reader), "serve", "--json",
+                 "--port", str(port), *arguments],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
+                pass_fds=[reader], preexec_fn=group.join if group is not None else None,
+            )
+        try:
+            yield Server(process, port, log)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

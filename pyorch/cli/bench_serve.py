@@ -1,0 +1,173 @@
+"""`pyorch bench serve`: how long requests wait that arrive at a server by chance."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.cli.numbers import number, whole
+from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.settings import add_settings, given_settings, listed
+from pyorch.cli.tables import Facts, Table, show
+from pyorch.settings.option import EXPERTS, LOSSY
+
+if TYPE_CHECKING:
+    from pyorch.bench.serving.measure import Load, Served, Summary
+
+MAX_SLOTS = 8
+
+_COLUMNS = ("server", "answered", "tok/s", "first token s", "p95", "p99", "ms/token", "p95", "p99", "hits", "MiB/token")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "serve", "measure how long requests wait that arrive at a server by chance",
+        "pyorch bench serve olmoe.gguf --budget 40% --np 1,2,4,8 --rate 0.5\n"
+        "  pyorch bench serve olmoe.gguf --memory-limit 40% --baseline mmap --requests 16 --json",
+    )
+    parser.description += (
+        " Each server, of each number of slots, gets the same requests, on the same seconds. The first token's time "
+        "counts from when a request was due, so waiting for a slot is a part of it. At the end it says which -np suits."
+    )
+    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget",))
+    parser.add_argument("--np", type=_slots, default=(1, 2, 4, 8), metavar="N,...",
+                        help=f"slots: so many requests are computed at once, 1 to {MAX_SLOTS} (default: 1,2,4,8)")
+    parser.add_argument("--rate", type=number(above=0), default=1.0, metavar="R",
+                        help="R requests arrive in a second, on average, by a Poisson process; inf: all at once "
+                             "(default: 1)")
+    parser.add_argument("--requests", type=whole(1, 10_000), default=24, metavar="N", help="N of them (default: 24)")
+    parser.add_argument("--arrivals", type=Path, metavar="FILE.jsonl",
+                        help='requests arrive as FILE says, in place of --rate and --requests: {"seconds": 0.4, '
+                             '"prompt_tokens": 120, "tokens": 32} on each line, of which the lengths may be left out')
+    parser.add_argument("--prompt-tokens", default="64-256", metavar="DIST",
+                        help="lengths of prompts: 128, or 32-256 (each as likely), or lognormal:128:0.6 (median and "
+                             "deviation) (default: 64-256)")
+    parser.add_argument("--tokens", default="16-64", metavar="DIST",
+                        help="lengths of answers, likewise (default: 16-64)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default: 0)")
+    parser.add_argument("--data", metavar="FILE",
+                        help="text that prompts are cut of (default: a module of Python's standard library)")
+    parser.add_argument("--memory-limit", metavar="SIZE",
+                        help="limit the memory of each server, page cache included: 1600MiB, or 40%% of the file")
+    parser.add_argument("--baseline", choices=("mmap",),
+                        help="also measure llama.cpp without a budget, on mmap, under the same limit")
+    parser.add_argument("--repeat", type=whole(1), default=1, metavar="R",
+                        help="measure R rounds: percentiles are over all of them (default: 1)")
+    parser.add_argument("--max-seconds", type=number(above=0), default=120, metavar="S",
+                        help="give up what a server has not answered S seconds after the first arrival (default: 120)")
+    parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
+    parser.set_defaults(run=run, kind="serve")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from pyorch.bench import plan, rounds, table
+    from pyorch.bench.serving.load import Lengths, poisson, read_arrivals
+    from pyorch.bench.serving.measure import Load, run_rounds, summarize
+    from pyorch.errors import PyorchError
+    from pyorch.sidecars import packs
+
+    prompts, answers = Lengths.parse(args.prompt_tokens), Lengths.parse(args.tokens)
+    if args.arrivals is not None:
+        arrivals = read_arrivals(args.arrivals, prompts, answers, args.seed)
+    else:
+        arrivals = poisson(args.requests, args.rate, prompts, answers, args.seed)
+    text = args.data or argparse.__file__
+    check_readable([text])
+    settings = given_settings(args, "budget")
+    n_threads = settings.pop("n_threads", None)
+    with packs.open_model(args.model) as model_map:
+        info = model_map.info
+    ways = _ways(args, settings, info)
+    rounds.check_limits([served.config for served in ways])
+    load = Load(args.model, Path(text).read_bytes(), tuple(arrivals), args.max_seconds, n_threads)
+    with Progress() as progress:
+        runs = run_rounds(load, ways, args.repeat, progress.update, progress.say)
+    summaries = [summarize(runs, served) for served in ways]
+    if not any(summary.n_answered for summary in summaries):
+        raise PyorchError(next((summary.failure for summary in summaries if summary.failure), "nothing was answered"))
+    advice = _advice(summaries)
+    if args.json:
+        print_json({"machine": table.machine(), "model": args.model, "info": info, "arrivals": arrivals,
+                    "summaries": summaries, "suits": {label: summary.served.slots for label, summary in advice},
+                    "runs": runs})
+        return 0
+    show([Facts(_header(args, load)), "", Table(_COLUMNS, [_row(summary) for summary in summaries], left=("server",)),
+          "", *(_sentence(label, summary, summaries) for label, summary in advice)])
+    return 0
+
+
+def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served]:
+    from pyorch.bench import goals, plan
+    from pyorch.bench.serving.measure import Served
+    from pyorch.settings.budget import AUTO
+    from pyorch.settings.settings import Settings
+
+    limit = plan.read_limit(args.memory_limit)
+    limit_bytes, limit_text = (limit.of(info.file_bytes), str(limit)) if limit is not None else (0, "")
+    configs = []
+    for budget in listed(args, "budget") or (AUTO,):
+        if budget.amount is not None:
+            budget.resolve(info)
+        configs.append(goals.budget_config(Settings(budget=budget, **settings), limit_bytes, limit_text))
+    if args.baseline == "mmap":
+        configs.append(goals.mmap_config(limit_bytes, limit_text))
+    return [Served(config, slots) for config in configs for slots in args.np]
+
+
+def _advice(summaries: list[Summary]) -> list[tuple[str, Summary]]:
+    """For each way with several numbers of slots, by label, what suits it."""
+    from pyorch.bench.serving.measure import suitable
+
+    advice = []
+    for label in dict.fromkeys(summary.served.config.label for summary in summaries):
+        of_label = [summary for summary in summaries if summary.served.config.label == label]
+        if len(of_label) > 1 and (best := suitable(of_label)) is not None:
+            advice.append((label, best))
+    return advice
+
+
+def _sentence(label: str, best: Summary, summaries: list[Summary]) -> str:
+    most = max(summary.served.slots for summary in summaries if summary.served.config.label == label)
+    widest = next(s for s in summaries if s.served.config.label == label and s.served.slots == most)
+    text = f"{label}: -np {best.served.slots} suits this load: {best.throughput:.2f} tok/s"
+    if widest is not best and widest.throughput == widest.throughput:
+        text += f", {widest.throughput:.2f} with -np {most}"
+    return text
+
+
+def _header(args: argparse.Namespace, load: Load) -> list[tuple[str, str]]:
+    from pyorch.bench import table
+
+    facts = table.machine()
+    prompt = sum(arrival.n_prompt for arrival in load.arrivals) / len(load.arrivals)
+    tokens = sum(arrival.n_tokens for arrival in load.arrivals) / len(load.arrivals)
+    how = f"as {args.arrivals} says" if args.arrivals is not None else (
+        "all at once" if args.rate == float("inf") else f"{args.rate:g} a second by a Poisson process")
+    return [
+        ("machine", f"{facts['cpu']}, {facts['cores']} cores, {facts['memory']} memory, {facts['system']}"),
+        ("model", load.model),
+        ("load", f"{len(load.arrivals)} requests, {how}; prompts of {prompt:.0f} tokens on average, answers of "
+                 f"{tokens:.0f}"),
+    ]
+
+
+def _row(summary: Summary) -> tuple[str, ...]:
+    from pyorch.sizes import MiB
+
+    answered = f"{summary.n_answered} of {summary.n_requests}"
+    if not summary.n_answered:
+        return (summary.served.label, f"{answered}: {summary.failure}", *[""] * (len(_COLUMNS) - 2))
+    return (
+        summary.served.label, answered, f"{summary.throughput:.2f}", *(f"{value:.2f}" for value in summary.ttft),
+        *(f"{value * 1000:.1f}" if value == value else "-" for value in summary.tpot),
+        f"{summary.hit_rate:.0%}" if summary.hit_rate == summary.hit_rate else "-",
+        f"{summary.bytes_per_token / MiB:.1f}" if summary.bytes_per_token == summary.bytes_per_token else "-",
+    )
+
+
+def _slots(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(whole(1, MAX_SLOTS), text.split(","))))
