@@ -1,0 +1,172 @@
+"""llama-server's own tests, with a small MoE in the place of their models: on llama.cpp alone, and under a budget.
+
+    upstream_server_tests.py [--model MODEL.gguf] [--budget 30%] [--files test_basic.py,...]
+
+The tests of the pinned source (tools/server/tests) start a server for each test. Here that is once llama-server as the
+library is, with nothing of pyorch loaded, and once `pyorch serve` under a budget. Tests that expect what their own
+model says fail on both; the exit status is 0 if the same tests pass on both, 1 if not. Nothing is downloaded.
+
+Needs a build (make setup), and requests, filelock and pytest, which the extras convert and test bring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLAIN, BUDGET = "plain", "budget"
+
+# Those for which a model that continues text does: no adapters, images, rankings, routers or other programs.
+FILES = (
+    "test_basic.py", "test_chat_completion.py", "test_compat_anthropic.py", "test_compat_oai_responses.py",
+    "test_completion.py", "test_ctx_shift.py", "test_ignore_eos.py", "test_infill.py", "test_kv_keep_only_active.py",
+    "test_metrics.py", "test_security.py", "test_slot_save.py", "test_template.py", "test_tokenize.py",
+)
+_MODEL_FLAGS = ("--hf-repo", "--hf-file", "--model-url", "--model")  # each has a value
+_HELPERS = {
+    "wget.py": "def download(url, out=None):\n    raise OSError(f'{url}: nothing is downloaded here')\n",
+    "no_downloads.py": (
+        "def pytest_collection_modifyitems():\n"
+        "    from utils import ServerPreset\n\n"
+        "    ServerPreset.load_all = staticmethod(lambda: None)\n"
+    ),
+}
+
+
+def outcomes(kind: str, model: Path, budget: str, files: Sequence[str], directory: Path) -> dict[str, str]:
+    """Of each test, by file and name: passed, failed, or skipped. directory: where what it writes may go."""
+    tests = directory / kind
+    shutil.copytree(sources(), tests)
+    for name, text in _HELPERS.items():
+        (tests / name).write_text(text)
+    server = tests / "llama-server"
+    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" --as-server {kind} '
+                      f'"{model}" "{budget}" "{lib_dir()}" "$@"\n')
+    server.chmod(0o755)
+    report = tests / "report.xml"
+    # Variables of llama-server, and of a run of pytest that this may be a part of, are not for these tests.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_", "PYTEST_"))}
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:anyio", "-p", "no:cacheprovider", "-p", "no_downloads",
+         "--junitxml", str(report), *(f"unit/{name}" for name in files)],
+        cwd=tests, check=False, stdout=subprocess.DEVNULL,
+        env=inherited | {"LLAMA_SERVER_BIN_PATH": str(server), "PORT": str(free_port()), "PYTHONPATH": str(tests)},
+    )
+    if not report.is_file():
+        raise SystemExit(f"pytest wrote no report for {', '.join(files)}: run it by hand in {sources()}")
+    return read_report(report)
+
+
+def sources() -> Path:
+    """The tests of the source that was built."""
+    found = sorted(ROOT.glob("build/py3-*/llama.cpp/tools/server/tests"))
+    if not found:
+        raise SystemExit("there is no build: run `make setup` first")
+    return found[-1]
+
+
+def read_report(path: Path) -> dict[str, str]:
+    """Of a report in JUnit's format."""
+    found = {}
+    for case in ET.parse(path).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        name = f"{case.get('classname', '').rpartition('.')[2]}: {case.get('name')}"
+        # A test whose end fails has two entries.
+        found[name] = "failed" if "failed" in (outcome, found.get(name)) else outcome
+    return found
+
+
+def differences(plain: Mapping[str, str], budget: Mapping[str, str]) -> list[str]:
+    """Sentences about tests that do not end alike."""
+    return [f"{name}: {plain.get(name, 'missing')} on llama.cpp alone, {budget.get(name, 'missing')} under the budget"
+            for name in sorted(plain.keys() | budget.keys()) if plain.get(name) != budget.get(name)]
+
+
+def server_arguments(given: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether a model was asked for, and the other arguments."""
+    rest, wanted = [], False
+    words = iter(given)
+    for word in words:
+        if word in _MODEL_FLAGS:
+            next(words)
+            wanted = True
+        elif word != "--offline":
+            rest.append(word)
+    return wanted, rest
+
+
+def lib_dir() -> Path:
+    """The directory of the libraries that were built."""
+    from pyorch import _libs
+
+    return _libs.lib_dir()
+
+
+def serve(kind: str, model: str, budget: str, libraries: str, given: Sequence[str]) -> int:
+    """What the tests take for llama-server. libraries: their directory; nothing of pyorch is imported here."""
+    wanted, rest = server_arguments(given)
+    if kind == BUDGET and wanted:
+        command = [sys.executable, "-m", "pyorch", "serve", model, "--budget", budget, "--", *rest]
+        os.execv(sys.executable, command)
+    if wanted:
+        rest += ["--model", model]
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    run = ctypes.CDLL(f"{libraries}/libllama-server-impl{suffix}")["_Z12llama_serveriPPc"]  # int llama_server(int argc, char ** argv)
+    run.restype = ctypes.c_int
+    argv = (ctypes.c_char_p * (len(rest) + 2))(b"llama-server", *map(os.fsencode, rest), None)
+    return run(len(rest) + 1, argv)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def small_model(directory: Path) -> Path:
+    """The trained model of the tests, as a GGUF."""
+    from pyorch.convert import convert
+
+    path = directory / "small-moe.gguf"
+    convert(ROOT / "tests/fixtures/small-moe", path, pre_tokenizer="gpt-2")
+    return path
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--as-server"]:
+        return serve(*sys.argv[2:6], sys.argv[6:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, metavar="MODEL.gguf", help="default: the small model of the tests")
+    parser.add_argument("--budget", default="30%", metavar="SIZE", help="memory for the experts (default: 30%%)")
+    parser.add_argument("--files", default=",".join(FILES), metavar="FILE,...", help="default: %(default)s")
+    args = parser.parse_args()
+    files = args.files.split(",")
+    with tempfile.TemporaryDirectory(prefix="upstream-server-tests-") as name:
+        directory = Path(name)
+        model = args.model.resolve() if args.model is not None else small_model(directory)
+        found = {}
+        for kind, what in ((PLAIN, "llama.cpp alone"), (BUDGET, f"budget {args.budget}")):
+            print(f"{what}: ", end="", flush=True)
+            found[kind] = outcomes(kind, model, args.budget, files, directory)
+            counts = Counter(found[kind].values())
+            print(f"{len(found[kind])} tests of {len(files)} files, {counts['passed']} pass, {counts['failed']} fail, "
+                  f"{counts['skipped']} skipped", flush=True)
+    different = differences(found[PLAIN], found[BUDGET])
+    print("\n".join(different) if different else "the same tests pass on both")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
