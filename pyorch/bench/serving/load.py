@@ -120,8 +120,7 @@ def prompts_of(tokens: Sequence[int], arrivals: Sequence[Arrival]) -> list[Seque
     prompts, at = [], 0
     for arrival in arrivals:
         if at + arrival.n_prompt > len(tokens):
-            at = (at + 1) % max(1, len(tokens) - longest + 1) if at else 0
-            at = at if at + arrival.n_prompt <= len(tokens) else 0
+            at = 0
         prompts.append(tokens[at : at + arrival.n_prompt])
         at += arrival.n_prompt
     return prompts
