@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -27,7 +28,7 @@ from pyorch.eval.method import (
 from pyorch.llama.model import Model
 from pyorch.settings.budget import AUTO
 
-_TOGETHER = 2048  # tokens of a prompt that may be computed beside others
+_MAX_OUTPUTS = 256  # rows of logits of a prompt that is computed beside others; longer ones are by themselves
 
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens: a context, and a continuation
 
@@ -111,10 +112,10 @@ class Answering:
 
     def likelihoods(self, pairs: Sequence[Pair]) -> Iterator[list[tuple[float, bool]]]:
         """Of the continuation of each pair, in order: log-likelihood in nats, whether it is the most probable."""
-        prompts = list(_prompts(pairs))
-        together = None if max(prompt.n_tokens for prompt in prompts) <= _TOGETHER else False
-        for found in likelihoods(self._model, prompts, self._n_ubatch, together, self._n_threads):
-            yield _plain(found)
+        for is_long, prompts in itertools.groupby(_prompts(pairs), lambda prompt: prompt.n_outputs > _MAX_OUTPUTS):
+            together = False if is_long else None
+            for found in likelihoods(self._model, list(prompts), self._n_ubatch, together, self._n_threads):
+                yield _plain(found)
 
     def generate(self, requests: Sequence[dict[str, Any]], n_parallel: int) -> Iterator[tuple[int, str]]:
         """The number of a request, and its text."""
