@@ -1,4 +1,4 @@
-"""What a harness is given after --model_args: the model, and the options that commands have, by the names of their flags.
+"""What a harness is given after --model_args: the model, and options of commands, by the names of their flags.
 
     model=olmoe.gguf,budget=40%,prefetch=none
     model=olmoe.gguf,cache_rate=0.5,buddies="rho=3,tau=p20"
@@ -28,7 +28,7 @@ _NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps", "learned")  # the harness has
 
 @dataclass(frozen=True)
 class Arguments:
-    """settings: keywords of pyorch.load, as values. cache_rate: None for a real budget. n_threads: None for a default."""
+    """settings: keywords of pyorch.load, as values. cache_rate: None for a real budget. n_threads: None: the default."""
 
     path: str
     settings: dict[str, Any]

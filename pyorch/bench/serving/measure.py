@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One server, once. failure: why nothing was answered. hits, misses, bytes_read: of experts, 0 without an engine."""
+    """One server, once. failure: why nothing was answered. hits, misses, bytes_read: of experts; 0: no engine."""
 
     served: Served
     round: int
