@@ -123,7 +123,8 @@ def serve(kind: str, model: str, budget: str, libraries: str, given: Sequence[st
     if wanted:
         rest += ["--model", model]
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    run = ctypes.CDLL(f"{libraries}/libllama-server-impl{suffix}")["_Z12llama_serveriPPc"]  # int llama_server(int argc, char ** argv)
+    library = ctypes.CDLL(f"{libraries}/libllama-server-impl{suffix}")
+    run = library["_Z12llama_serveriPPc"]  # int llama_server(int argc, char ** argv)
     run.restype = ctypes.c_int
     argv = (ctypes.c_char_p * (len(rest) + 2))(b"llama-server", *map(os.fsencode, rest), None)
     return run(len(rest) + 1, argv)

@@ -28,7 +28,7 @@ _NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps", "learned")  # the harness has
 
 @dataclass(frozen=True)
 class Arguments:
-    """settings: keywords of pyorch.load, as values. cache_rate: None for a real budget. n_threads: None: the default."""
+    """settings: keywords of pyorch.load, as values. cache_rate: None for a real budget. n_threads: None: default."""
 
     path: str
     settings: dict[str, Any]
