@@ -403,8 +403,24 @@ typedef struct pyorch_stats {
     uint64_t decode_ns;       // that took, the sum over threads
 } pyorch_stats;
 
-// il -1: the whole engine. Of one layer: counters of uses, loads, evictions and residency only.
+// il -1: the whole engine. Of one layer: counters of uses, loads, evictions, stalls and residency only.
 pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
+
+// All layers at one moment, in the order of il. Arrays are the caller's; n_expert: of the widest layer, rows of others
+// end with zeros.
+typedef struct pyorch_snapshot {
+    uint64_t       struct_size;
+    int32_t        n_layers, n_expert;
+    uint8_t *      flags;  // [n_layers][n_expert] PYORCH_RESIDENT and so on
+    uint64_t *     uses;   // [n_layers][n_expert] hits and misses of each expert
+    pyorch_stats * layers; // [n_layers] as pyorch_get_stats of one layer
+    pyorch_stats   stats;  // of the whole engine
+} pyorch_snapshot;
+
+pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struct_size);
+
+// Fills it in. flags NULL: the sizes and stats only.
+pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot);
 
 // Zero the counters (not the gauges).
 pyorch_status pyorch_reset_stats(pyorch_engine * engine);

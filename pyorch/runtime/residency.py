@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pyorch.library.bindings import array, check, ffi, lib, new
+from pyorch.library.bindings import array, check, default, ffi, lib, new
 from pyorch.runtime.handle import EngineHandle
-from pyorch.runtime.statistics import Residency, Stats, read
+from pyorch.runtime.statistics import Residency, Snapshot, Stats, read
 
 
 class ResidencyCalls(EngineHandle):
@@ -50,6 +50,16 @@ class ResidencyCalls(EngineHandle):
         raw = new("pyorch_stats")
         check(lib.pyorch_get_stats(self.handle, il, raw))
         return read(Stats, raw)
+
+    def snapshot(self) -> Snapshot:
+        """Residency, uses and statistics of all layers, at one moment."""
+        shape = len(self.n_expert), max(self.n_expert.values())
+        flags, uses = np.empty(shape, np.uint8), np.empty(shape, np.uint64)
+        layers = ffi.new("pyorch_stats[]", shape[0])
+        raw = default("pyorch_snapshot", n_layers=shape[0], n_expert=shape[1], flags=array("uint8_t[]", flags),
+                      uses=array("uint64_t[]", uses), layers=layers)
+        check(lib.pyorch_get_snapshot(self.handle, raw))
+        return Snapshot(flags, uses, [read(Stats, layer) for layer in layers], read(Stats, raw.stats))
 
     def reset_stats(self) -> None:
         """Zeroes the counters, not the gauges."""

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Stats:
     """Counters since the start or the last reset, and gauges. The names are those of pyorch_stats.
 
-    Of a single layer only uses, loads, evictions and residency are counted.
+    Of a single layer only uses, loads, evictions, stalls and residency are counted.
     """
 
     hits: int
@@ -102,6 +102,20 @@ class Residency:
     loading: np.ndarray
     pinned: np.ndarray
     in_use: np.ndarray
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All layers at one moment. Layers are in the order of il.
+
+    flags: uint8[n_layers, n_expert] of PYORCH_RESIDENT 1, PYORCH_LOADING 2, PYORCH_PINNED 4 and PYORCH_IN_USE 8. uses:
+    uint64[n_layers, n_expert], how often each expert was used. Rows of layers with fewer experts end with zeros.
+    """
+
+    flags: np.ndarray
+    uses: np.ndarray
+    layers: list[Stats]
+    stats: Stats
 
 
 def read(cls: type[T], raw) -> T:

@@ -45,6 +45,19 @@ pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats 
     });
 }
 
+pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struct_size) {
+    return guarded([&] { write_default(snapshot, struct_size, "pyorch_snapshot", pyorch_snapshot {}); });
+}
+
+pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot) {
+    return guarded([&] {
+        pyorch_snapshot out = read_struct(snapshot, "pyorch_snapshot", pyorch_snapshot {});
+        engine->table.get_snapshot(out);
+        out.stats.struct_size = sizeof(pyorch_stats);
+        write_struct(snapshot, "pyorch_snapshot", out);
+    });
+}
+
 pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
         engine->table.reset_stats();

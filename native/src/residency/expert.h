@@ -34,6 +34,7 @@ struct Expert {
     bool         displaced  = false;        // had to go since its layer last came
     bool         unwanted   = false;        // that pass went without it: its load ends with the request under way
     int          in_use     = 0;            // by running layers
+    uint64_t     uses       = 0;            // that were counted: hits and misses
     Usage        usage;
     std::string  error;                     // why it is FAILED
 

@@ -2,7 +2,18 @@
 
 #include "residency/table.h"
 
+#include <algorithm>
+
 namespace pyorch {
+
+namespace {
+
+uint8_t flags_of(const Expert & e) {
+    return (e.resident() ? PYORCH_RESIDENT : 0) | (e.loading() ? PYORCH_LOADING : 0) | (e.pinned ? PYORCH_PINNED : 0) |
+           (e.in_use ? PYORCH_IN_USE : 0);
+}
+
+} // namespace
 
 void Table::get_residency(int il, uint8_t * mask, int n) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -11,16 +22,44 @@ void Table::get_residency(int il, uint8_t * mask, int n) {
         throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, l.n_expert, n));
     }
     for (int id = 0; id < n; ++id) {
-        const Expert & e = l.experts[id];
-        mask[id] = (e.resident() ? PYORCH_RESIDENT : 0) | (e.loading() ? PYORCH_LOADING : 0) |
-                   (e.pinned ? PYORCH_PINNED : 0) | (e.in_use ? PYORCH_IN_USE : 0);
+        mask[id] = flags_of(l.experts[id]);
     }
+}
+
+void Table::get_snapshot(pyorch_snapshot & out) {
+    std::lock_guard<std::mutex> lock(mutex);
+    int widest = 0;
+    for (const Layer & l : layers) {
+        widest = std::max(widest, l.n_expert);
+    }
+    out.stats = stats_of(-1);
+    if (out.flags) {
+        if (out.n_layers != (int) layers.size() || out.n_expert != widest) {
+            throw Failure(PYORCH_INVALID, format("the model has %zu layers of up to %d experts, the snapshot %d of %d",
+                layers.size(), widest, out.n_layers, out.n_expert));
+        }
+        for (size_t i = 0; i < layers.size(); ++i) {
+            const Layer & l = layers[i];
+            for (int id = 0; id < widest; ++id) {
+                out.flags[i * widest + id] = id < l.n_expert ? flags_of(l.experts[id]) : 0;
+                out.uses [i * widest + id] = id < l.n_expert ? l.experts[id].uses : 0;
+            }
+            out.layers[i]             = stats_of((int) i);
+            out.layers[i].struct_size = sizeof(pyorch_stats);
+        }
+    }
+    out.n_layers = (int) layers.size();
+    out.n_expert = widest;
 }
 
 void Table::get_stats(int il, pyorch_stats & out) {
     std::lock_guard<std::mutex> lock(mutex);
-    const int only = il < 0 ? -1 : layer_index(il);
-    out = only < 0 ? totals : pyorch_stats {};
+    out = stats_of(il < 0 ? -1 : layer_index(il));
+}
+
+// REQUIRES: the mutex. only: a layer, -1: all of them.
+pyorch_stats Table::stats_of(int only) {
+    pyorch_stats out = only < 0 ? totals : pyorch_stats {};
     out.read_ns = only < 0 ? loads.read_ns() : 0;
     if (only < 0) {
         out.decoded_bytes = loads.bytes_decoded();
@@ -28,6 +67,8 @@ void Table::get_stats(int il, pyorch_stats & out) {
         for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
             out.stored_bytes += pools.bytes(form);
         }
+    } else {
+        out.stall_ns = layers[only].stats.stall_ns;
     }
     for (size_t i = 0; i < layers.size(); ++i) {
         if (only >= 0 && (int) i != only) {
@@ -52,6 +93,7 @@ void Table::get_stats(int il, pyorch_stats & out) {
     out.used_bytes   = bank->used();
     out.peak_bytes   = bank->peak();
     out.budget_bytes = bank->budget();
+    return out;
 }
 
 void Table::reset_stats() {
@@ -61,6 +103,9 @@ void Table::reset_stats() {
     loads.reset_stats();
     for (auto & l : layers) {
         l.stats = {};
+        for (int id = 0; id < l.n_expert; ++id) {
+            l.experts[id].uses = 0;
+        }
     }
 }
 

@@ -131,7 +131,7 @@ const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const v
         if (!wait) {
             return nullptr;
         }
-        wait_for_arrival(lock, [&] { return there() || !s.error.empty(); });
+        wait_for_arrival(lock, s.layer, [&] { return there() || !s.error.empty(); });
     }
     return there() ? frame.address : zeros;
 }

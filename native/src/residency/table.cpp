@@ -184,6 +184,7 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
             count_seconds(l, e);
         }
         e.resident() ? ++l.stats.hits : ++l.stats.misses;
+        ++e.uses;
         if (!e.resident() && !std::binary_search(streamed.begin(), streamed.end(), id)) {
             l.stats.compressed_hits += e.kept == Form::COMPRESSED;
             l.stats.sm_hits         += e.kept == Form::SM_ONLY;
@@ -389,7 +390,7 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
         }
     }
     std::unique_lock<std::mutex> lock(mutex);
-    wait_for_arrival(lock, [&] {
+    wait_for_arrival(lock, layer, [&] {
         ready = e.ready.load(std::memory_order_acquire);
         return (ready & (bit | Expert::FAILED)) || e.absent();
     });

@@ -166,6 +166,7 @@ public:
     void     set_layer_limits(int il, int min, int max);
     void     get_residency(int il, uint8_t * mask, int n);
     void     get_stats(int il, pyorch_stats & stats);
+    void     get_snapshot(pyorch_snapshot & snapshot); // see pyorch_get_snapshot
     void     reset_stats();
     void     wait_idle();
     std::string last_error();
@@ -261,6 +262,7 @@ private:
 
     int                     n_waiting  = 0; // compute threads asleep in address()
     uint64_t                wait_begin = 0;
+    int                     wait_layer = 0; // of the first of them
     pyorch_stats            totals     = {}; // what is not counted by layer
 
     char *                  zeros      = nullptr;
@@ -293,6 +295,8 @@ private:
     void count_regret(Layer & l, const Demand & demand);
     void count_seconds(const Layer & l, const Expert & e);
 
+    pyorch_stats stats_of(int only);
+
     LearnerSizes learner_sizes() const;
     LearnedValue & learned_value();
     void make_learner_of(pyorch_policy which);
@@ -303,7 +307,7 @@ private:
     void forget_visits(const void * context);
 
     template <typename Condition>
-    void wait_for_arrival(std::unique_lock<std::mutex> & lock, Condition there);
+    void wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there);
 
     int  window(int layer) const;
     int  capacity(int layer) const;
@@ -368,9 +372,10 @@ private:
 
 // Sleeps until something is there that the compute threads need, and decodes while there is something to decode.
 template <typename Condition>
-void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, Condition there) {
+void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there) {
     if (n_waiting++ == 0) {
         wait_begin = clock_ns();
+        wait_layer = layer;
     }
     while (!there()) {
         if (!loads.decode_next(lock)) {
@@ -378,7 +383,9 @@ void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, Condition ther
         }
     }
     if (--n_waiting == 0) {
-        totals.stall_ns += clock_ns() - wait_begin;
+        const uint64_t waited = clock_ns() - wait_begin;
+        totals.stall_ns += waited;
+        layers[wait_layer].stats.stall_ns += waited;
     }
 }
 
