@@ -26,6 +26,12 @@ ROOT = Path(__file__).parent.parent
 SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")
 
 
+def test_the_difference_to_llama_cpp_stays_small():
+    added = [line for patch in sorted((ROOT / "patches").glob("*.patch"))
+             for line in patch.read_text(encoding="utf-8").splitlines() if re.match(r"\+(?!\+\+ )", line)]
+    assert 200 < len(added) <= 300
+
+
 @pytest.fixture(scope="module")
 def tree() -> Path:
     """The patched llama.cpp."""

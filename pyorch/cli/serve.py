@@ -26,6 +26,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="port to listen on, 0 for any that is free (default: 8080)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY)
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
+    parser.add_argument("--grace", type=number(least=0), default=10.0, metavar="SECONDS",
+                        help="when it is ended, by SIGINT (Ctrl-C) or SIGTERM, requests that run have so many seconds "
+                             "to end; a second signal ends it at once (default: 10)")
     parser.add_argument("--stats-every", type=number(above=0), metavar="SECONDS",
                         help="print statistics every so many seconds too, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
@@ -59,4 +62,4 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.serve.server import serve
 
     return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
-                 **settings)
+                 grace=args.grace, **settings)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import gguf
 import llama_cpp.llama_cpp as llama
 
-from pyorch import _libs
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
+from pyorch.serve.library import ffi, lib
 from pyorch.sizes import MiB
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
 
-_SYMBOL = "_Z12llama_serveriPPc"  # int llama_server(int argc, char ** argv)
+# In which the head of a request must have come, and its body: pictures may come slowly. A connection that stays silent
+# for as long as --timeout says ends sooner.
+HEAD_SECONDS, BODY_SECONDS = 30.0, 600.0
+SILENT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ LOAD_MODE = Option(("-lm", "--load-mode"), "LLAMA_ARG_LOAD_MODE")
 FIT = Option(("-fit", "--fit"), "LLAMA_ARG_FIT")
 WARMUP = Option(("--warmup", "--no-warmup"))
 UI = Option(("--ui", "--webui", "--no-ui", "--no-webui"), "LLAMA_ARG_UI")
+TIMEOUT = Option(("-to", "--timeout"), "LLAMA_ARG_TIMEOUT")
+METRICS = Option(("--metrics",), "LLAMA_ARG_ENDPOINT_METRICS")
+API_KEY = Option(("--api-key",), "LLAMA_API_KEY")
+API_KEY_FILE = Option(("--api-key-file",))
 VERBOSITY = Option(("-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", "--log-verbose", "--log-disable"),
                    "LLAMA_ARG_LOG_VERBOSITY")
 API_PREFIX = Option(("--api-prefix",), "LLAMA_ARG_API_PREFIX")
@@ -66,6 +71,11 @@ class Flags:
         """Adds the arguments unless the option is given."""
         if not self.has(option):
             self.arguments += map(str, arguments)
+
+    @property
+    def has_api_key(self) -> bool:
+        """Whether requests need one."""
+        return self.has(API_KEY) or self.has(API_KEY_FILE)
 
     def value(self, option: Option, default: str = "") -> str:
         """The option's value; the last one counts, and the environment only where there is none."""
@@ -96,6 +106,8 @@ class Flags:
         self.default(FIT, "-fit", "off")  # it loads the model a second time, to fit it to a GPU
         self.default(CACHE_RAM, "-cram", 0)  # copies of old prompts' KV, up to 8 GiB of them
         self.default(UI, "--no-ui")  # not in this build
+        self.default(TIMEOUT, "--timeout", SILENT_SECONDS)
+        self.default(METRICS, "--metrics")  # a part of ours
         self.default(THREADS, "-t", memory.physical_cores())
 
     def context_params(self) -> llama.llama_context_params:
@@ -126,19 +138,10 @@ def _cache_type(name: str) -> int:
 
 
 def call(arguments: Sequence[str]) -> int:
-    """Serves until SIGINT or SIGTERM. Returns llama-server's exit status.
+    """Serves until pyorch.serve.ending.Ending ends it. Returns llama-server's exit status.
 
-    REQUIRES: the main thread, the one under the engine's capture.
+    REQUIRES: the thread under the engine's capture.
     """
-    library = ctypes.CDLL(str(_libs.lib_dir() / f"libllama-server-impl{_libs._SUFFIX}"))
-    server = library[_SYMBOL]
-    server.restype = ctypes.c_int
-    argv = (ctypes.c_char_p * (len(arguments) + 2))(b"llama-server", *map(os.fsencode, arguments), None)
-    # Python's handlers would wait for this call to return. llama-server sets its own when the model is
-    # loaded, and leaves them there when it has ended.
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return server(len(arguments) + 1, argv)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    argv = [ffi.new("char[]", os.fsencode(argument)) for argument in ("llama-server", *arguments)]
+    lib.pyorch_server_set_limits(HEAD_SECONDS, BODY_SECONDS)
+    return lib.pyorch_server_run(len(argv), ffi.new("char *[]", [*argv, ffi.NULL]))

@@ -23,8 +23,12 @@ from pyorch.llama.context_plan import default_ubatch, plan_context, try_context
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve import llama_server
+from pyorch.serve import live, llama_server
+from pyorch.serve.ending import GRACE_SECONDS, Ending
 from pyorch.serve.llama_server import Flags
+from pyorch.serve.metrics import Metrics
+from pyorch.serve.residency import Residency
+from pyorch.serve.routes import Routes
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
 from pyorch.sizes import format_bytes
@@ -38,6 +42,7 @@ def serve(
     verbose: bool = False,
     stats_every: float | None = None,
     as_json: bool = False,
+    grace: float = GRACE_SECONDS,
     beside: Beside | None = None,
     **options: object,
 ) -> int:
@@ -47,11 +52,12 @@ def serve(
         flags: of llama-server. What they leave open is chosen for a model under a budget.
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
+        grace: seconds that requests have to end, see pyorch.serve.ending.
         beside: a context that is entered when requests are answered, on another thread, and left before the engine ends.
         options: of pyorch.load. What was learned is written to maps at the end.
 
     Returns:
-        The exit status: 0 after a signal, 2 if the server could not start.
+        The exit status: 0 after a signal, 2 if the server could not start. A second signal ends the process instead.
 
     Raises:
         PyorchError: the model, an option, or the address cannot be used.
@@ -69,15 +75,29 @@ def serve(
     server.default(llama_server.CTX_SIZE, "-c", 4096)
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
-    with _planned(path, settings, server) as record:
+    with Ending(grace) as ending, _planned(path, settings, server) as record:
         watch = _Watch(path, address, record.engine, stats_every, as_json, beside)
-        watch.start()
-        try:
-            status = llama_server.call(server.arguments)
-        finally:
-            watch.finish()
+        _routes = our_routes(record, address.prefix, server.has_api_key)  # called until the server has ended
+        with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
+            watch.start()
+            try:
+                status = llama_server.call(server.arguments)
+            finally:
+                watch.stop()
+        watch.print_last()
         # llama-server has told why it did not start.
         return status if watch.ready or status == 0 else 2
+
+
+def our_routes(record: ManagedModel, prefix: str, has_api_key: bool) -> Routes:
+    """Those that llama-server lacks, and /metrics."""
+    routes = Routes(prefix)
+    residency = Residency(record, local_only=not has_api_key)
+    routes.add("GET", "/residency", residency.get)
+    routes.add("POST", "/residency", residency.post)
+    routes.add("GET", "/metrics", Metrics(record).get)
+    live.add_to(routes, has_api_key)
+    return routes
 
 
 @contextlib.contextmanager
@@ -227,11 +247,14 @@ class _Watch(threading.Thread):
                 except OSError:  # nobody reads them any more: the server has others to serve
                     due = float("inf")
 
-    def finish(self) -> None:
+    def stop(self) -> None:
         """The server has ended, the engine not yet."""
         self._ended.set()
         self.join()
         self._contexts.close()
+
+    def print_last(self) -> None:
+        """Statistics of the whole time, if anything was served."""
         if self.ready and self._engine is not None:
             self._print_stats()
 

@@ -7,10 +7,7 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,78 +17,14 @@ import pytest
 from buddy_lists import random_buddies
 from models import PROMPT, small_model
 from ggufs import write_moe_model
-from processes import HANG_SECONDS, pyorch
+from processes import pyorch
+from servers import WHOLE_PROMPT, ServerProcess, free_port, pyorch_serve, wait_until
 
 from pyorch.cli import main
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
 from pyorch.sizes import MiB
 from pyorch.runtime.model_map import ModelMap
-
-# A prompt of which a part is cached is computed in other batches, whose sums round otherwise.
-WHOLE_PROMPT = {"cache_prompt": False}
-
-
-class ServerProcess:
-    """A server that is ready to answer. stderr goes to a file, so that it never blocks."""
-
-    def __init__(self, command: list[str], port: int, log: Path) -> None:
-        import openai  # takes half a second, which no other process of the tests needs to spend
-
-        self.log = log
-        self.internal_error = openai.InternalServerError
-        self.url = f"http://127.0.0.1:{port}"
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS)
-        wait_until(lambda: "serving" in self.log.read_text() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
-
-    def complete(self, prompt: object, n: int = 16, **options: object) -> str:
-        answer = self.client.completions.create(model="", prompt=prompt, max_tokens=n, temperature=0, **options)
-        return answer.choices[0].text
-
-    def get(self, path: str) -> object:
-        with urllib.request.urlopen(self.url + path, timeout=HANG_SECONDS) as answer:
-            return json.load(answer)
-
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
-        """Exit status and standard output."""
-        self.process.send_signal(number)
-        stdout, _ = self.process.communicate(timeout=HANG_SECONDS)
-        return self.process.returncode, stdout
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def pyorch_serve(model: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "pyorch", "serve", str(model), *options]
-
-
-@pytest.fixture
-def start(tmp_path: Path):
-    """Starts servers, and ends those that the test leaves."""
-    servers: list[ServerProcess] = []
-
-    def start(command: list[str], port: int) -> ServerProcess:
-        servers.append(ServerProcess(command, port, tmp_path / f"{len(servers)}.log"))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.process.kill()
-        server.process.communicate()
 
 
 @pytest.fixture(scope="module")

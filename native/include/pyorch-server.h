@@ -1,0 +1,72 @@
+// llama-server in the process of its runtime: routes beside its own, and how it ends. In libpyorch-server, which links
+// llama-server; there is one server in a process.
+//
+// The rules of pyorch.h hold: sizes of structs, declarations only below the guard. Functions may be called from any
+// thread.
+
+#ifndef PYORCH_SERVER_H
+#define PYORCH_SERVER_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// A request for one of the routes. Valid during the call.
+typedef struct pyorch_exchange {
+    uint64_t     struct_size;
+    const char * method;
+    const char * route;   // the path that was given to pyorch_server_add_route
+    const char * path;    // that, behind --api-prefix
+    const char * query;
+    const char * headers; // "name: value\n" of each
+    const char * body;
+    uint64_t     body_size;
+    const char * data;    // what llama-server itself answers, where it has the route
+    uint64_t     data_size;
+    int32_t      status;  // of that; 404 where it does not
+    int32_t      local;   // nonzero: it came over the loopback interface or a Unix socket
+    void *       answer;
+} pyorch_exchange;
+
+// Calls pyorch_server_answer(); if it does not, llama-server's own answer stands. By the thread of the connection.
+typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
+
+// location: for a redirection, else NULL.
+void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
+                          const char * data, uint64_t data_size);
+
+// Adds a route, before the server runs: "GET" or "POST", and its path.
+void pyorch_server_add_route(const char * method, const char * path, pyorch_answer_fn answer, void * user);
+
+// Requests for this path, with --api-prefix in front, need no API key.
+void pyorch_server_make_public(const char * path);
+
+// Seconds in which the head and the body of a request must have arrived, else its connection is ended.
+void pyorch_server_set_limits(double head, double body);
+
+// Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller.
+int32_t pyorch_server_run(int32_t argc, char ** argv);
+
+// Connections, by what they wait for.
+typedef struct pyorch_connections {
+    uint64_t struct_size;
+    uint64_t arriving;  // a request, or the rest of it
+    uint64_t answering; // its answer, which the server is at work on
+} pyorch_connections;
+
+void pyorch_server_get_connections(pyorch_connections * connections);
+
+// No connection is accepted any more, and those end that have no whole request. Nothing before the server answers.
+void pyorch_server_stop_accepting(void);
+
+// After that: ends the other connections, and with them their requests, and lets pyorch_server_run() return when what
+// is being computed is computed.
+void pyorch_server_cancel(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,134 @@
+// llama-server, with the hooks of patches/0006 set.
+
+#include "connections.h"
+#include "pyorch-server.h"
+
+#include "server-http.h"
+
+#include <memory>
+
+int  llama_server(int argc, char ** argv);
+void llama_server_terminate();
+
+namespace pyorch {
+namespace {
+
+struct Route {
+    std::string      method;
+    std::string      path;
+    pyorch_answer_fn answer;
+    void *           user;
+};
+
+// Lives as long as the process: threads of the server may end after pyorch_server_run().
+Connections & connections() {
+    static auto * all = new Connections;
+    return *all;
+}
+
+std::vector<Route>          routes;
+std::mutex                  serving;        // guards:
+const server_http_context * http = nullptr; // while the server runs
+
+// What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
+server_http_context::handler_t own_handler(const std::string & path) {
+    std::lock_guard<std::mutex> lock(serving);
+    const auto found = http ? http->handlers.find(path) : decltype(http->handlers.end()) {};
+    return http && found != http->handlers.end() ? found->second : nullptr;
+}
+
+server_http_res_ptr answer(const Route & route, const server_http_req & request) {
+    connections().tell(-1, Connections::RECEIVED);
+    const auto own      = own_handler(route.path);
+    auto       response = own ? own(request) : std::make_unique<server_http_res>();
+    if (!own) {
+        response->status = 404;
+    }
+    std::string headers;
+    for (const auto & [name, value] : request.headers) {
+        headers += name + ": " + value + "\n";
+    }
+    const pyorch_exchange exchange = {
+        sizeof(exchange), route.method.c_str(), route.path.c_str(), request.path.c_str(), request.query_string.c_str(), headers.c_str(),
+        request.body.data(), request.body.size(), response->data.data(), response->data.size(), response->status,
+        connections().is_local(), response.get(),
+    };
+    route.answer(route.user, &exchange);
+    return response;
+}
+
+void add_routes(const server_http_context & context) {
+    for (const Route & route : routes) {
+        const auto handler = [&route](const server_http_req & request) { return answer(route, request); };
+        route.method == "POST" ? context.post(route.path, handler) : context.get(route.path, handler);
+        context.handlers.erase(route.path); // the server enters its own there
+    }
+    std::lock_guard<std::mutex> lock(serving);
+    http = &context;
+}
+
+} // namespace
+} // namespace pyorch
+
+using namespace pyorch;
+
+extern "C" {
+
+void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
+                          const char * data, uint64_t data_size) {
+    auto & response = *(server_http_res *) exchange->answer;
+    response.status       = status;
+    response.content_type = type;
+    response.data.assign(data, data_size);
+    response.headers["Cache-Control"] = "no-store";
+    if (location) {
+        response.headers["Location"] = location;
+    }
+}
+
+void pyorch_server_add_route(const char * method, const char * path, pyorch_answer_fn answer, void * user) {
+    routes.push_back({ method, path, answer, user });
+}
+
+void pyorch_server_make_public(const char * path) {
+    llama_server_hooks.public_paths.insert(path);
+}
+
+void pyorch_server_set_limits(double head, double body) {
+    connections().limit(head, body);
+}
+
+int32_t pyorch_server_run(int32_t argc, char ** argv) {
+    llama_server_hooks.routes     = add_routes;
+    llama_server_hooks.connection = [](int socket, int state) { connections().tell(socket, (Connections::State) state); };
+    const int status = llama_server(argc, argv);
+    std::lock_guard<std::mutex> lock(serving);
+    http = nullptr;
+    return status;
+}
+
+void pyorch_server_get_connections(pyorch_connections * out) {
+    const auto counts = connections().counts();
+    out->arriving  = counts.arriving;
+    out->answering = counts.answering;
+}
+
+void pyorch_server_stop_accepting(void) {
+    std::lock_guard<std::mutex> lock(serving);
+    if (http && http->is_ready) {
+        http->stop();
+        connections().cut(false);
+    }
+}
+
+void pyorch_server_cancel(void) {
+    connections().cut(true);
+    // The loop of the server must have begun, else it would not hear of its end: a route that goes through it has.
+    if (const auto metrics = own_handler("/metrics")) {
+        const std::function<bool()> never = [] { return false; };
+        metrics({ {}, {}, "/metrics", "", "", {}, never });
+        llama_server_terminate();
+    }
+}
+
+} // extern "C"

@@ -1,0 +1,114 @@
+"""How a server ends: when it is told, in order, and not before what it learned is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from pyorch.serve.library import ffi, lib
+from pyorch.sizes import counted
+
+GRACE_SECONDS = 10.0  # in which requests that run may end
+
+# For what is being computed when the requests were cut; then the process ends without it.
+_LAST_SECONDS = 20.0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Ending:
+    """SIGINT and SIGTERM end the server that runs inside serving().
+
+    The first one: no connection is accepted any more, and those end that have not sent a whole request. Requests that
+    run have so many seconds; what is left of them is cut. Then llama-server returns, and the caller writes what it has to
+    write; further signals are without effect until the context is left. A second signal before llama-server has returned
+    does not wait for it: what is to be written is written, and the process ends.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._handlers = contextlib.ExitStack()
+
+    def __enter__(self) -> Ending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Signals go to whom they went before."""
+        self._handlers.close()
+
+    @contextlib.contextmanager
+    def serving(self, is_ready: Callable[[], bool], write: Callable[[], None]) -> Iterator[None]:
+        """The server runs inside. REQUIRES: the main thread.
+
+        Args:
+            is_ready: whether the server answers. Before, there is nothing to write, and a signal ends the process.
+            write: what is to be written when the server ended, for the case that it does not.
+        """
+        self._is_ready, self._write = is_ready, write
+        self._signals, wakeup = socket.socketpair()
+        wakeup.setblocking(False)
+        # Python's own handler in C writes the number of a signal there at once; that in Python, which waits until the
+        # main thread comes back from llama-server, does nothing.
+        for number in _SIGNALS:
+            self._handlers.callback(signal.signal, number, signal.signal(number, lambda *_: None))
+        thread = threading.Thread(target=self._run, name="ending", daemon=True)
+        with self._signals, wakeup:
+            before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+            thread.start()
+            try:
+                yield
+            finally:
+                self._signals.shutdown(socket.SHUT_RD)
+                thread.join()
+                signal.set_wakeup_fd(before)
+
+    def _run(self) -> None:
+        number = self._next(None)
+        if number == 0:
+            return
+        if not self._is_ready():
+            os._exit(128 + number)
+        lib.pyorch_server_stop_accepting()
+        n = self._n_answering()
+        if n:
+            print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at once",
+                  file=sys.stderr, flush=True)
+        due = time.monotonic() + self._grace
+        while self._n_answering() and time.monotonic() < due:
+            if self._next(0.05):
+                self._end_now(number)
+        threading.Thread(target=lib.pyorch_server_cancel, daemon=True).start()
+        if self._next(_LAST_SECONDS) != 0:
+            self._end_now(number)
+
+    def _next(self, seconds: float | None) -> int | None:
+        """The number of the next signal; 0 when the server has returned, None after so many seconds."""
+        due = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if due is None else max(0.0, due - time.monotonic())
+            if not select.select([self._signals], [], [], left)[0]:
+                return None
+            received = self._signals.recv(1)
+            if not received:
+                return 0
+            if received[0] in _SIGNALS:
+                return received[0]
+
+    def _end_now(self, number: int) -> None:
+        try:
+            self._write()
+        finally:
+            os._exit(128 + number)
+
+    @staticmethod
+    def _n_answering() -> int:
+        connections = ffi.new("pyorch_connections *", {"struct_size": ffi.sizeof("pyorch_connections")})
+        lib.pyorch_server_get_connections(connections)
+        return connections.answering

@@ -1,0 +1,13 @@
+"""libpyorch-server, declared by the header that lies beside it: llama-server with routes of ours."""
+
+from __future__ import annotations
+
+import cffi
+
+from pyorch import _libs
+from pyorch.library.bindings import declarations
+
+_directory = _libs.lib_dir()
+ffi = cffi.FFI()
+ffi.cdef(declarations((_directory / "pyorch-server.h").read_text(encoding="utf-8")))
+lib = ffi.dlopen(str(_directory / f"libpyorch-server{_libs._SUFFIX}"))

@@ -1,0 +1,234 @@
+// The live view: asks /residency and /slots twice a second while somebody looks, and draws what changed.
+
+import { ExpertMap, IN_USE, LOADING, PINNED, RESIDENT, drawLine } from "./charts.js";
+
+const PERIOD_MS = 500;
+const SPAN = 120; // seconds that the lines show
+const FADING = 0.93; // of recent uses, from one reading to the next
+
+const $ = (id) => document.getElementById(id);
+const map = new ExpertMap($("map"));
+
+let key = sessionStorage.getItem("pyorch-key") ?? "";
+let last = null; // the reading before
+let heat = []; // by layer and expert: uses, fading
+let history = [];
+let asksSlots = true;
+let sliding = false;
+
+class Refused extends Error {}
+
+async function ask(path, body) {
+  const headers = key ? { Authorization: `Bearer ${key}` } : {};
+  if (body) headers["Content-Type"] = "application/json";
+  const answer = await fetch(path, { headers, method: body ? "POST" : "GET", body: body && JSON.stringify(body), cache: "no-store" });
+  if (answer.status === 401) throw new Refused("This key is not accepted.");
+  const value = await answer.json();
+  if (!answer.ok) throw new Error(value.error?.message ?? answer.statusText);
+  return value;
+}
+
+const size = (n) => {
+  const [unit, name] = n >= 2 ** 30 ? [2 ** 30, "GiB"] : n >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
+  return `${(n / unit).toFixed(n / unit < 10 ? 1 : 0)} ${name}`;
+};
+const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
+const ms = (n) => (!n ? "–" : n < 1000 ? `${n.toFixed(n < 10 ? 1 : 0)} ms` : `${(n / 1000).toFixed(1)} s`);
+
+// What happened between two readings, per second.
+function rates(now, before) {
+  const seconds = now.seconds - before.seconds;
+  const grown = (name) => now.totals[name] - before.totals[name];
+  const uses = grown("hits") + grown("misses");
+  const n_layers = now.layers.filter((layer) => layer.hits + layer.misses > 0).length || 1;
+  const foreseen = grown("prefetch_hits");
+  const absent = foreseen + grown("misses") - grown("prefetch_late");
+  return {
+    hit: uses > 0 ? grown("hits") / uses : null,
+    tokens: grown("tokens") / n_layers / seconds,
+    read: grown("bytes_read") / seconds,
+    stall: Math.min(1, grown("stall_ns") / 1e9 / seconds),
+    recall: absent > 0 && now.settings.prefetch !== "none" ? Math.min(1, foreseen / absent) : null,
+  };
+}
+
+function show(now) {
+  if (last && now.seconds > last.seconds) {
+    history.push([now.seconds, rates(now, last)]);
+    history = history.filter(([t]) => now.seconds - t <= SPAN);
+  }
+  $("model").textContent = now.model;
+  document.title = `pyorch · ${now.model}`;
+  drawFigures(now.totals);
+  warm(now);
+  drawMap(now);
+  showBudget(now.settings);
+  const { policy, prefetch, substitution } = now.settings;
+  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read`;
+  last = now;
+}
+
+// Figures are of the last two seconds, or of the whole time where nothing happened.
+function drawFigures(totals) {
+  const recent = history.slice(-4).map(([, rate]) => rate);
+  const mean = (name) => {
+    const known = recent.map((rate) => rate[name]).filter((value) => value !== null);
+    return known.length ? known.reduce((a, b) => a + b) / known.length : null;
+  };
+  const uses = totals.hits + totals.misses;
+  $("hit-rate").textContent = percent(mean("hit") ?? (uses ? totals.hits / uses : null));
+  $("tokens").textContent = mean("tokens") === null ? "–" : mean("tokens").toFixed(1);
+  $("read").textContent = mean("read") === null ? "–" : `${size(mean("read"))}/s`;
+  $("stall").textContent = percent(mean("stall"));
+  $("recall").textContent = percent(mean("recall") ?? totals.recall);
+  const line = (id, name, most) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), SPAN, most);
+  line("hit-rate-chart", "hit", 1);
+  line("tokens-chart", "tokens", null);
+  line("read-chart", "read", null);
+  line("stall-chart", "stall", 1);
+  line("recall-chart", "recall", 1);
+}
+
+function warm(now) {
+  heat = now.layers.map((layer, i) => layer.uses.map((n, e) => {
+    const before = last?.layers[i]?.uses[e] ?? n;
+    return (heat[i]?.[e] ?? Math.min(n, 8)) * FADING + Math.max(0, n - before);
+  }));
+}
+
+function drawMap(now) {
+  const most = Math.max(1, ...heat.map((row) => Math.max(...row)));
+  map.draw(now.layers.map((layer, i) => ({ ...layer, heat: heat[i].map((h) => Math.sqrt(h / most)) })));
+  describe(now);
+}
+
+function describe(now) {
+  if (!map.cursor) return;
+  const [r, e] = map.cursor;
+  const layer = now.layers[r];
+  const state = parseInt(layer.states[e], 16);
+  const words = [state & RESIDENT ? "in memory" : state & LOADING ? "being read" : "not in memory"];
+  if (state & PINNED) words.push("pinned");
+  if (state & IN_USE) words.push("in use");
+  const text = `layer ${layer.layer}, expert ${e}: ${words.join(", ")}, used ${layer.uses[e]} times`;
+  if ($("cell").textContent !== text) $("cell").textContent = text;
+}
+
+function showBudget(settings) {
+  const slider = $("budget");
+  slider.min = settings.least_budget;
+  slider.max = settings.most_budget;
+  slider.step = Math.max(1, Math.round((settings.most_budget - settings.least_budget) / 200));
+  if (!sliding) slider.value = settings.budget;
+  budgetText(sliding ? +slider.value : settings.budget, settings.most_budget);
+}
+
+function budgetText(n, all) {
+  $("budget-text").textContent = `${size(n)} of ${size(all)} (${((100 * n) / all).toFixed(0)} %)`;
+}
+
+function showSlots(slots) {
+  const rows = slots.map((slot) => {
+    const tokens = slot.next_token?.[0]?.n_decoded ?? 0;
+    const state = !slot.is_processing ? "idle" : tokens ? "answering" : "reading";
+    const had = slot.n_prompt_tokens !== undefined;
+    return [state, [slot.id, state, had ? slot.n_prompt_tokens : "–", had ? tokens : "–", ms(slot.t_prompt_ms), ms(slot.t_per_token_ms)]];
+  });
+  $("slots").replaceChildren(...rows.map(([state, cells]) => {
+    const row = document.createElement("tr");
+    row.className = state;
+    row.append(...cells.map((text) => Object.assign(document.createElement("td"), { textContent: text })));
+    return row;
+  }));
+}
+
+function say(text, kind) {
+  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").className = kind;
+}
+
+function askForKey(sentence) {
+  sessionStorage.removeItem("pyorch-key");
+  key = "";
+  $("key-error").textContent = sentence;
+  $("key-form").hidden = false;
+  $("main").hidden = true;
+  say("locked", "");
+  $("key").focus();
+}
+
+async function read() {
+  const now = await ask("residency");
+  $("key-form").hidden = true;
+  $("main").hidden = false;
+  show(now);
+  if (asksSlots) {
+    try {
+      showSlots(await ask("slots"));
+    } catch (error) {
+      if (error instanceof TypeError) throw error;
+      asksSlots = false; // the server was started with --no-slots
+      document.querySelector(".requests").hidden = true;
+    }
+  }
+  say("live", "live");
+}
+
+async function run() {
+  if (document.body.dataset.needsKey === "true" && !key) return askForKey("");
+  if (!document.hidden) {
+    try {
+      await read();
+    } catch (error) {
+      if (error instanceof Refused) return askForKey(error.message);
+      say(error instanceof TypeError ? "no connection" : error.message, "lost");
+    }
+  }
+  setTimeout(run, PERIOD_MS);
+}
+
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  key = $("key").value;
+  sessionStorage.setItem("pyorch-key", key);
+  $("key-error").textContent = "";
+  run();
+});
+
+$("budget").addEventListener("input", () => {
+  sliding = true;
+  budgetText(+$("budget").value, +$("budget").max);
+});
+$("budget").addEventListener("change", async () => {
+  try {
+    const now = await ask("residency", { budget: +$("budget").value });
+    $("budget-error").textContent = "";
+    sliding = false;
+    show(now);
+  } catch (error) {
+    $("budget-error").textContent = error.message;
+    sliding = false;
+  }
+});
+
+const point = (event) => {
+  const cell = map.at(event.clientX, event.clientY);
+  if (cell && last) { map.cursor = cell; drawMap(last); }
+};
+$("map").addEventListener("pointermove", point);
+$("map").addEventListener("pointerdown", point);
+$("map").addEventListener("keydown", (event) => {
+  if (map.move(event.key) && last) { event.preventDefault(); drawMap(last); }
+});
+new ResizeObserver(() => last && drawMap(last)).observe($("map"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => last && drawMap(last));
+
+for (const [style, text] of [["background: var(--absent)", "not in memory"], ["background: var(--loading)", "being read"], ["", "in memory, seldom to often used"], ["background: var(--ink); width: .35em; height: .35em; vertical-align: .15em", "pinned"]]) {
+  const item = document.createElement("span");
+  const sign = document.createElement("i");
+  style ? (sign.style.cssText = style) : (sign.className = "scale");
+  item.append(sign, text);
+  $("legend").append(item);
+}
+
+run();

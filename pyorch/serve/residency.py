@@ -1,0 +1,249 @@
+"""GET and POST /residency: what experts do now, and the settings that can be changed while the server runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pyorch.errors import PyorchError
+from pyorch.library.choices import default_policy, policies, predictors
+from pyorch.llama.apply import apply_prefetch, apply_substitution, check_prefetch, find_buddies
+from pyorch.llama.managed import ManagedModel
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.statistics import Stats
+from pyorch.serve.routes import Answer, Request, as_json, refusal
+from pyorch.settings.budget import Budget
+from pyorch.settings.prefetch import AUTO, Prefetch
+from pyorch.settings.substitution import Substitution
+
+# What a layer has of its own, in pyorch.runtime.statistics.Stats.
+LAYER_COUNTS = ("hits", "misses", "loads", "prefetch_loads", "prefetch_hits", "prefetch_late", "prefetch_wasted",
+                "evictions", "bytes_read", "stall_ns", "resident_experts", "resident_bytes")
+
+_HEX = bytes.maketrans(bytes(range(16)), b"0123456789abcdef")
+
+
+def recall(stats: Stats) -> float | None:
+    """Of the experts that layers found absent or would have, the share that had been read ahead; None without any."""
+    foreseen, absent = stats.prefetch_hits, stats.prefetch_hits + stats.misses - stats.prefetch_late
+    return foreseen / absent if absent > 0 else None
+
+
+class Residency:
+    """The experts of the model that is served.
+
+    local_only: changes are accepted from this machine only, for there is no API key that the server checks.
+    """
+
+    def __init__(self, managed: ManagedModel, local_only: bool) -> None:
+        self._managed = managed
+        self._local_only = local_only
+        self._began = time.monotonic()
+        self._changing = threading.Lock()
+        self._policy = managed.settings.policy or default_policy()
+        self._prefetch = str(managed.prefetch)
+        self._substitution = managed.settings.substitution
+        self._buddies = managed.buddies
+
+    @property
+    def engine(self) -> Engine:
+        """PyorchError for a dense model."""
+        if self._managed.engine is None:
+            raise PyorchError(f"{os.path.basename(self._managed.path)} is served without an engine: it has no routed "
+                              "experts, or llama.cpp keeps them")
+        return self._managed.engine
+
+    def get(self, _: Request) -> Answer:
+        return as_json(self.state())
+
+    def post(self, request: Request) -> Answer:
+        if self._local_only and not request.is_from_here():
+            return refusal(403, "settings are changed from the machine that serves, at its loopback address, or from "
+                                "anywhere with an API key (start the server with -- --api-key KEY)")
+        try:
+            body = json.loads(request.body)
+        except ValueError:
+            return refusal(400, "the body is not JSON")
+        if not isinstance(body, dict) or not body:
+            return refusal(400, f"the body is not an object with some of {', '.join(self._changes())}")
+        with self._changing:
+            self.change(body)
+        return as_json(self.state())
+
+    def state(self) -> dict[str, Any]:
+        """One reading of all layers; see docs/serving.md."""
+        engine, info = self.engine, self._managed.map.info
+        snapshot = engine.snapshot()
+        flags = snapshot.flags.tobytes().translate(_HEX).decode()
+        width = snapshot.flags.shape[1]
+        layers = []
+        for i, (il, n_expert) in enumerate(engine.n_expert.items()):
+            lossy = engine.substitution_stats(il)
+            layers.append({
+                "layer": il, "states": flags[i * width : i * width + n_expert],
+                "uses": snapshot.uses[i, :n_expert].tolist(),
+                **{name: getattr(snapshot.layers[i], name) for name in LAYER_COUNTS},
+                "substituted": lossy.substituted, "dropped": lossy.dropped,
+            })
+        lossy, speculated = engine.substitution_stats(), engine.speculation_stats()
+        return {
+            "model": os.path.basename(self._managed.path),
+            "seconds": round(time.monotonic() - self._began, 3),
+            "settings": {
+                "budget": snapshot.stats.budget_bytes, "least_budget": info.floor_bytes,
+                "most_budget": info.slots_bytes,
+                "policy": self._policy, "prefetch": self._prefetch,
+                "substitution": None if self._substitution is None else str(self._substitution),
+                "policies": list(policies().present), "predictors": [AUTO, *predictors().present],
+            },
+            "totals": {**dataclasses.asdict(snapshot.stats), "recall": recall(snapshot.stats),
+                       "substituted": lossy.substituted, "dropped": lossy.dropped,
+                       "speculated": speculated.slots},
+            "layers": layers,
+        }
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Changes what is named. PyorchError for what cannot be; what was changed before that has its old value again.
+
+        Everything is read before anything is changed.
+        """
+        changes = self._changes()
+        unknown = sorted(set(settings) - set(changes))
+        if unknown:
+            raise PyorchError(f'setting "{unknown[0]}" is not known: use {", ".join(changes)}')
+        steps = [step for name in changes if name in settings for step in [changes[name](settings[name])]]
+        undo: list[Callable[[], None]] = []
+        try:
+            for step in steps:
+                undo.append(step())
+        except PyorchError:
+            for back in reversed(undo):
+                back()
+            raise
+
+    # Each reads a value, and gives what sets it; that gives what sets it back.
+
+    def _changes(self) -> dict[str, Callable[[Any], Callable[[], Callable[[], None]]]]:
+        return {"budget": self._budget, "policy": self._choose_policy, "prefetch": self._read_ahead, "pin": self._pin,
+                "unpin": self._unpin, "substitution": self._substitute}
+
+    def _budget(self, value: Any) -> Callable[[], Callable[[], None]]:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise PyorchError(f"budget {json.dumps(value)} is not understood: use bytes, or text such as \"40%\" or "
+                              '"1.5GiB"')
+        n_bytes = Budget.parse(value).resolve(self._managed.map.info)
+
+        def step() -> Callable[[], None]:
+            before = self.engine.stats().budget_bytes
+            self.engine.set_budget(n_bytes)
+            return lambda: self.engine.set_budget(before)
+
+        return step
+
+    def _choose_policy(self, value: Any) -> Callable[[], Callable[[], None]]:
+        policies().choose(_text("policy", value))
+
+        def set_to(policy: str) -> None:
+            self.engine.set_policy(policy)
+            self._policy = policy
+
+        def step() -> Callable[[], None]:
+            before = self._policy
+            set_to(value)
+            return lambda: set_to(before)
+
+        return step
+
+    def _read_ahead(self, value: Any) -> Callable[[], Callable[[], None]]:
+        prefetch = Prefetch.parse(_text("prefetch", value))
+        check_prefetch(prefetch, len(self.engine.n_expert))
+        if self._managed.speculating:
+            raise PyorchError("layers compute with what the predictor forecasts (--speculate): it stays")
+
+        def set_to(prefetch: Prefetch) -> None:
+            apply_prefetch(prefetch, self.engine, self._managed.sidecars)
+            self._prefetch = str(prefetch)
+
+        def step() -> Callable[[], None]:
+            before = Prefetch.parse(self._prefetch)
+            set_to(prefetch)
+            return lambda: set_to(before)
+
+        return step
+
+    def _pin(self, value: Any) -> Callable[[], Callable[[], None]]:
+        experts = self._experts("pin", value)
+        return lambda: self._each(experts, self.engine.pin, self.engine.unpin)
+
+    def _unpin(self, value: Any) -> Callable[[], Callable[[], None]]:
+        experts = self._experts("unpin", value)
+        return lambda: self._each(experts, self.engine.unpin, self.engine.pin)
+
+    def _each(self, experts: dict[int, list[int]], do: Callable, undo: Callable) -> Callable[[], None]:
+        done: list[tuple[int, list[int]]] = []
+
+        def back() -> None:
+            for il, ids in reversed(done):
+                undo(il, ids)
+
+        flags = {il: self.engine.residency(il).pinned for il in experts}
+        try:
+            for il, ids in experts.items():
+                changing = [i for i in ids if flags[il][i] != (do == self.engine.pin)]
+                do(il, changing)
+                done.append((il, changing))
+        except PyorchError:
+            back()
+            raise
+        return back
+
+    def _experts(self, name: str, value: Any) -> dict[int, list[int]]:
+        """Of {"3": [1, 2]}: experts by layer."""
+        try:
+            experts = {int(il): sorted({_index(i) for i in ids}) for il, ids in value.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise PyorchError(f'{name} is not understood: use lists of experts by layer, such as {{"3": [0, 7]}}') from None
+        for il, ids in experts.items():
+            n_expert = self.engine.n_expert.get(il)
+            if n_expert is None:
+                raise PyorchError(f"{name}: layer {il} has no routed experts")
+            if ids and not 0 <= ids[0] <= ids[-1] < n_expert:
+                raise PyorchError(f"{name}: layer {il} has experts 0 to {n_expert - 1}, not {ids[0]} to {ids[-1]}")
+        return experts
+
+    def _substitute(self, value: Any) -> Callable[[], Callable[[], None]]:
+        wanted = None if value is None else Substitution.parse(_text("substitution", value))
+        if wanted is not None and not wanted.lossy:
+            wanted = None
+        if wanted is not None and self._managed.speculating:
+            raise PyorchError("with speculative execution nothing is absent that could be substituted")
+        lists = self._buddies or find_buddies(wanted, self._managed.settings.buddies, self._managed.sidecars)
+
+        def set_to(substitution: Substitution | None) -> None:
+            for il in self.engine.n_expert:
+                apply_substitution(self.engine, il, substitution, lists)
+            self._substitution, self._buddies = substitution, lists
+
+        def step() -> Callable[[], None]:
+            before = self._substitution
+            set_to(wanted)
+            return lambda: set_to(before)
+
+        return step
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise PyorchError(f"{name} {json.dumps(value)} is not text")
+    return value
+
+
+def _index(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(value)
+    return value

@@ -1,0 +1,122 @@
+"""Routes of ours on llama-server's port: what they are asked, and how they answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from pyorch.errors import PyorchError
+from pyorch.serve.library import ffi, lib
+
+JSON = "application/json; charset=utf-8"
+HTML = "text/html; charset=utf-8"
+SCRIPT = "text/javascript; charset=utf-8"
+STYLE = "text/css; charset=utf-8"
+
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request for a route.
+
+    headers: by name, in lower case. own: what llama-server itself answers to it, "" where it lacks the route; own_status
+    with it. local: it came over the loopback interface or a Unix socket.
+    """
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    own: str
+    own_status: int
+    local: bool
+
+    def is_from_here(self) -> bool:
+        """Whether a program of this machine sent it, or a page of this server in a browser of this machine.
+
+        A page of another site is not taken in: it may make a browser of this machine send requests, but not without its
+        own name as their origin, or as the name of this server.
+        """
+        host = self.headers.get("host", "")
+        origin = self.headers.get("origin")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        return self.local and name in _LOOPBACK_NAMES and origin in (None, f"http://{host}", f"https://{host}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """location: where a redirection leads."""
+
+    body: str
+    type: str = JSON
+    status: int = 200
+    location: str = ""
+
+
+def as_json(value: Any, status: int = 200) -> Answer:
+    return Answer(json.dumps(value, separators=(",", ":"), allow_nan=False), status=status)
+
+
+def refusal(status: int, sentence: str) -> Answer:
+    """An error, in the form that llama-server gives it."""
+    return as_json({"error": {"code": status, "message": sentence, "type": "invalid_request_error"}}, status)
+
+
+Handler = Callable[[Request], Answer]
+
+
+class Routes:
+    """Routes of ours, for the server that runs next. Must outlive it.
+
+    A handler runs on a thread of the server. PyorchError is answered with status 400 and its sentence.
+
+    prefix: of all routes, that of --api-prefix.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._handlers: dict[tuple[str, str], Handler] = {}
+        self._callback = ffi.callback("pyorch_answer_fn", self._answer)
+
+    def add(self, method: str, path: str, handler: Handler, public: bool = False) -> None:
+        """public: needs no API key."""
+        self._handlers[method, path] = handler
+        lib.pyorch_server_add_route(method.encode(), path.encode(), self._callback, ffi.NULL)
+        if public:
+            lib.pyorch_server_make_public(f"{self._prefix}{path}".encode())
+
+    def _answer(self, _user: object, exchange: Any) -> None:
+        answer = self._answer_to(exchange)
+        body = answer.body.encode()
+        lib.pyorch_server_answer(exchange, answer.status, answer.type.encode(),
+                                 answer.location.encode() if answer.location else ffi.NULL, body, len(body))
+
+    def _answer_to(self, exchange: Any) -> Answer:
+        try:
+            request = _read(exchange)
+            return self._handlers[request.method, ffi.string(exchange.route).decode()](request)
+        except PyorchError as error:
+            return refusal(400, str(error))
+        except Exception as error:  # noqa: BLE001: the server goes on
+            traceback.print_exc(file=sys.stderr)
+            return refusal(500, f"{type(error).__name__}: {error}")
+
+
+def _read(exchange: Any) -> Request:
+    def text(pointer: Any) -> str:
+        return ffi.string(pointer).decode("utf-8", "replace")
+
+    def data(pointer: Any, size: int) -> bytes:
+        return bytes(ffi.buffer(pointer, size)) if size else b""
+
+    headers = dict(line.split(": ", 1) for line in text(exchange.headers).splitlines() if ": " in line)
+    return Request(
+        text(exchange.method), text(exchange.path), {name.lower(): value for name, value in headers.items()},
+        data(exchange.body, exchange.body_size), data(exchange.data, exchange.data_size).decode("utf-8", "replace"),
+        exchange.status, bool(exchange.local),
+    )

@@ -1,0 +1,133 @@
+"""A headless Chromium, spoken to over the pipe of its DevTools protocol: for tests and pictures of pages."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+PATIENCE_SECONDS = 300.0
+
+
+def find() -> str | None:
+    """The system's Chromium, None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Page:
+    """One page of a browser of its own, which ends with it.
+
+    console: what the page wrote as errors and warnings, and exceptions that nobody caught.
+    """
+
+    def __init__(self, width: int = 1180, height: int = 900, dark: bool = False) -> None:
+        self.console: list[str] = []
+        self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
+        to_browser, self._to = os.pipe()
+        self._from, from_browser = os.pipe()
+        # The browser reads its commands from descriptor 3, and writes to 4.
+        arguments = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+                     "--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}")
+        with open(Path(self._profile.name) / "log", "wb") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", find() or NAMES[0], *arguments],
+                pass_fds=(to_browser, from_browser), stdout=log, stderr=log)
+        os.close(to_browser)
+        os.close(from_browser)
+        self._received = b""
+        self._n_sent = 0
+        self._session: str | None = None
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+        self.look(width, height, dark)
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._to)
+        os.close(self._from)
+        self._profile.cleanup()
+
+    def look(self, width: int, height: int, dark: bool = False) -> None:
+        """Size in CSS pixels, and the colours that the system prefers."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, url: str) -> None:
+        self.send("Page.navigate", url=url)
+
+    def value(self, expression: str) -> Any:
+        """Of JavaScript; awaited where it is a promise."""
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(json.dumps(answer["exceptionDetails"]))
+        return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> Any:
+        """Until it is true."""
+        due = time.monotonic() + PATIENCE_SECONDS
+        while not (value := self.value(expression)):
+            if time.monotonic() > due:
+                raise TimeoutError(f"{expression} does not become true; the page says {self.console}")
+            time.sleep(0.05)
+        return value
+
+    def press(self, key: str) -> None:
+        """A key by its name, such as ArrowRight."""
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS.get(key, 0))
+
+    def picture(self, path: Path) -> None:
+        """A PNG of the whole page."""
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(shot["data"]))
+
+    def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command of the protocol, and its result."""
+        self._n_sent += 1
+        message = {"id": self._n_sent, "method": method, "params": parameters}
+        if self._session is not None:
+            message["sessionId"] = self._session
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._n_sent:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]
+            self._note(answer.get("method"), answer.get("params", {}))
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._received:
+            part = os.read(self._from, 1 << 20)
+            if not part:
+                raise RuntimeError("the browser ended: " + (Path(self._profile.name) / "log").read_text()[-2000:])
+            self._received += part
+        message, self._received = self._received.split(b"\0", 1)
+        return json.loads(message)
+
+    def _note(self, event: str | None, what: dict[str, Any]) -> None:
+        if event == "Runtime.exceptionThrown":
+            self.console.append(json.dumps(what["exceptionDetails"]))
+        elif event == "Runtime.consoleAPICalled" and what["type"] in ("error", "warning", "assert"):
+            self.console.append(json.dumps(what["args"]))
+        elif event == "Log.entryAdded" and what["entry"]["level"] in ("error", "warning"):
+            self.console.append(what["entry"]["text"] + " " + what["entry"].get("url", ""))
+
+
+_KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9, "Enter": 13, "Home": 36, "End": 35}

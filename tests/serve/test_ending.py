@@ -1,0 +1,91 @@
+"""How a server ends, and what half-sent requests can do to it."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import socket
+from contextlib import closing
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from processes import HANG_SECONDS
+from servers import ServerProcess, Stream, free_port, pyorch_serve, wait_until
+
+ENDLESS = -1  # tokens
+
+
+def serve(start, model: Path, *options: str) -> ServerProcess:
+    port = free_port()
+    return start(pyorch_serve(model, "--budget", "30%", "--port", str(port), "--threads", "1", "--json", *options, "--",
+                              "--context-shift"), port)
+
+
+def half_sent(server: ServerProcess, text: bytes) -> socket.socket:
+    address = urlsplit(server.url)
+    connection = socket.create_connection((address.hostname, address.port), timeout=HANG_SECONDS)
+    connection.sendall(text)
+    return connection
+
+
+def test_a_request_that_runs_is_answered_wholly_and_new_ones_are_not_accepted(start, small_moe: Path):
+    server = serve(start, small_moe, "--grace", "800")
+    with closing(Stream(server, 1500)) as stream:
+        answers = iter(stream)
+        next(answers)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "1 request" in server.log.read_text())
+        with pytest.raises(OSError):
+            half_sent(server, b"GET /health HTTP/1.1\r\n\r\n").recv(1)
+        assert [answer["stop"] for answer in answers][-1] and server.process.wait(HANG_SECONDS) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_left_after_the_grace_is_cut_and_everything_is_written(start, small_moe: Path, tmp_path: Path, number):
+    maps, learned = tmp_path / "maps.gguf", tmp_path / "learned.gguf"
+    server = serve(start, small_moe, "--grace", "0", "--prefetch", "expert-map", "--maps", str(maps),
+                   "--learned", str(learned))
+    with closing(Stream(server, ENDLESS)) as stream:
+        next(iter(stream))
+        waiting = [half_sent(server, text) for text in (b"POST /completion HTTP/1.1\r\n", b"GET", b"", b"P", b"G")]
+        status, stdout = server.stop(number)
+        for connection in waiting:
+            connection.close()
+    assert status == 0, server.log.read_text()
+    assert json.loads(stdout.splitlines()[-1])["misses"] > 0 and maps.stat().st_size and learned.stat().st_size
+
+
+def test_half_sent_requests_do_not_wait_for_the_grace(start, small_moe: Path):
+    server = serve(start, small_moe, "--grace", str(2 * HANG_SECONDS))
+    head = b"POST /completion HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    waiting = [half_sent(server, head) for _ in range(5)]
+    status, _ = server.stop()
+    assert status == 0 and all(connection.recv(1) == b"" for connection in waiting)
+    for connection in waiting:
+        connection.close()
+
+
+def test_a_second_signal_ends_it_at_once_and_it_still_writes(start, small_moe: Path, tmp_path: Path):
+    learned = tmp_path / "learned.gguf"
+    server = serve(start, small_moe, "--grace", str(2 * HANG_SECONDS), "--learned", str(learned))
+    with closing(Stream(server, ENDLESS)) as stream:
+        answers = iter(stream)
+        next(answers)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "a second signal" in server.log.read_text())
+        status, stdout = server.stop()
+    assert status == 128 + signal.SIGTERM and learned.stat().st_size
+    assert json.loads(stdout.splitlines()[-1])["misses"] > 0
+
+
+def test_150_half_sent_requests_do_not_make_others_wait(start, small_moe: Path):
+    server = serve(start, small_moe)
+    waiting = [half_sent(server, b"POST /completion HTTP/1.1\r\nHost: here\r\n") for _ in range(150)]
+    assert server.get("/health") == {"status": "ok"}
+    # None of them was ended for it.
+    assert select.select(waiting, [], [], 0)[0] == []
+    for connection in waiting:
+        connection.close()
+    assert server.stop()[0] == 0

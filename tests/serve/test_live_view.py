@@ -1,0 +1,87 @@
+"""The live view in a browser, before a server that decodes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from servers import ServerProcess, Stream, free_port, pyorch_serve
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import chromium  # noqa: E402
+
+pytestmark = pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
+
+KEY = "a-key"
+
+
+@contextmanager
+def decoding(server: ServerProcess, key: str = "") -> Iterator[None]:
+    """A request is being answered inside."""
+    with closing(Stream(server, -1, key)) as stream:
+        answers = iter(stream)
+        next(answers)
+        ended = threading.Event()
+
+        def read() -> None:
+            for _ in answers:
+                if ended.is_set():
+                    return
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        yield
+        ended.set()
+        reader.join()
+
+
+@pytest.fixture(scope="module")
+def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
+    port = free_port()
+    command = pyorch_serve(small_moe, "--budget", "30%", "--prefetch", "previous-token", "--port", str(port),
+                           "--threads", "1", "--", "--context-shift", "--api-key", KEY)
+    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def test_it_moves_while_the_server_decodes_and_its_slider_sets_the_budget(server: ServerProcess):
+    def text(name: str) -> str:
+        return f"document.getElementById('{name}').textContent"
+
+    with chromium.Page() as page, decoding(server, KEY):
+        page.open(f"{server.url}/pyorch")
+        page.wait_for("document.getElementById('key-form') && !document.getElementById('key-form').hidden")
+        page.value(f"document.getElementById('key').value = '{KEY}'; document.querySelector('#key-form button').click()")
+        page.wait_for(f"{text('state')} == 'live' && {text('hit-rate')}.includes('%') && {text('read')}.includes('/s')")
+        page.wait_for(f"parseFloat({text('tokens')}) > 0 && {text('recall')}.includes('%')")
+        page.wait_for("document.querySelector('#slots tr.answering td:nth-child(6)')?.textContent.includes('ms')")
+
+        # The map shows other colours when the next tokens were decoded.
+        pixels = "document.getElementById('map').toDataURL()"
+        before = page.value(pixels)
+        page.wait_for(f"{pixels} != {before!r}")
+
+        # By keyboard: one expert after another.
+        page.value("document.getElementById('map').focus()")
+        for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
+            page.press(key)
+        page.wait_for(f"{text('cell')}.startsWith('layer 1, expert 1: ')")
+
+        shown = page.value(text("budget-text"))
+        page.value("document.getElementById('budget').focus()")
+        page.press("End")
+        page.wait_for(f"{text('budget-text')} != {shown!r} && {text('budget-text')}.includes('100 %')")
+        page.wait_for(f"fetch('residency', {{headers: {{Authorization: 'Bearer {KEY}'}}}}).then(r => r.json())"
+                      ".then(s => s.settings.budget == s.settings.most_budget)")
+
+        # As wide as a phone: nothing lies outside.
+        page.look(360, 740, dark=True)
+        page.wait_for("document.documentElement.scrollWidth <= 360")
+        assert page.console == []
+    assert server.process.poll() is None

@@ -1,0 +1,168 @@
+"""The routes that llama-server lacks: /metrics with ours in it, /residency, and the live view's files."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from models import PROMPT
+from processes import HANG_SECONDS
+from prometheus_client.parser import text_string_to_metric_families
+from servers import ServerProcess, free_port, pyorch_serve
+
+from pyorch.library.bindings import lib
+
+KEY = "the key of this test"
+
+
+@pytest.fixture(scope="module")
+def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
+    port = free_port()
+    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1")
+    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def ask(server: ServerProcess, path: str, body: object = None, **headers: str) -> tuple[int, str]:
+    data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, {name.replace("_", "-"): value
+                                                              for name, value in headers.items()})
+    try:
+        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def residency(server: ServerProcess, **headers: str) -> dict:
+    status, text = ask(server, "/residency", **headers)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def change(server: ServerProcess, **settings: object) -> dict:
+    status, text = ask(server, "/residency", settings)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def test_metrics_are_those_of_llama_server_and_of_the_experts(server: ServerProcess):
+    assert server.complete(PROMPT)
+    status, text = ask(server, "/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert status == 200 and families["llamacpp:tokens_predicted"].samples
+    value = {name: family.samples[0].value for name, family in families.items() if len(family.samples) == 1}
+    assert value["pyorch_expert_misses"] > 0 and value["pyorch_read_bytes"] > 0 and value["pyorch_stall_seconds"] > 0
+    assert 0 < value["pyorch_resident_bytes"] <= value["pyorch_used_bytes"] <= value["pyorch_budget_bytes"]
+    for name in ("expert_hits", "expert_misses", "expert_loads", "read_bytes", "prefetch_useful", "prefetch_late",
+                 "prefetch_wasted", "substituted_slots", "dropped_slots", "resident_bytes"):
+        by_layer = [sample.value for sample in families[f"pyorch_layer_{name}"].samples]
+        assert len(by_layer) == 8 and sum(by_layer) == value[f"pyorch_{name}"], name
+    stalls = [sample.value for sample in families["pyorch_layer_stall_seconds"].samples]
+    assert sum(stalls) == pytest.approx(value["pyorch_stall_seconds"])
+
+
+def test_a_snapshot_is_one_reading_of_all_layers(server: ServerProcess):
+    assert server.complete(PROMPT)
+    state = residency(server)
+    totals = state["totals"]
+    for name in ("hits", "misses", "loads", "bytes_read", "resident_experts", "resident_bytes"):
+        assert sum(layer[name] for layer in state["layers"]) == totals[name], name
+    resident = [sum(int(flags, 16) & lib.PYORCH_RESIDENT != 0 for flags in layer["states"]) for layer in state["layers"]]
+    assert resident == [layer["resident_experts"] for layer in state["layers"]]
+    assert [sum(layer["uses"]) for layer in state["layers"]] == [
+        layer["hits"] + layer["misses"] for layer in state["layers"]]
+
+
+def test_settings_change_while_it_runs(server: ServerProcess):
+    before = residency(server)["settings"]
+    changed = change(server, budget="60%", policy="lru", prefetch="previous-token:1", pin={"1": [3, 5]})
+    assert changed["settings"]["budget"] > before["budget"]
+    assert (changed["settings"]["policy"], changed["settings"]["prefetch"]) == ("lru", "previous-token:1")
+    pinned = changed["layers"][1]["states"]
+    assert [i for i, flags in enumerate(pinned) if int(flags, 16) & lib.PYORCH_PINNED] == [3, 5]
+    assert server.complete(PROMPT)
+    state = change(server, unpin={"1": [3, 5]}, budget=before["budget"], policy=before["policy"],
+                   prefetch=before["prefetch"])
+    assert not any(int(flags, 16) & lib.PYORCH_PINNED for layer in state["layers"] for flags in layer["states"])
+    assert state["settings"] == before and state["totals"]["used_bytes"] <= before["budget"]
+
+
+def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
+    change(server, budget="25%", substitution="mode=random,prefill")
+    assert server.complete("class Matrix:\n    def __init__(self, rows):\n" + PROMPT)
+    state = change(server, substitution=None, budget="40%")
+    n = state["totals"]["substituted"]
+    assert n > 0 and n == sum(layer["substituted"] for layer in state["layers"])
+    assert server.complete("def other(rows):\n")
+    assert residency(server)["totals"]["substituted"] == n
+
+
+@pytest.mark.parametrize(("body", "sentence"), [
+    (b"{", "is not JSON"),
+    ([], "is not an object"),
+    ({"budge": 1}, 'setting "budge" is not known: use budget'),
+    ({"budget": "1KiB"}, "below the floor"),
+    ({"budget": "much"}, 'budget "much" is not understood'),
+    ({"budget": True}, "budget true is not understood"),
+    ({"budget": "auto"}, "needs a size"),
+    ({"policy": "newest"}, 'policy "newest" is not known'),
+    ({"policy": "belady"}, "know the future"),
+    ({"prefetch": "stars"}, 'predictor "stars" is not known'),
+    ({"prefetch": "next-router:99"}, "99 is not from 1 to"),
+    ({"pin": {"99": [1]}}, "layer 99 has no routed experts"),
+    ({"pin": {"0": [9999]}}, "has experts 0 to"),
+    ({"pin": [1]}, "pin is not understood"),
+    ({"substitution": "colour=red"}, 'setting "colour" is not known'),
+    ({"substitution": "default"}, "no buddy lists"),
+    # Nothing is changed where one of them cannot be.
+    ({"budget": "70%", "policy": "newest"}, 'policy "newest" is not known'),
+    ({"policy": "fifo", "pin": {str(il): list(range(20)) for il in range(8)}}, "pinned"),
+])
+def test_a_setting_that_cannot_be_is_refused_and_nothing_changes(server: ServerProcess, body: object, sentence: str):
+    before = residency(server)["settings"]
+    status, text = ask(server, "/residency", body)
+    assert status == 400 and sentence in json.loads(text)["error"]["message"], text
+    assert residency(server)["settings"] == before
+
+
+def test_pages_of_other_sites_change_nothing(server: ServerProcess):
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example", "Origin": "http://evil.example"},
+                    {"Host": "evil.example:80"}, {"Origin": "null"}):
+        status, text = ask(server, "/residency", {"policy": "lru"}, **headers)
+        assert status == 403 and "--api-key" in text, headers
+    assert ask(server, "/residency", {"policy": "learned"}, Origin=server.url)[0] == 200
+
+
+def test_with_an_api_key_only_the_page_itself_is_open(start, small_moe: Path):
+    port = free_port()
+    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--", "--api-key", KEY,
+                           "--api-prefix", "/here")
+    server = start(command, port)
+    for path in ("/here/pyorch", "/here/pyorch/live.js", "/here/pyorch/live.css", "/here/pyorch/charts.js", "/here/"):
+        assert ask(server, path)[0] == 200, path
+    for path in ("/here/residency", "/here/metrics"):
+        assert ask(server, path)[0] == 401
+        assert ask(server, path, Authorization=f"Bearer {KEY}")[0] == 200
+    assert ask(server, "/here/residency", {"policy": "lru"})[0] == 401
+    # Who has the key may be anywhere.
+    headers = {"Authorization": f"Bearer {KEY}", "Origin": "http://elsewhere.example"}
+    assert ask(server, "/here/residency", {"policy": "lru"}, **headers)[0] == 200
+
+
+def test_the_root_leads_to_the_live_view(server: ServerProcess):
+    with urllib.request.urlopen(server.url, timeout=HANG_SECONDS) as answer:
+        assert answer.url == f"{server.url}/pyorch" and "<title>pyorch</title>" in answer.read().decode()
+
+
+def test_a_dense_model_has_llama_servers_metrics_only(start, dense_model: Path):
+    port = free_port()
+    server = start(pyorch_serve(dense_model, "--port", str(port), "--threads", "1", "--", "-c", "64"), port)
+    assert "pyorch_" not in ask(server, "/metrics")[1] and ask(server, "/metrics")[0] == 200
+    status, text = ask(server, "/residency")
+    assert status == 400 and "no routed experts" in text

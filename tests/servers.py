@@ -1,0 +1,88 @@
+"""Servers as processes of their own, spoken to over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from models import PROMPT
+from processes import HANG_SECONDS
+
+# A prompt of which a part is cached is computed in other batches, whose sums round otherwise.
+WHOLE_PROMPT = {"cache_prompt": False}
+
+
+class ServerProcess:
+    """A server that is ready to answer. stderr goes to a file, so that it never blocks."""
+
+    def __init__(self, command: list[str], port: int, log: Path) -> None:
+        import openai  # takes half a second, which no other process of the tests needs to spend
+
+        self.log = log
+        self.internal_error = openai.InternalServerError
+        self.url = f"http://127.0.0.1:{port}"
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS)
+        wait_until(lambda: "serving" in self.log.read_text() or self.process.poll() is not None)
+        assert self.process.poll() is None, self.log.read_text()
+
+    def complete(self, prompt: object, n: int = 16, **options: object) -> str:
+        answer = self.client.completions.create(model="", prompt=prompt, max_tokens=n, temperature=0, **options)
+        return answer.choices[0].text
+
+    def get(self, path: str) -> object:
+        with urllib.request.urlopen(self.url + path, timeout=HANG_SECONDS) as answer:
+            return json.load(answer)
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
+        """Exit status and standard output."""
+        self.process.send_signal(number)
+        stdout, _ = self.process.communicate(timeout=HANG_SECONDS)
+        return self.process.returncode, stdout
+
+
+class Stream:
+    """An answer of so many tokens that is being written, -1: it has no end; its parts come one by one."""
+
+    def __init__(self, server: ServerProcess, n: int, key: str = "") -> None:
+        address = urlsplit(server.url)
+        self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=HANG_SECONDS)
+        body = {"prompt": PROMPT, "n_predict": n, "stream": True, "ignore_eos": True, "temperature": 0}
+        self._connection.request("POST", "/completion", json.dumps(body),
+                                 {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
+        self._lines = iter(self._connection.getresponse().readline, b"")
+
+    def __iter__(self) -> Iterator[dict]:
+        for line in self._lines:
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pyorch_serve(model: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "pyorch", "serve", str(model), *options]
