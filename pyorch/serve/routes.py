@@ -80,6 +80,8 @@ class Routes:
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
+        for path in ("/health", "/v1/health"):  # which llama-server leaves open without a prefix only
+            lib.pyorch_server_make_public(f"{prefix}{path}".encode())
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)
 

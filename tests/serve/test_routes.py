@@ -122,7 +122,7 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
     ({"substitution": "default"}, "no buddy lists"),
     # Nothing is changed where one of them cannot be.
     ({"budget": "70%", "policy": "newest"}, 'policy "newest" is not known'),
-    ({"policy": "fifo", "pin": {str(il): list(range(20)) for il in range(8)}}, "pinned"),
+    ({"policy": "fifo", "pin": {str(il): list(range(30)) for il in range(8)}}, "budget"),
 ])
 def test_a_setting_that_cannot_be_is_refused_and_nothing_changes(server: ServerProcess, body: object, sentence: str):
     before = residency(server)["settings"]

@@ -116,15 +116,20 @@ function describe(now) {
 
 function showBudget(settings) {
   const slider = $("budget");
-  slider.min = settings.least_budget;
-  slider.max = settings.most_budget;
-  slider.step = Math.max(1, Math.round((settings.most_budget - settings.least_budget) / 200));
-  if (!sliding) slider.value = settings.budget;
-  budgetText(sliding ? +slider.value : settings.budget, settings.most_budget);
+  const { budget, least_budget, most_budget } = settings;
+  if (!sliding) slider.value = Math.round((slider.max * (budget - least_budget)) / Math.max(1, most_budget - least_budget));
+  budgetText(sliding ? chosenBudget(settings) : budget, most_budget);
+}
+
+// Bytes that the slider stands at.
+function chosenBudget({ least_budget, most_budget }) {
+  return Math.round(least_budget + ((most_budget - least_budget) * $("budget").value) / $("budget").max);
 }
 
 function budgetText(n, all) {
-  $("budget-text").textContent = `${size(n)} of ${size(all)} (${((100 * n) / all).toFixed(0)} %)`;
+  const text = `${size(n)} of ${size(all)} (${((100 * n) / all).toFixed(0)} %)`;
+  $("budget-text").textContent = text;
+  $("budget").setAttribute("aria-valuetext", text);
 }
 
 function showSlots(slots) {
@@ -197,11 +202,11 @@ $("key-form").addEventListener("submit", (event) => {
 
 $("budget").addEventListener("input", () => {
   sliding = true;
-  budgetText(+$("budget").value, +$("budget").max);
+  if (last) budgetText(chosenBudget(last.settings), last.settings.most_budget);
 });
 $("budget").addEventListener("change", async () => {
   try {
-    const now = await ask("residency", { budget: +$("budget").value });
+    const now = await ask("residency", { budget: chosenBudget(last.settings) });
     $("budget-error").textContent = "";
     sliding = false;
     show(now);
