@@ -27,6 +27,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -164,7 +165,9 @@ class _Table:
         self._known.append(key)
         if key not in self._left:
             if not default:
-                raise FormatError(f"{self.where}: {key} is missing")
+                misspelt = difflib.get_close_matches(key, self._left, 1)
+                instead = f', and "{misspelt[0]}" is not known' if misspelt else ""
+                raise FormatError(f"{self.where}: {key} is missing{instead}")
             return default[0]
         value = self._left.pop(key)
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)

@@ -47,7 +47,8 @@ def read_any(path: str | os.PathLike[str], kind: str, version: int, command: str
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+        hint = f": `pyorch {command}` makes one" if isinstance(error, FileNotFoundError) else ""
+        raise FormatError(f"{path} cannot be read: {error.strerror}{hint}") from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or value.get("kind") != kind:

@@ -82,6 +82,7 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     ('name = "lab"', 'name = "clinic"', 'two servers have the name "clinic"'),
     ('name = "lab"', 'name = "a lab"', '"a lab" is not made of letters'),
     ('memory = "40%"', "", r"\[\[server\]\] 3: memory is missing"),
+    ('memory = "40%"', 'memroy = "40%"', r'3: memory is missing, and "memroy" is not known'),
     ('memory = "40%"', 'memory = "much"', r'3: memory "much" is neither a size such as "2GiB" nor a share'),
     ('memory = "40%"', "memory = 0.4", r"memory is 0.4, not a text or a whole number or a list"),
     ('memory = "40%"', "memory = []", "memory names 0 devices"),
