@@ -34,13 +34,13 @@ class Same:
 
 
 class Lengths:
-    """Prompts of these lengths, drawn, with one layer that has one expert."""
+    """Prompts of these lengths, drawn, with two layers that have one expert each."""
 
     def __init__(self, lengths: list[int]) -> None:
         self._lengths = lengths
 
     def request(self, rng: np.random.Generator, i: int) -> tuple[np.ndarray, int]:
-        return np.zeros((int(rng.choice(self._lengths)), 1, 1), np.uint16), 0
+        return np.zeros((int(rng.choice(self._lengths)), 2, 1), np.uint16), 0
 
 
 class Random:

@@ -3,99 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.tables import Table, show
+from pyorch.cli.simulation_report import MEGABIT, Report, csv_of, draw_report, parts_of, row_of
+from pyorch.cli.tables import show
 from pyorch.errors import FormatError, PyorchError
 
 ALGORITHMS = ("dance", "uniform", "redundance", "smartmoe", "eplb")
 EXPERT_BYTES = 8 << 20  # where nothing says what an expert needs
 MAX_REQUESTS = 10_000_000  # of one simulation
 N_EMBD = 2048  # where neither model nor trace says it
-
-_MEGABIT = 1e6 / 8
-
-
-@dataclass(frozen=True)
-class ServerRow:
-    """Of a server: seconds, shares, and both over time. busy: share of the time in which its device computed."""
-
-    name: str
-    n_requests: int
-    latency_s: float
-    local_ratio: float
-    busy: float
-    latency_over_time_s: list[float]
-    local_over_time: list[float]
-    requests_over_time: list[int]
-
-
-@dataclass(frozen=True)
-class ChangeRow:
-    """What the scheduler decided. Seconds of remote time in an interval: current C(P), candidate C(P'), migration
-    T_mig; adopted where candidate + migration < current (DanceMoE, eq. 4). finished_s: when the experts had moved."""
-
-    time_s: float
-    adopted: bool
-    current_s: float
-    candidate_s: float
-    migration_s: float
-    n_moves: int
-    n_bytes: int
-    finished_s: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """Of one simulation. Latencies are means, in seconds; before and after: of requests that arrive before the
-    workload changes, and after; nan where it does not. busiest: of the servers' devices, the largest share of time."""
-
-    algorithm: str
-    migration: bool
-    n_servers: int
-    megabits: float
-    arrivals: str
-    n_requests: int
-    latency_s: float
-    latency_p50_s: float
-    latency_p95_s: float
-    first_token_s: float
-    before_s: float
-    after_s: float
-    local_ratio: float
-    busiest: float
-    n_messages: int
-    n_bytes: float
-    n_read: int
-    duration_s: float
-    bins_s: list[float]
-    local_over_time: list[float]
-    latency_over_time_s: list[float]
-    changes: list[ChangeRow]
-    servers: list[ServerRow]
-
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. megabits: a second. seconds: that simulating took."""
-
-    cluster: Path
-    duration_s: float
-    shift_s: float
-    interval_s: float
-    seed: int
-    routing: str
-    seconds: float
-    rows: list[Row]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -177,11 +100,12 @@ def run(args: argparse.Namespace) -> int:
     cluster = read_cluster(args.cluster)
     shift = _shift(args)
     cases = _cases(args, len(cluster.servers))
-    check_readable([args.placement, args.costs])
+    check_readable([args.placement])
     if args.csv is not None:
         check_target(args.csv.absolute())
         traces = [word.partition("=")[2] for word in args.trace]
-        check_no_source(args.csv, filter(None, [args.cluster, args.placement, args.costs, *traces]), "a file that is read")
+        check_no_source(args.csv, filter(None, [args.cluster, args.placement, args.costs, *traces]),
+                        "a file that is read")
     costs = (CostsFile() if args.costs is None else read_costs(args.costs)).given(_given_costs(args.cost))
     costs.check_names(cluster.names)
     workload, sizes, placement = _read(args, cluster, costs, shift)
@@ -193,16 +117,16 @@ def run(args: argparse.Namespace) -> int:
             progress.update(f"simulating {case['algorithm']}, {case['n_servers']} servers", i, len(cases))
             outcomes.append(scenario.run(cluster, costs, sizes, workload, scenario.Case(placement=placement, **case),
                                          args.duration, settings, args.seed))
-    rows = [_row(case, outcome, cluster, shift) for case, outcome in zip(cases, outcomes)]
+    rows = [row_of(case, outcome, cluster, shift) for case, outcome in zip(cases, outcomes)]
     report = Report(args.cluster, args.duration, math.nan if shift is None else shift, args.interval, args.seed,
                     args.routing, perf_counter() - begin, rows)
     if args.csv is not None:
-        write_text(args.csv, _csv(rows))
-    pictures = [] if args.plot is None else _draw(report, args.plot, shift)
+        write_text(args.csv, csv_of(rows))
+    pictures = [] if args.plot is None else draw_report(report, args.plot, shift)
     if args.json:
         print_json(report)
     else:
-        show([*_parts(report), *map(str, pictures)])
+        show([*parts_of(report), *map(str, pictures)])
     return 0
 
 
@@ -239,7 +163,7 @@ def _cases(args: argparse.Namespace, n_servers: int) -> list[dict]:
     names = ("algorithm", "migration", "n_servers", "bytes_per_second", "arrivals")
     cases = [dict(zip(names, values)) for values in itertools.product(
         _listed(args.algorithm, "--algorithm", algorithm), _listed(args.migration, "--migration", migration), servers,
-        [megabits * _MEGABIT for megabits in bandwidths] or [None],
+        [megabits * MEGABIT for megabits in bandwidths] or [None],
         _listed(args.arrivals, "--arrivals", Arrivals.parse),
     )]
     for case in cases:
@@ -348,135 +272,3 @@ def _by_server(texts: list[str], option: str, cluster) -> dict[str, Path]:
             raise PyorchError(f"{option} names server {name} twice: it has one trace")
         files[name] = Path(path)
     return files
-
-
-def _row(case: dict, outcome, cluster, shift: float | None) -> Row:
-    import numpy as np
-
-    from pyorch.cluster.scenario import server_name
-
-    def mean(values) -> float:
-        return float(np.mean(values)) if len(values) else math.nan
-
-    def over_time(chosen) -> tuple[list[float], list[int]]:
-        n = np.bincount(bins[chosen], minlength=n_bins)
-        sums = np.bincount(bins[chosen], latency[chosen], n_bins)
-        return np.divide(sums, n, out=np.full(n_bins, np.nan), where=n > 0).tolist(), n.tolist()
-
-    latency, n_bins = outcome.latency, len(outcome.bins) - 1
-    bins = np.minimum(np.searchsorted(outcome.bins, outcome.arrival, "right") - 1, n_bins - 1)
-    before = np.full(len(latency), False) if shift is None else outcome.arrival < shift
-    after = np.full(len(latency), False) if shift is None else ~before
-    servers = []
-    for n in range(case["n_servers"]):
-        own = outcome.server == n
-        of_time, counts = over_time(own)
-        servers.append(ServerRow(
-            server_name(cluster, n), int(own.sum()), mean(latency[own]),
-            _ratio(outcome.local[n].sum(), outcome.uses[n].sum()),
-            float(outcome.busy[n] / outcome.duration) if outcome.duration else 0.0, of_time,
-            [_ratio(*pair) for pair in zip(outcome.local[n], outcome.uses[n])], counts,
-        ))
-    changes = [ChangeRow(change.time, change.decision.adopt, change.decision.current, change.decision.candidate,
-                         change.decision.migration, change.decision.n_moves, change.decision.n_bytes, change.finished)
-               for change in outcome.changes]
-    rate = case["bytes_per_second"] or cluster.network.bytes_per_second
-    p50, p95 = np.percentile(latency, (50, 95)).tolist() if len(latency) else (math.nan, math.nan)
-    return Row(
-        case["algorithm"], case["migration"], case["n_servers"], rate / _MEGABIT, case["arrivals"].text, len(latency),
-        mean(latency), p50, p95, mean(outcome.first - outcome.arrival), mean(latency[before]), mean(latency[after]),
-        outcome.local_ratio, max(server.busy for server in servers), outcome.n_messages, outcome.n_bytes,
-        outcome.n_read, outcome.duration, outcome.bins.tolist(),
-        [_ratio(*pair) for pair in zip(outcome.local.sum(axis=0), outcome.uses.sum(axis=0))],
-        over_time(np.full(len(latency), True))[0], changes, servers,
-    )
-
-
-def _ratio(part: float, whole: float) -> float:
-    return float(part / whole) if whole else math.nan
-
-
-_CASE = ("algorithm", "migration", "n_servers", "megabits", "arrivals")
-
-
-def _csv(rows: list[Row]) -> str:
-    """A line for each simulation, server and piece of time."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*_CASE, "server", "begin_s", "end_s", "n_requests", "latency_s", "local_ratio"])
-    for row in rows:
-        case = [getattr(row, name) for name in _CASE]
-        for server in row.servers:
-            times = zip(row.bins_s, row.bins_s[1:], server.requests_over_time, server.latency_over_time_s,
-                        server.local_over_time)
-            for begin, end, n, *values in times:
-                writer.writerow([*case, server.name, begin, end, n, *("" if v != v else f"{v:.6g}" for v in values)])
-    return text.getvalue()
-
-
-def _draw(report: Report, directory: Path, shift: float | None) -> list[Path]:
-    from pyorch.cluster.simulation_plots import Curve, draw
-
-    differing = [name for name in _CASE if len({getattr(row, name) for row in report.rows}) > 1]
-    curves = [Curve(
-        _label(row, differing), row.bins_s, row.local_over_time, row.latency_over_time_s,
-        [change.time_s for change in row.changes if change.adopted], row.n_servers, row.megabits,
-        _label(row, [name for name in differing if name not in ("n_servers", "megabits")]), row.latency_s,
-    ) for row in report.rows]
-    return draw(curves, shift, directory)
-
-
-def _label(row: Row, names: list[str]) -> str:
-    words = {"algorithm": row.algorithm, "migration": "migration" if row.migration else "no migration",
-             "n_servers": f"{row.n_servers} servers", "megabits": f"{row.megabits:g} Mbit/s", "arrivals": row.arrivals}
-    return ", ".join(words[name] for name in names)
-
-
-def _parts(report: Report) -> list[str | Table]:
-    rows = report.rows
-    shifted = report.shift_s == report.shift_s
-    few = max(row.n_servers for row in rows) <= 8 and len({row.n_servers for row in rows}) == 1
-    names = [server.name for server in rows[0].servers] if few else []
-    columns = ("algorithm", "migration", "servers", "Mbit/s", "arrivals", "requests", "mean s", "median", "95 %",
-               *names, *(("before", "after") if shifted else ()), "local", "busiest", "moved")
-    cells = [(
-        row.algorithm, "on" if row.migration else "off", str(row.n_servers), f"{row.megabits:g}", row.arrivals,
-        str(row.n_requests), *map(_seconds, (row.latency_s, row.latency_p50_s, row.latency_p95_s)),
-        *(_seconds(server.latency_s) for server in row.servers if few),
-        *(map(_seconds, (row.before_s, row.after_s)) if shifted else ()), _percent(row.local_ratio),
-        _percent(row.busiest), _moved(row),
-    ) for row in rows]
-    total = sum(row.n_requests for row in rows)
-    parts: list[str | Table] = [
-        "seconds from arrival to the last token, of servers by the users they serve; local: rows that a server "
-        "computes itself",
-        "busiest: share of the time in which that server computed; moved: experts, and how often",
-        "",
-        Table(columns, cells, left=("algorithm", "migration", "arrivals")),
-    ]
-    changes = [(row, change) for row in rows for change in row.changes]
-    if changes and len(rows) <= 6:
-        parts += ["", Table(
-            ("algorithm", "servers", "Mbit/s", "arrivals", "at s", "C(P) s", "C(P') s", "T_mig s", "adopted", "experts",
-             "done at s"),
-            [(row.algorithm, str(row.n_servers), f"{row.megabits:g}", row.arrivals, f"{change.time_s:g}",
-              *map(_seconds, (change.current_s, change.candidate_s, change.migration_s)),
-              "yes" if change.adopted else "no", str(change.n_moves), _seconds(change.finished_s))
-             for row, change in changes],
-            left=("algorithm", "arrivals", "adopted"),
-            title="the scheduler: adopts where C(P') + T_mig < C(P), seconds of remote time in an interval",
-        )]
-    return [*parts, "", f"{total} requests, {report.seconds:.1f} s"]
-
-
-def _moved(row: Row) -> str:
-    adopted = [change for change in row.changes if change.adopted]
-    return f"{sum(change.n_moves for change in adopted)} in {len(adopted)}" if adopted else "-"
-
-
-def _seconds(value: float) -> str:
-    return "-" if not math.isfinite(value) else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
-def _percent(value: float) -> str:
-    return "-" if value != value else f"{100 * value:.1f}%"

@@ -9,7 +9,8 @@ a token of each that decodes, and tokens of prompts up to the limit of a step. I
    one is asked that is estimated to answer first, by its link and by what waits for its device; the expert is read from
    the own disk where that is estimated to be faster, or where nobody has it;
 3. the device goes on with the experts that the server has. It computes for peers while its own step waits for answers;
-4. when all answers are there, the next layer begins.
+4. when all answers are there, the next layer begins. The last one, as in llama.cpp, has experts only for tokens whose
+   output is wanted: those decoded, and the last one of a prompt.
 
 An event is a message, an expert read, or a layer: what a layer's experts take is summed up before. Every so often the
 scheduler places the experts anew, for what was used lately; if that pays (pyorch.cluster.migration), experts move while
@@ -21,24 +22,21 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from pyorch.cluster.costs import Costs
-from pyorch.cluster.migration import DISK, Decision, Load, Migration, Sharing, decide
-from pyorch.cluster.workload import Source
+from pyorch.cluster.migration import DISK, Decision, Load, Migration, decide
+from pyorch.cluster.simulated_layers import Layer, Layers, Part
+from pyorch.cluster.simulated_server import MIGRATION_SHARE, Answers, Request, Server, Traffic
 from pyorch.errors import PyorchError
 
 try:
     import simpy
 except ImportError:
     raise PyorchError('the simulator needs simpy: pip install "pyorch[cluster]"') from None
-
-# Of a port or disk, for experts that move. Two streams through one port get half of it each.
-MIGRATION_SHARE = 0.5
 
 # What was used in the interval before counts half as much as what was used in the last one.
 FADING = 0.5
@@ -53,17 +51,6 @@ class Settings:
     n_step: int = 512
     interval: float = 300.0
     n_bins: int = 40
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The requests of a server: when they arrive, float64[n], ascending, and their experts. shift: seconds, from when
-    on requests are those of `later`."""
-
-    times: np.ndarray
-    source: Source
-    later: Source | None = None
-    shift: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -128,70 +115,6 @@ def simulate(
     return _Simulation(costs, resident.copy(), traffic, duration, settings, replace, seed).run()
 
 
-class _Station:
-    """A device, port or disk. Of jobs first come, first served, it is enough to know when the last of them ends."""
-
-    __slots__ = ("free_at", "busy", "moving_until")
-
-    def __init__(self) -> None:
-        self.free_at = self.busy = 0.0
-        self.moving_until = 0.0  # experts take their share until then
-
-    def serve(self, now: float, seconds: float) -> float:
-        """A job that comes now; returns when it ends."""
-        if now < self.moving_until:
-            seconds /= 1 - MIGRATION_SHARE
-        self.free_at = (now if now > self.free_at else self.free_at) + seconds
-        self.busy += seconds
-        return self.free_at
-
-
-@dataclass
-class _Request:
-    server: int
-    arrival: float
-    experts: np.ndarray
-    n_prompt: int
-    n_done: int = 0
-    begin: float = math.nan
-    first: float = math.nan
-    end: float = math.nan
-
-
-@dataclass(slots=True)
-class _Layer:
-    """Of a step. local: seconds of the device, for experts that it has. calls: of each peer asked, its number, seconds
-    of its device, and of ports there and back. reads: seconds of the disk and then of the device, of each expert."""
-
-    local: float
-    calls: list[tuple[int, float, float, float]]
-    reads: list[tuple[float, float]]
-
-
-@dataclass(slots=True)
-class _Answers:
-    """Those that a layer waits for. known: when of all of them is known when they arrive; arrival: of the last one;
-    end: when the port has taken them, or the device computed what was read."""
-
-    n_missing: int
-    known: simpy.Event
-    arrival: float = 0.0
-    end: float = 0.0
-
-
-@dataclass
-class _Server:
-    traffic: Traffic
-    device: _Station = field(default_factory=_Station)
-    port_out: _Station = field(default_factory=_Station)
-    port_in: _Station = field(default_factory=_Station)
-    disk: _Station = field(default_factory=_Station)
-    answers: list[tuple[float, int, float, _Answers]] = field(default_factory=list)  # under way: a heap, by arrival
-    waiting: deque[_Request] = field(default_factory=deque)
-    running: list[_Request] = field(default_factory=list)
-    woken: simpy.Event | None = None
-
-
 class _Simulation:
     def __init__(
         self, costs: Costs, resident: np.ndarray, traffic: Sequence[Traffic], duration: float, settings: Settings,
@@ -199,34 +122,17 @@ class _Simulation:
     ) -> None:
         self._env = simpy.Environment()
         self._costs, self._settings, self._replace, self._seed = costs, settings, replace, seed
-        n_servers, n_layers, n_expert = resident.shape
-        self._n_layers, self._n_expert = n_layers, n_expert
+        n_servers = len(resident)
         self._resident = resident
-        self._held = resident.reshape(n_servers, -1)  # the same memory
-        self._cells = n_expert * np.arange(n_layers)[:, None]
-        self._servers = [_Server(each) for each in traffic]
-        self._requests: list[_Request] = []
+        self._servers = [Server(each) for each in traffic]
+        self._layers = Layers(costs, resident, self._servers)
+        self._requests: list[Request] = []
         self._n_left = sum(len(each.times) for each in traffic)
         self._all_ended = self._env.event()
         self._bin_seconds = duration / settings.n_bins
         self._local, self._all = np.zeros((2, n_servers, settings.n_bins))
-        self._recent = np.zeros(self._held.shape)  # uses since the scheduler looked
         self._order = itertools.count()
-        self._n_messages, self._n_bytes, self._n_read = 0, 0.0, 0
-        self._n_called_rows = self._n_called_experts = self._n_called_inputs = 0
         self._latency, self._rate = costs.latency.tolist(), costs.bytes_per_second.tolist()
-        there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
-        np.fill_diagonal(there, 0)
-        np.fill_diagonal(back, 0)
-        # Of a message from [one] to [other] and back: what it takes at least, and each row more.
-        self._message_seconds = (costs.latency + costs.latency.T + costs.message + costs.expert
-                                 + costs.message_bytes * (there + back))
-        np.fill_diagonal(self._message_seconds, np.inf)
-        self._there = there
-        # Of equals the next in a circle, which begins elsewhere for each expert: so they are not all asked of one.
-        self._turns = 1e-12 * (np.subtract.outer(np.arange(n_servers), np.arange(n_servers)) % n_servers)
-        self._row_seconds = costs.request_bytes * there + costs.reply_bytes * back + costs.row
-        self._read_seconds = np.repeat(costs.disk_seconds, n_expert, axis=1)
         self._changes: list[Change] = []
         self._migration: Migration | None = None
 
@@ -245,8 +151,9 @@ class _Simulation:
         return Outcome(
             server=np.array([request.server for request in requests], np.int64), **times,
             bins=self._bin_seconds * np.arange(n_bins + 1), local=self._local, uses=self._all,
-            busy=np.array([server.device.busy for server in self._servers]), n_messages=self._n_messages,
-            n_bytes=self._n_bytes, n_read=self._n_read, duration=self._env.now, changes=tuple(self._changes),
+            busy=np.array([server.device.busy for server in self._servers]), n_messages=self._layers.n_messages,
+            n_bytes=self._layers.n_bytes, n_read=self._layers.n_read, duration=self._env.now,
+            changes=tuple(self._changes),
         )
 
     # Requests
@@ -258,7 +165,7 @@ class _Simulation:
             yield env.timeout(max(0.0, time - env.now))
             source = traffic.later if traffic.later is not None and time >= traffic.shift else traffic.source
             experts, n_output = source.request(np.random.default_rng((self._seed, n, i)), i)
-            request = _Request(n, time, experts, len(experts) - n_output)
+            request = Request(n, time, experts, len(experts) - n_output)
             self._requests.append(request)
             server.waiting.append(request)
             if server.woken is not None:
@@ -277,12 +184,16 @@ class _Simulation:
                 yield server.woken
                 continue
             parts = self._next_step(server)
-            dense, layers = self._layers(n, [request.experts[begin:end] for request, begin, end in parts])
+            dense, layers, n_local, n_all = self._layers.of_step(n, env.now, [
+                Part(request.experts[begin:end], end >= request.n_prompt) for request, begin, end in parts])
+            n_bin = min(int(env.now / self._bin_seconds), self._settings.n_bins - 1)
+            self._local[n, n_bin] += n_local
+            self._all[n, n_bin] += n_all
             for layer in layers:
                 begin = max(env.now, device.free_at)
                 end = device.serve(env.now, dense + layer.local)
                 if layer.calls or layer.reads:
-                    answers = _Answers(len(layer.calls) + len(layer.reads), env.event())
+                    answers = Answers(len(layer.calls) + len(layer.reads), env.event())
                     self._ask(n, begin + dense, layer, answers)
                     yield answers.known
                     if answers.arrival > env.now:
@@ -294,7 +205,7 @@ class _Simulation:
             yield env.timeout(device.serve(env.now, step_seconds) - env.now)
             self._end_step(server, parts)
 
-    def _next_step(self, server: _Server) -> list[tuple[_Request, int, int]]:
+    def _next_step(self, server: Server) -> list[tuple[Request, int, int]]:
         """Requests with the first token of theirs that is computed, and the one behind the last."""
         left = self._settings.n_step
         parts = []
@@ -306,7 +217,7 @@ class _Simulation:
                     left -= n
         return parts
 
-    def _end_step(self, server: _Server, parts: list[tuple[_Request, int, int]]) -> None:
+    def _end_step(self, server: Server, parts: list[tuple[Request, int, int]]) -> None:
         now = self._env.now
         for request, _, end in parts:
             request.n_done = end
@@ -319,94 +230,9 @@ class _Simulation:
         if not self._n_left and not self._all_ended.triggered:
             self._all_ended.succeed()
 
-    # Layers
+    # Messages
 
-    def _layers(self, n: int, experts: list[np.ndarray]) -> tuple[float, list[_Layer]]:
-        """What a step takes: seconds of the dense part of a layer, and the rest of each. experts: [n_tokens, n_layers,
-        k], in parts."""
-        costs, n_layers = self._costs, self._n_layers
-        chosen = experts[0] if len(experts) == 1 else np.concatenate(experts)
-        cells = chosen + self._cells
-        rows = np.bincount(cells.ravel(), minlength=self._held.shape[1])
-        used = np.flatnonzero(rows)
-        rows = rows[used]
-        here = self._held[n, used]
-        layer = used // self._n_expert
-        seconds = costs.expert[n] + costs.row[n] * rows
-        local = np.bincount(layer[here], seconds[here], n_layers).tolist()
-        self._recent[n, used] += rows
-        n_bin = min(int(self._env.now / self._bin_seconds), self._settings.n_bins - 1)
-        self._local[n, n_bin] += rows[here].sum()
-        self._all[n, n_bin] += rows.sum()
-        dense = float(costs.layer[n] + costs.token[n] * len(chosen))
-        away = np.flatnonzero(~here)
-        layers = [_Layer(seconds, [], []) for seconds in local]
-        if len(away):
-            self._send_away(n, layers, cells, used[away], layer[away], rows[away])
-        return dense, layers
-
-    def _send_away(
-        self, n: int, layers: list[_Layer], cells: np.ndarray, used: np.ndarray, layer: np.ndarray, rows: np.ndarray
-    ) -> None:
-        """Appends to calls and reads of the layers what they are for experts that the server has not.
-
-        cells: [n_tokens, n_layers, k], experts of the tokens, counted over all layers. used: those of them that the
-        server has not; layer, rows: of each.
-        """
-        costs, now = self._costs, self._env.now
-        servers = self._servers
-        n_servers = len(servers)
-        waits = np.array([server.device.free_at for server in servers])
-        waits = np.maximum(waits - now, 0) + self._message_seconds[n]
-        estimates = self._turns.take((n + 1 + used) % n_servers, axis=1)
-        estimates += waits[:, None]
-        estimates += self._row_seconds[n][:, None] * rows
-        estimates[np.logical_not(self._held.take(used, axis=1))] = np.inf
-        peer = np.argmin(estimates, axis=0)
-        asked = estimates[peer, np.arange(len(used))]
-        own = costs.expert[n] + costs.row[n] * rows
-        read = max(0.0, servers[n].disk.free_at - now) + self._read_seconds[n, used] + own
-        from_disk = read < asked
-        if not np.isfinite(np.minimum(read, asked)).all():
-            raise PyorchError("an expert is needed that no server has, and no disk: give the servers more memory, or "
-                              "a disk with --cost disk_bytes_per_second=1e9")
-        for i in np.flatnonzero(from_disk).tolist():
-            layers[layer[i]].reads.append((float(self._read_seconds[n, used[i]]), float(own[i])))
-        self._n_read += int(from_disk.sum())
-        used, layer, peer, rows = used[~from_disk], layer[~from_disk], peer[~from_disk], rows[~from_disk]
-        if not len(layer):
-            return
-        message, message_of = np.unique(layer * n_servers + peer, return_inverse=True)
-        n_rows = np.bincount(message_of, rows)
-        n_experts = np.bincount(message_of)
-        n_inputs = self._inputs(cells, used, peer, message)
-        peer = message % n_servers
-        seconds = costs.message[peer] + costs.expert[peer] * n_experts + costs.row[peer] * n_rows
-        there = costs.message_bytes + costs.request_bytes * n_inputs
-        back = costs.message_bytes + costs.reply_bytes * n_rows
-        columns = (peer, seconds, there * self._there[n, peer], back * self._there[peer, n])
-        for i, call in zip((message // n_servers).tolist(), zip(*(column.tolist() for column in columns))):
-            layers[i].calls.append(call)
-        self._n_messages += len(message)
-        self._n_bytes += float(there.sum() + back.sum())
-        self._n_called_rows += int(rows.sum())
-        self._n_called_inputs += int(n_inputs.sum())
-        self._n_called_experts += len(rows)
-
-    def _inputs(self, cells: np.ndarray, used: np.ndarray, peer: np.ndarray, message: np.ndarray) -> np.ndarray:
-        """Tokens whose input is in each message: once, however many of the peer's experts compute with it.
-
-        used, peer: experts and who is asked for each. message: number of layer and peer of each, ascending.
-        """
-        n_servers, n_layers = len(self._servers), self._n_layers
-        peer_of = np.full(self._held.shape[1], DISK)
-        peer_of[used] = peer
-        asked = peer_of[cells]
-        token, layer, place = np.nonzero(asked != DISK)
-        inputs = np.unique((token * n_layers + layer) * n_servers + asked[token, layer, place])
-        return np.bincount(np.searchsorted(message, inputs % (n_layers * n_servers)), minlength=len(message))
-
-    def _ask(self, n: int, ready: float, layer: _Layer, answers: _Answers) -> None:
+    def _ask(self, n: int, ready: float, layer: Layer, answers: Answers) -> None:
         """Messages leave, and reads begin, when the router has chosen."""
         now, server = self._env.now, self._servers[n]
         for peer, seconds, there, back in layer.calls:
@@ -428,7 +254,7 @@ class _Simulation:
         answers.arrival = max(answers.arrival, arrival)
         self._one_less(answers)
 
-    def _take_answers(self, server: _Server, until: float) -> None:
+    def _take_answers(self, server: Server, until: float) -> None:
         """The port takes what has arrived, before anybody looks at the port: so all comes in order of arrival."""
         under_way = server.answers
         while under_way and under_way[0][0] <= until:
@@ -440,7 +266,7 @@ class _Simulation:
         answers.end = max(answers.end, self._servers[n].device.serve(self._env.now, seconds))
         self._one_less(answers)
 
-    def _one_less(self, answers: _Answers) -> None:
+    def _one_less(self, answers: Answers) -> None:
         answers.n_missing -= 1
         if not answers.n_missing:
             answers.known.succeed()
@@ -455,26 +281,19 @@ class _Simulation:
         uses, weight = np.zeros(self._resident.shape), 0.0
         while True:
             yield env.timeout(interval)
-            uses = FADING * uses + self._recent.reshape(uses.shape)
+            uses = FADING * uses + self._layers.recent
             weight = FADING * weight + 1
-            self._recent[:] = 0
+            self._layers.recent[:] = 0
             if self._migration is not None and not self._migration.done:
                 continue
             expected = uses / weight
             candidate = self._replace(expected)
-            decision = decide(self._resident, candidate, expected, self._costs, self._sharing)
+            decision = decide(self._resident, candidate, expected, self._costs, self._layers.sharing)
             self._changes.append(Change(env.now, decision, math.nan))
             if decision.adopt:
                 self._migration = Migration(self._resident, candidate, expected, self._costs)
                 for n in range(len(self._servers)):
                     self._load_next(n)
-
-    @property
-    def _sharing(self) -> Sharing:
-        rows = self._n_called_rows
-        if not rows:
-            return Sharing()
-        return Sharing(rows / self._n_messages, rows / self._n_called_experts, rows / self._n_called_inputs)
 
     def _load_next(self, n: int) -> None:
         load = self._migration.next_load(n)

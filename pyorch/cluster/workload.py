@@ -91,8 +91,12 @@ class Replay:
         self._recorded = recorded
         self._first = int(rng.integers(len(recorded)))
 
+    def number(self, i: int) -> int:
+        """Which recorded request the i-th is."""
+        return (self._first + i) % len(self._recorded)
+
     def request(self, rng: np.random.Generator, i: int) -> tuple[np.ndarray, int]:
-        i = (self._first + i) % len(self._recorded)
+        i = self.number(i)
         return self._recorded.request(i), int(self._recorded.n_output[i])
 
 

@@ -152,7 +152,7 @@ def test_a_placement_that_was_written_is_the_one_in_the_beginning(capsys, small_
     (("--trace", "lab"), "SERVER=FILE"),
     (("--trace", "lab=x"), "server lab twice"),
     (("--placement", "cluster.toml"), "cannot be read"),
-    (("--costs", "absent.json"), "cannot be read"),
+    (("--costs", "absent.json"), "cannot be read: No such file or directory: `pyorch cluster measure` makes one"),
     (("--duration", "0"), "not a number above 0"),
 ])
 def test_what_cannot_be_is_one_sentence(capsys, given, options, sentence):

@@ -38,11 +38,11 @@ def only_own(*experts: list[int], n_expert: int) -> np.ndarray:
 
 
 def test_a_local_request_takes_its_steps_one_after_another():
-    """3 tokens of prompt in one step, 2 decoded; 2 layers; 2 experts of a token, the same of all."""
+    """3 tokens of prompt in one step, of which the last layer computes one; 2 decoded; 2 experts, the same of all."""
     experts = np.broadcast_to(np.array([0, 1]), (5, 2, 2))
     server = replace(SERVER, token=0.03125)
     found = simulate(costs_of(1, 2, server), everywhere(1, 2, 2), [Traffic(at(7.0), Same(experts, n_output=2))], 10)
-    prompt = 2 * (1 + 3 * 0.03125 + 2 * 0.25 + 6 * 0.125) + 0.5
+    prompt = 2 * (1 + 3 * 0.03125 + 2 * 0.25) + (6 + 2) * 0.125 + 0.5
     token = 2 * (1 + 0.03125 + 2 * 0.25 + 2 * 0.125) + 0.5
     assert found.first[0] == pytest.approx(7 + prompt)
     assert found.end[0] == pytest.approx(7 + prompt + 2 * token)
@@ -60,12 +60,13 @@ def test_a_layer_waits_for_the_slowest_answer():
 
 
 def test_rows_for_one_peer_go_in_one_message_with_each_input_once():
-    resident = only_own([0], [1, 2], n_expert=3)
-    experts = [[[1, 2]], [[1, 2]], [[2, 1]]]
-    found = simulate(costs_of(2, 1, NO_DISK), resident, [Traffic(at(0), Same(experts)), Traffic(at(), Same([]))], 10)
+    resident = np.concatenate([only_own([0], [1, 2], n_expert=3), everywhere(2, 1, 3)], axis=1)
+    experts = [[[1, 2], [0, 1]], [[1, 2], [0, 1]], [[2, 1], [0, 1]]]
+    found = simulate(costs_of(2, 2, NO_DISK), resident, [Traffic(at(0), Same(experts)), Traffic(at(), Same([]))], 10)
     computed = 0.0625 + 2 * 0.25 + 6 * 0.125
     assert found.n_messages == 1
-    assert found.end[0] == pytest.approx(1 + (3 + 0.5) + computed + (6 + 0.5) + 0.5)
+    last = 1 + 2 * 0.25 + 2 * 0.125
+    assert found.end[0] == pytest.approx(1 + (3 + 0.5) + computed + (6 + 0.5) + last + 0.5)
 
 
 def test_two_servers_that_ask_a_third_at_once_wait_for_its_port_and_its_device():
@@ -113,9 +114,10 @@ def test_requests_that_run_together_share_steps():
 
 
 def test_a_long_prompt_takes_several_steps():
-    traffic = [Traffic(at(0), Same(np.zeros((10, 1, 1))))]
-    found = simulate(costs_of(1, 1), everywhere(1, 1, 1), traffic, 10, Settings(n_step=4))
-    assert found.end[0] == pytest.approx(3 * (1 + 0.25 + 0.5) + 10 * 0.125)
+    traffic = [Traffic(at(0), Same(np.zeros((10, 2, 1))))]
+    found = simulate(costs_of(1, 2), everywhere(1, 2, 1), traffic, 10, Settings(n_step=4))
+    last = 0.25 + 0.125  # the last layer has an expert in the last step only, for one token
+    assert found.end[0] == pytest.approx(3 * (2 * 1 + 0.25 + 0.5) + 10 * 0.125 + last)
 
 
 def test_rows_for_experts_that_many_have_go_to_different_peers():
@@ -139,10 +141,10 @@ def _mean_and_error(values: np.ndarray, n_batches: int = 20) -> tuple[float, flo
 @pytest.mark.parametrize(("lengths", "load"), [([4], 0.5), ([1, 2, 40], 0.6)])
 def test_waiting_times_of_one_server_are_pollaczek_and_khinchines(lengths, load):
     """M/D/1, and M/G/1: W = rate * E[S^2] / (2 (1 - rho))."""
-    service = np.array([1 + 0.25 + 0.125 * n + 0.5 for n in lengths])
+    service = np.array([2 * (1 + 0.25) + 0.125 * (n + 1) + 0.5 for n in lengths])
     rate = load / service.mean()
     times = arrival_times(np.random.default_rng(3), rate, 5000 / rate)
-    found = simulate(costs_of(1, 1), everywhere(1, 1, 1), [Traffic(times, Lengths(lengths))], times[-1] + 1,
+    found = simulate(costs_of(1, 2), everywhere(1, 2, 1), [Traffic(times, Lengths(lengths))], times[-1] + 1,
                      Settings(n_places=1), seed=5)
     waiting, error = _mean_and_error(found.begin - found.arrival)
     expected = rate * (service**2).mean() / (2 * (1 - load))
@@ -199,7 +201,7 @@ def test_every_request_ends_and_no_time_is_negative(n_servers, seed, disk, n_pla
     assert len(found.end) == sum(len(each.times) for each in traffic)
     for earlier, later in (("arrival", "begin"), ("begin", "first"), ("first", "end")):
         assert (getattr(found, earlier) <= getattr(found, later)).all()
-    assert found.uses.sum() == len(found.end) * 6 * 2 * 2  # tokens, layers, experts
+    assert found.uses.sum() == len(found.end) * (6 + 5) * 2  # tokens of a layer, without one of a prompt of two in the last; experts
     assert (found.local <= found.uses).all() and (found.local >= 0).all()
     assert (found.busy >= 0).all() and (found.busy <= found.duration + 1e-6).all()
     assert found.duration == found.end.max(initial=0)
