@@ -370,7 +370,7 @@ pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * e
 // Free the memory of resident experts that are neither pinned nor in use.
 pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
-// Wait until no prediction is being made, and no read is queued or running.
+// Wait until no prediction is being made, and no read is queued or running. Decodes meanwhile what is to be decoded.
 pyorch_status pyorch_wait_idle(pyorch_engine * engine);
 
 typedef struct pyorch_stats {

@@ -24,13 +24,16 @@ BUDGETS = "20%,30%,40%,60%"
 
 
 def add_parser(kinds: argparse._SubParsersAction) -> None:
+    from pyorch.library.choices import policies
+
     parser = add_command(
         kinds, "pack", "compare compressed experts and their plan with other ways to keep experts",
         "pyorch pack olmoe.gguf --codec auto\n"
         "  pyorch eval pack olmoe.gguf --data prose.txt --compare caching,latency,throughput -o evaluation",
     )
     parser.description += (
-        " caching: a recorded routing is played in simulated time, with eviction policies and forms of experts. "
+        " caching: a recorded routing is played in simulated time, with eviction policies and forms of experts; nothing "
+        f"is read ahead, and the policy {', '.join(policies().foreseeing)} knows the future. "
         "latency: the model decodes, cold and under memory limits: with llama.cpp's mmap, with whole experts, with the "
         "compressed pack, and as planned. throughput: the same, with several sequences at once. Without "
         "MODEL.plan.json beside the model it is planned while it is loaded."
@@ -154,6 +157,9 @@ def _check(args: argparse.Namespace) -> _Given:
         raise PyorchError("strategies are compared on text or on a trace: give --data or --trace, one of them")
     if what != (CACHING,) and not args.data:
         raise PyorchError("latency and throughput are measured on text: give --data")
+    if what == (CACHING,) and args.resume is not None:
+        raise PyorchError("--resume keeps what is measured, and caching measures nothing: leave it out, or ask for "
+                          "--compare latency or throughput")
     check_readable([*args.data, args.trace])
     for rate, name in ((args.read_bandwidth, "read bandwidth"), (args.decode_bandwidth, "decode bandwidth")):
         if rate:

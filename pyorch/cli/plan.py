@@ -71,8 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
         "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
         "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
-        "them. The end of a trace is played: of the divisions that seem best and of whole experts alone, the one that "
-        "waits least then is taken; one with other forms than whole experts only where it gains much."
+        "them. The end of a trace is played, with nothing read ahead: of the divisions that seem best and of whole experts "
+        "alone, the one that waits least then is taken; one with other forms than whole experts only where it gains "
+        "much."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
@@ -84,7 +85,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--step", type=number(most=1, above=0), default=0.05, metavar="SHARE",
                         help="try shares in steps of this (default: 0.05)")
     parser.add_argument("--read-bandwidth", metavar="RATE",
-                        help="speed of the disk, such as 1GB/s (default: measured on the model's file, or before)")
+                        help="speed of the disk, such as 1GB/s (default: measured on the model's file)")
     parser.add_argument("--decode-bandwidth", metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
@@ -202,14 +203,13 @@ def measured_machine(args: argparse.Namespace, model_map):
     """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
     from pyorch.cli.replay import parse_rate
     from pyorch.errors import FormatError
-    from pyorch.runtime.disk import kept_bandwidth, measure_bandwidth
+    from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import measure_recovery, recovery_threads
     from pyorch.sidecars.plan import Machine
 
-    if args.read_bandwidth:
-        reading = parse_rate(args.read_bandwidth)
-    else:
-        reading = (kept_bandwidth(model_map) or measure_bandwidth(model_map, PROBE_SECONDS)).bytes_per_second
+    # Not as it was measured when a model was loaded first: then files may just have been written.
+    reading = (parse_rate(args.read_bandwidth) if args.read_bandwidth else
+               measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second)
     decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else (
         measure_recovery(model_map, DECODE_SECONDS))
     if decoding is None:

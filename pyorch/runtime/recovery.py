@@ -18,7 +18,7 @@ def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:
     """Bytes of matrices that one thread recovers in a second; None where nothing is compressed, or all is damaged.
 
     Reads and decodes experts for so long, a token's experts of a layer at a time; longer where the first layers are
-    not compressed.
+    not compressed. The engine's own threads decode, and this one while it waits: memory that they share slows each.
     """
     if not model_map.layers:
         return None

@@ -226,6 +226,7 @@ def test_tables_and_pictures_of_what_was_measured(tmp_path: Path):
     (["--data", str(TEXT), "--budget", "1KiB"], "below the floor"),
     (["--data", str(TEXT), "--policy", "mru"], '"mru" is not known'),
     (["--data", str(TEXT), "--batch", "0"], "--batch"),
+    (["--data", str(TEXT), "--resume", "record.json"], "--resume keeps what is measured"),
     (["--data", str(TEXT), "--memory-limit", "some"], '"some" is not understood'),
     (["--data", str(TEXT), "--read-bandwidth", "fast"], "fast"),
     (["--data", str(TEXT), "--compare", "latency", "--plain", "missing.gguf"], "missing.gguf"),

@@ -300,6 +300,7 @@ void Table::decodable() {
     if (n_waiting > 0) {
         arrived.notify_all();
     }
+    idle.notify_all(); // wait_idle()
 }
 
 void Table::expert_finished(Expert & e) {

@@ -112,7 +112,11 @@ void Table::reset_stats() {
 void Table::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex);
     loads.wake();
-    idle.wait(lock, [&] { return is_idle() || loads.was_stopped() || !loads.has_reader(); });
+    while (!is_idle() && !loads.was_stopped() && loads.has_reader()) {
+        if (!loads.decode_next(lock)) {
+            idle.wait(lock);
+        }
+    }
 }
 
 std::string Table::last_error() {
