@@ -20,21 +20,26 @@ Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs code
         orders(orders),
         read_by_layer(map.layers.size()) {}
 
+// Exponents of a matrix that are so many are a request of their own: the matrix can be recovered while others are read.
+static constexpr uint64_t APART_BYTES = 128u << 10;
+
 // The end of a request of at most so many bytes that begins at `at`, before last. Where a matrix ends within reach the
-// request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by one.
+// request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by
+// one, except exponents.
 static uint64_t request_end(const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last,
                             uint64_t most) {
-    if (last - at <= most) {
-        return last;
-    }
+    bool     whole = last - at <= most;
+    uint64_t end   = whole ? last : at + most;
     for (int role = e.last_role - 1; role >= e.role; --role) {
         const Extent   matrix = extent_of(layer, expert, e, role);
-        const uint64_t end    = (matrix.offset + matrix.bytes + PAGE - 1) / PAGE * PAGE;
-        if (matrix.bytes > 0 && end > at && end - at <= most) {
-            return end;
+        const uint64_t ends   = (matrix.offset + matrix.bytes + PAGE - 1) / PAGE * PAGE;
+        const bool     apart  = e.part == PART_E && ends >= at + APART_BYTES;
+        if (matrix.bytes > 0 && ends > at && ends < end && (apart || !whole)) {
+            end   = ends;
+            whole = true;
         }
     }
-    return at + most;
+    return end;
 }
 
 void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue, uint64_t request_bytes) {

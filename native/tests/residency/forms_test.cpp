@@ -348,6 +348,40 @@ static void who_waits_for_a_matrix_decodes() {
     CHECK(house.table.release(house.owner) && house.stats().failures == 0);
 }
 
+static void who_waits_for_all_that_was_ordered_decodes() {
+    const ModelMap map = compressed_map();
+    House   house(map, 60, ALL_FULL);
+    Leaving reader(house.table.loader());
+    const int32_t ahead[] = { 1 };
+    house.table.prefetch(map.layers[1].il, ahead, 1);
+    reader.read_all();
+    house.table.wait_idle();
+    std::vector<uint8_t> mask;
+    house.table.resident(1, mask);
+    CHECK(mask[1] && house.stats().decoded_bytes > 0);
+}
+
+static void a_matrix_is_there_before_exponents_of_the_others_are_read() {
+    const std::string model = path + ".large";
+    write_model(model, 2, 1, 8192);
+    ModelMap map(model);
+    CHECK(compress(map, model + ".pack"));
+    CHECK(map.layers[0].pack->part_bytes[PART_E][1] < (1u << 20)); // which one request could read
+    House    house(map, 0, ALL_FULL);
+    Loader & loader = house.table.loader();
+    house.acquire(0, { 1 });
+    int  n_later  = 0;
+    bool is_there = false;
+    for (ReadRequest request; loader.try_next(request);) {
+        n_later += is_there && request.part == PART_E;
+        loader.finish(request, loader.bytes().read(request.file, request.offset, request.buf, request.size), 1);
+        is_there = house.table.address(house.owner, 0, 1, 0, false) != nullptr;
+    }
+    CHECK(is_there && n_later == 2);
+    CHECK(is_from_model(house, 0, 1, 2, house.table.address(house.owner, 0, 1, 2, false)));
+    CHECK(house.table.release(house.owner));
+}
+
 static void what_is_needed_first_is_decoded_first() {
     const ModelMap map = compressed_map();
     House   house(map, 60, ALL_FULL); // three experts come at once
@@ -622,6 +656,8 @@ int main(int argc, char ** argv) {
         pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
         layers_that_are_streamed_count_no_hits_in_pools,
         who_waits_for_a_matrix_decodes,
+        who_waits_for_all_that_was_ordered_decodes,
+        a_matrix_is_there_before_exponents_of_the_others_are_read,
         what_is_needed_first_is_decoded_first,
         threads_that_wait_for_a_matrix_share_it,
         pools_have_the_ranks_below_their_thresholds,
