@@ -32,8 +32,8 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
         "  pyorch eval pack olmoe.gguf --data prose.txt --compare caching,latency,throughput -o evaluation",
     )
     parser.description += (
-        " caching: a recorded routing is played in simulated time, with eviction policies and forms of experts; nothing "
-        f"is read ahead, and the policy {', '.join(policies().foreseeing)} knows the future. "
+        " caching: a recorded routing is played in simulated time, with eviction policies and forms of experts; "
+        f"nothing is read ahead, and the policy {', '.join(policies().foreseeing)} knows the future. "
         "latency: the model decodes, cold and under memory limits: with llama.cpp's mmap, with whole experts, with the "
         "compressed pack, and as planned. throughput: the same, with several sequences at once. Without "
         "MODEL.plan.json beside the model it is planned while it is loaded."

@@ -71,9 +71,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
         "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
         "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
-        "them. The end of a trace is played, with nothing read ahead: of the divisions that seem best and of whole experts "
-        "alone, the one that waits least then is taken; one with other forms than whole experts only where it gains "
-        "much."
+        "them. The end of a trace is played, with nothing read ahead: of the divisions that seem best and of whole "
+        "experts alone, the one that waits least then is taken; one with other forms than whole experts only where it "
+        "gains much."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",

@@ -15,10 +15,10 @@ from pyorch.planning.ranks import selection_probabilities
 STEP = 0.05
 
 # So much longer divisions with other forms than whole experts count as, whether they were played or only expected: one
-# is taken where it gains more than that. One that was expected to be the best, at a budget where nobody played it,
-# waited 1.35 times as long as whole experts alone when it ran (4 GiB in BF16: 56 ms to 41.5); compressed experts alone
-# waited 1.47 times as long, and 1.03 to 1.13 times in a replay. The expectation does not know that whole
-# experts are kept by more than their ranks, nor that what falls out of one pool is in no form of the next.
+# is taken where it gains more than that. Compressed experts alone were expected to wait 0.76 to 0.91 times as long as
+# whole ones (4 GiB in BF16, 20 to 60 %); they waited 0.8 to 1.4 times as long when the model ran, and decoded at best
+# as fast (docs/packs.md, Compared). The expectation does not know that reading ahead hides behind computing and that
+# decoding does not, where all cores compute; nor that whole experts are kept by more than their ranks.
 HANDICAP = 1.4
 
 _CHUNK = 1 << 20  # probabilities of patterns at once
