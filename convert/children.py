@@ -61,7 +61,8 @@ def run_converter(jobs: list[dict], *, verbose: bool = False, on_progress: OnPro
 
 
 def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress | None = None) -> None:
-    """Quantizes {"source", "output": paths, "file_type": llama_ftype, "pure", "keep_split": bool}.
+    """Quantizes {"source", "output": paths, "file_type": llama_ftype, "pure", "keep_split": bool, "imatrix": path or
+    None}.
 
     Raises PyorchError.
     """
@@ -71,9 +72,11 @@ def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress |
     kind, message, last_line = failure
     if kind == "write":
         raise WriteError(message)
-    if "imatrix" in message or "importance matrix" in message:
-        raise PyorchError("this quantization needs an importance matrix, which pyorch convert does not make: "
-                          "use a type of 3 bits and more, or llama.cpp's llama-imatrix and llama-quantize")
+    if job["imatrix"] is None and ("imatrix" in message or "importance matrix" in message):
+        raise PyorchError("this quantization needs an importance matrix: give one, which llama.cpp's llama-imatrix "
+                          "makes, with --imatrix, or use a type of 3 bits and more")
+    if "imatrix" in message:
+        raise PyorchError(f"{job['imatrix']} does not suit this model: {_one_line(message)}")
     raise PyorchError(f"llama.cpp's quantizer failed: {_one_line(message or last_line)}; --verbose shows its log")
 
 

@@ -13,12 +13,15 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Callable
+from typing import Callable, Mapping
 
 import gguf
 import llama_cpp.llama_cpp as llama
+import numpy as np
 
+from pyorch.convert.imatrix import read_imatrix
 from pyorch.convert.report import Report
+from pyorch.errors import FormatError
 from pyorch.llama import logs
 from pyorch.runtime import fatal
 
@@ -34,12 +37,14 @@ class QuantizeError(Exception):
 
 
 def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, keep_split: bool = False,
+             imatrix: Mapping[str, np.ndarray] | None = None,
              on_progress: Callable[[int, int], None] = lambda done, total: None,
              on_log: Callable[[str], None] = lambda text: None) -> None:
     """Writes the GGUF `source` to `target` in another type (a llama_ftype).
 
     pure: every matrix in that type, where llama.cpp would give some a better one. keep_split: `target`
-    is the prefix of as many shards as `source` has. Raises QuantizeError; `target` is then unusable.
+    is the prefix of as many shards as `source` has. imatrix: by tensor, as read_imatrix() gives it. Raises
+    QuantizeError; `target` is then unusable.
     """
     why = []
 
@@ -59,6 +64,9 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
     params.pure = pure
     params.keep_split = keep_split
     params.max_buf_size = _BUFFER_BYTES
+    importances = _importances(imatrix or {})  # referred to until the call returns
+    if imatrix:
+        params.imatrix = importances
     llama.llama_log_set(log, ctypes.c_void_p(0))
     try:
         with fatal.refused():
@@ -67,6 +75,16 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
         logs.install()  # the log is one for the process, and this callback ends here
     if status != 0:
         raise QuantizeError(why[0] if why else f"llama.cpp returned {status} without a reason")
+
+
+def _importances(imatrix: Mapping[str, np.ndarray]) -> ctypes.Array:
+    """llama_model_imatrix_data[n + 1], the last one without a name. They point into the arrays."""
+    entries = (llama.llama_model_imatrix_data * (len(imatrix) + 1))()
+    for entry, (name, values) in zip(entries, imatrix.items()):
+        entry.name = name.encode()
+        entry.data = values.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        entry.size = values.size
+    return entries
 
 
 def check_written(path: Path) -> None:
@@ -88,12 +106,13 @@ def main() -> None:
     try:
         quantize(
             Path(job["source"]), target, job["file_type"], pure=job["pure"], keep_split=job["keep_split"],
+            imatrix=read_imatrix(job["imatrix"]) if job["imatrix"] else None,
             on_progress=lambda done, total: report.send(done=done, total=total),
             on_log=lambda text: print(text, end="", file=sys.stderr, flush=True),
         )
         for file in sorted(target.parent.glob(f"{target.name}*")):
             check_written(file)
-    except QuantizeError as error:
+    except (QuantizeError, FormatError) as error:
         message = str(error)
         report.send(error="write" if "iostream" in message or "No space" in message else "failed", message=message)
         sys.exit(1)

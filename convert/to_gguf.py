@@ -15,6 +15,7 @@ import gguf
 from pyorch import files
 from pyorch.convert import architectures, children, quantization
 from pyorch.convert.checkpoint import open_checkpoint
+from pyorch.convert.imatrix import read_imatrix
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 
@@ -49,6 +50,7 @@ def convert(
     pure: bool = False,
     pre_tokenizer: str | None = None,
     split_max_size: str | None = None,
+    imatrix: str | os.PathLike | None = None,
     verbose: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Conversion:
@@ -57,7 +59,8 @@ def convert(
     outtype: bf16, f16, f32, q8_0, or auto for the 16-bit type that loses nothing. quantize: a name
     of quantization.names(), applied afterwards; pure gives every matrix exactly that type.
     pre_tokenizer: taken if llama.cpp does not recognize the checkpoint's. split_max_size: such as
-    "4G" or "500M", the largest shard; the files are then `target` with -00001-of-0000N in its name.
+    "4G" or "500M", the largest shard; the files are then `target` with -00001-of-0000N in its name. imatrix: a file
+    of llama.cpp's llama-imatrix, for the quantizer.
 
     `target` appears whole or not at all: files are made in a directory beside it, synced, renamed.
     Raises PyorchError (FormatError for a damaged source) in every case of failure.
@@ -65,6 +68,12 @@ def convert(
     source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
     begin = time.monotonic()
     kind = quantization.file_type(quantize) if quantize else None
+    if imatrix is not None:
+        if kind is None:
+            raise PyorchError("an importance matrix is for quantizing: name the type with --quantize")
+        imatrix = Path(imatrix).expanduser().absolute()
+        read_imatrix(imatrix)
+        files.check_no_source(target, [imatrix], "the importance matrix")
     if split_max_size and not _SPLIT_SIZE.fullmatch(split_max_size):
         raise PyorchError(f"{split_max_size} is not a size of shards: write it as 500M or 4G")
     outtype_bits = quantization.outtype_bits(outtype)
@@ -102,6 +111,7 @@ def convert(
                 job = {
                     "source": str(made[0]), "output": str(_directory(staging, "quantized") / name),
                     "file_type": kind.value, "pure": pure, "keep_split": len(made) > 1,
+                    "imatrix": None if imatrix is None else str(imatrix),
                 }
                 children.run_quantizer(job, verbose=verbose, on_progress=_step("quantizing", on_progress))
                 made = _files_in(staging / "quantized")

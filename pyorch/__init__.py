@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from pyorch import _libs
 
 _libs.claim_llama_cpp()
 _libs.choose_spin_count()
 
+TYPE_CHECKING = False  # typing alone would take as long as all that is imported here
 if TYPE_CHECKING:
     from pyorch.runtime.engine import Engine
     from pyorch.runtime.statistics import Stats

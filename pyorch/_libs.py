@@ -1,16 +1,17 @@
 """Finds the shared libraries of this package, makes `llama_cpp` load the same ones, and says how their threads wait.
 
-A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls.
+A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls. Little is imported
+here: it comes before all else, while Ctrl-C is not quiet yet (pyorch/starting.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import sys
-import warnings
-from pathlib import Path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
@@ -20,16 +21,22 @@ def lib_dir() -> Path:
 
     PYORCH_LIB_DIR names another one, such as the `bin` of a build with a sanitizer.
     """
+    from pathlib import Path
+
+    return Path(_lib_dir())
+
+
+def _lib_dir() -> str:
     named = os.environ.get("PYORCH_LIB_DIR")
     # In an editable install the package has two homes: the checkout and, for what was built, site-packages.
-    homes = [Path(named)] if named else [Path(home) / "lib" for home in sys.modules["pyorch"].__path__]
+    homes = [named] if named else [os.path.join(home, "lib") for home in sys.modules["pyorch"].__path__]
     for home in homes:
-        if (home / f"libllama{_SUFFIX}").is_file():
-            return home.resolve()
+        if os.path.isfile(os.path.join(home, f"libllama{_SUFFIX}")):
+            return os.path.realpath(home)
     if named:
         raise ImportError(f"PYORCH_LIB_DIR names {named}, which holds no libllama{_SUFFIX}")
     raise ImportError(
-        f"libllama{_SUFFIX} is in none of {', '.join(map(str, homes))}: "
+        f"libllama{_SUFFIX} is in none of {', '.join(homes)}: "
         "pyorch was not built; run `pip install .` or `make setup` in its source directory"
     )
 
@@ -39,12 +46,12 @@ def claim_llama_cpp() -> None:
 
     Raises ImportError if `llama_cpp` was already imported and brought libraries of its own.
     """
-    ours = lib_dir()
+    ours = _lib_dir()
     loaded = sys.modules.get("llama_cpp.llama_cpp")
     if loaded is None:
-        os.environ["LLAMA_CPP_LIB_PATH"] = str(ours)
+        os.environ["LLAMA_CPP_LIB_PATH"] = ours
         return
-    theirs = Path(loaded._base_path).resolve()
+    theirs = os.path.realpath(loaded._base_path)
     if theirs != ours:
         raise ImportError(
             f"llama_cpp was imported before pyorch and loaded the libraries in {theirs}, which lack "
@@ -74,6 +81,8 @@ def choose_spin_count() -> None:
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
     loaded = _loaded_libgomp()
     if loaded:
+        import warnings
+
         warnings.warn(
             f"{loaded} was loaded before pyorch was imported: threads spin long while they wait for each other, which "
             f"is slow beside other busy processes; import pyorch first, or set GOMP_SPINCOUNT={SPIN_COUNT}",
@@ -84,7 +93,9 @@ def choose_spin_count() -> None:
 
 def _loaded_libgomp() -> str:
     """The libgomp that our libraries will share, "" if it is not loaded. Others give theirs another name."""
-    with contextlib.suppress(OSError):  # not Linux
-        for path in re.findall(r"(/.*/libgomp\.so\.1\S*)$", Path("/proc/self/maps").read_text(), re.MULTILINE):
-            return path
-    return ""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+            paths = [line[line.index("/") :].rstrip("\n") for line in maps if "/libgomp.so.1" in line]
+    except OSError:  # not Linux
+        return ""
+    return paths[0] if paths else ""

@@ -65,8 +65,10 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
     return columns, [_row(summary, lossy) for summary in summaries]
 
 
-def footer(results: Results, resident: Summary | None, summaries: Sequence[Summary]) -> list[tuple[str, str]]:
-    """Labels, and what the numbers of the table depend on."""
+def footer(
+    results: Results, resident: Summary | None, summaries: Sequence[Summary], cached: bool = False
+) -> list[tuple[str, str]]:
+    """Labels, and what the numbers of the table depend on. cached: the model fits into the processor's cache."""
     rates = sorted(bandwidth.bytes_per_second for bandwidth in results.bandwidths)
     best = max(results.bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
     how = "direct" if best.direct else "buffered"
@@ -89,7 +91,8 @@ def footer(results: Results, resident: Summary | None, summaries: Sequence[Summa
         rows.append((
             "noise", f"other processes used up to {max(busy):.0%} of the processors meanwhile: these numbers say little"
         ))
-    rows.append(("roofline", "max(compute time, missed bytes / peak disk bandwidth) / measured time"))
+    rows.append(("roofline", "not shown: the model fits into the processor's cache, and the disk plays no part" if cached
+                 else "max(compute time, missed bytes / peak disk bandwidth) / measured time"))
     return rows
 
 

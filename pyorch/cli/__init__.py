@@ -21,6 +21,7 @@ COMMANDS = {
     "serve": ("pyorch.cli.serve", "serve a model over the OpenAI API"),
     "cluster": ("pyorch.cli.cluster", "run several servers of a model, with Ray"),
     "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
+    "models": ("pyorch.cli.models", "list the models on this machine, and remove them"),
     "pack": ("pyorch.cli.pack", "write the experts of a model one after another, in a file beside it"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
     "verify": ("pyorch.cli.verify", "check that a memory budget does not change the logits"),
@@ -38,16 +39,20 @@ COMMANDS = {
     "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
     "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
-    "exec": ("pyorch.cli.exec", "run a script written for llama_cpp under a memory budget"),
+    "exec": ("pyorch.cli.exec", "run a script or module written for llama_cpp under a memory budget"),
     "demo": ("pyorch.cli.demo", "see pyorch work on a small model, in less than a minute"),
 }
+
+_MODELS = ("model", "compare", "plain")  # arguments that name one, or one of the hub
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns its exit status: 2 for an error that has a sentence, 130 for Ctrl-C."""
-    _open_standard_streams()
     try:
+        _open_standard_streams()
         args = _parse(sys.argv[1:] if argv is None else argv)
+        if any(str(getattr(args, name, "")).startswith("hf:") for name in _MODELS):
+            import_module("pyorch.cli.hub").resolve(args, _MODELS)
         status = args.run(args)
         sys.stdout.flush()
         return status

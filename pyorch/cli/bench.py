@@ -7,7 +7,7 @@ import sys
 
 from pyorch.cli import bench_serve
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "time that computing, or reading what was missing, takes at least. `pyorch bench serve --help`: the same for a "
         "server under load."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget", "policy", "prefetch"),
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench import goals, plan, rounds, table
     from pyorch.bench.job import Config, Job
     from pyorch.bench.summary import summarize
-    from pyorch.llama.memory import physical_cores
+    from pyorch.llama.memory import cache_bytes, physical_cores
     from pyorch.sidecars import packs
     from pyorch.settings.settings import Settings
 
@@ -108,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
             results = rounds.run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
         if not any(run.measurement for run in results.runs):
             raise PyorchError(results.runs[0].failure)
-        summaries = [summarize(results, config, goals.beside(config.n_busy, goals.RESIDENT)) for config in configs]
+        cached = model_map.info.file_bytes <= cache_bytes()
+        summaries = [summarize(results, config, None if cached else goals.beside(config.n_busy, goals.RESIDENT))
+                     for config in configs]
         reached = list(goals.goals(results, model_map.info.file_bytes, next(asked.combined()))) if args.goals else []
         if args.json:
             print_json({
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         resident = next((summary for summary in summaries if summary.config.preload), None)
         parts = [Facts(table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads))]
     parts += ["", Table(*table.table(summaries), left=("configuration",)), ""]
-    parts += [Facts(table.footer(results, resident, summaries))]
+    parts += [Facts(table.footer(results, resident, summaries, cached))]
     if pairs:
         parts += ["", *table.ratio_lines(results, pairs)]
     if reached:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_output_options, check_output, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -27,13 +27,13 @@ class Report:
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "buddies", summary,
-        "pyorch buddies olmoe.gguf --trace olmoe.trace --similarity both --alpha 0.95",
+        "pyorch buddies olmoe.gguf --trace olmoe.trace --similarity both --coverage 0.95",
     )
     parser.description += (
         " A buddy is a similar expert that computes in place of an absent one, where the user allows it. "
         "The list of buddies of each expert is written into a file beside the model."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
                         help="a trace that pyorch profile recorded")
     parser.add_argument(
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
              "compute similar outputs (output), or the product of both scores; the last two need a trace with --inputs "
              "(default: %(default)s)")
     alpha = parser.add_mutually_exclusive_group()
-    alpha.add_argument("--alpha", type=float, default=0.95, metavar="SHARE",
+    alpha.add_argument("--coverage", "--alpha", dest="alpha", type=float, default=0.95, metavar="SHARE",
                        help="a list holds the fewest buddies that have this share of the similarity score "
                             "(default: %(default)s)")
     alpha.add_argument("--alpha-schedule", metavar="FIRST:LAST",

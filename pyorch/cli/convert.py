@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from pyorch.cli.hub import fetch_source, is_of_hub
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.pack import add_codec_options, refuse_codec_options, show_compression
 from pyorch.cli.progress import Progress
@@ -19,13 +20,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "convert", summary,
         "pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M\n"
-        "  pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --pack --codec auto",
+        "  pyorch convert hf:allenai/OLMoE-1B-7B-0924 -o olmoe.gguf --pack --codec auto",
     )
     parser.description += (
         " The command uses llama.cpp's converter and quantizer. The output file appears when it is complete."
     )
-    parser.add_argument("source", metavar="HF_DIR", type=Path, nargs="?",
-                        help="directory of the checkpoint, or a GGUF file to quantize")
+    parser.add_argument("source", metavar="HF_DIR", nargs="?",
+                        help="directory of the checkpoint, or a GGUF file to quantize; or hf:ORG/NAME, which is "
+                             "fetched from the Hugging Face hub, with :QUANT or /FILE one of its GGUF files")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the GGUF file to write")
     parser.add_argument("--outtype", choices=quantization.OUTTYPES, default="auto",
                         help="type of the weights; auto is the 16-bit type of the checkpoint (default: auto)")
@@ -33,6 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help=f"then quantize the weights to this type: {', '.join(quantization.names())}")
     parser.add_argument("--pure", action="store_true",
                         help="quantize every matrix to TYPE; otherwise llama.cpp gives some of them a better type")
+    parser.add_argument("--imatrix", metavar="FILE", type=Path,
+                        help="quantize with this importance matrix, which llama.cpp's llama-imatrix makes; types below "
+                             "3 bits need one")
     parser.add_argument("--pre-tokenizer", metavar="NAME",
                         help="how the tokenizer splits text before byte-pair encoding, if llama.cpp does not recognize "
                              "it")
@@ -64,13 +69,14 @@ def run(args: argparse.Namespace) -> int:
     if not args.pack:
         refuse_codec_options(args, "is for the pack: give --pack too")
     # A plain SIGTERM would end this process between the making of a temporary file and its removal.
+    source = fetch_source(args.source) if is_of_hub(args.source) else args.source
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with Progress(live=not args.verbose) as progress:
             result = convert(
-                args.source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
-                pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, verbose=args.verbose,
-                on_progress=progress.update,
+                source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
+                pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, imatrix=args.imatrix,
+                verbose=args.verbose, on_progress=progress.update,
             )
             packed = pack(result.path, codec=args.codec or "none", level=args.level, shards=args.shards,
                           on_progress=progress.update) if args.pack else None

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or _default_checkpoint()
     say = _Say(not args.json)
 
-    from pyorch.cli.run import show_stats
+    from pyorch.cli.model_stats import show_stats
     from pyorch.cli.verify import sentence
     from pyorch.convert import convert
     from pyorch.convert.checkpoint import open_checkpoint

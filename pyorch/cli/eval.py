@@ -141,6 +141,7 @@ def run_arc(args: argparse.Namespace) -> int:
         check_output(args.csv, args.model, args.data)
     record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
     with Progress(live=not args.verbose) as progress:
+        progress.update("loading the model", 0, 0)
         rows = sweep.run(plan, record, progress.update)
     if args.csv is not None:
         write_text(args.csv, report.to_csv(rows, plan.data))
@@ -251,6 +252,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 
     with Progress(live=not args.verbose) as progress:
+        progress.update("loading the model", 0, 0)
         result, stats, speculated = _perplexity(args, settings, substitution, progress)
     if args.json:
         fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",

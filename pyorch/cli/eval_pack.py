@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, check_readable, make_directory, print_json
+from pyorch.cli.options import add_command, add_model, check_readable, make_directory, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, listed
 from pyorch.cli.tables import Table, show
@@ -38,7 +38,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
         "compressed pack, and as planned. throughput: the same, with several sequences at once. Without "
         "MODEL.plan.json beside the model it is planned while it is loaded."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
+    add_model(parser, "with a compressed pack beside it")
     parser.add_argument("--compare", default=CACHING, metavar="WHAT,...",
                         help=f"several of {', '.join(WHAT)}; the last two take minutes (default: {CACHING})")
     parser.add_argument("--data", action="extend", nargs="+", default=[], metavar="FILE",

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyorch.cli.options import add_command, make_directory, print_json
+from pyorch.cli.options import add_command, add_model, make_directory, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -18,7 +18,7 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
         kinds, "prefetch", "compare predictors of experts and eviction policies on held-out text",
         "pyorch eval prefetch olmoe.gguf --history chats.jsonl --data prose.txt questions.jsonl -o evaluation",
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     data = parser.add_argument_group(
         "text", "Seven of ten requests of --data are the past that predictors know, unless --history gives one. "
                 "The other requests are held out: the predictors are evaluated on them.")

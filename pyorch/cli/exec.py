@@ -1,13 +1,18 @@
-"""`pyorch exec`: run a script written for llama_cpp under a budget."""
+"""`pyorch exec`: run a script or module written for llama_cpp under a budget."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyorch import starting
 from pyorch.cli.options import add_command
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import PyorchError
@@ -20,7 +25,8 @@ if TYPE_CHECKING:
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "exec", summary,
-        "pyorch exec --budget 40% chat.py --model olmoe.gguf",
+        "pyorch exec --budget 40% chat.py --model olmoe.gguf\n"
+        "  pyorch exec --budget 40% -m llama_cpp.server --model olmoe.gguf",
     )
     parser.description += (
         " The options are for each model that the script loads. Without --ubatch and --threads, those of the script "
@@ -29,15 +35,17 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_settings(parser, EXPERTS, "n_ubatch", "n_threads", LONG, LOSSY, defaults={
         "n_ubatch": "as many as the script asks for", "n_threads": "as many as the script asks for"})
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
-    parser.add_argument("script", metavar="SCRIPT.py", type=Path, help="the script; it is not changed")
+    parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER,
+                        help="run an installed module in place of a script, as python -m does; what follows its name "
+                             "are its arguments")
+    parser.add_argument("script", metavar="SCRIPT.py", type=Path, nargs="?", help="the script; it is not changed")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.script.is_file():
-        raise PyorchError(f"{args.script}: no such script")
+    program, run_program = _module(args.module) if args.module is not None else _script(args)
 
     from pyorch.llama.interception import manage
 
@@ -54,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
     status = 0
     before = sys.argv, list(sys.path)
-    sys.argv = [str(args.script), *args.arguments]
-    sys.path.insert(0, str(args.script.parent.resolve()))  # as Python does for a script
+    sys.argv, sys.path[:0] = program
+    starting.give_back()
     try:
         with manage(on_free=finish, **settings):
-            runpy.run_path(str(args.script), run_name="__main__")
+            run_program()
     except SystemExit as exit:
         if isinstance(exit.code, str):
             print(exit.code, file=sys.stderr)
@@ -74,6 +82,40 @@ def run(args: argparse.Namespace) -> int:
     if unsaved:
         raise unsaved[0]
     return status
+
+
+_Program = tuple[tuple[list[str], list[str]], Callable[[], object]]  # (argv, first places of sys.path), what runs it
+
+
+def _script(args: argparse.Namespace) -> _Program:
+    if args.script is None:
+        raise PyorchError("there is nothing to run: name a script, or a module with -m")
+    if not args.script.is_file():
+        raise PyorchError(f"{args.script}: no such script")
+    path = str(args.script)
+    places = [str(args.script.parent.resolve())]  # as Python does for a script
+    return ([path, *args.arguments], places), lambda: runpy.run_path(path, run_name="__main__")
+
+
+def _module(words: list[str]) -> _Program:
+    if not words:
+        raise PyorchError("-m needs the name of a module")
+    name, *arguments = words
+    sys.path.insert(0, os.getcwd())  # as python -m does
+    try:
+        found = find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = find_spec(f"{name}.__main__")
+    except (ModuleNotFoundError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
+            raise  # of a package that the module's own package imports
+        found = None
+    finally:
+        del sys.path[0]
+    if found is None:
+        raise PyorchError(f"{name}: no such module, or one that cannot be run")
+    run_module = partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    return ([name, *arguments], [os.getcwd()]), run_module
 
 
 def _report(managed: ManagedModel) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--disk", action="store_true",
                         help="measure how experts are read fastest from this file system, keep that for all models on it, "
                              "and show it")
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
                         help="show the size of the KV cache for N tokens (default: 4096)")
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")

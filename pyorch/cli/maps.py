@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_output_options, check_output, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 
 
@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "is most like the present token, and the predictor activation-matrix for the past request that is most like "
         "the present one."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile --router full recorded")
     parser.add_argument("--capacity", type=int, default=1000, metavar="N",

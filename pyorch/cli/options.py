@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
+import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from pyorch.cli.hub import MODEL
 from pyorch.cli.settings import add_settings, names
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, texts
@@ -20,6 +23,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(_EXAMPLE):
             return super()._fill_text(text, width, indent)
+        if "\n" in text:  # one line for each of many things
+            return "\n".join(
+                textwrap.fill(line, width, initial_indent=indent,
+                              subsequent_indent=indent + " " * (_HANGING if line.startswith(" ") else 0))
+                for line in text.splitlines())
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
     def _expand_help(self, action: argparse.Action) -> str:
@@ -29,6 +37,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 _EXAMPLE = "example:\n"
+_HANGING = 23  # columns before what a line of such a list goes on with
 
 
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:
@@ -42,6 +51,11 @@ def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, ex
     )
 
 
+def add_model(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """The argument that names the model; main() makes a path of what names one of the hub. more: it has to have."""
+    parser.add_argument("model", metavar="MODEL", help=f"the model: {MODEL}{f', {more}' if more else ''}")
+
+
 def add_model_options(
     parser: argparse.ArgumentParser, *more: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None,
     without: Collection[str] = (),
@@ -50,7 +64,7 @@ def add_model_options(
 
     lists, defaults, without: as add_settings() takes them.
     """
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", *more, lists=lists, defaults=defaults, without=without)
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
@@ -64,7 +78,9 @@ def add_output_options(
 
 
 def read_prompt(text: str | None, file: Path | None) -> str | None:
-    """The prompt of -p or -f. PyorchError if the file cannot be read as text."""
+    """The prompt of -p or -f, of which "-" is the standard input. PyorchError if it cannot be read as text."""
+    if file == Path("-"):
+        return read_standard_input()
     if file is None:
         if text is not None and not _is_text(text):
             raise PyorchError("the prompt is not UTF-8 text")
@@ -75,6 +91,17 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
         raise PyorchError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise PyorchError(f"{file} is not UTF-8 text") from None
+
+
+def read_standard_input() -> str:
+    """Without the line feed that echo, and every editor, puts behind a text. PyorchError if it is no text."""
+    try:
+        text = sys.stdin.read()
+    except UnicodeDecodeError:
+        text = "\udc80"
+    if not _is_text(text):
+        raise PyorchError("the standard input is not UTF-8 text")
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _is_text(argument: str) -> bool:

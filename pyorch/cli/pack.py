@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.errors import PyorchError
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " The pack is found beside the model and used by every command, with checksums of all that is read. A run that "
         "is interrupted goes on when it is repeated."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="the file to write, or to check (default: MODEL.experts.gguf beside the model)")
     parser.add_argument("--layout", choices=("plain", "native"),

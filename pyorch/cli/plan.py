@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_output_options, check_output, check_readable, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import Facts, Table, show
@@ -75,7 +75,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "experts alone, the one that waits least then is taken; one with other forms than whole experts only where it "
         "gains much."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file with a compressed pack beside it")
+    add_model(parser, "with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile recorded (default: the requests in MODEL.maps.gguf; without "
                              "them all experts count as used alike)")

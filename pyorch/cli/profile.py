@@ -12,13 +12,18 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.settings.option import CONTEXT
 
+_INPUTS = 512  # tokens whose router inputs are kept: enough to compare the experts of a layer
+
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "profile", summary,
-        "pyorch profile olmoe.gguf --data prose.txt questions.jsonl --inputs 2000 -o olmoe.trace",
+        "pyorch profile olmoe.gguf --data prose.txt questions.jsonl -o olmoe.trace",
     )
-    parser.description += " pyorch trace, plan, buddies, maps and replay read such a trace."
+    parser.description += (
+        " pyorch trace, plan, buddies, maps and replay read such a trace. What is recorded is enough for all of them, "
+        "but for predictors that apply routers; what would be refused is said at the start."
+    )
     add_model_options(parser, CONTEXT)
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
@@ -26,11 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write")
     parser.add_argument("--append", action="store_true", help="continue the trace if it exists")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
-    parser.add_argument("--router", choices=("topk", "full"), default="topk",
-                        help="record the selected experts and their probabilities, or the probabilities of all experts "
-                             "(default: topk)")
-    parser.add_argument("--inputs", type=whole(0), default=0, metavar="N",
-                        help="record the inputs of the routers for a random sample of N tokens (default: 0)")
+    parser.add_argument("--router", choices=("topk", "full"),
+                        help="record the selected experts and their probabilities, or the probabilities of all "
+                             "experts, which pyorch maps needs (default: full; with --append, as the trace began)")
+    parser.add_argument("--inputs", type=whole(0), metavar="N",
+                        help="record the inputs of the routers for a random sample of N tokens, on which pyorch "
+                             f"buddies compares experts (default: {_INPUTS}; with --append, as the trace began)")
     parser.add_argument("--states", action="store_true",
                         help="record the hidden state before every router; pyorch replay needs these for predictors "
                              "that apply routers")
@@ -43,18 +49,30 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.traces.file import part_path
+    from pyorch.traces.file import Trace, part_path
     from pyorch.traces.recorder import profile
 
     check_output(args.output, args.model, args.data)
+    begun_as = Trace(args.output).header if args.append and args.output.exists() else None
+    router = args.router or (begun_as.router if begun_as is not None else "full")
+    n_inputs = args.inputs if args.inputs is not None else begun_as.n_inputs if begun_as is not None else _INPUTS
+    refusals = _refusals(router, n_inputs, args.states)
     part = part_path(args.output)
     begun = part.exists()
     try:
         with Progress(live=not args.verbose) as progress:
+            progress.update("loading the model", 0, 0)
+
+            def report(step: str, done: int, total: int) -> None:
+                while refusals:  # once it is sure that there will be a trace
+                    command, option = refusals.pop(0)
+                    progress.say(f"note: {command} will refuse this trace, for which {option} records more")
+                progress.update(step, done, total)
+
             recorded = profile(
-                args.model, args.data, args.output, n_tokens=args.tokens, router=args.router,
-                n_inputs=args.inputs, states=args.states, n_decode=args.decode, seed=args.seed, append=args.append,
-                on_progress=progress.update, verbose=args.verbose, **given_settings(args),
+                args.model, args.data, args.output, n_tokens=args.tokens, router=router,
+                n_inputs=n_inputs, states=args.states, n_decode=args.decode, seed=args.seed, append=args.append,
+                on_progress=report, verbose=args.verbose, **given_settings(args),
             )
     except BaseException:
         if part.exists() and not begun:
@@ -65,6 +83,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(_sentence(recorded))
     return 0
+
+
+def _refusals(router: str, n_inputs: int, states: bool) -> list[tuple[str, str]]:
+    """(what will not do with such a trace, the option that would help)."""
+    lacking = [
+        (router != "full", "pyorch maps", "--router full"),
+        (not n_inputs, "pyorch buddies --similarity output or both", "--inputs"),
+        (not states, "pyorch replay with predictors that apply routers", "--states"),
+    ]
+    return [(command, option) for lacks, command, option in lacking if lacks]
 
 
 def _sentence(profile) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.numbers import number
+from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed, names
 from pyorch.cli.tables import Table, show
@@ -17,6 +18,7 @@ from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
 
 if TYPE_CHECKING:
+    from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.measures import Measures
 
 PROBE_SECONDS = 2.0
@@ -29,6 +31,10 @@ _COLUMNS = (
     "recall",
 )
 _PACKED_COLUMNS = ("in part",)  # and that, of a compressed pack
+
+_ASSUMED = "assumed"  # nobody said how long computing takes
+_TIMED = ("ms/token", "stall ms")  # columns, and measures, that then mean nothing
+_TIMES = ("tpot_ms", "stall_ms", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Report:
     pause_ms: float
     pause_every_ms: float
     compute_ms: float
+    compute_from: str  # given, calibrated or assumed
     route_share: float
     batch: int
     pools: str | None
@@ -76,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " No layer is computed and nothing is read: the cache, the predictors and the disk run in simulated time, so "
         "many settings can be compared in seconds."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile recorded; predictors that apply routers need one with "
                              "--states")
@@ -98,9 +105,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--pause-ms", type=float, default=0.0, metavar="MS",
                         help="time for which the disk stands still at the end of each period (default: 0)")
     parser.add_argument("--pause-every-ms", type=float, default=0.0, metavar="MS", help="length of these periods")
-    parser.add_argument("--compute-ms", type=float, default=30.0, metavar="MS",
+    parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are resident; pyorch bench measures it (default: "
-                             "30)")
+                             "what pyorch calibrate measured; else 30 is assumed, and no times are shown)")
     parser.add_argument("--route-share", type=float, metavar="SHARE",
                         help="share of this time that passes in a layer before its router has decided (default: the "
                              "share of the dense weights in all weights that a token uses)")
@@ -141,26 +148,39 @@ def run(args: argparse.Namespace) -> int:
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
         predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
         bandwidth = given or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second
+        compute_ms, compute_from = _compute_time(args.compute_ms, predictor_file)
         share = default_route_share(model_map) if args.route_share is None else args.route_share
         combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
         rows = []
         for n, (budget, policy, prefetch) in enumerate(combinations):
             progress.update(f"replaying {policy or names()['policy']}, {prefetch}, {budget}", n, len(combinations))
             settings = ReplaySettings(
-                policy, prefetch, budget, bandwidth, args.read_latency_ms / 1000, args.compute_ms,
+                policy, prefetch, budget, bandwidth, args.read_latency_ms / 1000, compute_ms,
                 share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
                 as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
                 pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=recovery_threads(),
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
-                    args.pause_every_ms, args.compute_ms, share, args.batch,
+                    args.pause_every_ms, compute_ms, compute_from, share, args.batch,
                     str(pools or Pools()) if packed else None, decoding, recovery_threads(), rows)
     if args.json:
-        print_json({**vars(report), "rows": [_flat(row) for row in report.rows]})
+        timed = report.compute_from != _ASSUMED
+        print_json({**vars(report), "rows": [_flat(row, timed) for row in report.rows]})
     else:
         show(_parts(report))
     return 0
+
+
+def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tuple[float, str]:
+    """Milliseconds of a token, and who says so."""
+    from pyorch.traces.replay import ReplaySettings
+
+    if given is not None:
+        return given, "given"
+    if calibrated is not None and calibrated.compute_ms is not None:
+        return calibrated.compute_ms, "calibrated"
+    return ReplaySettings.compute_ms, _ASSUMED
 
 
 def parse_rate(text: str, what: str = "read bandwidth") -> float:
@@ -196,9 +216,10 @@ def _part_rate(stats) -> float:
     return (stats.compressed_hits + stats.sm_hits + stats.e_hits) / uses if uses else float("nan")
 
 
-def _flat(row: Row) -> dict[str, object]:
-    """As --json prints it."""
-    return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **vars(row.measures),
+def _flat(row: Row, timed: bool) -> dict[str, object]:
+    """As --json prints it. timed: whether times mean anything."""
+    measures = {name: value if timed or name not in _TIMES else None for name, value in vars(row.measures).items()}
+    return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **measures,
             "recall": row.recall, "part_rate": row.part_rate}
 
 
@@ -208,35 +229,40 @@ def _parts(report: Report) -> list[str | Table]:
     if report.pause_ms:
         latency += f", standing still for {report.pause_ms:g} of {report.pause_every_ms:g} ms"
     together = f", {report.batch} requests together" if report.batch > 1 else ""
-    packed = report.pools is not None
+    packed, timed = report.pools is not None, report.compute_from != _ASSUMED
+    columns = [column for column in (*_COLUMNS, *(_PACKED_COLUMNS if packed else ())) if timed or column not in _TIMED]
     decoding = "in no time" if report.decode_bandwidth is None else (
         f"with {report.decode_bandwidth / 1e9:.3g} GB/s by each of {report.n_decoders} threads")
     return [
         f"{report.trace}: {report.rows[0].measures.n_tokens} tokens{together}",
-        f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:g} ms "
-        f"a token, {report.route_share:.0%} of it before the routers",
+        f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:.3g} "
+        f"ms a token ({report.compute_from}), {report.route_share:.0%} of it before the routers",
+        *(() if timed else ("times are not shown, for nobody said how long computing takes: give --compute-ms, or have "
+                            "pyorch calibrate measure it",)),
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
         "were predicted, one layer ahead and more",
         *([f"compressed pack: pools {report.pools}; decoded {decoding}. in part: experts that were needed of which a "
            "compressed form was in memory"] if packed else []),
         "",
-        Table((*_COLUMNS, *(_PACKED_COLUMNS if packed else ())), [_cells(row, packed) for row in report.rows],
+        Table(columns, [[cell for column, cell in _cells(row).items() if column in columns] for row in report.rows],
               left=("policy", "predictor")),
     ]
 
 
-def _cells(row: Row, packed: bool) -> tuple[str, ...]:
+def _cells(row: Row) -> dict[str, str]:
+    """By the title of the column."""
     from pyorch.sizes import MiB
 
     found = row.measures
     per_token = [f"{n / found.n_tokens / MiB:.1f}" for n in (found.useful_bytes, found.late_bytes, found.wasted_bytes)]
     recall = "-" if all(share != share for share in row.recall) else " ".join(
         "-" if share != share else f"{share:.0%}" for share in row.recall)
-    return (
+    cells = (
         row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
         _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
-        *([f"{row.part_rate:.1%}"] if packed else []),
+        f"{row.part_rate:.1%}",
     )
+    return dict(zip((*_COLUMNS, *_PACKED_COLUMNS), cells))
 
 
 def _number(value: float) -> str:

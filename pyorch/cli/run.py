@@ -1,24 +1,23 @@
-"""`pyorch run`: continue a prompt, or chat."""
+"""`pyorch run`: continue a prompt, answer one, or chat."""
 
 from __future__ import annotations
 
 import argparse
-import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
+from pyorch.cli.model_stats import show_stats
+from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt, read_standard_input
+from pyorch.cli.sampling import N_TOKENS, add_sampling_options, check_sampling, sampling
 from pyorch.cli.settings import given_settings
-from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
 from pyorch.settings.option import CONTEXT, LONG, LOSSY
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model, ModelStats
-    from pyorch.runtime.statistics import Stats
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,27 @@ class RunResult:
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
-        subparsers, "run", summary, 'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%')
-    parser.description += " The text goes to stdout, statistics go to stderr."
+        subparsers, "run", summary,
+        'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%\n'
+        "  git diff | pyorch run olmoe.gguf --system \"Describe this change in one line.\" -f -\n"
+        "  pyorch run olmoe.gguf --chat",
+    )
+    parser.description += (
+        " The text goes to stdout, statistics go to stderr. Without -p, -f and --chat, the prompt is what comes "
+        "through a pipe."
+    )
     add_model_options(parser, CONTEXT, LONG, LOSSY)
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="continue this text")
-    source.add_argument("-f", "--file", type=Path, metavar="FILE", help="continue the text of a file")
+    source.add_argument("-f", "--file", type=Path, metavar="FILE",
+                        help="continue the text of a file; -: of the standard input, without its last line feed")
     source.add_argument("--chat", action="store_true",
-                        help="converse, with the chat template of the model; Ctrl-D ends the conversation")
-    parser.add_argument("-n", "--tokens", type=whole(1), default=128, metavar="N",
-                        help="generate at most N tokens (default: 128)")
-    parser.add_argument("--temp", type=number(0), default=0.8, metavar="T",
-                        help="temperature of sampling; 0 always takes the most probable token (default: 0.8)")
-    parser.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P",
-                        help="sample from the most probable tokens that together have probability P (default: 0.95)")
-    parser.add_argument("--top-k", type=whole(0), default=40, metavar="K",
-                        help="sample from the K most probable tokens (default: 40)")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling (default: a random one)")
+                        help="converse, with the chat template of the model; /help lists what else can be typed, "
+                             "Ctrl-D ends the conversation")
+    parser.add_argument("--system", metavar="TEXT",
+                        help="instructions for the model (system prompt); without --chat, the prompt is then not "
+                             "continued but answered, with the chat template")
+    add_sampling_options(parser)
     parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
     parser.set_defaults(run=run)
     return parser
@@ -56,19 +59,22 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     if args.chat and args.json:
         raise PyorchError("--chat converses with a person: it cannot print JSON")
-    prompt = read_prompt(args.prompt, args.file)
+    check_sampling(args)
+    prompt = None if args.chat else _prompt(args)
 
     from pyorch.llama.model import load
 
     with load(args.model, verbose=args.verbose, **given_settings(args)) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)
-        sampling = {"max_tokens": args.tokens, "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
+        chosen = sampling(args, model)
         if args.chat:
-            _chat(model, sampling, args.seed)
+            from pyorch.cli.chat import Chat, converse
+
+            converse(Chat(model, {"max_tokens": args.tokens, **chosen}, args.system))
             show_stats(model.stats())
         else:
-            _generate(model, prompt, sampling, args)
+            _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
         if args.maps is not None and model.engine is not None and model.engine.history:
             model.save_maps(args.maps)
         if args.learned is not None and model.engine is not None:
@@ -76,9 +82,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(model: Model, prompt: str, sampling: dict, args: argparse.Namespace) -> None:
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is None and args.file is None:
+        if sys.stdin.isatty():
+            raise PyorchError("there is no prompt: give one with -p or -f or through a pipe, or converse with --chat")
+        prompt = read_standard_input()
+        if not prompt:
+            raise PyorchError("there is no prompt: the standard input is empty, and neither -p, -f nor --chat is given")
+        return prompt
+    return read_prompt(args.prompt, args.file)
+
+
+def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.Namespace) -> None:
+    if args.system is not None:
+        messages = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
+        pieces = model.chat(messages, **chosen)
+    else:
+        pieces = model.generate(prompt, **chosen)
+        if not args.json and sys.stdout.isatty():
+            print(_dim(prompt), end="", flush=True)
     text = ""
-    for piece in model.generate(prompt, seed=args.seed, **sampling):
+    for piece in pieces:
         text += piece
         if not args.json:
             print(piece, end="", flush=True)
@@ -89,61 +113,6 @@ def _generate(model: Model, prompt: str, sampling: dict, args: argparse.Namespac
         show_stats(model.stats())
 
 
-def _chat(model: Model, sampling: dict, seed: int | None) -> None:
-    messages: list[dict[str, str]] = []
-    while True:
-        print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            print(file=sys.stderr)
-            return
-        messages.append({"role": "user", "content": line.strip()})
-        answer = ""
-        try:
-            for piece in model.chat(messages, seed=seed, **sampling):
-                answer += piece
-                print(piece, end="", flush=True)
-        except KeyboardInterrupt:  # ends the answer, not the conversation
-            pass
-        print(flush=True)
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _stored_hits(experts: Stats) -> str:
-    """Shares of the uses of experts, of those that were in memory in other forms; "" without any."""
-    uses, partial = experts.hits + experts.misses, experts.sm_hits + experts.e_hits
-    forms = ((experts.compressed_hits, "compressed"), (partial, "in part"))
-    return "".join(f"{n / uses:.1%} {form}, " for n, form in forms if n)
-
-
-def show_stats(stats: ModelStats) -> None:
-    """To stderr: the text on stdout may go into a pipe."""
-    from pyorch.sizes import format_bytes
-
-    rows = [
-        ("prefill", f"{stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s"),
-        ("decode", f"{stats.decode_tokens} tokens, {stats.decode_rate:.1f} tok/s"),
-    ]
-    experts, speculation, substitution = stats.experts, stats.speculation, stats.substitution
-    if experts is not None:
-        read = format_bytes(round(stats.bytes_read_per_token))
-        hit_rate = "-" if math.isnan(experts.hit_rate) else f"{experts.hit_rate:.1%}"
-        rows.append(("experts", f"hit rate {hit_rate}, {_stored_hits(experts)}{read} read per token, waited "
-                                f"{experts.stall_ns / 1e9:.2f} s"))
-        budget, peak = format_bytes(experts.budget_bytes), format_bytes(experts.peak_bytes)
-        rows.append(("budget", f"{budget}, at most {peak} used"))
-    if stats.pools is not None:
-        names = ("full", "compressed", "SM only", "E only")
-        shares = ", ".join(f"{share:.0%} {name}" for share, name in zip(stats.pools.shares, names) if share)
-        rows.append(("pools", f"{shares} ({stats.pools_from})"))
-    elif stats.pools_from:
-        rows.append(("pools", stats.pools_from))
-    rows.append(("memory", f"at most {format_bytes(stats.peak_memory_bytes)} used by the process"))
-    if speculation is not None:
-        rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, {speculation.right} of them as "
-                              "their routers chose"))
-    if substitution is not None:
-        rows.append(("lossy", f"{substitution.lossy_tokens} of {substitution.tokens} token-layers changed, "
-                              f"{substitution.substituted} expert slots substituted, {substitution.dropped} dropped; "
-                              f"{substitution.avoided} of {substitution.absent} absent experts not needed"))
-    show([Facts(rows)], sys.stderr)
+def _dim(prompt: str) -> str:
+    """So that what the model adds stands out."""
+    return prompt if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else f"\x1b[2m{prompt}\x1b[22m"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command
+from pyorch.cli.options import add_command, add_model
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
 
@@ -15,12 +15,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "serve", summary,
         "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret",
     )
-    parser.usage = "pyorch serve MODEL.gguf [options] [-- flags of llama-server]"
+    parser.usage = "pyorch serve MODEL [options] [-- flags of llama-server]"
     parser.description = (
         "Serve a model over the OpenAI and Anthropic APIs, with llama-server. What follows after `--` are flags of "
         "llama-server."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535),
                         help="port to listen on, 0 for any that is free (default: 8080)")

@@ -32,13 +32,23 @@ def add_settings(
         if OPTIONS[name].group != LOSSY:
             _add(parser, OPTIONS[name], name in lists, (defaults or {}).get(name))
     if LOSSY in wanted:
-        group = parser.add_argument_group("lossy", "Off unless asked for: the model's answers change.")
+        group = parser.add_argument_group("lossy", _escaped(_help_of_substitution()))
         for option in OPTIONS.values():
             if option.group == LOSSY:
                 _add(group, option, several=False)
         for flag, name in _SHORT.items():
             part = options(Substitution)[name]
             group.add_argument(flag, metavar=name.upper(), help=_escaped(f"{part.help} (default: {part.default})"))
+
+
+def _help_of_substitution() -> str:
+    """A line for each setting of --buddies: its plain name, the paper's symbol, what it does."""
+    lines = ["Off unless asked for: the model's answers change. SETTINGS of --buddies, with the symbols of the BuddyMoE "
+             "paper, which can be given too:"]
+    for name, option in options(Substitution).items():
+        heading = f"{option.plain} ({name})" if option.plain else name
+        lines.append(f"  {heading:20} {option.help}")
+    return "\n".join(lines)
 
 
 def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:

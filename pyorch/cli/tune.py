@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         **asked,
     )
     with Progress(live=not args.verbose) as progress:
+        progress.update("loading the model", 0, 0)
         tuning = tune(request, progress.update)
     if tuning.tuned is None:
         raise PyorchError(_unreached(tuning, request.goal))

@@ -48,9 +48,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """trials: empty where too little text was held out; why: else why there are none, or ""."""
+    """trials: empty where too little text was held out; why: else why there are none, or "". compute_ms: of a decoded
+    token, beside the waits for experts."""
 
     default_vectors: DefaultVectors
+    compute_ms: float
     trials: tuple[Trial, ...] = ()
     why: str = ""
 
@@ -98,7 +100,7 @@ def calibrate(
                         continue
                     context.clear()
                     context.decode(piece)
-                    n_done += len(piece)
+                    n_done, last = n_done + len(piece), piece
                     if on_progress is not None:
                         on_progress("calibrating", n_read, n_tokens or 0)
             if not n_done:
@@ -108,24 +110,27 @@ def calibrate(
                 {il: vectors for il, (vectors, _) in means.items()},
                 {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, n_done,
             )
+            compute_ms = _compute_ms(model, context, last)
             if not held_out:
-                return Calibrated(vectors, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, and the text has "
-                                  "fewer")
+                return Calibrated(vectors, compute_ms, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, "
+                                  "and the text has fewer")
             try:
-                return Calibrated(vectors, tuple(_trials(model, context, vectors, held_out, on_progress)))
+                trials = _trials(model, context, vectors, held_out, compute_ms, on_progress)
+                return Calibrated(vectors, compute_ms, tuple(trials))
             except PyorchError as error:  # a model whose routing cannot be recorded or replayed
-                return Calibrated(vectors, why=str(error))
+                return Calibrated(vectors, compute_ms, why=str(error))
 
 
 def _trials(
-    model: Model, context: Context, vectors: DefaultVectors, pieces: list[list[int]], on_progress: OnProgress | None
+    model: Model, context: Context, vectors: DefaultVectors, pieces: list[list[int]], compute_ms: float,
+    on_progress: OnProgress | None,
 ) -> Iterator[Trial]:
     recording = _record(model, context, pieces)
     info = model.map.info
     settings = ReplaySettings(
         budget=max(info.floor_bytes, int(_BUDGET * info.slots_bytes)),
         read_bandwidth=measure_bandwidth(model.map, _DISK_SECONDS).bytes_per_second,
-        compute_ms=_compute_ms(model, context, pieces[0]),
+        compute_ms=compute_ms,
         n_warm_tokens=len(recording) // 4,
     )
     file = PredictorFile(vectors)

@@ -26,7 +26,7 @@ from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.packed_sizes import part_sizes
 from pyorch.sidecars.tuned_setting import read_tuned
 
-_refused_packs: set[str] = set()  # of which people were told
+_noted: set[str] = set()  # what people were told
 
 
 @contextlib.contextmanager
@@ -49,6 +49,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         fatal.notice(f"note: {managed.path} is slim, llama.cpp by itself cannot load it: the reference is the model "
                      "with all experts in memory, from the pack")
     elif budget != RESIDENT:
+        _note_once(budget.surplus(info))
         budget = budget.resolve(info)
     if not managed.map.layers or budget == RESIDENT:
         yield
@@ -88,6 +89,13 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             yield
 
 
+def _note_once(sentence: str) -> None:
+    """"" is nothing to tell."""
+    if sentence and sentence not in _noted:
+        _noted.add(sentence)
+        fatal.notice(f"note: {sentence}")
+
+
 def use_pack(managed: ManagedModel, plain: bool) -> None:
     """Has experts read from the pack that lies beside the model; says once why not where one is there and refused.
 
@@ -121,9 +129,7 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
                 f": make one{of_what} with `pyorch pack --codec auto`, or leave out --pools")
             raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
                               f"{model_map.path} has no compressed pack{why}")
-    if refusal and refusal not in _refused_packs:
-        _refused_packs.add(refusal)
-        fatal.notice(f"note: {refusal}; the experts are read from {model_map.path}")
+    _note_once(refusal and f"{refusal}; the experts are read from {model_map.path}")
 
 
 def _context_bytes(managed: ManagedModel) -> int:

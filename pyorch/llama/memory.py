@@ -6,6 +6,7 @@ memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -16,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 from pyorch.errors import BudgetError
 from pyorch.runtime.model_map import MapInfo
-from pyorch.sizes import KiB, MiB, format_bytes
+from pyorch.sizes import Amount, KiB, MiB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,15 @@ def plan(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int
             "allow it more memory, or use a smaller context or ubatch"
         )
     return Plan(limit, dense_bytes, context_bytes, margin, min(rest, info.slots_bytes))
+
+
+def cache_bytes() -> int:
+    """Of the processor's last level of cache, 0 where the system does not say."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(Amount.parse(path.read_text()).n_bytes or 0)
+    return max(sizes)
 
 
 def physical_cores(root: Path = Path("/")) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
+from pyorch.hub.reference import Reference, is_reference
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, speculative
 from pyorch.llama.closed import ClosedLlama
@@ -37,6 +39,8 @@ from pyorch.sizes import format_bytes
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
 N_OUTPUTS_MAX = 64
 
+
+_CTX_STEP = 256  # of which llama.cpp makes a context a multiple
 
 _loading = threading.Lock()
 
@@ -299,6 +303,7 @@ def load(
     """Loads a GGUF whose experts may occupy at most `budget`.
 
     Args:
+        path: the file, or "hf:ORG/NAME[:QUANT|/FILE]" for one of the Hugging Face hub, fetched if it is not there yet.
         budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
             as "1.5GiB" or "800MB", or bytes.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
@@ -313,6 +318,10 @@ def load(
         TypeError: no option has this name.
     """
     path = os.fsdecode(path)
+    if is_reference(path):
+        from pyorch.hub.download import Hub  # huggingface_hub takes longer to import than all else
+
+        path = str(Hub().model(Reference.parse(path), lambda *_: None, warnings.warn))
     logs.set_quiet(not verbose)
     given = {name: options.pop(name) for name in SETTINGS.keys() & options.keys()}
     unknown = sorted(options.keys() - _OF_LLAMA.keys())
@@ -338,7 +347,8 @@ def load(
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
         "use_mmap": False,
-        "n_ctx": settings.n_ctx or min(DEFAULT_CTX, trained),
+        # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
+        "n_ctx": -(-(settings.n_ctx or min(DEFAULT_CTX, trained)) // _CTX_STEP) * _CTX_STEP,
         "n_batch": n_batch or max(settings.n_ubatch, WIDE_UBATCH),
         "n_threads": n_threads,
         "n_threads_batch": n_threads,

@@ -55,6 +55,13 @@ class Budget:
             )
         return min(n, experts.slots_bytes)
 
+    def surplus(self, experts: ExpertSizes) -> str:
+        """A sentence about what is taken, where this is more than all experts of a model occupy; "" where it is not."""
+        if self.amount is None or self.amount.of(experts.slots_bytes) <= experts.slots_bytes:
+            return ""
+        return (f"budget {self} is more than all experts of the model occupy: {format_bytes(experts.slots_bytes)} is "
+                "taken, and they all stay in memory")
+
     def __str__(self) -> str:
         """What parse() reads."""
         return self.name or str(self.amount)

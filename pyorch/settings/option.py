@@ -23,7 +23,8 @@ class Option:
 
     read: makes the value of what a user gives, text or the value itself; ValueError or PyorchError for what it cannot
     mean. kind: what it must be, for the sentence that refuses it. flag: of commands; a flag without a metavar takes no
-    value, and turns the default round. default_text: what commands say is done without the flag.
+    value, and turns the default round. default_text: what commands say is done without the flag. plain: the name for
+    those who have not read the paper, where the field has that of the paper's symbol.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Option:
     flag: str
     metavar: str | None
     default_text: str
+    plain: str = ""
 
     def parse(self, given: Any) -> Any:
         """The value. PyorchError for what cannot be one."""
@@ -48,12 +50,12 @@ class Option:
 
 def option(
     default: Any, read: Callable[[Any], Any], kind: str = "", *, group: str = EXPERTS, help: str, flag: str = "",
-    metavar: str | None = None, default_text: str = "",
+    metavar: str | None = None, default_text: str = "", plain: str = "",
 ) -> Any:
     """A field that is an option."""
     return dataclasses.field(default=default, metadata={
         "read": read, "kind": kind, "group": group, "help": help, "flag": flag, "metavar": metavar,
-        "default_text": default_text,
+        "default_text": default_text, "plain": plain,
     })
 
 

@@ -107,7 +107,7 @@ class Settings:
     substitution: Substitution | None = option(
         None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--buddies", metavar="SETTINGS",
         help="let similar resident experts (buddies) replace absent ones, with settings such as "
-             "alpha=0.95,k=16,rho=3,tau=p15, or default",
+             "coverage=0.95,max_replaced=3,min_entropy=p15, or default",
     )
     buddies: Any = option(
         None, _lists, "the path of a file or Buddies", group=LOSSY, flag="--buddies-file", metavar="FILE",

@@ -42,48 +42,63 @@ def _number_or_percentile(given: Any) -> float | Percentile:
 
 @dataclass(frozen=True)
 class Substitution:
-    """How absent experts are treated; equations are those of the BuddyMoE paper. None: the gate is off.
+    """How absent experts are treated; equations, and symbols that are names, are those of the BuddyMoE paper. None: the
+    gate is off.
 
     An expert is absent when it is not resident as its layer is routed; only resident experts that the
     token does not use already stand in, and what nobody covers is fetched, or dropped.
     """
 
-    mode: str = option("buddies", str, "a word", group=LOSSY,
-                       help="what replaces an absent expert: a buddy (buddies), any resident expert (random, a "
-                            "baseline), or "
-                            "nothing (none)")
-    alpha: float | None = option(None, _number, "a number", group=LOSSY,
-                                 help="cumulative frequency threshold of the lists (eq. 5)", default_text="the "
-                                      "sidecar's")
-    k: int | None = option(None, int, "a whole number", group=LOSSY, help="longest list")
-    rho: int | None = option(None, int, "a whole number", group=LOSSY, help="most substitutions of a token in a layer")
+    mode: str = option(
+        "buddies", str, "a word", group=LOSSY,
+        help="what replaces an absent expert: a buddy (buddies), any resident expert (random, a baseline), or nothing "
+             "(none)")
+    alpha: float | None = option(
+        None, _number, "a number", plain="coverage", group=LOSSY, default_text="the sidecar's",
+        help="an expert's buddies are those peers it is oftenest selected with that make up this share of all (eq. 5)")
+    k: int | None = option(
+        None, int, "a whole number", plain="max_buddies", group=LOSSY, help="most buddies of an expert")
+    rho: int | None = option(
+        None, int, "a whole number", plain="max_replaced", group=LOSSY,
+        help="most experts of a token that are replaced in a layer")
     tau: float | Percentile | None = option(
-        None, _number_or_percentile, _THRESHOLD, group=LOSSY,
-        help="no substitution where the token activating entropy (eq. 1) is at most this")
-    temperature: float = option(1.0, _number, "a number", group=LOSSY, help="of the probabilities in tau and gamma")
+        None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
+        help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "
+             "this; p15 is what 15 % of the tokens of the trace were not above")
+    temperature: float = option(
+        1.0, _number, "a number", group=LOSSY, help="of the probabilities that min_entropy and max_lead go by")
     gamma: float | Percentile | None = option(
-        None, _number_or_percentile, _THRESHOLD, group=LOSSY,
-        help="no substitution where the two largest probabilities differ by at least this")
-    beta: float | None = option(None, _number, "a number", group=LOSSY,
-                                help="no substitution where at least this share of the requested experts is absent "
-                                     "(eq. 2)")
-    read_ms: float | None = option(None, _number, "a number", group=LOSSY,
-                                   help="beta adapts instead, so that a token spends at most this on reading")
-    rank: int | None = option(None, int, "a whole number", group=LOSSY, help="search rank H of algorithm 1")
-    eta: float = option(0.0, _number, "a number", group=LOSSY,
-                        help="of the router's normalized logit in the priority (eq. 3)")
-    kappa: float = option(0.0, _number, "a number", group=LOSSY, help="of the hops in the priority (eq. 3)")
-    reuse: float = option(1.0, _number, "a number", group=LOSSY,
-                          help="factor in the priority for each time a buddy was chosen in the ubatch")
-    weight: str = option("keep", str, "a word", group=LOSSY,
-                         help="weight of a buddy's output: that of the replaced expert (keep), the buddy's own (own), "
-                              "or that of "
-                              "the replaced expert, fitted to the buddy's output (fitted)")
-    order: str = option("rank", str, "a word", group=LOSSY,
-                        help="of a token's absent experts: by the router's rank, or the lowest weight first")
-    miss: str = option("fetch", str, "a word", group=LOSSY,
-                       help="an absent expert that may be replaced, but has no resident buddy, is read (fetch) or left "
-                            "out (drop)")
+        None, _number_or_percentile, _THRESHOLD, plain="max_lead", group=LOSSY,
+        help="nothing is replaced for a token whose likeliest expert leads the second by this much or more")
+    beta: float | None = option(
+        None, _number, "a number", plain="max_absent", group=LOSSY,
+        help="nothing is replaced in a batch of whose experts this share or more is absent (eq. 2)")
+    read_ms: float | None = option(
+        None, _number, "a number", group=LOSSY,
+        help="max_absent adapts instead, so that a token spends at most so many milliseconds on reading")
+    rank: int | None = option(
+        None, int, "a whole number", plain="search_rank", group=LOSSY,
+        help="only the first so many buddies of a list are tried (H of algorithm 1)")
+    eta: float = option(
+        0.0, _number, "a number", plain="by_logit", group=LOSSY,
+        help="how much it counts, when a buddy is chosen, what the router thinks of it (eq. 3)")
+    kappa: float = option(
+        0.0, _number, "a number", plain="by_hops", group=LOSSY,
+        help="how much it counts, when a buddy is chosen, how many hops away it is (eq. 3)")
+    reuse: float = option(
+        1.0, _number, "a number", group=LOSSY,
+        help="factor of a buddy's priority for each time that it was chosen in the ubatch")
+    weight: str = option(
+        "keep", str, "a word", group=LOSSY,
+        help="weight of a buddy's output: that of the replaced expert (keep), the buddy's own (own), or that of the "
+             "replaced expert, fitted to the buddy's output (fitted)")
+    order: str = option(
+        "rank", str, "a word", group=LOSSY,
+        help="which of a token's absent experts are replaced first: by the router's rank (rank), or the lowest weight "
+             "first (weight)")
+    miss: str = option(
+        "fetch", str, "a word", group=LOSSY,
+        help="an absent expert that may be replaced, but has no resident buddy, is read (fetch) or left out (drop)")
     prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
     seed: int = option(0, int, "a whole number", group=LOSSY, help="of the random baseline")
 
@@ -100,16 +115,20 @@ class Substitution:
 
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
-        """From "alpha=0.95,k=16,rho=3,tau=p15"; "" or "default" is all defaults. PyorchError for what cannot be one."""
+        """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3"; "" or "default" is all
+        defaults. PyorchError for what cannot be one."""
         if isinstance(text, Substitution):
             return text
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is not text")
         known, values = options(cls), {}
+        plain = {option.plain: name for name, option in known.items() if option.plain}
         for item in (text.split(",") if text not in ("", "default") else ()):
             key, equals, value = (part.strip() for part in item.partition("="))
+            key = plain.get(key, key)
             if key not in known:
-                raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(known)}')
+                names = (f"{option.plain or name}" for name, option in known.items())
+                raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(names)}')
             if key in values:
                 raise PyorchError(f'substitution setting "{key}" is given twice')
             values[key] = "1" if key == "prefill" and not equals else value

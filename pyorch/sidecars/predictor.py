@@ -86,7 +86,8 @@ class PredictorFile:
 
     hybrid: by il, whether the estimator guesses the layer better than quasi-hidden states. distance: layers ahead
     that pay. curve: float32[n, 2] of the estimator's training: the tokens that it had been trained on, each use
-    counted, and its recall on those that were held out, the mean of the layers.
+    counted, and its recall on those that were held out, the mean of the layers. compute_ms: of a decoded token, beside
+    the waits for experts, on the machine that calibrated.
     """
 
     default_vectors: DefaultVectors | None = None
@@ -94,6 +95,7 @@ class PredictorFile:
     hybrid: dict[int, bool] | None = None
     distance: int | None = None
     curve: np.ndarray | None = None
+    compute_ms: float | None = None
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. PyorchError if it cannot be written."""
@@ -111,6 +113,8 @@ class PredictorFile:
             metadata["hybrid"] = [self.hybrid[layer.il] for layer in model_map.layers]
         if self.distance is not None:
             metadata["distance"] = self.distance
+        if self.compute_ms is not None:
+            metadata["compute_ms"] = float(self.compute_ms)
         container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
     @classmethod
@@ -136,12 +140,16 @@ class PredictorFile:
             raise FormatError(f"{os.fspath(path)}: a prefetch distance of {distance!r} layers cannot be")
         if not isinstance(n_tokens, int) or n_tokens < 0:
             raise FormatError(f"{os.fspath(path)}: default vectors of {n_tokens!r} tokens cannot be")
+        compute_ms = metadata.get("compute_ms")
+        if compute_ms is not None and not (isinstance(compute_ms, (int, float)) and 0 < compute_ms < float("inf")):
+            raise FormatError(f"{os.fspath(path)}: a compute time of {compute_ms!r} ms cannot be")
         curve = arrays.get("estimator.curve")
         if curve is not None and (curve.ndim != 2 or curve.shape[1] != 2):
             raise FormatError(f"{os.fspath(path)}: the course of the estimator's training is no list of pairs")
         return cls(
             _default_vectors(path, model_map, arrays, n_tokens, n_embd),
             _estimator(path, model_map, arrays, n_embd), hybrid, distance, curve,
+            compute_ms,
         )
 
     def apply(self, engine: Engine) -> None:

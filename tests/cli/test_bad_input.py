@@ -262,8 +262,7 @@ def test_the_process_works_after_every_refusal(small_moe: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(("arguments", "reason"), [
     ((), "a command is needed"),
-    (("run",), "the following arguments are required: MODEL.gguf"),
-    (("run", "MODEL"), "one of the arguments -p/--prompt -f/--file --chat is required"),
+    (("run",), "the following arguments are required: MODEL"),
     (("run", "MODEL", "-p", "x", "--fast"), "unrecognized arguments: --fast; pyorch run --help shows"),
     (("eval", "arc", "MODEL", "--data", "x", "--fast"), "--fast; pyorch eval arc --help shows"),
     (("pack", "MODEL", "--check"), "makes the pack that --check reads"),

@@ -17,7 +17,8 @@ from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS
 
 # What --help is asked of: every command, and the kinds of those that have kinds.
 HELPED = [(command,) for command in COMMANDS]
-HELPED += [("eval", "arc"), ("eval", "perplexity"), ("eval", "prefetch"), ("trace", "stats")]
+HELPED += [("eval", "arc"), ("eval", "perplexity"), ("eval", "prefetch"), ("trace", "stats"), ("models", "list"),
+           ("models", "rm")]
 
 _IMPORTED = """
 import json, sys
@@ -47,7 +48,7 @@ def test_help_of_a_command_imports_neither_other_packages_nor_the_runtime(words:
     assert others <= {"pyorch", "cffi", "_cffi_backend", "pycparser"}
     parts = {".".join(name.split(".")[:2]) for name in modules if name.startswith("pyorch.")}
     assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.library", "pyorch.settings", "pyorch.sizes",
-                     "pyorch.errors", "pyorch._libs"}
+                     "pyorch.errors", "pyorch.starting", "pyorch._libs"}
 
 
 @pytest.mark.parametrize("words", HELPED)

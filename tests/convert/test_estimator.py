@@ -252,7 +252,7 @@ def test_calibrating_again_says_that_the_estimator_is_gone(
 ])
 def test_the_shortest_of_the_best_distances_is_chosen(milliseconds: list[float], distance: int | None) -> None:
     trials = tuple(Trial(*it) for it in enumerate(milliseconds))
-    assert Calibrated(DefaultVectors({}, {}, 0), trials).distance == distance
+    assert Calibrated(DefaultVectors({}, {}, 0), 1.0, trials).distance == distance
 
 
 # What it computes

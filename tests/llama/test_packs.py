@@ -39,7 +39,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What people are told about packs that are refused."""
     lines: list[str] = []
     monkeypatch.setattr(capture.fatal, "notice", lines.append)
-    monkeypatch.setattr(capture, "_refused_packs", set())
+    monkeypatch.setattr(capture, "_noted", set())
     return lines
 
 

@@ -1,0 +1,257 @@
+"""A conversation with a model: on a terminal with history, several lines and a status line, from a pipe line by line.
+
+The model computes only what is new of a conversation: its KV cache holds what it has seen, up to where the texts
+differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyorch.cli.model_stats import hit_rate, show_stats
+from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.llama.model import Model, ModelStats
+
+_ROLES = ("user", "assistant")
+
+
+class Chat:
+    """What was said, and what the last answer took. chosen: how tokens are sampled, for Model.chat()."""
+
+    def __init__(self, model: Model, chosen: dict[str, Any], system: str | None = None) -> None:
+        self.model = model
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self._chosen = chosen
+        self._before = self._after = model.stats()
+
+    def answer(self, text: str, on_piece: Callable[[str], None]) -> None:
+        """Calls on_piece with the model's answer, piece by piece. What came of it until Ctrl-C stays.
+
+        Raises PyorchError where it cannot be computed; if nothing was answered, the text was never said.
+        """
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"role": "user", "content": text}
+        said, kept = "", True
+        self._before = self.model.stats()
+        try:
+            for piece in self.model.chat([*first, *self.messages, asked], **self._chosen):
+                said += piece
+                on_piece(piece)
+        except PyorchError as error:
+            kept = bool(said)
+            if "context window" in str(error):
+                raise PyorchError("the conversation does not fit into the context any more: /clear begins a new one, "
+                                  "and pyorch run --ctx N makes room for N tokens") from None
+            raise
+        finally:
+            self._after = self.model.stats()
+            if kept:
+                self.messages += [asked, {"role": "assistant", "content": said}]
+
+    def status(self) -> str:
+        """One line: the last answer's speed, how many experts were in memory since the start, budget and context."""
+        from pyorch.sizes import format_bytes
+
+        before, after = self._before, self._after
+        tokens, seconds = after.decode_tokens - before.decode_tokens, after.decode_seconds - before.decode_seconds
+        parts = [f"{tokens / seconds:.1f} tok/s" if tokens > 0 and seconds > 0 else "- tok/s"]
+        if after.experts is not None:
+            parts += [f"hit rate {hit_rate(after.experts)}", f"budget {format_bytes(after.experts.budget_bytes)}"]
+        llama = self.model.llama
+        return "  ".join([*parts, f"context {llama.n_tokens} of {llama.n_ctx()}"])
+
+    @property
+    def stats(self) -> ModelStats:
+        return self.model.stats()
+
+    def save(self, path: Path) -> None:
+        """PyorchError if the file cannot be written."""
+        from pyorch.files import write_text
+
+        said = {"system": self.system, "messages": self.messages}
+        write_text(path, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
+
+    def load(self, path: Path) -> None:
+        """Goes on with a conversation that was saved. PyorchError for a file that holds none; then nothing changes."""
+        try:
+            said = json.loads(path.read_text(encoding="utf-8"))
+            system, messages = said["system"], [dict(message) for message in said["messages"]]
+            texts = [message["content"] for message in messages] + ([] if system is None else [system])
+            known = all(message["role"] in _ROLES and message.keys() == {"role", "content"} for message in messages)
+        except OSError as error:
+            raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise PyorchError(f"{path} is no conversation that /save wrote") from None
+        if not known or not all(isinstance(text, str) for text in texts):
+            raise PyorchError(f"{path} is no conversation that /save wrote")
+        self.system, self.messages = system, messages
+
+
+def converse(chat: Chat) -> None:
+    """Until the input ends, or /exit."""
+    read = _terminal_reader(chat) if sys.stdin.isatty() and sys.stderr.isatty() else _read_line
+    while (text := read()) is not None:
+        if text.startswith("/"):
+            try:
+                if not _obey(chat, text):
+                    return
+            except PyorchError as error:
+                _say(f"error: {error}")
+        elif text.strip():
+            _answer(chat, text.strip())
+
+
+def _answer(chat: Chat, text: str) -> None:
+    try:
+        chat.answer(text, lambda piece: print(piece, end="", flush=True))
+    except KeyboardInterrupt:  # ends the answer, not the conversation
+        pass
+    except PyorchError as error:
+        _say(f"error: {error}")
+        return
+    print(flush=True)
+
+
+def _say(sentence: str) -> None:
+    print(f"pyorch: {sentence}", file=sys.stderr, flush=True)
+
+
+def _exit(_: Chat, __: str) -> None:
+    raise EOFError
+
+
+def _system(chat: Chat, text: str) -> None:
+    if text:
+        chat.system = text
+    _say(f"system prompt: {chat.system}" if chat.system else "there is no system prompt; /system TEXT sets one")
+
+
+def _save(chat: Chat, name: str) -> None:
+    path = _path(name, "/save")
+    chat.save(path)
+    _say(f"{path}: {_counted(chat)}")
+
+
+def _load(chat: Chat, name: str) -> None:
+    path = _path(name, "/load")
+    chat.load(path)
+    _say(f"{path}: {_counted(chat)}")
+
+
+def _stats(chat: Chat, _: str) -> None:
+    show_stats(chat.stats)
+
+
+def _clear(chat: Chat, _: str) -> None:
+    chat.messages.clear()
+    _say("the conversation begins anew")
+
+
+def _help(_: Chat, __: str) -> None:
+    width = max(len(name) + len(argument) for name, (_, argument, _) in _COMMANDS.items()) + 3
+    for name, (_, argument, does) in _COMMANDS.items():
+        print(f"{f'{name} {argument}':{width}}{does}", file=sys.stderr)
+    print("Enter sends a message, Alt+Enter (or Escape, then Enter) begins a new line in it. Ctrl-C ends an answer. A "
+          "message that begins with / has a space before it.", file=sys.stderr, flush=True)
+
+
+# name: what does it, what follows it, what it does
+_COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
+    "/system": (_system, "[TEXT]", "shows or changes the instructions for the model"),
+    "/stats": (_stats, "", "shows speed, hits and memory since the start"),
+    "/save": (_save, "FILE", "writes the conversation into a file"),
+    "/load": (_load, "FILE", "goes on with a conversation that was saved"),
+    "/clear": (_clear, "", "begins a new conversation"),
+    "/help": (_help, "", "shows this"),
+    "/exit": (_exit, "", "ends, as Ctrl-D does"),
+}
+
+
+def _obey(chat: Chat, text: str) -> bool:
+    """False: the conversation is over. PyorchError where a command does not exist, or cannot do what it is to do."""
+    name, _, argument = text.strip().partition(" ")
+    if name not in _COMMANDS:
+        raise PyorchError(f"there is no {name}: /help shows what there is, and a space before it makes it a message")
+    try:
+        _COMMANDS[name][0](chat, argument.strip())
+    except EOFError:
+        return False
+    return True
+
+
+def _path(name: str, command: str) -> Path:
+    if not name:
+        raise PyorchError(f"{command} needs the name of a file")
+    return Path(name).expanduser().absolute()
+
+
+def _counted(chat: Chat) -> str:
+    from pyorch.sizes import counted
+
+    return counted(len(chat.messages), "message")
+
+
+def _read_line() -> str | None:
+    print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        print(file=sys.stderr)
+        return None
+    return line
+
+
+def _terminal_reader(chat: Chat) -> Callable[[], str | None]:
+    """Draws on stderr: what goes to stdout may be kept."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(
+        "> ", multiline=True, prompt_continuation="  ", key_bindings=keys, history=_history(),
+        completer=WordCompleter(list(_COMMANDS), sentence=True), complete_while_typing=False,
+        bottom_toolbar=chat.status, output=create_output(stdout=sys.stderr),
+    )
+
+    def read() -> str | None:
+        while True:
+            try:
+                return session.prompt()
+            except KeyboardInterrupt:  # takes the line back
+                continue
+            except EOFError:
+                return None
+
+    return read
+
+
+def _history() -> Any:
+    """What was typed in earlier conversations, which only the user can read. In memory where no file can be written."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(home) / "pyorch" / "chat-history"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(path)

@@ -1,0 +1,128 @@
+"""`pyorch models`: which models lie on this machine, and how they go."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.cli.options import add_command, print_json
+from pyorch.cli.tables import Table, show
+from pyorch.errors import FormatError, PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.hub.cache import Removal, Stored
+
+
+@dataclass(frozen=True)
+class Row:
+    """What --json prints of a model. experts: "64 x 16" are 64 in each of 16 layers; "" of a dense model."""
+
+    name: str
+    path: Path
+    kind: str
+    experts: str
+    n_bytes: int
+    sidecars: dict[str, Path]
+    sidecar_bytes: int
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "models", summary, "pyorch models\n  pyorch models list ~/models\n"
+                         "  pyorch models rm hf:ORG/NAME:Q4_K_M")
+    parser.description += " Without more it lists those of the hub's cache, under the names that commands take."
+    parser.add_argument("--json", action="store_true", help="print the models as a JSON array")
+    parser.set_defaults(run=run_list, folders=[])
+    kinds = parser.add_subparsers(dest="kind", metavar="ACTION", title="actions")
+    listing = add_command(kinds, "list", "list the models of the hub's cache and of folders",
+                          "pyorch models list ~/models --json")
+    listing.add_argument("folders", metavar="FOLDER", nargs="*", type=Path,
+                         help="list the models in this folder, and below it, too")
+    listing.add_argument("--json", action="store_true", help="print the models as a JSON array")
+    listing.set_defaults(run=run_list)
+    removing = add_command(kinds, "rm", "remove models with their sidecars",
+                           "pyorch models rm hf:ORG/NAME:Q4_K_M old.gguf")
+    removing.add_argument("names", metavar="MODEL", nargs="+",
+                          help="a model as pyorch models lists it; hf:ORG/NAME removes all that the cache has of it")
+    removing.add_argument("--yes", action="store_true", help="do not ask")
+    removing.add_argument("--json", action="store_true", help="print what was removed as a JSON array")
+    removing.set_defaults(run=run_remove)
+    return parser
+
+
+def run_list(args: argparse.Namespace) -> int:
+    from pyorch.hub import cache
+
+    found = cache.in_cache()
+    for folder in args.folders:
+        found += cache.in_folder(folder)
+    rows = [_row(stored) for stored in found]
+    if args.json:
+        print_json(rows)
+    elif rows:
+        show([_table(rows)])
+    else:
+        print(f"no models in {cache.directory()}: pyorch run hf:ORG/NAME fetches one")
+    return 0
+
+
+def run_remove(args: argparse.Namespace) -> int:
+    """Returns 0, or 1 where the user did not want it. PyorchError for a name that nothing has: then all stay."""
+    from pyorch.hub import cache
+    from pyorch.sizes import format_bytes
+
+    removals = [cache.removal(name) for name in dict.fromkeys(args.names)]
+    if not args.yes and not _agreed(removals):
+        return 1
+    for removal in removals:
+        try:
+            removal.execute()
+        except OSError as error:
+            raise PyorchError(f"{error.filename} cannot be removed: {error.strerror}") from None
+        if not args.json:
+            print(f"removed {removal.name}, {format_bytes(removal.n_bytes)}")
+    if args.json:
+        print_json([{"name": removal.name, "files": removal.files, "n_bytes": removal.n_bytes} for removal in removals])
+    return 0
+
+
+def _agreed(removals: list[Removal]) -> bool:
+    from pyorch.sizes import format_bytes
+
+    if not sys.stdin.isatty():
+        raise PyorchError("nobody can be asked whether the models shall go: say --yes")
+    for removal in removals:
+        print(f"{removal.name}: {format_bytes(removal.n_bytes)}", file=sys.stderr)
+        for file in removal.files:
+            print(f"  {file}", file=sys.stderr)
+    print("remove? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _row(stored: Stored) -> Row:
+    from pyorch.runtime.model_map import ModelMap
+
+    path = stored.files[0].parent if stored.checkpoint else stored.files[0]
+    kind, experts = "checkpoint", ""
+    if not stored.checkpoint:
+        try:
+            with ModelMap(path) as model_map:
+                info, layers = model_map.info, model_map.layers
+            kind = info.arch
+            experts = f"{max(layer.n_expert for layer in layers)} x {len(layers)}" if layers else ""
+        except FormatError:
+            kind = "damaged"
+    return Row(stored.name, path, kind, experts, stored.n_bytes, stored.sidecars, stored.sidecar_bytes)
+
+
+def _table(rows: list[Row]) -> Table:
+    from pyorch.sizes import format_bytes
+
+    return Table(
+        ("model", "kind", "experts x layers", "size", "sidecars", ""),
+        [(row.name, row.kind, row.experts, format_bytes(row.n_bytes),
+          format_bytes(row.sidecar_bytes) if row.sidecars else "", ", ".join(row.sidecars)) for row in rows],
+        left=("model", "kind", ""),
+    )

@@ -1,0 +1,144 @@
+"""Options of `pyorch run` that say how tokens are chosen."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pyorch.cli.numbers import number, whole
+from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.llama.model import Model
+
+N_TOKENS = 128  # that continue a prompt, where nobody says how many
+
+_ROOT = b"root"  # the rule that a grammar begins with
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", "--tokens", type=whole(1), metavar="N",
+                        help=f"generate at most N tokens (default: {N_TOKENS}; in a conversation, until the model ends "
+                             "its answer)")
+    parser.add_argument("--temp", type=number(0), default=0.8, metavar="T",
+                        help="temperature of sampling; 0 always takes the most probable token (default: 0.8)")
+    parser.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P",
+                        help="sample from the most probable tokens that together have probability P (default: 0.95)")
+    parser.add_argument("--top-k", type=whole(0), default=40, metavar="K",
+                        help="sample from the K most probable tokens (default: 40)")
+    parser.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P",
+                        help="sample from tokens that are at least P times as probable as the most probable one "
+                             "(default: 0.05)")
+    parser.add_argument("--repeat-penalty", type=number(above=0), default=1.0, metavar="X",
+                        help="make tokens among the last 64 less probable, by this factor of their logits; 1: do not "
+                             "(default: 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling (default: a random one)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--grammar", metavar="GBNF",
+                      help="the text obeys this grammar of llama.cpp's kind; @FILE reads it from a file")
+    form.add_argument("--json-schema", metavar="SCHEMA",
+                      help="the text is JSON that this schema allows; @FILE reads it from a file")
+
+
+def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
+    """Keywords for Model.generate() and Model.chat(). PyorchError for a grammar or schema that cannot be used."""
+    chosen: dict[str, Any] = {
+        "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p,
+        "repeat_penalty": args.repeat_penalty, "seed": args.seed,
+    }
+    gbnf = _gbnf(args)
+    if gbnf is not None:
+        chosen["grammar"] = _grammar(gbnf, args, model)
+    return chosen
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+    """PyorchError for a file, grammar or schema that cannot be read, before a model is loaded, which takes long."""
+    if args.grammar is not None:
+        _text(args.grammar, "grammar")
+    if args.json_schema is not None:
+        _json(_text(args.json_schema, "JSON schema"))
+
+
+def _gbnf(args: argparse.Namespace) -> str | None:
+    if args.grammar is not None:
+        return _text(args.grammar, "grammar")
+    if args.json_schema is None:
+        return None
+    from llama_cpp.llama_grammar import json_schema_to_gbnf
+
+    schema = _text(args.json_schema, "JSON schema")
+    _json(schema)
+    try:
+        return json_schema_to_gbnf(schema)
+    except Exception as error:  # whatever the converter of llama_cpp stumbles over
+        said = str(error) or type(error).__name__
+        raise PyorchError(f"the JSON schema cannot be made a grammar: {said}") from None
+
+
+def _grammar(gbnf: str, args: argparse.Namespace, model: Model) -> Any:
+    """A llama_cpp.LlamaGrammar, which llama.cpp has been asked about."""
+    import llama_cpp.llama_cpp as llama
+    from llama_cpp.llama_grammar import LlamaGrammar
+
+    from pyorch.llama import logs
+
+    logs.forget_errors()
+    vocab = llama.llama_model_get_vocab(model.llama.model)
+    with _caught_stderr() as said:
+        sampler = llama.llama_sampler_init_grammar(vocab, gbnf.encode(), _ROOT)
+    if not sampler:
+        what = "grammar" if args.grammar is not None else "grammar of the JSON schema"
+        why = said[0].removeprefix("parse: error parsing grammar: ") if said else logs.last_error()
+        raise PyorchError(f"the {what} is not understood: {why}")
+    llama.llama_sampler_free(sampler)
+    return LlamaGrammar.from_string(gbnf)
+
+
+@contextlib.contextmanager
+def _caught_stderr() -> Iterator[list[str]]:
+    """The lines that C code writes to stderr inside, when it is over."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            lines += [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+
+
+def _text(given: str, what: str) -> str:
+    """The option itself, or the text of the file that it names. PyorchError for no such file, or no text."""
+    if given.startswith("@"):
+        path = Path(given[1:])
+        try:
+            given = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise PyorchError(f"{path} is not UTF-8 text") from None
+    if not given.strip():
+        raise PyorchError(f"the {what} is empty")
+    return given
+
+
+def _json(text: str) -> None:
+    import json
+
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PyorchError(f"the JSON schema is not JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise PyorchError("the JSON schema is not an object")

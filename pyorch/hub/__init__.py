@@ -1,0 +1,1 @@
+"""Models on the Hugging Face hub, and what of them lies on this machine."""

@@ -1,0 +1,207 @@
+"""What lies on this machine: in the hub's cache, and in folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.errors import PyorchError
+from pyorch.hub.reference import PREFIX, Candidate, Reference, candidates, choose, name_of
+from pyorch.runtime.model_map import SIDECARS
+from pyorch.sidecars import plan, tuned_setting
+from pyorch.sidecars.container import default_path
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model, or a checkpoint. name: as commands take it; sidecars: by kind, those that lie beside it."""
+
+    name: str
+    files: tuple[Path, ...]
+    n_bytes: int
+    sidecars: dict[str, Path]
+    checkpoint: bool = False
+
+    @property
+    def sidecar_bytes(self) -> int:
+        return sum(_size(path) for path in self.sidecars.values())
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What would go, and how much room that makes. execute: removes it."""
+
+    name: str
+    files: tuple[Path, ...]
+    n_bytes: int
+    execute: Callable[[], None]
+
+
+def directory() -> Path:
+    """Where huggingface_hub keeps what it fetches."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def in_cache(where: Path | None = None) -> list[Stored]:
+    """All models and checkpoints of the cache, by name; of each the newest state that is there."""
+    found: dict[str, Stored] = {}
+    for repo in _repositories(where):
+        for revision in _newest_first(repo):
+            for stored in _of_revision(repo.repo_id, revision):
+                found.setdefault(stored.name, stored)
+    return [found[name] for name in sorted(found)]
+
+
+def in_folder(folder: Path) -> list[Stored]:
+    """The models in a folder and those below it. PyorchError for what is no folder."""
+    if not folder.is_dir():
+        raise PyorchError(f"{folder} is no folder")
+    sizes = {}
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            path = Path(root, name)
+            if name.endswith(".gguf") and path.is_file():
+                sizes[str(path)] = _size(path)
+    return [_stored(one.files[0], tuple(map(Path, one.files)), one.n_bytes) for one in candidates(sizes)]
+
+
+def model(reference: Reference, where: Path | None = None) -> Path:
+    """A model that was fetched before. PyorchError where none was."""
+    refusal = None
+    for revision, sizes in _revisions(reference, where):
+        try:
+            return revision.snapshot_path / choose(reference, sizes).files[0]
+        except PyorchError as error:
+            refusal = refusal or error
+    raise refusal or PyorchError(f"{reference} was not fetched yet, and the hub cannot be asked for it")
+
+
+def checkpoint(reference: Reference, where: Path | None = None) -> Path:
+    """A checkpoint that was fetched before. PyorchError where none was."""
+    for revision, sizes in _revisions(reference, where):
+        if "config.json" in sizes:
+            return revision.snapshot_path
+    raise PyorchError(f"{reference} was not fetched yet, and the hub cannot be asked for it")
+
+
+def removal(name: str, where: Path | None = None) -> Removal:
+    """Of a model of the cache, of all that the cache has of a repository, or of a file; with its sidecars.
+
+    PyorchError where nothing has that name.
+    """
+    if not name.startswith(PREFIX):
+        return _removal_of_file(Path(name))
+    reference = Reference.parse(name)
+    repo = next((repo for repo in _repositories(where) if repo.repo_id == reference.repo), None)
+    if repo is None:
+        raise PyorchError(f"{name} is not in the cache")
+    if reference.whole:
+        import shutil
+
+        return Removal(name, (repo.repo_path,), _tree_bytes(repo.repo_path), lambda: shutil.rmtree(repo.repo_path))
+    pointers: list[Path] = []
+    for revision in repo.revisions:
+        sizes = _sizes(revision)
+        with contextlib.suppress(PyorchError):
+            stored = _candidate(revision, choose(reference, sizes), reference.repo, sizes)
+            pointers += [*stored.files, *stored.sidecars.values()]
+    if not pointers:
+        choose(reference, _sizes(_newest_first(repo)[0]))  # says what there is
+    # Blobs of which another name stays are kept.
+    blobs = {Path(os.path.realpath(path)) for path in pointers}
+    for revision in repo.revisions:
+        blobs -= {file.blob_path for file in revision.files if file.file_path not in pointers}
+    files = tuple(dict.fromkeys([*pointers, *(blob for blob in blobs if blob not in pointers)]))
+
+    def execute() -> None:
+        for path in files:
+            path.unlink(missing_ok=True)
+
+    return Removal(name, tuple(pointers), sum(_size(blob) for blob in blobs), execute)
+
+
+def _removal_of_file(path: Path) -> Removal:
+    if not path.is_file():
+        raise PyorchError(f"{path}: no such file; models of the hub are named hf:ORG/NAME")
+    beside = {str(one): _size(one) for one in path.parent.iterdir() if one.suffix == ".gguf" and one.is_file()}
+    chosen = next((one for one in candidates(beside) if str(path) in one.files), None)
+    if chosen is None:
+        raise PyorchError(f"{path} is no model")
+    stored = _stored(str(path), tuple(map(Path, chosen.files)), chosen.n_bytes)
+    files = (*stored.files, *stored.sidecars.values())
+
+    def execute() -> None:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+    return Removal(str(path), files, stored.n_bytes + stored.sidecar_bytes, execute)
+
+
+def _repositories(where: Path | None) -> list:
+    """huggingface_hub's CachedRepoInfo of models."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir(where or directory())
+    except CacheNotFound:
+        return []
+    return sorted((repo for repo in found.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+
+
+def _newest_first(repo) -> list:
+    """CachedRevisionInfo: what the branch main is, then the others by age."""
+    return sorted(repo.revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified), reverse=True)
+
+
+def _revisions(reference: Reference, where: Path | None) -> Iterator[tuple]:
+    """(CachedRevisionInfo, bytes by name), of those that the reference may mean."""
+    for repo in _repositories(where):
+        if repo.repo_id == reference.repo:
+            for revision in _newest_first(repo):
+                wanted = reference.revision
+                if not wanted or wanted in revision.refs or revision.commit_hash.startswith(wanted):
+                    yield revision, _sizes(revision)
+
+
+def _sizes(revision) -> dict[str, int]:
+    return {file.file_path.relative_to(revision.snapshot_path).as_posix(): file.size_on_disk for file in revision.files}
+
+
+def _of_revision(repo: str, revision) -> Iterable[Stored]:
+    sizes = _sizes(revision)
+    for candidate in candidates(sizes):
+        yield _candidate(revision, candidate, repo, sizes)
+    weights = [name for name in sizes if name.endswith((".safetensors", ".bin"))]
+    if weights and "config.json" in sizes:
+        files = tuple(revision.snapshot_path / name for name in sorted(sizes))
+        yield Stored(f"{PREFIX}{repo}", files, sum(sizes.values()), {}, checkpoint=True)
+
+
+def _candidate(revision, candidate: Candidate, repo: str, sizes: dict[str, int]) -> Stored:
+    files = tuple(revision.snapshot_path / name for name in candidate.files)
+    return _stored(name_of(repo, candidate, candidates(sizes)), files, candidate.n_bytes)
+
+
+def _stored(name: str, files: tuple[Path, ...], n_bytes: int) -> Stored:
+    beside = {kind: default_path(files[0], kind) for kind in SIDECARS}
+    beside |= {"plan": plan.default_path(files[0]), "tuned": tuned_setting.default_path(files[0])}
+    return Stored(name, files, n_bytes, {kind: path for kind, path in beside.items() if path.is_file()})
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _tree_bytes(directory: Path) -> int:
+    """Of all files below, each once."""
+    return sum(_size(path) for path in directory.rglob("*") if path.is_file() and not path.is_symlink())

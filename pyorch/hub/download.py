@@ -1,0 +1,215 @@
+"""What a name of the hub stands for, on this disk: fetched if it is not there yet, resumed if it was begun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError, GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError,
+    OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError,
+)
+
+from pyorch.errors import PyorchError
+from pyorch.files import check_free_space
+from pyorch.hub import cache
+from pyorch.hub.reference import Reference, choose
+
+OnProgress = Callable[[str, int, int], None]  # "fetching ...", bytes, of
+OnNote = Callable[[str], None]  # a sentence
+
+_MAIN = "main"
+_SECONDS = 0.2  # between two looks at how much has come
+
+# Of a checkpoint, what the converter reads. Programs are none of it.
+_CHECKPOINT = (".json", ".safetensors", ".model", ".txt", ".jinja")
+_PICKLED = (".bin",)
+
+
+@dataclass(frozen=True)
+class _File:
+    n_bytes: int
+    blob: str  # its name in the cache
+
+
+class Hub:
+    """A hub and the cache of what came from it. endpoint, directory: default those of huggingface_hub's environment."""
+
+    def __init__(self, endpoint: str | None = None, directory: Path | None = None) -> None:
+        self._api = huggingface_hub.HfApi(endpoint=endpoint)
+        self._endpoint = endpoint
+        self._directory = Path(directory or constants.HF_HUB_CACHE)
+
+    def model(self, reference: Reference, on_progress: OnProgress, on_note: OnNote) -> Path:
+        """The GGUF file to load, its other shards beside it.
+
+        What lies in the cache is used where the hub cannot be reached, or must not be (HF_HUB_OFFLINE).
+        Raises PyorchError where there is no such model, or it does not come.
+        """
+        files = self._listing(reference, on_note)
+        if files is None:
+            return cache.model(reference, self._directory)
+        chosen = choose(reference, {name: file.n_bytes for name, file in files.items()})
+        return self._fetch(reference, {name: files[name] for name in chosen.files}, on_progress)[0]
+
+    def checkpoint(self, reference: Reference, on_progress: OnProgress, on_note: OnNote) -> Path:
+        """The directory of a checkpoint, without programs that lie beside it. Raises as model() does."""
+        if not reference.whole:
+            raise PyorchError(f"{reference} is one model of a repository, and a checkpoint is the whole of it: name "
+                              f"hf:{reference.repo}")
+        files = self._listing(reference, on_note)
+        if files is None:
+            return cache.checkpoint(reference, self._directory)
+        weights = _CHECKPOINT if any(name.endswith(".safetensors") for name in files) else _CHECKPOINT + _PICKLED
+        wanted = {name: file for name, file in files.items() if name.endswith(weights) and "/" not in name}
+        if "config.json" not in wanted:
+            raise PyorchError(f"{reference} has no config.json: it is no checkpoint")
+        return self._fetch(reference, wanted, on_progress)[0].parent
+
+    def _listing(self, reference: Reference, on_note: OnNote) -> dict[str, _File] | None:
+        """The files of the repository; None where only the cache can be asked."""
+        with _failures(reference):
+            try:
+                info = self._api.model_info(
+                    reference.repo, revision=reference.revision or None, files_metadata=True,
+                    timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            except OfflineModeIsEnabled:
+                return None
+            except Exception as error:
+                if not _unreachable(error):
+                    raise
+                on_note(f"the hub cannot be reached ({_reason(error)}): what was fetched before is used")
+                return None
+        return {
+            file.rfilename: _File(file.size or 0, file.lfs.sha256 if file.lfs is not None else file.blob_id or "")
+            for file in info.siblings or ()
+        }
+
+    def _fetch(self, reference: Reference, files: Mapping[str, _File], on_progress: OnProgress) -> list[Path]:
+        blobs = self._directory / huggingface_hub.file_download.repo_folder_name(
+            repo_id=reference.repo, repo_type="model") / "blobs"
+        missing = {name: file for name, file in files.items() if not (blobs / file.blob).is_file()}
+        begun = sum(_size(_part(blobs, file)) for file in missing.values())
+        total = sum(file.n_bytes for file in missing.values())
+        if missing:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            check_free_space(self._directory, total - begun)
+        revision, paths, done = reference.revision or _MAIN, [], 0
+        with _failures(reference), _quiet():
+            for name, file in files.items():
+                with _watched(_part(blobs, file), f"fetching {name}", done, total, on_progress):
+                    path = Path(huggingface_hub.hf_hub_download(
+                        reference.repo, name, revision=revision, cache_dir=self._directory, endpoint=self._endpoint))
+                paths.append(path)
+                done += file.n_bytes if name in missing else 0
+                # All are of one state of the repository, whatever is published meanwhile.
+                revision = path.parents[name.count("/")].name
+        return paths
+
+
+def _part(blobs: Path, file: _File) -> Path:
+    """Where huggingface_hub keeps a file that has not come whole."""
+    return blobs / f"{file.blob}.incomplete"
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+@contextlib.contextmanager
+def _watched(part: Path, step: str, done: int, total: int, on_progress: OnProgress) -> Iterator[None]:
+    """Reports how much of a file has come, whoever of huggingface_hub's ways it comes."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_SECONDS):
+            on_progress(step, min(total, done + _size(part)), total)
+
+    if total:
+        on_progress(step, min(total, done + _size(part)), total)
+    watcher = threading.Thread(target=watch, daemon=True)
+    if total:
+        watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if total:
+            watcher.join()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without huggingface_hub's own bars and log."""
+    from huggingface_hub.utils import disable_progress_bars, logging
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        disable_progress_bars()
+        logging.set_verbosity_error()
+        yield
+
+
+@contextlib.contextmanager
+def _failures(reference: Reference) -> Iterator[None]:
+    """Makes sentences of what goes wrong."""
+    name = f"hf:{reference.repo}"
+    try:
+        yield
+    except (PyorchError, KeyboardInterrupt):
+        raise
+    except GatedRepoError:
+        raise PyorchError(f"{name} is given to those only who have accepted its terms on the hub: accept them, and say "
+                          "who you are with HF_TOKEN or `hf auth login`") from None
+    except RevisionNotFoundError:
+        raise PyorchError(f"{name} has no revision {reference.revision}") from None
+    except RepositoryNotFoundError:
+        raise PyorchError(f"{name}: the hub has no such repository, or it is private: then say who you are with "
+                          "HF_TOKEN or `hf auth login`") from None
+    except LocalEntryNotFoundError as error:
+        raise PyorchError(_interrupted(reference, error.__cause__ or error)) from None
+    except EntryNotFoundError as error:
+        raise PyorchError(f"{reference}: {_reason(error)}") from None
+    except HFValidationError as error:
+        raise PyorchError(f"{name} is no name of a repository: {_reason(error)}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # of requests, httpx, or the file system
+        if isinstance(error, OSError) and error.filename is not None and not isinstance(error, HfHubHTTPError):
+            raise PyorchError(f"{error.filename}: {error.strerror}") from None
+        raise PyorchError(_interrupted(reference, error)) from None
+
+
+def _interrupted(reference: Reference, error: BaseException) -> str:
+    return f"{reference} did not come: {_reason(error)}; what has come is kept, and the same command goes on there"
+
+
+def _unreachable(error: Exception) -> bool:
+    """Whether nobody answers, or the hub says that it cannot."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status >= 500
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "httpx"
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause, on one line."""
+    seen = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        inner = getattr(error, "reason", None) or error.__cause__ or error.__context__
+        inner = inner or next((part for part in error.args if isinstance(part, BaseException)), None)
+        if isinstance(inner, BaseException):
+            error = inner
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())[:200]

@@ -1,0 +1,221 @@
+"""`pyorch run`: where the prompt comes from, how tokens are chosen, conversations, and an early Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import HANG_SECONDS, pyorch
+from terminals import Dialogue
+
+from pyorch.cli import main
+from pyorch.cli.chat import Chat
+from pyorch.llama.model import load
+
+FEW = ("-n", "4", "--temp", "0", "--budget", "50%", "--ctx", "256", "--threads", "1")
+
+
+def text_of(*words: object, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["run", *map(str, words), *FEW]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [(), ("-f", "-")])
+def test_the_prompt_comes_through_a_pipe(
+    words: tuple[str, ...], small_moe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\nimport\n"))
+    assert text_of(small_moe, *words, capsys=capsys) == text_of(small_moe, "-p", "import os\nimport", capsys=capsys)
+
+
+@pytest.mark.parametrize(("stdin", "said"), [
+    (io.StringIO(""), "the standard input is empty"),
+    (io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"), "the standard input is not UTF-8 text"),
+])
+def test_no_prompt_is_refused_before_the_model_is_loaded(stdin, said: str, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["run", "no.gguf"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_grammar_is_obeyed(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grammar = tmp_path / "letters.gbnf"
+    grammar.write_text('root ::= "yes" | "no"')
+    assert text_of(small_moe, "-p", "import os", "--grammar", f"@{grammar}", capsys=capsys) in ("yes\n", "no\n")
+
+
+def test_a_json_schema_is_obeyed(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = '{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}'
+    words = ("run", str(small_moe), "-p", "x = ", *FEW, "-n", "24", "--json-schema", schema)
+    assert main(words) == 0
+    assert all(isinstance(item, bool) for item in json.loads(capsys.readouterr().out))
+
+
+@pytest.mark.parametrize(("option", "given", "said"), [
+    ("--grammar", "root ::= (", "the grammar is not understood"),
+    ("--grammar", "@none.gbnf", "none.gbnf cannot be read"),
+    ("--json-schema", "{", "the JSON schema is not JSON"),
+    ("--json-schema", "[]", "the JSON schema is not an object"),
+    ("--json-schema", '{"$ref": "#/none"}', "the JSON schema cannot be made a grammar"),
+])
+def test_what_is_no_grammar_is_one_sentence(small_moe: Path, option: str, given: str, said: str, capfd) -> None:
+    assert main(["run", str(small_moe), "-p", "x", *FEW, option, given]) == 2
+    error = capfd.readouterr().err
+    assert said in error and error.startswith("pyorch: error: ") and error.count("\n") == 1
+
+
+def test_sampling_options_reach_the_sampler(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hot = ("-p", "def ", "--temp", "2", "--seed", "3", "--top-p", "1", "--top-k", "0")
+    certain = text_of(small_moe, "-p", "def ", capsys=capsys)
+    words = ["run", str(small_moe), *FEW, *hot]
+    assert main([*words, "--min-p", "1"]) == 0  # only the most probable token is left
+    assert capsys.readouterr().out == certain
+    assert main([*words, "--min-p", "0"]) == 0
+    assert capsys.readouterr().out != certain
+    repeated = ["run", str(small_moe), *FEW, "-p", "a a a a a a a a", "-n", "8"]
+    outputs = []
+    for penalty in ("1", "8"):
+        assert main([*repeated, "--repeat-penalty", penalty]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] != outputs[1]
+
+
+def test_a_system_prompt_asks_for_an_answer(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        messages = [{"role": "system", "content": "import sys"}, {"role": "user", "content": "def "}]
+        answer = "".join(model.chat(messages, temperature=0, max_tokens=4))
+    assert text_of(small_moe, "-p", "def ", "--system", "import sys", capsys=capsys) == answer + "\n"
+
+
+def test_the_prompt_is_echoed_dim_on_a_terminal_alone(small_moe: Path) -> None:
+    command = (sys.executable, "-m", "pyorch", "run", small_moe, "-p", "import os", *FEW)
+    with Dialogue(*command) as dialogue:
+        status, said = dialogue.end()
+    assert status == 0 and said.startswith("\x1b[2mimport os\x1b[22m")
+    with Dialogue(*command, NO_COLOR="1") as dialogue:
+        assert dialogue.end()[1].startswith("import os")
+    assert "import os" not in pyorch(*command[3:]).stdout
+
+
+def test_a_conversation_on_a_terminal(small_moe: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "talk.json"
+    command = (sys.executable, "-m", "pyorch", "run", small_moe, "--chat", *FEW)
+    first = "\x1b[A" * 7  # what was typed first, out of the history
+    with Dialogue(*command, XDG_STATE_HOME=str(tmp_path), NO_COLOR="1") as dialogue:
+        dialogue.expect("- tok/s  hit rate -  budget 6144 KiB  context 0 of 256")
+        for typed, answer in (
+            ("import os\x1b\rimport sys", "\x1b[?2004l"), ("/system Be short.", "system prompt: Be short."),
+            ("/nothing", "there is no /nothing"), (f"/save {saved}", "2 messages"), ("/clear", "begins anew"),
+            (f"/load {saved}", "2 messages"), ("/stats", "read per token"), (first, "\x1b[?2004l"),
+        ):
+            dialogue.type(f"{typed}\r")
+            dialogue.expect(answer)
+            dialogue.expect(" of 256")  # the next message is waited for
+        dialogue.type("/exit\r")
+        status, _ = dialogue.end()
+    assert status == 0
+    said = json.loads(saved.read_text())
+    assert said["system"] == "Be short." and said["messages"][0] == {"role": "user", "content": "import os\nimport sys"}
+    history = tmp_path / "pyorch" / "chat-history"
+    assert history.stat().st_mode & 0o077 == 0 and history.read_text().count("+import sys") == 2
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(small_moe: Path, tmp_path: Path) -> None:
+    words = (small_moe, "--chat", "--budget", "50%", "--temp", "1", "--ctx", "1024", "--grammar", 'root ::= "ab"*')
+    with Dialogue(sys.executable, "-m", "pyorch", "run", *words, XDG_STATE_HOME=str(tmp_path)) as dialogue:
+        dialogue.expect("context 0 of 1024")
+        dialogue.type("import os\r")
+        dialogue.expect("abab")
+        dialogue.type("\x03")
+        dialogue.expect(" of 1024")  # the next message is waited for
+        dialogue.type("\x04")
+        status, said = dialogue.end()
+    assert status == 0 and "Traceback" not in said
+
+
+def test_a_conversation_is_computed_once(small_moe: Path) -> None:
+    """What was said before lies in the KV cache: only what is new is computed."""
+    with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        chat = Chat(model, {"temperature": 0, "max_tokens": 4})
+        computed = []
+        for text in ("import os\nimport sys\n" * 4, "print", "def"):
+            before = model.stats()
+            chat.answer(text, lambda piece: None)
+            after = model.stats()
+            computed.append(after.prefill_tokens - before.prefill_tokens)
+        assert model.llama.n_tokens > sum(computed[1:]) + computed[0] // 2
+        assert max(computed[1:]) < computed[0] // 2
+        status = chat.status()
+    assert " tok/s  hit rate " in status and "budget 6144 KiB" in status and status.endswith("of 256")
+
+
+def test_a_conversation_that_is_too_long_says_so_and_goes_on(small_moe: Path) -> None:
+    done = pyorch("run", small_moe, "--chat", *FEW, input=f"{'import os ' * 300}\nprint\n/stats\n/exit\nnever\n")
+    assert done.returncode == 0 and "does not fit into the context any more: /clear" in done.stderr
+    assert done.stdout.strip() and done.stderr.count("> ") == 4 and done.stderr.count("read per token") == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"messages": []}', '{"system": 1, "messages": []}',
+                                  '{"system": null, "messages": [{"role": "user"}]}'])
+def test_a_file_that_is_no_conversation_changes_nothing(small_moe: Path, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text(text)
+    done = pyorch("run", small_moe, "--chat", *FEW, input=f"/system one\n/load {path}\n/load\n/system\n")
+    assert "is no conversation that /save wrote" in done.stderr and "/load needs the name of a file" in done.stderr
+    assert done.stderr.count("system prompt: one") == 2
+
+
+# Ctrl-C arrives during an import that takes its time: of the package that the command imports.
+_SLOW = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{package}":
+            os.kill(os.getpid(), signal.SIGINT)
+        return None
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["pyorch", *{words}]
+from pyorch.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("package", ["argparse", "pyorch.cli.run", "numpy", "numpy.linalg", "llama_cpp", "gguf"])
+def test_ctrl_c_while_packages_are_imported_is_quiet(package: str, small_moe: Path) -> None:
+    words = ["run", str(small_moe), "-p", "x", "-n", "1"]
+    code = _SLOW.format(package=package, words=words)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_where_sigint_is_ignored_it_stays_so(small_moe: Path) -> None:
+    code = _SLOW.format(package="numpy", words=["run", str(small_moe), "-p", "x", "-n", "1"])
+    code = code.replace("default_int_handler", "SIG_IGN")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_exec_runs_a_module_as_python_does(small_moe: Path, tmp_path: Path) -> None:
+    package = tmp_path / "spoken"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "words.py").write_text("WORD = 'import'")
+    (package / "__main__.py").write_text(
+        "import signal, sys\nfrom llama_cpp import Llama\nfrom .words import WORD\n"
+        "model = Llama(sys.argv[1], n_ctx=64, verbose=False)\nmodel(WORD, max_tokens=1)\n"
+        "print(sys.argv[1:], signal.getsignal(signal.SIGINT) is signal.default_int_handler)\n")
+    done = pyorch("exec", "--budget", "50%", "--verbose", "-m", "spoken", small_moe, "--budget", "x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[str(small_moe), '--budget', 'x']} True\n" and "budget 6144 KiB" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("-m", "no_such_module"), ("-m", "json"), ("-m", "os.path.no"), ("-m",), ()])
+def test_exec_refuses_what_cannot_be_run(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exec", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pyorch: error: ") and error.count("\n") == 1
