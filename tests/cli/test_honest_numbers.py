@@ -67,15 +67,13 @@ def test_a_replay_takes_the_calibrated_time(
         sidecar.unlink()
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_no_roofline_of_a_model_that_fits_into_the_cache(cached: bool, small_moe: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(memory, "cache_bytes", lambda: (1 << 40) if cached else 0)
-    command = ["bench", str(small_moe), "--budget", "50%,100%", "--repeat", "1", "--tokens", "4", "--threads", "1"]
+def test_no_roofline_of_a_model_that_fits_into_the_cache(small_moe: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(memory, "cache_bytes", lambda: 1 << 40)
+    command = ["bench", str(small_moe), "--budget", "50%", "--repeat", "1", "--tokens", "4", "--threads", "1"]
     assert main([*command, "--prompt-tokens", "8"]) == 0
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if line.startswith("budget 50%"))
-    assert ("fits into the processor's cache" in shown) is cached
-    assert row.count("%") == (2 if cached else 4)
+    assert "fits into the processor's cache" in shown and row.count("%") == 2  # of the budget and of the hits
 
 
 @pytest.mark.parametrize(("options", "refused"), [

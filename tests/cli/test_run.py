@@ -14,6 +14,7 @@ from terminals import Dialogue
 
 from pyorch.cli import main
 from pyorch.cli.chat import Chat
+from pyorch.errors import PyorchError
 from pyorch.llama.model import load
 
 FEW = ("-n", "4", "--temp", "0", "--budget", "50%", "--ctx", "256", "--threads", "1")
@@ -159,14 +160,17 @@ def test_a_conversation_that_is_too_long_says_so_and_goes_on(small_moe: Path) ->
     assert done.stdout.strip() and done.stderr.count("> ") == 4 and done.stderr.count("read per token") == 2
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"messages": []}', '{"system": 1, "messages": []}',
-                                  '{"system": null, "messages": [{"role": "user"}]}'])
-def test_a_file_that_is_no_conversation_changes_nothing(small_moe: Path, tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_conversation_changes_nothing(small_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
-    path.write_text(text)
-    done = pyorch("run", small_moe, "--chat", *FEW, input=f"/system one\n/load {path}\n/load\n/system\n")
-    assert "is no conversation that /save wrote" in done.stderr and "/load needs the name of a file" in done.stderr
-    assert done.stderr.count("system prompt: one") == 2
+    with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        chat = Chat(model, {}, system="one")
+        for text in ("", "[]", '{"messages": []}', '{"system": 1, "messages": []}',
+                     '{"system": null, "messages": [{"role": "user"}]}', '{"system": null, "messages": [1]}',
+                     '{"system": null, "messages": [{"role": "tool", "content": ""}]}'):
+            path.write_text(text)
+            with pytest.raises(PyorchError, match="is no conversation that /save wrote"):
+                chat.load(path)
+    assert (chat.system, chat.messages) == ("one", [])
 
 
 # Ctrl-C arrives during an import that takes its time: of the package that the command imports.

@@ -13,6 +13,7 @@ from models import CHECKPOINT, PROMPT
 from processes import pyorch
 from terminals import Dialogue
 
+from pyorch.cli import main
 from pyorch.errors import PyorchError
 from pyorch.hub import cache
 from pyorch.hub.download import Hub
@@ -246,13 +247,10 @@ def test_commands_take_models_of_the_hub(hub, small_moe: Path, tmp_path: Path) -
     assert missing.returncode == 2 and "was not fetched yet" in missing.stderr and missing.stderr.count("\n") == 1
 
 
-def test_convert_takes_checkpoints_of_the_hub(hub, tmp_path: Path, torch_at_hand) -> None:
-    server, ours, where = hub
-    files = {path.name: path.read_bytes() for path in CHECKPOINT.iterdir() if path.is_file()}
-    server.repositories["org/checkpoint"] = Repository(files)
-    environment = {**os.environ, "HF_ENDPOINT": server.endpoint, "HF_HUB_CACHE": str(where)}
+def test_convert_takes_models_of_the_hub(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a repository's name alone it would take the checkpoint, of which another test says how it comes."""
+    _, ours, _ = hub
+    monkeypatch.setattr("pyorch.hub.download.Hub", lambda: ours)
     out = tmp_path / "out.gguf"
-    done = pyorch("convert", "hf:org/small:BF16", "-o", out, "--quantize", "Q8_0", env=environment)
-    assert done.returncode == 0 and out.is_file(), done.stderr
-    done = pyorch("convert", "hf:org/checkpoint", "-o", out, "--pre-tokenizer", "gpt-2", env=environment)
-    assert done.returncode == 0, done.stderr
+    assert main(["convert", "hf:org/small:BF16", "-o", str(out), "--quantize", "Q8_0"]) == 0 and out.is_file()
+    assert main(["convert", "hf:org/small", "-o", str(out)]) == 2
