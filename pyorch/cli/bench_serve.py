@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.options import add_model, add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
@@ -31,7 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         " Each server, of each number of slots, gets the same requests, on the same seconds. The first token's time "
         "counts from when a request was due, so waiting for a slot is a part of it. At the end it says which -np suits."
     )
-    parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
+    add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget",))
     parser.add_argument("--np", type=_slots, default=(1, 2, 4, 8), metavar="N,...",
                         help=f"slots: so many requests are computed at once, 1 to {MAX_SLOTS} (default: 1,2,4,8)")
