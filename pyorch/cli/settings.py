@@ -32,7 +32,7 @@ def add_settings(
         if OPTIONS[name].group != LOSSY:
             _add(parser, OPTIONS[name], name in lists, (defaults or {}).get(name))
     if LOSSY in wanted:
-        group = parser.add_argument_group("lossy", _escaped(_help_of_substitution()))
+        group = parser.add_argument_group("lossy", _help_of_substitution())
         for option in OPTIONS.values():
             if option.group == LOSSY:
                 _add(group, option, several=False)
