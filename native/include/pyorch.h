@@ -367,6 +367,11 @@ pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t 
 pyorch_status pyorch_pin  (pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
+// The bytes of an expert, as the model's file has them, all matrices in the order of pyorch_layer_info.role. Copied. The
+// next time it is to come into memory they are taken, and nothing is read. Ignored of one that is there, or on its way,
+// and where experts are in a pack.
+pyorch_status pyorch_offer(pyorch_engine * engine, int32_t il, int32_t expert, const void * bytes, uint64_t size);
+
 // Free the memory of resident experts that are neither pinned nor in use.
 pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
@@ -421,6 +426,10 @@ pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struc
 
 // Fills it in. flags NULL: the sizes and stats only.
 pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot);
+
+// counts[n]: how often each of the n experts of a layer was selected by its router for tokens of this engine's contexts,
+// wherever it was computed, since the engine was made. n is n_expert.
+pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_t * counts, int32_t n);
 
 // Zero the counters (not the gauges).
 pyorch_status pyorch_reset_stats(pyorch_engine * engine);
@@ -791,7 +800,8 @@ pyorch_status pyorch_substitution_default(pyorch_substitution * substitution, ui
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
 
 // ids, q, scale: [n_expert][k_max], best first; ids -1 after the last; scale may be NULL, or nan where it is not
-// known. hops: [n_expert] to where an expert is, may be NULL. PYORCH_INVALID for ids that do not exist.
+// known. hops: [n_expert] to where an expert is; NULL: 1 for one that another server computes, else 0. PYORCH_INVALID for
+// ids that do not exist.
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
                                  const int32_t * ids, const float * q, const float * scale, const uint8_t * hops);
 

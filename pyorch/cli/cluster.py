@@ -20,6 +20,8 @@ from pyorch.settings.option import CONTEXT, EXPERTS, LOSSY
 
 if TYPE_CHECKING:
     from pyorch.cluster.members import Status
+    from pyorch.cluster.rebalancing import Verdict
+    from pyorch.cluster.scheduler import Report
 
 _DEFAULT = Path("cluster.toml")
 
@@ -45,6 +47,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         take_server_flags(starting)
     status = _add_action(actions, "status", "show how the servers do", _status, "pyorch cluster status --json")
     status.add_argument("--json", action="store_true", help="print it as one JSON object")
+    rebalance = _add_action(actions, "rebalance", "have the scheduler place the experts again now, which it does by itself "
+                            "every so often", _rebalance, "pyorch cluster rebalance --json")
+    rebalance.add_argument("--json", action="store_true", help="print the decision as one JSON object")
     measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for pyorch simulate",
                           _measure, "pyorch cluster measure -o costs.json")
     measure.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
@@ -93,11 +98,24 @@ def _status(args: argparse.Namespace) -> int:
     from pyorch.cli.tables import show
     from pyorch.cluster import operations
 
-    running, servers = operations.status(args.config)
+    running, servers, report = operations.status(args.config)
     if args.json:
-        print_json({"config": running.config, "ray": running.ray, "namespace": running.namespace, "servers": servers})
+        print_json({"config": running.config, "ray": running.ray, "namespace": running.namespace, "servers": servers,
+                    "scheduler": report})
     else:
-        show(_table(servers))
+        show([*_table(servers, report), *_said(report)])
+    return 0
+
+
+def _rebalance(args: argparse.Namespace) -> int:
+    from pyorch.cli.tables import show
+    from pyorch.cluster import operations
+
+    verdict = operations.rebalance(args.config)
+    if args.json:
+        print_json(verdict)
+    else:
+        show([_decided(verdict)])
     return 0
 
 
@@ -152,14 +170,42 @@ def _started(args: argparse.Namespace) -> AbstractContextManager[tuple[ModuleTyp
                                  flags=args.server_flags, say=_say)
 
 
-def _table(servers: list[Status]) -> list:
+def _said(report: Report | None) -> list[str]:
+    """What the scheduler does, in sentences."""
+    from time import time
+
+    if report is None:
+        return []
+    said = [f"the scheduler decides again in {max(0.0, report.next - time()):.0f} s, every {report.interval:g} s"]
+    if report.last is not None:
+        said.append(f"{max(0.0, time() - report.last.at):.0f} s ago: {_decided(report.last)}")
+    if report.moving is not None:
+        said.append(f"experts move: {report.moving.done} of {report.moving.total} have arrived")
+    elif report.failed:
+        said.append(f"the last migration ended after {report.moved} experts: {report.failed}")
+    return said
+
+
+def _decided(verdict: Verdict) -> str:
+    from pyorch.sizes import format_bytes
+
+    if verdict.current is None:
+        return f"nothing moves: {verdict.reason}"
+    compared = (f"C(P) {verdict.current:.3g} s, C(P') {verdict.candidate:.3g} s, T_mig {verdict.migration:.3g} s of an "
+                f"interval")
+    if verdict.adopted:
+        return f"{verdict.n_moves} experts move, {format_bytes(verdict.n_bytes)}: {compared}"
+    return f"nothing moves: {verdict.reason} ({compared})"
+
+
+def _table(servers: list[Status], report: Report | None = None) -> list:
     from pyorch.cli.tables import Table
     from pyorch.sizes import format_bytes
 
     rows, notes = [], []
     for server in servers:
         counters = server.counters
-        cells = ("",) * 6
+        cells = ("",) * 7
         if counters is not None:
             uses = counters.hits + counters.misses
             requests = "busy" if counters.requests_running is None else \
@@ -169,7 +215,8 @@ def _table(servers: list[Status]) -> list:
             cells = (format_bytes(counters.memory_bytes),
                      f"{format_bytes(counters.used_bytes)} of {format_bytes(counters.budget_bytes)}",
                      f"{counters.hits / uses:.1%}" if uses else "", requests, tokens,
-                     f"{counters.sent} / {counters.served}" if server.digest else "")
+                     f"{counters.sent} / {counters.served}" if server.digest else "",
+                     _local(server, report))
         placed = ""
         if server.digest:
             placed = f"{server.digest[:8]} ({counters.pinned if counters else '?'} of {server.placed} kept)"
@@ -178,8 +225,16 @@ def _table(servers: list[Status]) -> list:
         if server.reason:
             notes.append(f"server {server.name}: {server.reason}")
     columns = ("server", "state", "endpoint", "memory", "experts", "hits", "requests", "tokens", "sent / served",
-               "placement")
+               "local", "placement")
     return [Table(columns, rows, left=("server", "state", "endpoint", "placement")), *notes]
+
+
+def _local(server: Status, report: Report | None) -> str:
+    """Of what its routers selected: in the scheduler's last window, else since it started."""
+    counters = server.counters
+    if report is not None and server.name in report.local:
+        return f"{report.local[server.name]:.1%}"
+    return f"{1 - (counters.sent - counters.fallback) / counters.activations:.1%}" if server.digest and counters.activations else ""
 
 
 def _interrupt(*_: object) -> None:

@@ -6,6 +6,7 @@ ends, the actor is gone, and this process with it.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ import numpy as np
 from pyorch.cluster.channel import Channel
 from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.members import Counters
-from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
@@ -45,16 +46,16 @@ _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes f
 class Serving:
     """What the actor can ask of a process that serves: its methods named in ASKED."""
 
-    ASKED = ("counters", "pin", "listen", "connect", "disk_bytes_per_second")
+    ASKED = ("counters", "activity", "pin", "listen", "connect", "follow", "move", "offer", "hold", "missing",
+             "disk_bytes_per_second")
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
         self._job = job
-        self._placement = Placement.from_fields(job["placement"]) if job["placement"] else None
         self._exchange: Exchange | None = None
         self._engine: Engine | None = None
         self._address: Address | None = None
-        self._pinned = 0
+        self._pinned: set[tuple[int, int]] = set()  # il and expert
         self._using = threading.Lock()  # the engine, which the end of the server takes away
 
     @contextlib.contextmanager
@@ -92,7 +93,7 @@ class Serving:
         """Counters, as a dictionary."""
         import psutil
 
-        counters = Counters(os.getpid(), psutil.Process().memory_info().rss, pinned=self._pinned, **self._metrics())
+        counters = Counters(os.getpid(), psutil.Process().memory_info().rss, pinned=len(self._pinned), **self._metrics())
         if self._engine is not None:
             stats = self._engine.stats()
             counters = dataclasses.replace(counters, **{
@@ -102,31 +103,57 @@ class Serving:
         if self._engine is not None and self._exchange is not None:
             remote, served = self._engine.remote_stats(), self._engine.served()
             counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
-                                           waited_ns=remote.wait_ns, served=served.slots)
+                                           waited_ns=remote.wait_ns, served=served.slots,
+                                           activations=sum(int(row.sum()) for row in self._activations()))
         return dataclasses.asdict(counters)
+
+    def activity(self) -> dict[str, Any]:
+        """What Activity has of the engine."""
+        exchange = self._following()
+        stats, remote, served = self._engine.stats(), self._engine.remote_stats(), self._engine.served()
+        activations = [row.tolist() for row in self._activations()]
+        peers = exchange.peers()
+        return {
+            "activations": activations, "sent": remote.slots - remote.fallback,
+            "messages": sum(peer.requests for peer in peers), "sent_bytes": sum(peer.bytes_sent for peer in peers),
+            "computed": sum(map(sum, activations)) - remote.slots + remote.fallback + served.slots,
+            "uses": stats.hits + stats.misses,
+        }
 
     def pin(self) -> dict[str, Any]:
         """Keeps the experts of the plan in memory, of each layer alike many, as many as the budget lets.
 
         Returns how many are kept, and why not all: a sentence, or "".
         """
-        placement = self._placement
-        if self._engine is None or placement is None:
-            raise PyorchError("the server ends, or has no plan")
-        held = placement.held[placement.servers.index(self._job["name"])]
-        own = [np.flatnonzero(row) for row in held]
-        reason = ""
-        for rank in range(max(map(len, own))):
-            for il, experts in zip(placement.layers, own):
-                if rank < len(experts) and not reason:
-                    try:
-                        self._engine.pin(il, [experts[rank]])
-                        self._pinned += 1
-                    except BudgetError:
-                        reason = "the rest of its budget is for what a layer needs at once"
-                    except PyorchError as error:
-                        reason = str(error)
-        return {"pinned": self._pinned, "reason": reason}
+        placement = self._following().placement
+        own = [np.flatnonzero(row).tolist() for row in placement.held[placement.servers.index(self._job["name"])]]
+        by_rank = [(layer, experts[rank]) for rank in range(max(map(len, own))) for layer, experts in enumerate(own)
+                   if rank < len(experts)]
+        reason = self._keep(by_rank)
+        return {"pinned": len(self._pinned), "reason": reason}
+
+    def offer(self, layer: int, expert: int, matrices: str) -> None:
+        """The bytes of an expert, layer (an index) and number, in base64: they need not be read."""
+        self._engine.offer(self._following().placement.layers[layer], expert, base64.b64decode(matrices))
+
+    def hold(self, take: list[list[int]], drop: list[list[int]]) -> str:
+        """Experts, layer (an index) and number, that are kept in memory from now on, and those that need not be.
+
+        Those to take are on their way when it returns. Returns why not all of them stay, or "".
+        """
+        layers = self._following().placement.layers
+        for layer, expert in drop:
+            if (layers[layer], expert) in self._pinned:
+                self._engine.unpin(layers[layer], [expert])
+                self._pinned.remove((layers[layer], expert))
+        return self._keep(take)
+
+    def missing(self, experts: list[list[int]]) -> list[list[int]]:
+        """Of these, those that are not in memory yet, and are to be."""
+        layers = self._following().placement.layers
+        resident = {layer: self._engine.residency(layers[layer]) for layer in {layer for layer, _ in experts}}
+        return [[layer, expert] for layer, expert in experts
+                if not resident[layer].resident[expert] and (layers[layer], expert) in self._pinned]
 
     def listen(self) -> None:
         """Computes for other servers from now on; and those that are met do for this one, as the plan says."""
@@ -134,21 +161,51 @@ class Serving:
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
         exchange = Exchange(self._engine, job["name"], job["token"], job["fingerprint"])
-        exchange.follow(self._placement)
+        exchange.follow(Placement.from_fields(job["placement"]))
         n_threads = job["settings"].get("n_threads") or memory.physical_cores()
         exchange.listen(job["address"], job["peer_port"], n_threads)
         self._exchange = exchange
 
+    def follow(self, placement: Mapping[str, Any]) -> None:
+        """Another plan, from now on."""
+        self._following().follow(Placement.from_fields(placement))
+
+    def move(self, moves: list[list[int]]) -> None:
+        """The plan, but for these experts, from now on."""
+        self._following().move([Move(*move) for move in moves])
+
     def connect(self, name: str) -> None:
         """Another server is there, and listens."""
-        if self._engine is None or self._exchange is None:
-            raise PyorchError("the server ends")
-        self._exchange.meet(name, *self._job["peers"][name])
+        self._following().meet(name, *self._job["peers"][name])
 
     def disk_bytes_per_second(self) -> float:
         """That experts are read with, around the page cache, by as many requests at once as that takes."""
         with ModelMap(self._job["model"]) as model_map:
             return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
+
+    def _following(self) -> Exchange:
+        if self._engine is None or self._exchange is None:
+            raise PyorchError("the server ends, or has no plan")
+        return self._exchange
+
+    def _activations(self) -> Iterator[np.ndarray]:
+        """Of each layer of the plan, in its order."""
+        for il in self._exchange.placement.layers:
+            yield self._engine.activations(il)
+
+    def _keep(self, experts: Iterable[Sequence[int]]) -> str:
+        """As many of these in memory as there is room for, layer (an index) and number. Returns why not all, or ""."""
+        layers, reason = self._exchange.placement.layers, ""
+        for layer, expert in experts:
+            try:
+                if not reason:
+                    self._engine.pin(layers[layer], [expert])
+                    self._pinned.add((layers[layer], expert))
+            except BudgetError:
+                reason = "the rest of its budget is for what a layer needs at once"
+            except PyorchError as error:
+                reason = str(error)
+        return reason
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""
@@ -177,7 +234,8 @@ def main() -> int:
         if job["restarted"]:
             for port in (job["port"], job["peer_port"]):
                 _wait_for_port(job["address"], port)
-        return serve(job["model"], job["budget"], job["flags"], beside=serving.attached, **job["settings"])
+        return serve(job["model"], job["budget"], job["flags"], beside=serving.attached,
+                     placed=bool(job["placement"]), **job["settings"])
     except PyorchError as error:
         with contextlib.suppress(OSError):
             channel.send({"failed": str(error)})

@@ -23,6 +23,12 @@
     between = ["clinic", "lab"]
     bandwidth = "100Mbit/s"
     latency = "5ms"
+
+    [scheduler]                     # of servers that run with a plan
+    interval = "5min"               # after which it places the experts again; the default
+    algorithm = "dance"             # of pyorch place; the default
+    costs = "costs.json"            # links and disks, by pyorch cluster measure; default: as the tables above say
+    enabled = true                  # the default; false: the plan stays as it is
 """
 
 from __future__ import annotations
@@ -51,6 +57,8 @@ MAX_DEVICES = 4096  # of a cluster
 # Of a device: so the bytes of all devices are a number of 64 bits.
 MAX_BYTES = 1 << 50
 MAX_SHARE = 100.0
+
+SHORTEST_INTERVAL = 1.0  # seconds: looking costs each server some milliseconds
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,17 @@ class Server:
 
 
 @dataclass(frozen=True)
+class Scheduler:
+    """Of a running cluster. interval: seconds. algorithm: of pyorch.cluster.placement. costs: what pyorch cluster measure
+    wrote; None: links are as the cluster.toml has them, and the rest as pyorch.cluster.coefficients."""
+
+    enabled: bool = True
+    interval: float = 300.0
+    algorithm: str = "dance"
+    costs: Path | None = None
+
+
+@dataclass(frozen=True)
 class Cluster:
     """What a cluster.toml says. links: those that differ from the network, by two names in alphabetical order."""
 
@@ -91,6 +110,7 @@ class Cluster:
     model: Path | None = None
     network: Link = Link()
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    scheduler: Scheduler = Scheduler()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -147,8 +167,9 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
                     for i, value in enumerate(top.take("server", list)))
     _check(servers, path)
     links = _links(top.take("link", list, []), network, servers, path)
+    scheduler = _scheduler(_Table(top.take("scheduler", dict, {}), f"{path}: [scheduler]"), path.parent)
     top.finish()
-    return Cluster(path, servers, None if model is None else path.parent / model, network, links)
+    return Cluster(path, servers, None if model is None else path.parent / model, network, links, scheduler)
 
 
 class _Table:
@@ -187,7 +208,7 @@ class _Table:
             raise FormatError(f'{self.where}: "{key}" is not known: {", ".join(self._known)} are')
 
 
-_KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table"}
+_KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table", bool: "true or false"}
 
 
 def _server(value: Any, where: str, directory: Path) -> Server:
@@ -240,7 +261,7 @@ def _link(table: _Table, default: Link) -> Link:
     bandwidth, latency = table.take("bandwidth", str, None), table.take("latency", str, None)
     link = Link(
         default.bytes_per_second if bandwidth is None else _rate(bandwidth, table.where),
-        default.latency if latency is None else _seconds(latency, table.where),
+        default.latency if latency is None else _seconds(latency, f"{table.where}: latency", like="1ms"),
     )
     table.finish()
     return link
@@ -258,6 +279,18 @@ def _links(values: list, network: Link, servers: tuple[Server, ...], path: Path)
             raise FormatError(f"{table.where}: there is another link between {' and '.join(pair)}")
         links[pair] = _link(table, network)
     return links
+
+
+def _scheduler(table: _Table, directory: Path) -> Scheduler:
+    interval, algorithm = table.take("interval", str, None), table.take("algorithm", str, Scheduler.algorithm)
+    seconds = Scheduler.interval if interval is None else _seconds(interval, f"{table.where}: interval", like="5min")
+    if seconds < SHORTEST_INTERVAL:
+        raise FormatError(f"{table.where}: interval {_show(interval)} is below {SHORTEST_INTERVAL:g} s")
+    costs = table.take("costs", str, None)
+    scheduler = Scheduler(table.take("enabled", bool, True), seconds, algorithm,
+                          None if costs is None else directory / costs)
+    table.finish()
+    return scheduler
 
 
 def _check(servers: tuple[Server, ...], path: Path) -> None:
@@ -282,7 +315,7 @@ def _pair(one: str, other: str) -> tuple[str, str]:
 
 _SCALES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12,
            "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def _rate(text: str, where: str) -> float:
@@ -294,11 +327,11 @@ def _rate(text: str, where: str) -> float:
     return rate
 
 
-def _seconds(text: str, where: str) -> float:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(us|ms|s)\s*", text, re.ASCII)
+def _seconds(text: str, where: str, like: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(us|ms|s|min|h)\s*", text, re.ASCII)
     seconds = float("inf") if match is None else float(match[1]) * _SECONDS[match[2]]
     if not seconds < 1e6:
-        raise FormatError(f'{where}: latency {_show(text)} is not one such as "1ms"')
+        raise FormatError(f'{where} {_show(text)} is not one such as "{like}"')
     return seconds
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.errors import PyorchError
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.remote import HERE, LOOPBACK
+from pyorch.runtime.remote import HERE, LOOPBACK, Peer
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,38 @@ class Exchange:
             self._placement = placement
             self._place()
 
+    def move(self, moves: Sequence[Move]) -> None:
+        """The placement that is followed, but for these experts. PyorchError where none is followed."""
+        with self._changing:
+            if self._placement is None:
+                raise PyorchError("no placement is followed that could be changed")
+            self._placement = self._placement.changed(moves)
+            self._place({move.layer for move in moves})
+
+    @property
+    def placement(self) -> Placement | None:
+        """That is followed."""
+        return self._placement
+
     def met(self) -> dict[str, bool]:
         """The other servers by name, and whether each is joined now."""
         with self._changing:
             return {name: self._engine.peer(met.number).joined for name, met in self._met.items()}
 
-    def _place(self) -> None:
+    def peers(self) -> list[Peer]:
+        """What is known of those that were met."""
+        with self._changing:
+            return [self._engine.peer(met.number) for met in self._met.values()]
+
+    def _place(self, layers: Collection[int] | None = None) -> None:
+        """layers: indices; None: all."""
         placement = self._placement
         if placement is None:
             return
         numbers = [self._met[name].number if name in self._met else HERE for name in placement.servers]
         own = placement.servers.index(self._name)
-        for layer, (il, n_expert) in enumerate(zip(placement.layers, placement.n_experts)):
+        for layer in range(len(placement.layers)) if layers is None else sorted(layers):
+            il, n_expert = placement.layers[layer], placement.n_experts[layer]
             held = placement.held[:, layer, :n_expert]
             places = np.full((n_expert, len(numbers)), HERE, np.int32)
             for expert in np.flatnonzero(~held[own]):

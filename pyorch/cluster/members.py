@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 # Of a server: it loads its model; it answers; it does not answer (it died and Ray restarts it, or it hangs); it cannot
 # serve, and a restart would not change that.
 STARTING, SERVING, ABSENT, REFUSED = STATES = ("starting", "serving", "no answer", "refused")
@@ -28,8 +30,7 @@ class Job:
 
     name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers. peers:
     where those do that for it, address and port by name. settings: texts, as pyorch.serve takes them. flags: of
-    llama-server. placement: the plan, as Placement.to_fields() has it; empty without one. digest: of it; n_placed:
-    experts that it gives this server.
+    llama-server. placement: the plan that it begins with, as Placement.to_fields() has it; empty without one.
     """
 
     name: str
@@ -43,15 +44,43 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     placement: Mapping[str, Any] = field(default_factory=dict)
-    digest: str = ""
-    n_placed: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement, as Placement.to_fields() has it, and which of those it is that followed one another, from 0."""
+
+    placement: Mapping[str, Any]
+    number: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Activity:
+    """What a server did since it started, and what it holds; for the scheduler.
+
+    life: of the process that serves, another one after a restart. plan: that it follows. activations: float64[n_layers,
+    n_expert], how often its routers selected each expert, as pyorch_get_activations. sent: rows times experts that were
+    sent, in so many messages of so many bytes. computed: rows times experts that were computed here, and uses: of an
+    expert, by any number of rows at once. memo: what the scheduler gave it last.
+    """
+
+    life: str
+    plan: Plan
+    activations: np.ndarray
+    sent: int
+    messages: int
+    sent_bytes: int
+    computed: int
+    uses: int
+    memo: Any
 
 
 @dataclass(frozen=True)
 class Counters:
     """Of a serving process. Bytes of memory; requests as llama-server counts them, None while it is too busy to say.
 
-    pid: of the process with the model. pinned: experts of the plan that stay in memory. sent: rows times experts that
+    pid: of the process with the model. pinned: experts of the plan that stay in memory. activations: rows times experts
+    that its routers selected, wherever they were computed. sent: of them, those that
     other servers were asked for; fallback: of them, those that no server answered; waited_ns: for answers, when its own
     experts were done. served: rows times experts that it computed for others.
     """
@@ -65,6 +94,7 @@ class Counters:
     bytes_read: int = 0
     failures: int = 0
     pinned: int = 0
+    activations: int = 0
     sent: int = 0
     fallback: int = 0
     waited_ns: int = 0
@@ -83,7 +113,8 @@ class Status:
 
     url: of its endpoint. reason: a sentence where it does not serve, or not all of the plan's experts stay in memory.
     restarted: by Ray, at least once. actor_pid: of the Ray actor. digest: of the plan; placed: experts that it gives
-    this server. peers: servers that took its token and its model. counters: None unless it serves.
+    this server. peers: servers that took its token and its model. fetched: experts that came from another server's disk
+    when they moved. counters: None unless it serves.
     """
 
     name: str
@@ -95,4 +126,5 @@ class Status:
     digest: str = ""
     placed: int = 0
     peers: tuple[str, ...] = ()
+    fetched: int = 0
     counters: Counters | None = None

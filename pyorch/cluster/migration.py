@@ -25,6 +25,28 @@ from pyorch.errors import PyorchError
 
 DISK = -1  # in the place of a peer
 
+FADING = 0.5  # what was used an interval ago counts so much
+
+
+class RecentUses:
+    """How often the tokens of each server use each expert in an interval, as it was lately."""
+
+    def __init__(self, shape: tuple[int, int, int], interval: float) -> None:
+        """shape: n_servers, n_layers, n_expert. interval: seconds."""
+        self.interval = interval
+        self.uses, self.seconds = np.zeros(shape), 0.0  # that were looked at; both fade
+
+    def add(self, uses: np.ndarray, seconds: float) -> None:
+        """What was used in the last so many seconds, float64 of that shape. What was known before is that much older."""
+        faded = FADING ** (seconds / self.interval)
+        self.uses = faded * self.uses + uses
+        self.seconds = faded * self.seconds + seconds
+
+    @property
+    def expected(self) -> np.ndarray:
+        """In an interval: float64[n_servers, n_layers, n_expert]."""
+        return self.uses * (self.interval / self.seconds) if self.seconds else self.uses
+
 
 @dataclass(frozen=True)
 class Sharing:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +21,9 @@ from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import connected
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
 from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.rebalancing import Setting, Verdict
+from pyorch.cluster.scheduler import NAME as SCHEDULER
+from pyorch.cluster.scheduler import Report, start_scheduler
 from pyorch.cluster.server import start_server, stop_servers
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
@@ -31,6 +32,7 @@ from pyorch.settings.budget import Budget
 from pyorch.sidecars.container import fingerprint
 
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
+REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
 STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
 
 
@@ -67,6 +69,7 @@ def brought_up(
     if placement is not None and set(placement.servers) != set(cluster.names):
         raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
                           f"{', '.join(cluster.names)}")
+    setting = _setting(cluster) if placement is not None and cluster.scheduler.enabled else None
     with contextlib.ExitStack() as connection:
         with state.locked(cluster.path):
             before = state.find(cluster.path)
@@ -96,6 +99,8 @@ def brought_up(
                 for job in _jobs(cluster, found, running, placement, settings or {}, flags):
                     start_server(ray, job, nodes.get(job.name, ""))
                 servers = _wait(ray, cluster.names, say)
+                if setting is not None:
+                    start_scheduler(ray, setting)
             except BaseException:  # Ctrl-C too
                 connection.close()
                 left = state.find(cluster.path)  # what was started may be more than is known here
@@ -105,11 +110,47 @@ def brought_up(
         yield ray, servers
 
 
-def status(config: Path) -> tuple[Running, list[Status]]:
-    """How each server does. PyorchError where the cluster is not up, or its Ray is gone."""
+def status(config: Path) -> tuple[Running, list[Status], Report | None]:
+    """How each server does, and the scheduler, None where none answers. PyorchError where the cluster is not up, or its
+    Ray is gone."""
     running = _running(config)
     with connected(running) as ray:
-        return running, statuses(ray, running.servers)
+        return running, statuses(ray, running.servers), report(ray)
+
+
+def report(ray: ModuleType) -> Report | None:
+    """What the scheduler says; None where there is none, or it does not answer in time."""
+    scheduler = _scheduler(ray)
+    if scheduler is not None:
+        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # Ray starts it again
+            return ray.get(scheduler.report.remote(), timeout=STATUS_SECONDS)
+    return None
+
+
+def rebalance(config: Path) -> Verdict:
+    """Has the scheduler decide now. PyorchError where the cluster is not up, or has none."""
+    running = _running(config)
+    with connected(running) as ray:
+        scheduler = _scheduler(ray)
+        if scheduler is None:
+            raise PyorchError("the cluster has no scheduler: it has one when it runs with a plan (`pyorch cluster up "
+                              "--plan`) and cluster.toml does not say enabled = false under [scheduler]")
+        try:
+            return ray.get(scheduler.rebalance.remote(), timeout=REBALANCE_SECONDS)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+            raise PyorchError("the scheduler does not answer: try again when Ray has started it again") from None
+
+
+def _scheduler(ray: ModuleType) -> Any:
+    """The actor; None where there is none."""
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(SCHEDULER)
+    return None
+
+
+def _setting(cluster: Cluster) -> Setting:
+    with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
+        return Setting.of(cluster, model_map)
 
 
 def down(config: Path) -> bool:
@@ -249,18 +290,13 @@ def _jobs(
     settings: Mapping[str, Any], flags: Sequence[str],
 ) -> list[Job]:
     membership = Membership(found[cluster.names[0]].fingerprint, running.token)
-    fields, digest, n_placed = {}, "", dict.fromkeys(cluster.names, 0)
-    if placement is not None:
-        fields = placement.to_fields()
-        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-        n_placed = {name: int(held.sum()) for name, held in zip(placement.servers, placement.held)}
+    fields = {} if placement is None else placement.to_fields()
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
             server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
             found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
             {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), fields,
-            digest, n_placed[server.name],
         )
         for server in cluster.servers
     ]

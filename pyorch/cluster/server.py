@@ -6,10 +6,14 @@ Ray restarts; nothing here does.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
+import hashlib
 import hmac
+import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -19,16 +23,33 @@ from collections import deque
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from pyorch.cluster.channel import Channel
 from pyorch.cluster.links import Echo, Measured, measure_link
 from pyorch.cluster.local_ray import CHILD, ray_library
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Counters, Job, Membership, Status
+from pyorch.cluster.members import (
+    ABSENT,
+    REFUSED,
+    SERVING,
+    STARTING,
+    Activity,
+    Counters,
+    Job,
+    Membership,
+    Plan,
+    Status,
+)
+from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
+from pyorch.runtime.model_map import ModelMap
 
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
+_ACTIVITY_SECONDS = 5.0  # that the scheduler does
 _PLAN_SECONDS = 600.0  # for experts to be read
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
+_LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
@@ -37,13 +58,21 @@ _RESTARTS = 100  # of one server, by Ray
 class Server:
     """A member. Its methods are called through Ray, several at once.
 
-    What it is given is the same for each of its lives, so a restart needs nobody's help.
+    What it is given is the same for each of its lives. The plan is not: a server that was restarted asks the others for
+    the one that they follow.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
+        self._planned: tuple[Placement | None, int] = (Placement.from_fields(job.placement) if job.placement else None, 0)
+        self._planning = threading.Lock()  # who changes the plan here and in the serving process
+        self._memo: Any = None
+        self._model_map: ModelMap | None = None  # of experts that others ask for
+        self._reading = threading.Lock()
+        self._n_fetched = 0
+        self._life = secrets.token_hex(8)
         self._listening = False
         self._echo: Echo | None = None
         self._ending = False
@@ -64,9 +93,86 @@ class Server:
             except TimeoutError as error:
                 state, reason = ABSENT, str(error)
         return Status(
-            self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), self._job.digest,
-            self._job.n_placed, tuple(sorted(self._peers)), counters,
+            self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), *self._placed(),
+            tuple(sorted(self._peers)), self._n_fetched, counters,
         )
+
+    def plan(self) -> Plan | None:
+        """That this server follows; None where it has none."""
+        plan, number = self._planned
+        return None if plan is None else Plan(plan.to_fields(), number)
+
+    def activity(self) -> Activity | str:
+        """What it did and holds; a sentence where it does not serve now, or does not answer."""
+        if self._state != SERVING:
+            return self._reason or "it starts"
+        try:
+            found = self._ask("activity", seconds=_ACTIVITY_SECONDS)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+        width = max(map(len, found["activations"]))
+        counts = np.array([[*row, *[0] * (width - len(row))] for row in found.pop("activations")], np.float64)
+        return Activity(self._life, self.plan(), counts, memo=self._memo, **found)
+
+    def remember(self, memo: Any) -> None:
+        """Keeps something for the scheduler, until the next."""
+        self._memo = memo
+
+    def follow(self, plan: Plan) -> str:
+        """Goes by this plan from now on, unless it is older than its own. A sentence where it cannot."""
+        with self._planning:
+            _, number = self._planned
+            if plan.number < number:
+                return f"it follows plan {number}, which is newer than {plan.number}"
+            return self._change("follow", Placement.from_fields(plan.placement), plan.number, placement=plan.placement)
+
+    def move(self, number: int, moves: list[Move]) -> str:
+        """Goes by its plan with these moves, which are plan `number`, from now on. A sentence where it cannot."""
+        with self._planning:
+            plan, before = self._planned
+            if plan is None or before != number - 1:
+                return f"it follows plan {before}, not {number - 1}"
+            return self._change("move", plan.changed(moves), number, moves=[list(move) for move in moves])
+
+    def expert(self, layer: int, expert: int) -> bytes | str:
+        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them; a sentence where
+        they cannot be read there."""
+        plan, _ = self._planned
+        try:
+            with self._reading:
+                if self._model_map is None:
+                    self._model_map = ModelMap(self._job.model)
+                return self._model_map.read_expert(plan.layers[layer], expert)
+        except PyorchError as error:
+            return str(error)
+
+    def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], sources: list[str]) -> str:
+        """Keeps experts in memory, layer (an index) and number, and others no longer. When it returns they are there.
+
+        sources: of each to take, the server whose disk it is to come from; "": the own one. A sentence where it cannot.
+        An expert for which its budget has no room is read when it is used.
+        """
+        for (layer, expert), source in zip(take, sources):
+            if source:
+                self._fetch(layer, expert, source)
+        try:
+            deadline = time.monotonic() + _DISK_SECONDS
+            self._ask("hold", seconds=_DISK_SECONDS, take=take, drop=drop)
+            while take and self._ask("missing", seconds=_DISK_SECONDS, experts=take):
+                if time.monotonic() > deadline:
+                    return "experts of the new plan do not arrive in its memory"
+                time.sleep(_LOOK_SECONDS)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+        return ""
+
+    def settle(self) -> str:
+        """Keeps of its share of the plan what there is room for, after moves. A sentence where it cannot."""
+        try:
+            self._pin()
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+        return ""
 
     def introduce(self, name: str, membership: Membership) -> tuple[str, bool]:
         """Another server presents itself, which computes for others already, if it has a plan.
@@ -169,15 +275,64 @@ class Server:
             self._said.append(text)
             print(text, file=sys.stderr, flush=True)
 
+    def _change(self, what: str, plan: Placement, number: int, **arguments: Any) -> str:
+        """REQUIRES: self._planning."""
+        if not self._listening:
+            return "it starts"
+        try:
+            self._ask(what, seconds=_PLAN_SECONDS, **arguments)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+        self._planned = plan, number
+        return ""
+
+    def _fetch(self, layer: int, expert: int, source: str) -> None:
+        """Has another server send an expert. Where it does not, the own disk has it, too."""
+        ray = ray_library()
+        with contextlib.suppress(ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError, PyorchError,
+                                 TimeoutError):
+            matrices = ray.get(ray.get_actor(source).expert.remote(layer, expert), timeout=_DISK_SECONDS)
+            if isinstance(matrices, bytes):
+                self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert,
+                          matrices=base64.b64encode(matrices).decode())
+                self._n_fetched += 1
+
+    def _placed(self) -> tuple[str, int]:
+        """The plan's digest, and how many experts it gives this server."""
+        plan, _ = self._planned
+        if plan is None:
+            return "", 0
+        fields = json.dumps(plan.to_fields(), sort_keys=True)
+        return hashlib.sha256(fields.encode()).hexdigest(), int(plan.held[plan.servers.index(self._job.name)].sum())
+
+    def _pin(self) -> None:
+        kept = self._ask("pin", seconds=_PLAN_SECONDS)
+        self._reason = kept["reason"] and \
+            f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
+
+    def _catch_up(self) -> None:
+        """Experts may have moved while this server was away: the plan is that of the others."""
+        ray = ray_library()
+        asked = []
+        for name in self._job.peers:
+            with contextlib.suppress(ValueError):
+                asked.append(ray.get_actor(name).plan.remote())
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2) if asked else ([], [])
+        for answer in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                plan = ray.get(answer)
+                if plan is not None and plan.number > self._planned[1]:
+                    self.follow(plan)
+
     def _join(self) -> None:
         """The model is loaded: this server goes by the plan, and presents itself to the others."""
         try:
             if self._job.placement:
                 self._ask("listen", seconds=_PLAN_SECONDS)
                 self._listening = True
-                kept = self._ask("pin", seconds=_PLAN_SECONDS)
-                if kept["reason"]:
-                    self._reason = f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
+                if _was_restarted():
+                    self._catch_up()
+                self._pin()
             refused = self._present()
         except PyorchError as error:
             refused = str(error)
@@ -260,7 +415,7 @@ def start_server(ray: ModuleType, job: Job, node: str = "") -> Any:
 
 
 def stop_servers(ray: ModuleType, running: Running) -> None:
-    """Ends the servers of a cluster, each in order as far as it answers."""
+    """Ends the servers of a cluster, each in order as far as it answers, and its scheduler."""
     servers = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == running.namespace:

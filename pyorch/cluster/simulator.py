@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.cluster.costs import Costs
-from pyorch.cluster.migration import DISK, Decision, Load, Migration, decide
+from pyorch.cluster.migration import DISK, Decision, Load, Migration, RecentUses, decide
 from pyorch.cluster.simulated_layers import Layer, Layers, Part
 from pyorch.cluster.simulated_server import MIGRATION_SHARE, Answers, Request, Server, Traffic
 from pyorch.errors import PyorchError
@@ -38,8 +38,6 @@ try:
 except ImportError:
     raise PyorchError('the simulator needs simpy: pip install "pyorch[cluster]"') from None
 
-# What was used in the interval before counts half as much as what was used in the last one.
-FADING = 0.5
 
 
 @dataclass(frozen=True)
@@ -278,15 +276,14 @@ class _Simulation:
 
     def _schedule(self) -> Iterator[simpy.Event]:
         env, interval = self._env, self._settings.interval
-        uses, weight = np.zeros(self._resident.shape), 0.0
+        recent = RecentUses(self._resident.shape, interval)
         while True:
             yield env.timeout(interval)
-            uses = FADING * uses + self._layers.recent
-            weight = FADING * weight + 1
+            recent.add(self._layers.recent, interval)
             self._layers.recent[:] = 0
             if self._migration is not None and not self._migration.done:
                 continue
-            expected = uses / weight
+            expected = recent.expected
             candidate = self._replace(expected)
             decision = decide(self._resident, candidate, expected, self._costs, self._layers.sharing)
             self._changes.append(Change(env.now, decision, math.nan))

@@ -91,11 +91,16 @@ def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
     return prefetch
 
 
-def check_substitution(settings: Substitution, il: int, buddies: Buddies | None, hops: np.ndarray | None) -> None:
-    """PyorchError for settings that need what there is not: lists, scales of outputs in them, hops."""
+def check_substitution(
+    settings: Substitution, il: int, buddies: Buddies | None, hops: np.ndarray | None, placed: bool = False
+) -> None:
+    """PyorchError for settings that need what there is not: lists, scales of outputs in them, hops.
+
+    placed: other servers compute experts, so the engine itself knows hops.
+    """
     if settings.needs_buddies and buddies is None:
         raise PyorchError(f"substitution in layer {il} needs buddy lists: make them with `pyorch buddies`")
-    if settings.kappa and hops is None:
+    if settings.kappa and hops is None and not placed:
         raise PyorchError("substitution setting kappa weighs the hops to where experts are, and nobody said how many "
                           "there are: leave kappa out")
     if settings.weight == "fitted" and settings.mode == "buddies" and not buddies.layers[il].has_scales:
@@ -106,14 +111,16 @@ def check_substitution(settings: Substitution, il: int, buddies: Buddies | None,
 
 
 def apply_substitution(
-    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
+    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None,
+    placed: bool = False,
 ) -> None:
     """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them.
 
-    hops: uint8[n_expert], to where each expert of the layer is; what kappa weighs. Raises as check_substitution() does.
+    hops: uint8[n_expert], to where each expert of the layer is; what kappa weighs. placed: None of them is needed for
+    that, because other servers compute experts: those are one hop away. Raises as check_substitution() does.
     """
     settings = substitution or OFF
-    check_substitution(settings, il, buddies, hops)
+    check_substitution(settings, il, buddies, hops, placed)
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)

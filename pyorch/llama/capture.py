@@ -81,7 +81,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             managed.engine.set_speculation("decode" if settings.speculate else "none")
             managed.speculating = settings.speculate
             for layer in managed.map.layers:
-                apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies)
+                apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies,
+                                   placed=managed.placed)
         except PyorchError:
             managed.engine.close()
             raise

@@ -38,6 +38,7 @@ class ManagedModel:
     pools: Pools | None = None  # how its memory is divided now
     division: Split | None = None  # the same, and what is expected of it; None where nobody planned it
     pack_pays: bool = True  # False: a compressed pack lies there, and experts are sooner read from the model
+    placed: bool = False  # other servers compute experts for it
     contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
     pid: int = field(default_factory=os.getpid)
 

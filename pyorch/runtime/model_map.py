@@ -132,6 +132,24 @@ class ModelMap:
         check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
         return ByteRange(os.fsdecode(ffi.string(path[0])), offset[0], size[0])
 
+    def read_expert(self, il: int, expert: int) -> bytes:
+        """The bytes of all matrices of an expert, in the order of its roles, as Engine.offer() takes them.
+
+        FormatError as of expert_range(), and where the file ends before them or cannot be read.
+        """
+        parts = []
+        for role in range(len(self.layer(il).roles)):
+            place = self.expert_range(il, expert, role)
+            try:
+                with open(place.path, "rb") as file:
+                    file.seek(place.offset)
+                    parts.append(file.read(place.size))
+            except OSError as error:
+                raise FormatError(f"{place.path} cannot be read: {error.strerror}") from None
+            if len(parts[-1]) < place.size:
+                raise FormatError(f"{place.path} ends before expert {expert} of layer {il}")
+        return b"".join(parts)
+
     def matrix_bytes(self, layer: LayerInfo, role: int) -> int:
         """Bytes of matrix `role` of any expert of a layer."""
         return self.tensor_range(f"blk.{layer.il}.ffn_{layer.roles[role].name}_exps.weight").size // layer.n_expert

@@ -33,6 +33,14 @@ class ResidencyCalls(EngineHandle):
         """Brings in experts and never evicts them. BudgetError if the rest would fall below the floor."""
         self._order(lib.pyorch_pin, il, experts)
 
+    def offer(self, il: int, expert: int, matrices: bytes) -> None:
+        """The bytes of an expert, as the model's file has them, in the order of its roles: taken in place of a read, the
+        next time it comes into memory. Ignored of one that is there, or on its way, and where experts are in a pack.
+
+        PyorchError for another size.
+        """
+        check(lib.pyorch_offer(self.handle, il, expert, ffi.from_buffer(matrices), len(matrices)))
+
     def unpin(self, il: int, experts: Iterable[int]) -> None:
         """Lets eviction take these experts again."""
         self._order(lib.pyorch_unpin, il, experts)
@@ -60,6 +68,15 @@ class ResidencyCalls(EngineHandle):
                       uses=array("uint64_t[]", uses), layers=layers)
         check(lib.pyorch_get_snapshot(self.handle, raw))
         return Snapshot(flags, uses, [read(Stats, layer) for layer in layers], read(Stats, raw.stats))
+
+    def activations(self, il: int) -> np.ndarray:
+        """How often the router of a layer selected each expert since the engine was made: uint64[n_expert].
+
+        Of tokens of this engine's contexts, wherever the expert was computed. reset_stats() leaves it as it is.
+        """
+        counts = np.empty(self.n_expert[il], np.uint64)
+        check(lib.pyorch_get_activations(self.handle, il, array("uint64_t[]", counts), counts.size))
+        return counts
 
     def reset_stats(self) -> None:
         """Zeroes the counters, not the gauges."""

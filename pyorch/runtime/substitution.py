@@ -28,7 +28,7 @@ class SubstitutionCalls(EngineHandle):
         Args:
             ids: int32[n_expert, k_max], -1 after the last. q, scale: float32 of the same shape; scale is the
                 factor of the buddy's output, nan where it is not known.
-            hops: uint8[n_expert], to where an expert is.
+            hops: uint8[n_expert], to where an expert is. None: 1 for one that another server computes, else 0.
         """
         ids = np.ascontiguousarray(ids, np.int32)
         q = np.ascontiguousarray(q, np.float32)

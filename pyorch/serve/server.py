@@ -44,6 +44,7 @@ def serve(
     as_json: bool = False,
     grace: float = GRACE_SECONDS,
     beside: Beside | None = None,
+    placed: bool = False,
     **options: object,
 ) -> int:
     """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
@@ -54,6 +55,7 @@ def serve(
         as_json: statistics go to stdout, a JSON object on a line.
         grace: seconds that requests have to end, see pyorch.serve.ending.
         beside: a context that is entered when requests are answered, on another thread, and left before the engine ends.
+        placed: other servers will compute experts, which is a hop for `kappa` (BuddyMoE eq. 3).
         options: of pyorch.load. What was learned is written to maps at the end.
 
     Returns:
@@ -75,7 +77,7 @@ def serve(
     server.default(llama_server.CTX_SIZE, "-c", 4096)
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
-    with Ending(grace) as ending, _planned(path, settings, server) as record:
+    with Ending(grace) as ending, _planned(path, settings, server, placed) as record:
         watch = _Watch(path, address, record.engine, stats_every, as_json, beside)
         _routes = our_routes(record, address.prefix, server.has_api_key)  # called until the server has ended
         with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
@@ -101,12 +103,12 @@ def our_routes(record: ManagedModel, prefix: str, has_api_key: bool) -> Routes:
 
 
 @contextlib.contextmanager
-def _planned(path: str, settings: Settings, server: Flags) -> Iterator[ManagedModel]:
+def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iterator[ManagedModel]:
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
     logs.install()
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
-    record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params())
+    record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params(), placed=placed)
     with capture(record):
         try:
             ubatch = default_ubatch(record)

@@ -101,7 +101,7 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     ('["lab", "clinic"]', '["lab", "lab"]', "not two of the servers"),
     ('[[link]]', '[[link]]\nbetween = ["clinic", "lab"]\n[[link]]', r"link\]\] 2: there is another link between"),
     ("[[server]]", "[server", "is not TOML"),
-    ("[network]", "[net]", '"net" is not known: model, network, server, link are'),
+    ("[network]", "[net]", '"net" is not known: model, network, server, link, scheduler are'),
 ])
 def test_a_mistake_is_a_sentence_with_its_place(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     assert old in WHOLE

@@ -9,109 +9,25 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from models import PROMPT
+from clusters import Cluster, assert_nothing_is_left, needs_ray, ports_of, processes_of, wait_until, write_config
 from processes import HANG_SECONDS, pyorch, python
 
 from pyorch.cli import main
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.costs import read_costs
-from pyorch.cluster.local_ray import MARK
 from pyorch.cluster.members import Membership
 from pyorch.cluster.placement.file import write_placement
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.server import refusal
-from pyorch.cluster.state import Running
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None or importlib.util.find_spec("psutil") is None,
-    reason="Ray is not installed: pip install 'pyorch[cluster]'",
-)
-
-
-def write_config(directory: Path, model: Path, **others: Path) -> Path:
-    """A cluster of two servers on this machine, a and b. others: the model of one of them, where it is another."""
-    text = f'model = "{model}"\n'
-    for name, memory in (("a", "40%"), ("b", "60%")):
-        text += f'[[server]]\nname = "{name}"\nmemory = "{memory}"\n'
-        text += f'model = "{others[name]}"\n' if name in others else ""
-    config = directory / "cluster.toml"
-    config.write_text(text)
-    return config
-
-
-_LOOK = """
-import dataclasses, json, sys
-from pathlib import Path
-from pyorch.cluster import state
-from pyorch.cluster.local_ray import connected
-from pyorch.cluster.operations import statuses
-
-running = state.find(Path(sys.argv[1]))
-with connected(running) as ray:
-    for _ in sys.stdin:
-        print(json.dumps([dataclasses.asdict(status) for status in statuses(ray, running.servers)]), flush=True)
-"""
-
-
-class Cluster:
-    """One that `pyorch cluster up` has brought up."""
-
-    def __init__(self, config: Path, *options: object) -> None:
-        self.config = config
-        self.up = self.run("up", *map(str, options))
-        assert self.up.returncode == 0, self.up.stderr
-        self.running = state.find(config)
-        self._looking = subprocess.Popen([sys.executable, "-c", _LOOK, str(config)], text=True, stdin=subprocess.PIPE,
-                                         stdout=subprocess.PIPE)
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return pyorch("cluster", *arguments, "--config", self.config)
-
-    def status(self) -> dict[str, dict]:
-        """Of the servers, by name. As `pyorch cluster status` has it, without a new process for each look."""
-        print(file=self._looking.stdin, flush=True)
-        return {server["name"]: server for server in json.loads(self._looking.stdout.readline())}
-
-    def close(self) -> None:
-        with self._looking:
-            self._looking.kill()
-        self.run("down")
-
-    def serving_again(self, name: str, before: dict) -> dict:
-        """The status of a server that serves in another process than before."""
-        found = {}
-
-        def is_back() -> bool:
-            found.update(self.status()[name])
-            return found["state"] == "serving" and found["counters"]["pid"] != before["counters"]["pid"]
-
-        wait_until(is_back)
-        return found
-
-    def complete(self, url: str, prompt: object = PROMPT) -> str:
-        asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "cache_prompt": False}
-        body = json.dumps(asked).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
-            return json.load(answer)["choices"][0]["text"]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def _heed_ctrl_c() -> None:
@@ -127,47 +43,6 @@ def is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def processes_of(running: Running) -> list[int]:
-    """Those with the mark of a cluster in their environment, or below its directory."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == running.mark or running.directory in process.cwd():
-                found.append(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
-def ports_of(pids: list[int]) -> set[tuple[str, int]]:
-    """Where processes listen."""
-    import psutil
-
-    return {
-        tuple(connection.laddr) for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.pid in pids
-    }
-
-
-def assert_nothing_is_left(running: Running, ports: set[tuple[str, int]]) -> None:
-    assert processes_of(running) == []
-    assert not Path(running.directory).exists()
-    assert state.find(Path(running.config)) is None
-    for host, port in ports:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            assert probe.connect_ex((host, port)) != 0, port
-
-
-@pytest.fixture(scope="module")
-def private_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where clusters are is remembered in a directory of these tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
-        yield
 
 
 @pytest.fixture(scope="module")

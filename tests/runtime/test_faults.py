@@ -210,3 +210,26 @@ def test_a_file_deleted_after_loading_is_read_as_it_was(
     with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
         path.unlink()
         assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))
+
+
+@pytest.mark.parametrize("name", ["small_moe", "small_moe_q4"])
+def test_bytes_that_are_offered_are_taken_in_place_of_reads(
+    request: pytest.FixtureRequest, prompt_tokens: list[int], name: str
+) -> None:
+    path = request.getfixturevalue(name)
+    with small_model(path, "60%") as model, Context(model.llama.model, n_threads=1) as it:
+        expected = it.decode(prompt_tokens)
+    source = FaultySource(path)
+    with small_model(path, "60%", source=source, prefetch="none") as model:
+        engine, il, experts = model.engine, model.map.layers[0].il, range(30)
+        source.fault = "EIO"
+        for expert in experts:
+            engine.offer(il, expert, model.map.read_expert(il, expert))
+        with pytest.raises(PyorchError, match=f"an expert of layer {il} has [0-9]+ bytes, not 1"):
+            engine.offer(il, 0, b"x")
+        engine.pin(il, experts)
+        engine.wait_idle()
+        assert engine.residency(il).resident[:30].all() and source.n_faults == 0
+        source.fault = ""
+        with Context(model.llama.model, n_threads=1) as it:
+            assert_same_bits(it.decode(prompt_tokens), expected)

@@ -433,6 +433,12 @@ def test_kappa_weighs_hops(model):
     assert chosen("alpha=1,kappa=0.3", hops) == 2
     with pytest.raises(PyorchError, match="kappa weighs the hops to where experts are, and nobody said"):
         model.substitute("alpha=1,kappa=0.3", buddies)
+    model.substitute("alpha=1", buddies)
+    apply_substitution(model.engine, 0, Substitution.parse("alpha=1,kappa=0.3"), buddies, placed=True)
+    resident = resident.astype(np.uint8)
+    assert int(model.engine.substitute(routing, resident)[0][0, 0]) == 1
+    resident[1] = 2  # another server computes it
+    assert int(model.engine.substitute(routing, resident)[0][0, 0]) == 2
     model.substitute(None)
 
 

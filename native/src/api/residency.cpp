@@ -22,6 +22,10 @@ pyorch_status pyorch_pin(pyorch_engine * engine, int32_t il, const int32_t * exp
     return guarded([&] { engine->table.pin(il, experts, n); });
 }
 
+pyorch_status pyorch_offer(pyorch_engine * engine, int32_t il, int32_t expert, const void * bytes, uint64_t size) {
+    return guarded_outside_callbacks(__func__, [&] { engine->table.offer(il, expert, bytes, size); });
+}
+
 pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
     return guarded([&] { engine->table.unpin(il, experts, n); });
 }
@@ -55,6 +59,17 @@ pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snap
         engine->table.get_snapshot(out);
         out.stats.struct_size = sizeof(pyorch_stats);
         write_struct(snapshot, "pyorch_snapshot", out);
+    });
+}
+
+pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_t * counts, int32_t n) {
+    return guarded([&] {
+        const int layer = engine->table.layer_index(il);
+        if (n != engine->table.map.layers[layer].n_expert) {
+            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the counts are for %d",
+                il, engine->table.map.layers[layer].n_expert, n));
+        }
+        engine->routing.activations.copy(layer, counts);
     });
 }
 

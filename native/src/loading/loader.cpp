@@ -74,8 +74,34 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     }
 }
 
+// False: nobody has offered its bytes.
+bool Loader::take_offered(Load & load, std::deque<ReadRequest> & queue) {
+    const MoeLayer & layer = map.layers[load.layer];
+    const auto       found = offered.find({ load.layer, load.expert });
+    if (found == offered.end() || layer.pack) {
+        return false;
+    }
+    const char * bytes = found->second.data();
+    for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+        const Extent matrix = in_model(layer, role, load.expert);
+        if (load.roles >> role & 1) {
+            memcpy(load.slot.memory + block_offset(layer, role), bytes, matrix.bytes);
+            queue.push_back({ &load, role, role, matrix.file, 0, 0, 0, nullptr, false, false, 0, 1u << role, PART_MATRICES,
+                false });
+            ++load.queued;
+            ++load.unread[role];
+        }
+        bytes += matrix.bytes;
+    }
+    offered.erase(found);
+    return true;
+}
+
 // REQUIRES: the load has its memory
 void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
+    if (take_offered(load, queue)) {
+        return;
+    }
     const MoeLayer & layer = map.layers[load.layer];
     for (const Extent & e : extents(layer, load.expert, load.there)) {
         const uint32_t within = (2u << e.last_role) - (1u << e.role);

@@ -39,6 +39,7 @@
 #include <condition_variable>
 #include <deque>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -194,6 +195,10 @@ public:
     // The same in small requests, behind everything else.
     void guess(Load & load) { start(load, guessed, std::min(read_bytes, GUESS_BYTES)); }
 
+    // The next load of an expert takes its matrices from here and reads nothing, unless it is in a pack. bytes: of all
+    // its matrices, as the model's file has them, in the order of the kernels.
+    void offer(int layer, int expert, std::vector<char> bytes) { offered[{ layer, expert }] = std::move(bytes); }
+
     // Takes back the requests of a load that no reader works on yet.
     void take_back(Load & load);
 
@@ -269,6 +274,7 @@ private:
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
     std::deque<ReadRequest> guessed; // of one load
+    std::map<std::pair<int, int>, std::vector<char>> offered; // by layer and expert
     int                     n_reading   = 0; // requests under way
     int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
     bool                    stopped     = false;
@@ -287,6 +293,7 @@ private:
     void start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    bool take_offered(Load & load, std::deque<ReadRequest> & queue);
     bool take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
     bool pop(ReadRequest & request);
     Decoding decoding_of(const ReadRequest & request, int role) const;

@@ -115,6 +115,24 @@ void Table::pin(int il, const int32_t * experts, int n) {
     loads.wake();
 }
 
+void Table::offer(int il, int expert, const void * bytes, uint64_t size) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int        layer = layer_index(il);
+    const MoeLayer & of    = map.layers[layer];
+    const Expert &   e     = expert_at(layer, expert);
+    uint64_t         all   = 0;
+    for (int role = 0; role < (int) of.tensors.size(); ++role) {
+        all += in_model(of, role, expert).bytes;
+    }
+    if (size != all) {
+        throw Failure(PYORCH_INVALID, format("an expert of layer %d has %llu bytes, not %llu", il,
+            (unsigned long long) all, (unsigned long long) size));
+    }
+    if (e.absent() && !of.pack) {
+        loads.offer(layer, expert, std::vector<char>((const char *) bytes, (const char *) bytes + size));
+    }
+}
+
 void Table::unpin(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Layer & l, Expert & e) {
         if (e.pinned) {

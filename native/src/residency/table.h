@@ -147,6 +147,7 @@ public:
 
     void     prefetch(int il, const int32_t * experts, int n);
     void     pin     (int il, const int32_t * experts, int n);
+    void     offer   (int il, int expert, const void * bytes, uint64_t size); // see pyorch_offer
     void     unpin   (int il, const int32_t * experts, int n);
     void     evict   (int il, const int32_t * experts, int n);
     void     set_budget(uint64_t bytes);

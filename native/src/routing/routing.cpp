@@ -26,7 +26,7 @@ const ManagedTensor * managed(const ggml_tensor * tensor) {
 
 Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack) :
         table(table), prefetcher(prefetcher), routers(routers), remote(remote),
-        substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
+        activations(n_experts(table.map)), substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
         const auto & of_layer = table.map.layers[i].tensors;
         for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {

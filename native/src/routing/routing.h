@@ -6,6 +6,7 @@
 #include "cluster/remote_bank.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
+#include "routing/activations.h"
 #include "routing/calibration.h"
 #include "routing/expert_recipe.h"
 #include "routing/speculation.h"
@@ -55,6 +56,7 @@ struct Routing {
     RemoteBank & remote;
 
     Observer      observer;
+    Activations   activations;
     Speculation   speculation;
     Substitutions substitutions;
     Calibration   calibration;

@@ -9,6 +9,7 @@ namespace pyorch {
 namespace {
 
 void observe(Context & context, RoutedBatch & batch) {
+    context.routing.activations.count(batch.layer, batch.requested, batch.n_tokens * batch.n_used);
     Observer & observer = context.routing.observer;
     std::lock_guard<std::mutex> lock(observer.mutex);
     if (!observer.function) {
@@ -54,7 +55,12 @@ void substitute(Context & context, RoutedBatch & batch) {
     thread_local std::vector<uint8_t> resident;
     routing.table.resident(batch.layer, resident);
     if (routing.remote.active() && batch.portable) {
-        routing.remote.mark(batch.layer, resident);
+        thread_local std::vector<uint8_t> reached;
+        reached = resident;
+        routing.remote.mark(batch.layer, reached);
+        for (size_t e = 0; e < reached.size(); ++e) {
+            resident[e] = resident[e] ? HERE : reached[e] ? AT_PEER : ABSENT;
+        }
     }
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
     routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());

@@ -139,8 +139,8 @@ private:
             const double  span = *lim.second - low;
             psi *= 1 + settings.eta * (span > 0 ? (z[buddy] - low) / span : 0);
         }
-        if (settings.kappa != 0 && !lists.hops.empty()) {
-            psi *= 1 - settings.kappa * lists.hops[buddy];
+        if (settings.kappa != 0) {
+            psi *= 1 - settings.kappa * (lists.hops.empty() ? resident[buddy] == AT_PEER : lists.hops[buddy]);
         }
         return settings.reuse != 1 ? psi * std::pow(settings.reuse, chosen[buddy]) : psi;
     }

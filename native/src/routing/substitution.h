@@ -23,13 +23,20 @@ struct BuddyLists {
     std::vector<int32_t> ids;   // [n_expert][k_max], -1 after the last
     std::vector<float>   q;     // [n_expert][k_max] eq. 4
     std::vector<float>   scale; // [n_expert][k_max] factor of the buddy's output, nan: unknown. May be empty
-    std::vector<uint8_t> hops;  // [n_expert] to where the expert is. May be empty
+    std::vector<uint8_t> hops;  // [n_expert] to where the expert is. Empty: none where it is HERE, one AT_PEER
+};
+
+// What a mask of residents says of an expert.
+enum : uint8_t {
+    ABSENT  = 0,
+    HERE    = 1,
+    AT_PEER = 2, // another server computes it, a hop away
 };
 
 // Nothing is substituted, every gate is off.
 pyorch_substitution default_substitution();
 
-// resident: [n_expert]. Returns what was done; settings.beta is taken as given.
+// resident: [n_expert], of the values above. Returns what was done; settings.beta is taken as given.
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
                                       const uint8_t * resident);
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ABSENT = -1
+
+
+class Move(NamedTuple):
+    """An expert that a server takes in, on one of its devices, or that leaves it (ABSENT). server, layer: indices into
+    those of a placement."""
+
+    server: int
+    layer: int
+    expert: int
+    device: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +41,18 @@ class Placement:
     def held(self) -> np.ndarray:
         """bool[n_servers, n_layers, n_expert]."""
         return self.device != ABSENT
+
+    def changed(self, moves: Iterable[Move]) -> Placement:
+        """With experts that came, or left."""
+        device = self.device.copy()
+        for move in moves:
+            device[move.server, move.layer, move.expert] = move.device
+        return replace(self, device=device)
+
+    def moves_to(self, other: Placement) -> list[Move]:
+        """What makes this placement the other one, of the same servers and layers."""
+        return [Move(*place, int(other.device[place])) for place in
+                zip(*(axis.tolist() for axis in np.nonzero(self.device != other.device)))]
 
     @property
     def copies(self) -> np.ndarray:

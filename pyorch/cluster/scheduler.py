@@ -1,0 +1,324 @@
+"""The scheduler of a running cluster, as a Ray actor: it places experts by what users asked lately, and moves them.
+
+It is on no request's way. What it must know it asks of the servers each time: which plan they follow, what was selected,
+and what it told them to remember; so one that dies is started again by Ray and goes on.
+
+Who holds what is a plan with a number, of which each server has a copy. A server's own row says what it keeps in
+memory, the other rows whom it asks for the rest. Experts move in rounds, each server takes one:
+
+1. all servers get the plan without the experts that leave, and with those that arrived in the round before: from now on
+   nobody asks for the former;
+2. servers let go what left, and take in the next.
+
+So an expert is asked for only where it is, and one leaves only while another server has it, and all know that. Wherever
+this is interrupted, every server can compute all that it is asked for, if it must from its own disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from pyorch.cluster.local_ray import ray_library
+from pyorch.cluster.members import Activity, Plan
+from pyorch.cluster.migration import DISK, Load, Migration
+from pyorch.cluster.placement.placement import ABSENT, Placement
+from pyorch.cluster.rebalancing import Recent, Setting, Verdict, place_again
+from pyorch.errors import PyorchError
+
+NAME = "/scheduler"  # of the actor; no server can have it
+_LOOK_SECONDS = 8.0  # for servers to say what they did
+_PLAN_SECONDS = 30.0  # to go by another plan
+_HOLD_SECONDS = 90.0  # to take in an expert
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Of a migration: experts that arrived, of those that are to."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """pid: of the actor. interval: seconds. next: when it decides again, seconds since the epoch. plan: number of the one
+    that is followed. last: None before the first decision. local: of each server, the share of activations that it
+    computed itself in the last window. moving: None while no experts move. moved: by the last migration that ended;
+    failed: why the last one did not end as it was to, "" if it did."""
+
+    pid: int
+    interval: float
+    next: float
+    plan: int
+    last: Verdict | None
+    local: Mapping[str, float]
+    moving: Progress | None
+    moved: int
+    failed: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Memo:
+    """What servers remember for the scheduler. target: of a migration under way."""
+
+    number: int
+    recent: Recent
+    last: Verdict | None
+    target: Placement | None
+    moved: int
+    next: float
+
+
+class Scheduler:
+    """Its methods are called through Ray, several at once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._names = setting.problem.servers
+        self._recent = Recent.begin(setting, time.time())
+        self._last: Verdict | None = None
+        self._plan: Placement | None = None
+        self._number = 0
+        self._memo_number = -1
+        self._absent_since: dict[str, float] = {}
+        self._moving: Progress | None = None
+        self._target: Placement | None = None  # of a migration that a scheduler before this one began
+        self._moved, self._failed = 0, ""
+        self._deciding = threading.Lock()
+        self._ending = threading.Event()
+        self._next = time.time() + setting.interval
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def report(self) -> Report:
+        """How it does, now."""
+        return Report(os.getpid(), self._setting.interval, self._next, self._number, self._last, dict(self._recent.local),
+                      self._moving, self._moved, self._failed)
+
+    def rebalance(self) -> Verdict:
+        """Decides now. If experts are to move, they do so behind."""
+        return self._decide()
+
+    def stop(self) -> None:
+        """Begins nothing any more."""
+        self._ending.set()
+
+    def _run(self) -> None:
+        with self._deciding:
+            self._go_on(self._look())
+        while not self._ending.wait(max(0.0, self._next - time.time())):
+            self._next = time.time() + self._setting.interval
+            self._decide()
+
+    def _decide(self) -> Verdict:
+        """Looks at all servers, places again, and begins to move experts if that pays."""
+        with self._deciding:
+            if self._moving is not None:
+                return Verdict(time.time(), False, "experts are still moving to the last placement")
+            found = self._look()
+            if self._go_on(found):
+                return Verdict(time.time(), False, "experts move on to the placement that was adopted last")
+            verdict, candidate = self._judge(found)
+            self._last = verdict
+            self._remember(candidate if verdict.adopted else None)
+            if verdict.adopted:
+                self._begin(candidate, list(found))
+            return verdict
+
+    def _judge(self, found: Mapping[str, Activity]) -> tuple[Verdict, Placement | None]:
+        now = self._recent.at
+        absent = [name for name in self._names if name not in found]
+        self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
+        for name, since in self._absent_since.items():
+            if now - since < self._setting.interval:
+                return Verdict(now, False, f"server {name} does not answer; its experts are placed anew when it has not "
+                                           f"for {self._setting.interval:g} s"), None
+        if not found or self._plan is None:
+            return Verdict(now, False, "no server answers"), None
+        if not self._recent.uses.uses.any():
+            return Verdict(now, False, "nobody has asked anything yet"), None
+        try:
+            candidate, decision = place_again(self._setting, self._plan, self._recent, list(found))
+        except PyorchError as error:
+            return Verdict(now, False, str(error)), None
+        return Verdict.of(now, decision), candidate
+
+    def _look(self) -> dict[str, Activity]:
+        """Asks all servers. Afterwards all that answer follow one plan, in which each has what it really holds."""
+        found = {name: activity for name, activity in self._ask(self._names, "activity", seconds=_LOOK_SECONDS).items()
+                 if isinstance(activity, Activity)}
+        self._take_memo(found)
+        self._recent.look(self._setting, found, time.time())
+        return self._agreed(found)
+
+    def _take_memo(self, found: Mapping[str, Activity]) -> None:
+        """What servers remember, where that is newer than what is known here: after a restart."""
+        memos = [activity.memo for activity in found.values() if activity.memo is not None]
+        newest = max(memos, key=lambda memo: memo.number, default=None)
+        if newest is not None and newest.number > self._memo_number:
+            self._memo_number, self._recent, self._last = newest.number, newest.recent, newest.last
+            self._moved, self._target, self._next = newest.moved, newest.target, newest.next
+
+    def _go_on(self, found: Mapping[str, Activity]) -> bool:
+        """With what a scheduler before this one began, if that did."""
+        target, self._target = self._target, None
+        if target is None or self._plan is None:
+            return False
+        self._begin(target, list(found))
+        return True
+
+    def _agreed(self, found: dict[str, Activity]) -> dict[str, Activity]:
+        """Those of these servers that follow one plan now.
+
+        Servers that were interrupted, or came later, follow different ones: what each holds itself is true.
+        """
+        if not found:
+            return found
+        plans = {name: activity.plan for name, activity in found.items()}
+        number = max(plan.number for plan in plans.values())
+        placements = {name: Placement.from_fields(plan.placement) for name, plan in plans.items()}
+        newest = next(placements[name] for name, plan in plans.items() if plan.number == number)
+        device = newest.device.copy()
+        for name, placement in placements.items():
+            own = self._names.index(name)
+            device[own] = placement.device[own]
+        self._plan, self._number = replace(newest, device=device), number
+        if all(plan.number == number for plan in plans.values()) and (device == newest.device).all():
+            return found
+        self._number += 1
+        answers = self._ask(list(found), "follow", self._whole_plan, _PLAN_SECONDS)
+        return {name: activity for name, activity in found.items() if answers.get(name) == ""}
+
+    def _whole_plan(self, _: str) -> tuple[Plan]:
+        return (Plan(self._plan.to_fields(), self._number),)
+
+    def _begin(self, candidate: Placement, present: Sequence[str]) -> None:
+        self._failed = ""
+        held = self._plan.held
+        self._moving = Progress(0, int((candidate.held & ~held).sum()))
+        threading.Thread(target=self._migrate, args=(candidate, present), daemon=True).start()
+
+    def _migrate(self, candidate: Placement, present: Sequence[str]) -> None:
+        done = 0
+        try:
+            for arrived in self._rounds(candidate, present):
+                done += arrived
+                self._moving = replace(self._moving, done=done)
+        except PyorchError as error:
+            self._failed = str(error)
+        except Exception as error:  # else the progress would stand for ever
+            self._failed = f"{type(error).__name__}: {error}"
+        finally:
+            self._moved = done
+            with self._deciding, contextlib.suppress(PyorchError):
+                self._moving = None
+                self._remember(None)
+
+    def _rounds(self, candidate: Placement, present: Sequence[str]):
+        """Moves experts, and says after each round how many arrived. PyorchError where a server is lost meanwhile."""
+        there = np.isin(self._names, present)
+        resident = self._plan.held & there[:, None, None]
+        migration = Migration(resident, candidate.held, self._recent.uses.expected, self._setting.moving)
+        held = resident.copy()  # as the servers know it
+        loads: list[Load] = []
+        while not self._ending.is_set():
+            for load in loads:
+                migration.finish(load)
+            n_arrived, ended = len(loads), migration.done
+            loads = [load for n in np.flatnonzero(there) if (load := migration.next_load(int(n))) is not None]
+            # Those that arrived are known from now on, and nobody asks for those that leave.
+            self._publish(self._known(candidate, resident, there), present)
+            yield n_arrived
+            left = held & ~resident
+            held = resident.copy()
+            self._hold(present, loads, left)
+            if ended:
+                self._all(present, "settle", seconds=_HOLD_SECONDS)
+                return
+            if not loads:
+                raise PyorchError("experts wait for each other's room")
+
+    def _known(self, candidate: Placement, resident: np.ndarray, there: np.ndarray) -> Placement:
+        """The plan with what is resident now. Servers that are not there have what they had, for when they come back."""
+        device = np.where(candidate.device != ABSENT, candidate.device, self._plan.device)
+        device = np.where(resident, np.maximum(device, 0), ABSENT).astype(np.int16)
+        device[~there] = self._plan.device[~there]
+        return replace(self._plan, device=device, algorithm=candidate.algorithm)
+
+    def _hold(self, present: Sequence[str], loads: Sequence[Load], left: np.ndarray) -> None:
+        """All at once: each takes in its load, and lets go what left it."""
+        load_of = {self._names[load.server]: load for load in loads}
+        drop = {name: list(map(tuple, np.argwhere(left[self._names.index(name)]).tolist())) for name in present}
+
+        def arguments(name: str) -> tuple:
+            load = load_of.get(name)
+            if load is None:
+                return [], drop[name], []
+            source = "" if load.source == DISK else self._names[load.source]
+            return [(load.layer, load.expert)], drop[name], [source]
+
+        self._all([name for name in present if name in load_of or drop[name]], "hold", arguments, _HOLD_SECONDS)
+
+    def _publish(self, plan: Placement, present: Sequence[str]) -> None:
+        """All servers that are there follow this plan when it returns. PyorchError where one does not."""
+        moves = self._plan.moves_to(plan)
+        if not moves:
+            return
+        self._number += 1
+        self._plan = plan
+        answers = self._ask(present, "move", lambda name: (self._number, moves), _PLAN_SECONDS)
+        rest = [name for name in present if answers.get(name) != ""]  # they did not follow the plan before it
+        self._all(rest, "follow", self._whole_plan, _PLAN_SECONDS)
+
+    def _remember(self, target: Placement | None) -> None:
+        self._memo_number += 1
+        memo = _Memo(self._memo_number, self._recent, self._last, target, self._moved, self._next)
+        self._ask(self._names, "remember", lambda name: (memo,), _LOOK_SECONDS)
+
+    def _all(
+        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0,
+    ) -> None:
+        """Asks servers for what returns "" or a sentence. PyorchError where one cannot, or does not answer."""
+        answers = self._ask(names, method, arguments, seconds)
+        for name in names:
+            if name not in answers:
+                raise PyorchError(f"server {name} does not answer")
+            if answers[name]:
+                raise PyorchError(f"server {name}: {answers[name]}")
+
+    def _ask(
+        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0,
+    ) -> dict[str, Any]:
+        """What servers answer, by name; those that do not in time are left out."""
+        ray = ray_library()
+        calls = {}
+        for name in names:
+            with contextlib.suppress(ValueError):  # Ray knows it no longer
+                calls[getattr(ray.get_actor(name), method).remote(*arguments(name))] = name
+        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
+        answers = {}
+        for call in ready:
+            with contextlib.suppress(ray.exceptions.RayError):
+                answers[calls[call]] = ray.get(call)
+        return answers
+
+
+def start_scheduler(ray: ModuleType, setting: Setting) -> Any:
+    """The actor, which goes on when this process ends, and which Ray starts again whenever it dies.
+
+    On this machine, where pyorch is; on another one if Ray has lost this.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return ray.remote(Scheduler).options(
+        name=NAME, lifetime="detached", num_cpus=0, max_restarts=-1, max_concurrency=4, scheduling_strategy=here,
+    ).remote(setting)

@@ -1,0 +1,81 @@
+"""What the scheduler decides by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from placement_problems import problem_of, skewed
+
+from pyorch.cluster.coefficients import ServerCosts, Sizes
+from pyorch.cluster.costs import Costs
+from pyorch.cluster.members import Activity, Plan
+from pyorch.cluster.migration import RecentUses, Sharing
+from pyorch.cluster.placement.algorithms import place
+from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.rebalancing import Recent, Setting, place_again
+
+SHAPE = (3, 4, 8)
+INTERVAL = 100.0
+
+
+@pytest.fixture
+def setting() -> Setting:
+    """Three servers with memory for 16 experts of 32 each, and slow disks."""
+    problem = problem_of(np.zeros(SHAPE), [16 << 20] * 3, 1 << 20)
+    links = np.where(np.eye(3, dtype=bool), np.inf, 1e8)
+    sizes = Sizes(expert=float(problem.sizes[0]), request=256.0, reply=256.0)
+    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, sizes, SHAPE[1], np.where(np.eye(3, dtype=bool), 0, 1e-3), links)
+    return Setting(problem, costs, INTERVAL, "dance")
+
+
+def activity(counts: np.ndarray, life: str = "first", **counters: int) -> Activity:
+    return Activity(life, Plan({}), counts, **{"sent": 0, "messages": 0, "sent_bytes": 0, "computed": 0, "uses": 0,
+                                               "memo": None, **counters})
+
+
+def test_what_was_used_an_interval_ago_counts_half() -> None:
+    recent = RecentUses((1, 1, 2), INTERVAL)
+    recent.add(np.array([[[8.0, 0.0]]]), INTERVAL)
+    recent.add(np.array([[[0.0, 8.0]]]), INTERVAL)
+    assert recent.expected.ravel() == pytest.approx([8 / 3, 16 / 3])
+
+
+def test_a_short_window_stands_for_an_interval() -> None:
+    recent = RecentUses((1, 1, 1), INTERVAL)
+    recent.add(np.array([[[5.0]]]), INTERVAL / 10)
+    assert recent.expected.ravel() == pytest.approx([50.0])
+
+
+def test_each_look_counts_what_came_after_the_last_one_and_a_restart_begins_anew(setting: Setting) -> None:
+    recent, counts = Recent.begin(setting, 0.0), np.full(SHAPE[1:], 3.0)
+    recent.look(setting, {"s0": activity(counts)}, 1.0)
+    assert not recent.uses.uses.any()  # nobody knows when that was
+    recent.look(setting, {"s0": activity(counts + 2, sent=16, messages=4, sent_bytes=4 * 1088)}, 2.0)
+    assert recent.local == {"s0": 0.75} and recent.uses.uses[0].sum() == 64
+    assert recent.sharing == Sharing(4.0, 1.0, 1.0)
+    recent.look(setting, {"s0": activity(counts, "second", sent=1)}, 3.0)
+    assert recent.local["s0"] == 1 - 1 / 96 and recent.uses.uses[0].sum() == pytest.approx(96 + 64 * 0.5 ** 0.01)
+
+
+def test_experts_of_a_server_that_is_gone_are_placed_on_the_others(setting: Setting) -> None:
+    uses = 1000 * skewed(np.random.default_rng(0), SHAPE, 0.5)
+    recent = Recent.begin(setting, 0.0)
+    recent.uses.add(uses, INTERVAL)
+    now = place(replace(setting.problem, frequencies=uses), "dance")
+    candidate, decision = place_again(setting, now, recent, ["s0", "s2"])
+    assert candidate.held[[0, 2]].any(axis=0).all() and not candidate.held[1].any()
+    assert decision.adopt and decision.n_moves >= (now.held[1] & ~now.held[[0, 2]].any(axis=0)).sum() > 0
+    assert decision.migration == pytest.approx(setting.costs.disk_seconds[0, 0] * decision.n_moves)
+    same, decision = place_again(setting, now, recent, setting.problem.servers)
+    assert not decision.adopt and decision.n_moves == 0 and (same.held == now.held).all()
+
+
+def test_moves_lead_from_a_placement_to_another(setting: Setting) -> None:
+    one, other = (place(replace(setting.problem, frequencies=skewed(np.random.default_rng(seed), SHAPE, 0.5)), "dance")
+                  for seed in (0, 1))
+    moves = one.moves_to(other)
+    assert moves and all(isinstance(move, Move) for move in moves)
+    assert (one.changed(moves).device == other.device).all()
+    assert isinstance(one, Placement) and one.moves_to(one) == []
