@@ -39,7 +39,6 @@ except ImportError:
     raise PyorchError('the simulator needs simpy: pip install "pyorch[cluster]"') from None
 
 
-
 @dataclass(frozen=True)
 class Settings:
     """n_places: requests of a server that run together. n_step: tokens of a step, at most. interval: seconds between
