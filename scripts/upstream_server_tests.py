@@ -12,8 +12,10 @@ Needs a build (make setup), and requests, filelock and pytest, which the extras 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -44,27 +46,52 @@ _HELPERS = {
 }
 
 
-def outcomes(kind: str, model: Path, budget: str, files: Sequence[str], directory: Path) -> dict[str, str]:
-    """Of each test, by file and name: passed, failed, or skipped. directory: where what it writes may go."""
-    tests = directory / kind
-    shutil.copytree(sources(), tests)
+def compare(
+    model: Path, budget: str, files: Sequence[str], directory: Path, say: Callable[[str], None]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Outcomes on llama.cpp alone and under the budget; see outcomes().
+
+    Tests that do not end alike run once more on both: on a busy machine one may have waited too long for its server.
+    """
+    found = {}
+    for kind, what in ((PLAIN, "llama.cpp alone"), (BUDGET, f"budget {budget}")):
+        found[kind] = outcomes(kind, model, budget, files, directory / "first")
+        counts = Counter(found[kind].values())
+        say(f"{what}: {len(found[kind])} tests of {len(files)} files, {counts['passed']} pass, {counts['failed']} fail, "
+            f"{counts['skipped']} skipped")
+    again = [name for name in found[PLAIN] if found[PLAIN][name] != found[BUDGET].get(name)]
+    if again:
+        say(f"once more, on both: {', '.join(again)}")
+        nodes = [name.replace(": ", "::", 1).replace("::", ".py::", 1) for name in again]
+        for kind in found:
+            found[kind] |= outcomes(kind, model, budget, nodes, directory / "again")
+    return found[PLAIN], found[BUDGET]
+
+
+def outcomes(kind: str, model: Path, budget: str, tests: Sequence[str], directory: Path) -> dict[str, str]:
+    """Of each test, by file and name: passed, failed, or skipped.
+
+    tests: files, or names of tests in them, FILE::NAME. directory: where what they write may go.
+    """
+    copy = directory / kind
+    shutil.copytree(sources(), copy)
     for name, text in _HELPERS.items():
-        (tests / name).write_text(text)
-    server = tests / "llama-server"
+        (copy / name).write_text(text)
+    server = copy / "llama-server"
     server.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve()}" --as-server {kind} '
                       f'"{model}" "{budget}" "{lib_dir()}" "$@"\n')
     server.chmod(0o755)
-    report = tests / "report.xml"
+    report = copy / "report.xml"
     # Variables of llama-server, and of a run of pytest that this may be a part of, are not for these tests.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_", "PYTEST_"))}
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:anyio", "-p", "no:cacheprovider", "-p", "no_downloads",
-         "--junitxml", str(report), *(f"unit/{name}" for name in files)],
-        cwd=tests, check=False, stdout=subprocess.DEVNULL,
-        env=inherited | {"LLAMA_SERVER_BIN_PATH": str(server), "PORT": str(free_port()), "PYTHONPATH": str(tests)},
+         "--junitxml", str(report), *(f"unit/{name}" for name in tests)],
+        cwd=copy, check=False, stdout=subprocess.DEVNULL,
+        env=inherited | {"LLAMA_SERVER_BIN_PATH": str(server), "PORT": str(free_port()), "PYTHONPATH": str(copy)},
     )
     if not report.is_file():
-        raise SystemExit(f"pytest wrote no report for {', '.join(files)}: run it by hand in {sources()}")
+        raise SystemExit(f"pytest wrote no report for {', '.join(tests)}: run it by hand in {sources()}")
     return read_report(report)
 
 
@@ -131,9 +158,12 @@ def serve(kind: str, model: str, budget: str, libraries: str, given: Sequence[st
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that the system gives to nobody who asks for any: between two tests it is nobody's."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.randint(10_000, 32_000)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def small_model(directory: Path) -> Path:
@@ -157,14 +187,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="upstream-server-tests-") as name:
         directory = Path(name)
         model = args.model.resolve() if args.model is not None else small_model(directory)
-        found = {}
-        for kind, what in ((PLAIN, "llama.cpp alone"), (BUDGET, f"budget {args.budget}")):
-            print(f"{what}: ", end="", flush=True)
-            found[kind] = outcomes(kind, model, args.budget, files, directory)
-            counts = Counter(found[kind].values())
-            print(f"{len(found[kind])} tests of {len(files)} files, {counts['passed']} pass, {counts['failed']} fail, "
-                  f"{counts['skipped']} skipped", flush=True)
-    different = differences(found[PLAIN], found[BUDGET])
+        plain, under = compare(model, args.budget, files, directory, lambda text: print(text, flush=True))
+    different = differences(plain, under)
     print("\n".join(different) if different else "the same tests pass on both")
     return 1 if different else 0
 

@@ -24,7 +24,7 @@ def script():
 def test_quick_files_pass_alike(script, small_moe: Path, tmp_path: Path):
     for needed in ("requests", "filelock"):
         pytest.importorskip(needed, reason=f"the tests of llama-server need {needed}: pip install '.[convert,test]'")
-    plain, budget = (script.outcomes(kind, small_moe, "30%", QUICK, tmp_path) for kind in (script.PLAIN, script.BUDGET))
+    plain, budget = script.compare(small_moe, "30%", QUICK, tmp_path, print)
     assert script.differences(plain, budget) == []
     assert list(plain.values()).count("passed") >= 4, plain
 
