@@ -57,8 +57,8 @@ def compare(
     for kind, what in ((PLAIN, "llama.cpp alone"), (BUDGET, f"budget {budget}")):
         found[kind] = outcomes(kind, model, budget, files, directory / "first")
         counts = Counter(found[kind].values())
-        say(f"{what}: {len(found[kind])} tests of {len(files)} files, {counts['passed']} pass, {counts['failed']} fail, "
-            f"{counts['skipped']} skipped")
+        say(f"{what}: {len(found[kind])} tests of {len(files)} files, {counts['passed']} pass, "
+            f"{counts['failed']} fail, {counts['skipped']} skipped")
     again = [name for name in found[PLAIN] if found[PLAIN][name] != found[BUDGET].get(name)]
     if again:
         say(f"once more, on both: {', '.join(again)}")

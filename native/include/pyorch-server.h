@@ -49,6 +49,10 @@ void pyorch_server_set_limits(double head, double body);
 // Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller.
 int32_t pyorch_server_run(int32_t argc, char ** argv);
 
+// The llama_context * that the server computes with, NULL while its model is not loaded. Valid until the server ends,
+// which waits for the requests that are being answered.
+void * pyorch_server_get_context(void);
+
 // Connections, by what they wait for.
 typedef struct pyorch_connections {
     uint64_t struct_size;

@@ -107,6 +107,11 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     return status;
 }
 
+void * pyorch_server_get_context(void) {
+    std::lock_guard<std::mutex> lock(serving);
+    return http && llama_server_hooks.context ? llama_server_hooks.context() : nullptr;
+}
+
 void pyorch_server_get_connections(pyorch_connections * out) {
     const auto counts = connections().counts();
     out->arriving  = counts.arriving;

@@ -1,14 +1,10 @@
-"""Distributions over the vocabulary, from logits."""
+"""What logits say of tokens, and of each other."""
 
 from __future__ import annotations
 
 import numpy as np
 
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of one row of logits, float64[n_vocab]."""
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
+from pyorch.llama.logits import log_softmax
 
 
 def log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -55,6 +55,7 @@ class Context:
         if exact:
             params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
             params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.n_batch = n_batch
         self._model = model
         self._pid = os.getpid()
         self._n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))

@@ -11,3 +11,8 @@ _directory = _libs.lib_dir()
 ffi = cffi.FFI()
 ffi.cdef(declarations((_directory / "pyorch-server.h").read_text(encoding="utf-8")))
 lib = ffi.dlopen(str(_directory / f"libpyorch-server{_libs._SUFFIX}"))
+
+
+def served_context() -> int:
+    """The llama_context * of the server, 0 while its model is not loaded."""
+    return int(ffi.cast("uintptr_t", lib.pyorch_server_get_context()))

@@ -67,13 +67,14 @@ def refusal(status: int, sentence: str) -> Answer:
     return as_json({"error": {"code": status, "message": sentence, "type": "invalid_request_error"}}, status)
 
 
-Handler = Callable[[Request], Answer]
+Handler = Callable[[Request], "Answer | None"]
 
 
 class Routes:
     """Routes of ours, for the server that runs next. Must outlive it.
 
-    A handler runs on a thread of the server. PyorchError is answered with status 400 and its sentence.
+    A handler runs on a thread of the server. Where it gives no answer, llama-server's own stands. PyorchError is
+    answered with status 400 and its sentence.
 
     prefix: of all routes, that of --api-prefix.
     """
@@ -94,11 +95,13 @@ class Routes:
 
     def _answer(self, _user: object, exchange: Any) -> None:
         answer = self._answer_to(exchange)
+        if answer is None:
+            return
         body = answer.body.encode()
         lib.pyorch_server_answer(exchange, answer.status, answer.type.encode(),
                                  answer.location.encode() if answer.location else ffi.NULL, body, len(body))
 
-    def _answer_to(self, exchange: Any) -> Answer:
+    def _answer_to(self, exchange: Any) -> Answer | None:
         try:
             request = _read(exchange)
             return self._handlers[request.method, ffi.string(exchange.route).decode()](request)

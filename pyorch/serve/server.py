@@ -24,11 +24,14 @@ from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import live, llama_server
+from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
+from pyorch.serve.library import served_context
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.metrics import Metrics
 from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Routes
+from pyorch.serve.vocabulary import TokenizerRoutes
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
 from pyorch.sizes import format_bytes
@@ -92,12 +95,17 @@ def serve(
 
 
 def our_routes(record: ManagedModel, prefix: str, has_api_key: bool) -> Routes:
-    """Those that llama-server lacks, and /metrics."""
+    """Those that llama-server lacks, and those of which ours answers more."""
     routes = Routes(prefix)
     residency = Residency(record, local_only=not has_api_key)
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
+    routes.add("POST", "/v1/completions", Echo(record, served_context).post)
+    tokenizer = TokenizerRoutes(served_context)
+    routes.add("GET", "/tokenizer_info", tokenizer.info)
+    routes.add("POST", "/tokenize", tokenizer.tokenize)
+    routes.add("POST", "/detokenize", tokenizer.detokenize)
     live.add_to(routes, has_api_key)
     return routes
 

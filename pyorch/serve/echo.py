@@ -1,0 +1,208 @@
+"""/v1/completions with `echo`, which llama-server refuses: what the tokens of a prompt are worth, for harnesses.
+
+The answer has the form of OpenAI's completions, where `logprobs` lists all tokens, those of the prompt first:
+
+    {"tokens": ["import", " os"], "token_logprobs": [null, -1.9], "top_logprobs": [null, {" os": -1.9}],
+     "text_offset": [0, 6]}
+
+A prompt is computed in a context of its own, beside the server's slots, one request after the other, as `pyorch eval`
+computes it: attention in 32 bits throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.llama import measure
+from pyorch.llama.context import Context
+from pyorch.llama.logits import log_softmax
+from pyorch.llama.managed import ManagedModel
+from pyorch.llama.originals import original
+from pyorch.serve.routes import Answer, Request, as_json, refusal
+from pyorch.serve.vocabulary import Vocabulary
+
+MAX_TOP = 100  # alternatives of a token
+_N_BATCH = 512
+_OUTPUT_BYTES = 64 << 20  # for logits
+_ROUND = 256  # tokens of a context
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """n_top: alternatives of each token, None without logprobs. max_tokens: generated after the prompt, greedily."""
+
+    prompts: list[list[int]]
+    max_tokens: int
+    n_top: int | None
+
+
+class Echo:
+    """Answers completions that ask for an echo, and leaves others to llama-server.
+
+    context: the server's llama_context *, 0 while its model is not loaded.
+    """
+
+    def __init__(self, managed: ManagedModel, context: Callable[[], int]) -> None:
+        self._managed = managed
+        self._context = context
+        self._computing = threading.Lock()
+        self._reserved_bytes = 0
+
+    def post(self, request: Request) -> Answer | None:
+        """None: llama-server's answer stands."""
+        if b'"echo"' not in request.body:
+            return None
+        try:
+            body = json.loads(request.body)
+        except ValueError:
+            return None  # llama-server says so
+        if not isinstance(body, dict) or not body.get("echo"):
+            return None
+        served = self._context()
+        if not served:
+            return refusal(503, "the model is not loaded yet")
+        model = llama.llama_get_model(served)
+        vocabulary = Vocabulary(model)
+        asked = _read(body, vocabulary)
+        n_most = llama.llama_n_ctx_seq(served)
+        longest = max(map(len, asked.prompts)) + asked.max_tokens
+        if longest > n_most:
+            return refusal(400, f"a prompt has {longest} tokens, with what is to be generated, and a slot {n_most}: "
+                                "start the server with a larger --ctx")
+        with self._computing:
+            n_ctx = -(-longest // _ROUND) * _ROUND
+            self._reserve(n_ctx)
+            n_batch = min(_N_BATCH, max(1, _OUTPUT_BYTES // (4 * vocabulary.n_tokens)))
+            with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
+                choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
+        n_prompt = sum(map(len, asked.prompts))
+        n_generated = sum(choice.pop("n_generated") for choice in choices)
+        return as_json({
+            "id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time()),
+            "model": body.get("model") or self._managed.path, "choices": choices,
+            "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_generated,
+                      "total_tokens": n_prompt + n_generated},
+        })
+
+    def _reserve(self, n_ctx: int) -> None:
+        """Under the automatic budget, which has all memory, experts make room for the context; for the widest, once."""
+        if not self._managed.automatic:
+            return
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _N_BATCH, _N_BATCH
+        params.type_k = params.type_v = llama.GGML_TYPE_F32
+        params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        managed, engine = self._managed, self._managed.engine
+        with engine.capture(), measure.twin(
+            original("llama_model_load_from_file"), managed.path, managed.params
+        ) as twin:
+            needed = measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+        if needed > self._reserved_bytes:
+            budget = engine.stats().budget_bytes - (needed - self._reserved_bytes)
+            engine.set_budget(max(budget, managed.map.info.floor_bytes))
+            self._reserved_bytes = needed
+
+
+def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:
+    for name, neutral in (("stream", False), ("n", 1), ("best_of", 1), ("suffix", None)):
+        if body.get(name) not in (None, neutral):
+            raise PyorchError(f'"{name}" does not go with "echo"')
+    max_tokens = _whole(body, "max_tokens", 16, 1 << 20)
+    if max_tokens > 1 and body.get("temperature") != 0:
+        raise PyorchError('with "echo" tokens are generated at temperature 0 only: give "temperature": 0, or '
+                          '"max_tokens": 0')
+    wanted = body.get("logprobs")
+    n_top = None if wanted is None or wanted is False else 1 if wanted is True else _whole(body, "logprobs", 0, MAX_TOP)
+    return _Asked(_prompts(body.get("prompt"), vocabulary), max_tokens, n_top)
+
+
+def _whole(body: dict[str, Any], name: str, default: int, most: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise PyorchError(f'"{name}" is {json.dumps(value)}, and must be a whole number from 0 to {most}')
+    return value
+
+
+def _prompts(given: Any, vocabulary: Vocabulary) -> list[list[int]]:
+    """Of a text, of tokens, or of several of either."""
+    is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
+    prompts = []
+    for one in [given] if is_one else given if isinstance(given, list) else ():
+        if isinstance(one, str):
+            prompts.append(vocabulary.tokenize(one, bos=vocabulary.adds_bos))
+        elif isinstance(one, list) and all(type(token) is int and 0 <= token < vocabulary.n_tokens for token in one):
+            prompts.append(one)
+        else:
+            prompts.append([])
+    if not prompts or not all(prompts):
+        raise PyorchError('"prompt" must be a text that is not empty, tokens of this model, or a list of either')
+    return prompts
+
+
+def _choice(
+    context: Context, vocabulary: Vocabulary, index: int, prompt: Sequence[int], asked: _Asked
+) -> dict[str, Any]:
+    context.clear()
+    tokens, values = list(prompt), _Values(asked.n_top)
+    n_batch = context.n_batch
+    for begin in range(0, len(prompt), n_batch):
+        rows = context.decode(prompt[begin : begin + n_batch])
+        values.add(rows, prompt[begin + 1 : begin + 1 + len(rows)])
+    row, reason = rows[-1], "length"
+    for _ in range(asked.max_tokens):
+        token = int(row.argmax())
+        values.add(row[None], [token])
+        tokens.append(token)
+        if vocabulary.is_end(token):
+            reason = "stop"
+            break
+        if len(tokens) < len(prompt) + asked.max_tokens:
+            row = context.decode([token])[0]
+    pieces = [vocabulary.piece(token) for token in tokens]
+    return {"text": b"".join(pieces).decode(errors="replace"), "index": index, "finish_reason": reason,
+            "logprobs": values.as_logprobs(vocabulary, tokens, pieces), "n_generated": len(tokens) - len(prompt)}
+
+
+class _Values:
+    """Log-probabilities of the tokens of a text but the first, and of what would have been likelier."""
+
+    def __init__(self, n_top: int | None) -> None:
+        self._n_top = n_top
+        self._of_token: list[float] = []
+        self._top: list[list[tuple[int, float]]] = []
+
+    def add(self, rows: np.ndarray, following: Sequence[int]) -> None:
+        """rows: logits, of which as many count as tokens follow."""
+        if self._n_top is None:
+            return
+        for row, token in zip(rows, following):
+            values = log_softmax(row)
+            self._of_token.append(float(values[token]))
+            best = np.argpartition(-values, min(self._n_top, len(values) - 1))[: self._n_top]
+            self._top.append([(int(i), float(values[i])) for i in best[np.argsort(-values[best], kind="stable")]])
+
+    def as_logprobs(self, vocabulary: Vocabulary, tokens: Sequence[int], pieces: Sequence[bytes]) -> dict | None:
+        if self._n_top is None:
+            return None
+        texts = [piece.decode(errors="replace") for piece in pieces]
+        lengths = np.cumsum([0, *map(len, texts)])
+        top: list[dict[str, float] | None] = [None]
+        for token, value, best in zip(tokens[1:], self._of_token, self._top):
+            named = {vocabulary.piece(token).decode(errors="replace"): value}  # the token itself is always there
+            for other, likelihood in best:
+                name = vocabulary.piece(other).decode(errors="replace")
+                named[name] = max(likelihood, named.get(name, likelihood))
+            top.append(named)
+        return {"tokens": texts, "token_logprobs": [None, *self._of_token], "top_logprobs": top,
+                "text_offset": lengths[:-1].tolist()}
