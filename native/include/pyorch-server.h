@@ -38,7 +38,9 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
                           const char * data, uint64_t data_size);
 
 // Adds a route, before the server runs: "GET" or "POST", and its path.
-void pyorch_server_add_route(const char * method, const char * path, pyorch_answer_fn answer, void * user);
+// first: nonzero: llama-server answers only what is not answered here, and its answer is not seen; data is empty then and
+// status 0.
+void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user);
 
 // Requests for this path, with --api-prefix in front, need no API key.
 void pyorch_server_make_public(const char * path);

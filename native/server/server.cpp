@@ -16,6 +16,7 @@ namespace {
 struct Route {
     std::string      method;
     std::string      path;
+    bool             first;
     pyorch_answer_fn answer;
     void *           user;
 };
@@ -40,9 +41,10 @@ server_http_context::handler_t own_handler(const std::string & path) {
 server_http_res_ptr answer(const Route & route, const server_http_req & request) {
     connections().tell(-1, Connections::RECEIVED);
     const auto own      = own_handler(route.path);
-    auto       response = own ? own(request) : std::make_unique<server_http_res>();
-    if (!own) {
-        response->status = 404;
+    const bool first    = own && route.first;
+    auto       response = own && !first ? own(request) : std::make_unique<server_http_res>();
+    if (!own || first) {
+        response->status = first ? 0 : 404;
     }
     std::string headers;
     for (const auto & [name, value] : request.headers) {
@@ -54,7 +56,7 @@ server_http_res_ptr answer(const Route & route, const server_http_req & request)
         connections().is_local(), response.get(),
     };
     route.answer(route.user, &exchange);
-    return response;
+    return response->status ? std::move(response) : own(request);
 }
 
 void add_routes(const server_http_context & context) {
@@ -86,8 +88,8 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
     }
 }
 
-void pyorch_server_add_route(const char * method, const char * path, pyorch_answer_fn answer, void * user) {
-    routes.push_back({ method, path, answer, user });
+void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user) {
+    routes.push_back({ method, path, first != 0, answer, user });
 }
 
 void pyorch_server_make_public(const char * path) {

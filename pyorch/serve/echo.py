@@ -1,4 +1,4 @@
-"""/v1/completions with `echo`, which llama-server refuses: what the tokens of a prompt are worth, for harnesses.
+"""/v1/completions with `echo`, which llama-server ignores: what the tokens of a prompt are worth, for harnesses.
 
 The answer has the form of OpenAI's completions, where `logprobs` lists all tokens, those of the prompt first:
 

@@ -86,10 +86,10 @@ class Routes:
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)
 
-    def add(self, method: str, path: str, handler: Handler, public: bool = False) -> None:
-        """public: needs no API key."""
+    def add(self, method: str, path: str, handler: Handler, public: bool = False, first: bool = False) -> None:
+        """public: needs no API key. first: llama-server is asked only where the handler gives no answer."""
         self._handlers[method, path] = handler
-        lib.pyorch_server_add_route(method.encode(), path.encode(), self._callback, ffi.NULL)
+        lib.pyorch_server_add_route(method.encode(), path.encode(), first, self._callback, ffi.NULL)
         if public:
             lib.pyorch_server_make_public(f"{self._prefix}{path}".encode())
 

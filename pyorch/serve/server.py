@@ -101,10 +101,10 @@ def our_routes(record: ManagedModel, prefix: str, has_api_key: bool) -> Routes:
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
-    routes.add("POST", "/v1/completions", Echo(record, served_context).post)
+    routes.add("POST", "/v1/completions", Echo(record, served_context).post, first=True)
     tokenizer = TokenizerRoutes(served_context)
     routes.add("GET", "/tokenizer_info", tokenizer.info)
-    routes.add("POST", "/tokenize", tokenizer.tokenize)
+    routes.add("POST", "/tokenize", tokenizer.tokenize, first=True)
     routes.add("POST", "/detokenize", tokenizer.detokenize)
     live.add_to(routes, has_api_key)
     return routes
