@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import gguf
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
@@ -131,6 +130,10 @@ class Flags:
 
 
 def _cache_type(name: str) -> int:
+    if name == "f16":
+        return llama.GGML_TYPE_F16
+    import gguf  # takes a tenth of a second
+
     try:
         return gguf.GGMLQuantizationType[name.upper()].value
     except KeyError:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-import gguf
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, publish, staging
 from pyorch.runtime.model_map import SIDECARS, ModelMap
+
+if TYPE_CHECKING:
+    import gguf
 
 Metadata = dict[str, "str | int | float | list"]
 
@@ -102,6 +104,8 @@ def new_writer(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, metadata: Metadata
 ) -> gguf.GGUFWriter:
     """A writer that knows whose sidecar it writes, and has nothing written yet."""
+    import gguf  # takes a tenth of a second, here and below, which a server without sidecars need not wait for
+
     writer = gguf.GGUFWriter(path, _ARCH)
     writer.add_string(_KIND, kind)
     writer.add_uint32(_VERSION, version)
@@ -150,6 +154,8 @@ def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str
     try:
         # First by the library: a count that the file cannot hold would keep GGUFReader going for hours.
         ModelMap(path).close()
+        import gguf
+
         reader = gguf.GGUFReader(path)
         return ({key: field.contents() for key, field in reader.fields.items() if key.startswith(prefixes)},
                 {tensor.name: tensor.data for tensor in reader.tensors})
@@ -165,6 +171,8 @@ class _Tensor(np.ndarray):
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    import gguf
+
     # Integers and floats as wide as Python's: what is read equals what was written.
     if isinstance(value, list):
         writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, _value_type(value[0]))
@@ -173,6 +181,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
 
 
 def _value_type(value: object) -> gguf.GGUFValueType:
+    import gguf
+
     for kind, value_type in ((bool, gguf.GGUFValueType.BOOL), (int, gguf.GGUFValueType.INT64),
                              (float, gguf.GGUFValueType.FLOAT64), (str, gguf.GGUFValueType.STRING)):
         if isinstance(value, kind):

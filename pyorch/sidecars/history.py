@@ -11,7 +11,6 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import gguf
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
@@ -195,6 +194,8 @@ def token_embeddings(model_map: ModelMap, tokens: np.ndarray) -> np.ndarray:
     Only these rows are read. Raises PyorchError for a token that does not exist, or a table that cannot be
     dequantized; FormatError if it cannot be read.
     """
+    import gguf  # see pyorch.sidecars.container.new_writer
+
     where, type_name, n_embd = model_map.tensor_range(_TABLE), model_map.tensor_type(_TABLE), _n_embd(model_map)
     kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
     block, block_bytes = gguf.GGML_QUANT_SIZES.get(kind, (1, 1))

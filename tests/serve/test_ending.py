@@ -32,7 +32,7 @@ def half_sent(server: ServerProcess, text: bytes) -> socket.socket:
 
 def test_a_request_that_runs_is_answered_wholly_and_new_ones_are_not_accepted(start, small_moe: Path):
     server = serve(start, small_moe, "--grace", "800")
-    with closing(Stream(server, 1500)) as stream:
+    with closing(Stream(server, 700)) as stream:
         answers = iter(stream)
         next(answers)
         server.process.send_signal(signal.SIGTERM)

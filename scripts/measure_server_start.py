@@ -1,0 +1,58 @@
+"""Measures how long a server takes to answer: `pyorch serve`, and llama-server of the same build, in turn.
+
+    cmake --build build/py3-* --target llama-server
+    python scripts/measure_server_start.py MODEL.gguf build/py3-*/bin/llama-server
+
+Prints the median seconds from the start of the process to the first /health that says ok, of each.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+
+N = 9
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print(__doc__, file=sys.stderr)
+        return 2
+    model, llama_server = sys.argv[1:]
+    flags = ["--load-mode", "none", "--no-warmup", "-fit", "off", "-cram", "0", "--no-ui", "-c", "4096", "-lv", "1"]
+    commands = {"pyorch serve": [sys.executable, "-m", "pyorch", "serve", model, "--budget", "40%"],
+                "llama-server": [llama_server, "-m", model, *flags]}
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(N):
+        for name, command in commands.items():
+            times[name].append(_start(command))
+    for name, seconds in times.items():
+        print(f"{name}: {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")
+    return 0
+
+
+def _start(command: list[str]) -> float:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begin = time.perf_counter()
+    server = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
+                    if answer.status == 200:
+                        return time.perf_counter() - begin
+            except OSError:
+                time.sleep(0.005)
+    finally:
+        server.kill()
+        server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
