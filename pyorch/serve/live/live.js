@@ -3,11 +3,16 @@
 import { ExpertMap, IN_USE, LOADING, PINNED, RESIDENT, drawLine } from "./charts.js";
 
 const PERIOD_MS = 500;
-const SPAN = 120; // seconds that the lines show
+const SPAN = 120; // seconds that the lines show at most
 const FADING = 0.93; // of recent uses, from one reading to the next
 
 const $ = (id) => document.getElementById(id);
 const map = new ExpertMap($("map"));
+
+const NOTES = {
+  lossless: "Experts that leave memory are read again when a layer asks for them. Answers stay the same.",
+  lossy: "A lossy setting is on: answers depend on what is in memory.",
+};
 
 let key = sessionStorage.getItem("pyorch-key") ?? "";
 let last = null; // the reading before
@@ -63,6 +68,7 @@ function show(now) {
   warm(now);
   drawMap(now);
   showBudget(now.settings);
+  $("budget-note").textContent = NOTES[now.settings.substitution || now.totals.speculated ? "lossy" : "lossless"];
   const { policy, prefetch, substitution } = now.settings;
   $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read`;
   last = now;
@@ -81,7 +87,8 @@ function drawFigures(totals) {
   $("read").textContent = mean("read") === null ? "–" : `${size(mean("read"))}/s`;
   $("stall").textContent = percent(mean("stall"));
   $("recall").textContent = percent(mean("recall") ?? totals.recall);
-  const line = (id, name, most) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), SPAN, most);
+  const span = history.length ? Math.max(20, history.at(-1)[0] - history[0][0]) : SPAN;
+  const line = (id, name, most) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), span, most);
   line("hit-rate-chart", "hit", 1);
   line("tokens-chart", "tokens", null);
   line("read-chart", "read", null);
@@ -137,7 +144,7 @@ function showSlots(slots) {
     const tokens = slot.next_token?.[0]?.n_decoded ?? 0;
     const state = !slot.is_processing ? "idle" : tokens ? "answering" : "reading";
     const had = slot.n_prompt_tokens !== undefined;
-    return [state, [slot.id, state, had ? slot.n_prompt_tokens : "–", had ? tokens : "–", ms(slot.t_prompt_ms), ms(slot.t_per_token_ms)]];
+    return [state, [slot.id, state, had ? slot.n_prompt_tokens_processed + slot.n_prompt_tokens_cache : "–", had ? tokens : "–", ms(slot.t_prompt_ms), ms(slot.t_per_token_ms)]];
   });
   $("slots").replaceChildren(...rows.map(([state, cells]) => {
     const row = document.createElement("tr");
