@@ -9,6 +9,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import http.client
+import json
 import os
 import re
 import signal
@@ -40,6 +42,8 @@ _METRICS = {  # of llama-server, and what they are called here
     "tokens_predicted_total": "generated_tokens", "tokens_predicted_seconds_total": "generated_seconds",
 }
 _END_SECONDS = 10.0  # for the end of a server whose actor is gone
+_PROBE_SECONDS = 120.0  # for one request that measures
+_PROBE_LOW, _PROBE_HIGH = 100, 1000  # tokens that it is made of: whole pieces of words in any vocabulary
 _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
 
 
@@ -47,7 +51,7 @@ class Serving:
     """What the actor can ask of a process that serves: its methods named in ASKED."""
 
     ASKED = ("counters", "activity", "pin", "listen", "connect", "follow", "move", "offer", "hold", "missing",
-             "disk_bytes_per_second")
+             "disk_bytes_per_second", "probe")
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
@@ -99,11 +103,12 @@ class Serving:
             counters = dataclasses.replace(counters, **{
                 name: getattr(stats, name)
                 for name in ("budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")
-            })
+            }, stalled_ns=stats.stall_ns)
         if self._engine is not None and self._exchange is not None:
             remote, served = self._engine.remote_stats(), self._engine.served()
             counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
-                                           waited_ns=remote.wait_ns, served=served.slots,
+                                           waited_ns=remote.wait_ns, served=served.slots, served_messages=served.requests,
+                                           served_ns=served.compute_ns,
                                            activations=sum(int(row.sum()) for row in self._activations()))
         return dataclasses.asdict(counters)
 
@@ -206,6 +211,26 @@ class Serving:
             except PyorchError as error:
                 reason = str(error)
         return reason
+
+    def probe(self, n_tokens: int, n_output: int) -> tuple[float, int]:
+        """Seconds that the steps of a request take, a prompt of so many tokens and so many decoded behind the first;
+        and layers with experts."""
+        tokens = np.random.default_rng(n_tokens).integers(_PROBE_LOW, _PROBE_HIGH, n_tokens).tolist()
+        connection = http.client.HTTPConnection(self._address.host, self._address.port, timeout=_PROBE_SECONDS)
+        try:
+            connection.request("POST", f"{self._address.prefix}/completion", json.dumps({
+                "prompt": tokens, "n_predict": n_output + 1, "ignore_eos": True, "cache_prompt": False,
+            }), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            text = answer.read()
+            if answer.status != 200:
+                raise PyorchError(f"its endpoint answers with status {answer.status} when computing is measured")
+            timings = json.loads(text)["timings"]
+            return 1e-3 * (timings["prompt_ms"] + timings["predicted_ms"]), len(self._engine.n_expert)
+        except (OSError, http.client.HTTPException) as error:
+            raise PyorchError(f"its endpoint does not answer: {error}") from None
+        finally:
+            connection.close()
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""

@@ -82,7 +82,8 @@ class Counters:
     pid: of the process with the model. pinned: experts of the plan that stay in memory. activations: rows times experts
     that its routers selected, wherever they were computed. sent: of them, those that
     other servers were asked for; fallback: of them, those that no server answered; waited_ns: for answers, when its own
-    experts were done. served: rows times experts that it computed for others.
+    experts were done. served: rows times experts that it computed for others, in
+    so many messages and so long; stalled_ns: that its own layers waited for reads.
     """
 
     pid: int
@@ -99,6 +100,9 @@ class Counters:
     fallback: int = 0
     waited_ns: int = 0
     served: int = 0
+    served_messages: int = 0
+    served_ns: int = 0
+    stalled_ns: int = 0
     requests_running: int | None = None
     requests_waiting: int | None = None
     prompt_tokens: int | None = None

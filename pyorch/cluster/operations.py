@@ -16,10 +16,11 @@ from types import ModuleType
 from typing import Any
 
 from pyorch.cluster import local_ray, state
+from pyorch.cluster.computing import Works
 from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import connected
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Counters, Job, Membership, Status
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
@@ -169,8 +170,8 @@ def down(config: Path) -> bool:
 def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
     """Latency and bandwidth from each server to each other one, and of their disks, one after another.
 
-    What computing takes is not measured: those coefficients are the defaults. PyorchError where a server does not
-    answer.
+    Then requests are sent to each, for what computing takes; nobody else should ask meanwhile. PyorchError where a
+    server does not answer.
     """
     running = _running(config)
     with connected(running) as ray:
@@ -200,6 +201,20 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
         for name in running.servers:
             say(f"the disk of {name}")
             servers[name] = ServerCosts(disk_bytes_per_second=asked(name, "measure_disk"))
+
+        def counters() -> dict[str, Counters]:
+            found = {name: asked(name, "status") for name in running.servers}
+            for name, server in found.items():
+                if server.counters is None:
+                    raise PyorchError(f"server {name} does not serve: `pyorch cluster status` shows how it does")
+            return {name: server.counters for name, server in found.items()}
+
+        works = Works(running.servers, lambda name, *tokens: asked(name, "probe", *tokens), counters)
+        for name in running.servers:
+            say(f"computing of {name}")
+            works.measure(name)
+        for name in running.servers:
+            servers[name] = works.fit(name, servers[name])
     return CostsFile(servers=servers, links=links)
 
 

@@ -48,6 +48,7 @@ from pyorch.runtime.model_map import ModelMap
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
 _ACTIVITY_SECONDS = 5.0  # that the scheduler does
 _PLAN_SECONDS = 600.0  # for experts to be read
+_PROBE_SECONDS = 130.0  # for one request
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
 _LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
@@ -212,6 +213,13 @@ class Server:
         """Bytes per second; a sentence where it cannot be measured."""
         try:
             return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+
+    def probe(self, n_tokens: int, n_output: int) -> tuple[float, int] | str:
+        """What a request takes, as Serving.probe(); a sentence where it fails."""
+        try:
+            return self._ask("probe", seconds=_PROBE_SECONDS, n_tokens=n_tokens, n_output=n_output)
         except (PyorchError, TimeoutError) as error:
             return str(error)
 

@@ -205,6 +205,8 @@ def test_links_and_disks_are_measured_for_the_simulator(cluster: Cluster, tmp_pa
     assert sorted(costs.links) == [("a", "b"), ("b", "a")]
     assert all(rate > 0 and latency > 0 for rate, latency in costs.links.values())
     assert {name: server.disk_bytes_per_second > 0 for name, server in costs.servers.items()} == {"a": True, "b": True}
+    for server in costs.servers.values():  # computing takes time, whatever it is for
+        assert server.layer + server.token > 0 and server.expert + server.row > 0
 
 
 @needs_ray

@@ -1,0 +1,67 @@
+"""Costs of computing are found again in work that they made."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyorch.cluster.coefficients import ServerCosts
+from pyorch.cluster.computing import Work, fit
+
+N_LAYERS = 8
+KNOWN = ServerCosts(step=0.0, disk_latency=0.25, disk_bytes_per_second=1e8)
+
+
+def own(costs: ServerCosts, steps: int, tokens: int, experts: int, rows: int, noise: float = 1.0) -> Work:
+    seconds = N_LAYERS * (costs.layer * steps + costs.token * tokens) + costs.expert * experts + costs.row * rows
+    return Work(noise * seconds, steps, tokens, 0, experts, rows)
+
+
+def service(costs: ServerCosts, messages: int, experts: int, rows: int, noise: float = 1.0) -> Work:
+    seconds = costs.message * messages + costs.expert * experts + costs.row * rows
+    return Work(noise * seconds, 0, 0, messages, experts, rows)
+
+
+def works(costs: ServerCosts, noise=lambda: 1.0) -> tuple[list[Work], list[Work]]:
+    """Of a server with half of 64 experts, of which a token uses 6, and of a peer that asks for the other half."""
+    requests, services = [], []
+    for steps, tokens in ((17, 18), (1, 8), (1, 24), (1, 64), (1, 160), (1, 320)):
+        used = steps * N_LAYERS * min(32, 3 * tokens // steps)
+        requests.append(own(costs, steps, tokens, used, 3 * N_LAYERS * tokens, noise()))
+        services.append(service(costs, steps * N_LAYERS, used, 3 * N_LAYERS * tokens, noise()))
+    return requests, services
+
+
+@given(st.tuples(*[st.floats(1e-6, 1e-3)] * 5))
+@settings(max_examples=50, deadline=None)
+def test_costs_are_found_again(values):
+    costs = replace(KNOWN, **dict(zip(("layer", "token", "expert", "row", "message"), values)))
+    assert astuple(fit(*works(costs), N_LAYERS, KNOWN)) == pytest.approx(astuple(costs), rel=1e-6, abs=1e-12)
+
+
+def test_noise_of_a_tenth_leaves_predictions_within_a_tenth():
+    costs = replace(KNOWN, layer=4e-4, token=5e-5, expert=1e-4, row=2e-5, message=1e-4)
+    rng = np.random.default_rng(3)
+    noisy = [works(costs, lambda: rng.uniform(0.9, 1.1)) for _ in range(3)]
+    found = fit([w for requests, _ in noisy for w in requests], [w for _, services in noisy for w in services],
+                N_LAYERS, KNOWN)
+    for request, expected in zip(works(found)[0], works(costs)[0]):
+        assert request.seconds == pytest.approx(expected.seconds, rel=0.1)
+    assert min(astuple(found)) >= 0
+
+
+def test_of_a_server_that_nobody_asked_rows_are_counted_with_tokens():
+    costs = replace(KNOWN, layer=4e-4, token=5e-5, expert=1e-4, row=0.0)
+    found = fit(works(costs)[0], [], N_LAYERS, KNOWN)
+    assert (found.layer, found.token, found.expert) == pytest.approx((4e-4, 5e-5, 1e-4))
+    assert (found.row, found.message) == (0.0, KNOWN.message)
+
+
+def test_no_coefficient_is_below_zero():
+    """A request of many tokens that took less than one of few."""
+    found = fit([Work(2.0, 1, 1, 0, 0, 0), Work(1.0, 1, 100, 0, 0, 0)], [], N_LAYERS, KNOWN)
+    assert min(astuple(found)) == 0.0
