@@ -89,22 +89,11 @@ $(STAMPS)/build-tools: constraints.txt $(STAMPS)/venv
 	@$(PIP) install -c constraints.txt scikit-build-core cmake ninja
 	@touch $@
 
-# llama-cpp-python as Python only: its own build of llama.cpp would take minutes and never be loaded.
-# It is installed from the archive that the build of native/ reads, so that is downloaded once.
-$(STAMPS)/llama-cpp-python: native/cmake/llama-cpp-python.txt $(STAMPS)/build-tools
-	@echo "installing llama-cpp-python (Python part)"
-	@sdist=$$($(BIN)/python native/cmake/llama_source.py sdist) && \
-	    CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF" \
-	    $(PIP) install -c constraints.txt --no-build-isolation "$$sdist"
-	@touch $@
-
-# llama_cpp has no libraries of its own here: it finds ours also where it is imported before pyorch.
 # Python code is imported from the checkout; only a change to what is compiled, or to what is
 # installed, comes through here again. The stamp bears the time of the start: a file edited during
 # the build is newer.
-$(STAMPS)/pyorch: pyproject.toml constraints.txt $(NATIVE_FILES) $(STAMPS)/llama-cpp-python
+$(STAMPS)/pyorch: pyproject.toml constraints.txt $(NATIVE_FILES) $(STAMPS)/build-tools
 	@echo "building and installing pyorch (several minutes the first time)"
 	@touch $@.begun
 	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
-	@ln -sfn ../pyorch/lib "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/llama_cpp/lib"
 	@mv $@.begun $@

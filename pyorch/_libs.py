@@ -1,7 +1,8 @@
 """Finds the shared libraries of this package, makes `llama_cpp` load the same ones, and says how their threads wait.
 
-A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls. Little is imported
-here: it comes before all else, while Ctrl-C is not quiet yet (pyorch/starting.py).
+A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls. The package `llama_cpp`
+that is imported with pyorch is the one beside the libraries: bindings of another release would call them wrongly. Little
+is imported here: it comes before all else, while Ctrl-C is not quiet yet (pyorch/starting.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
     from pathlib import Path
 
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
@@ -42,14 +44,16 @@ def _lib_dir() -> str:
 
 
 def claim_llama_cpp() -> None:
-    """Makes `import llama_cpp` load the libraries of lib_dir().
+    """Makes `import llama_cpp` bring the bindings beside the libraries of lib_dir(), which load those.
 
     Raises ImportError if `llama_cpp` was already imported and brought libraries of its own.
     """
     ours = _lib_dir()
     loaded = sys.modules.get("llama_cpp.llama_cpp")
     if loaded is None:
-        os.environ["LLAMA_CPP_LIB_PATH"] = ours
+        os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = ours
+        if "llama_cpp" not in sys.modules:
+            sys.meta_path.insert(0, _Bindings(os.path.join(ours, "bindings")))
         return
     theirs = os.path.realpath(loaded._base_path)
     if theirs != ours:
@@ -57,6 +61,20 @@ def claim_llama_cpp() -> None:
             f"llama_cpp was imported before pyorch and loaded the libraries in {theirs}, which lack "
             f"pyorch's hooks: import pyorch first, or set LLAMA_CPP_LIB_PATH={ours}"
         )
+
+
+class _Bindings:
+    """Finds the package llama_cpp in a directory, whatever other one is installed (an importlib.abc.MetaPathFinder)."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != "llama_cpp":
+            return None
+        from importlib.machinery import PathFinder
+
+        return PathFinder.find_spec(name, [self._directory])
 
 
 # How long a compute thread that waits for the others spins before it sleeps. libgomp's own 300,000 rounds are

@@ -28,7 +28,7 @@ def test_every_public_name_says_what_it_is(name: str) -> None:
 
 @pytest.mark.parametrize("order", ["import llama_cpp, pyorch", "import pyorch, llama_cpp"])
 def test_llama_cpp_may_be_imported_first(order: str) -> None:
-    """In an environment that make has set up, where llama-cpp-python has no libraries of its own."""
+    """Our bindings are on Python's path, and the first thing that they do is to import pyorch."""
     code = f"{order}; print(llama_cpp.llama_cpp._lib._name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

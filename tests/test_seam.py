@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -152,10 +153,26 @@ def test_libraries_that_llama_cpp_brought_itself_are_refused(tmp_path: Path) -> 
     for library in _libs.lib_dir().iterdir():
         (tmp_path / library.name).symlink_to(library)
     program = "import llama_cpp, pyorch"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS,
-                          env={**os.environ, "LLAMA_CPP_LIB_PATH": str(tmp_path)})
+    done = _run_with_another_llama_cpp(tmp_path, program, LLAMA_CPP_LIB_PATH=str(tmp_path))
     assert done.returncode == 1
     assert f"llama_cpp was imported before pyorch and loaded the libraries in {tmp_path}" in done.stderr
+
+
+def test_with_pyorch_come_its_own_bindings_whatever_is_installed(tmp_path: Path) -> None:
+    done = _run_with_another_llama_cpp(tmp_path, "import pyorch, llama_cpp; print(llama_cpp.__file__)")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(_libs.lib_dir())
+
+
+def _run_with_another_llama_cpp(directory: Path, program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Where one is found before ours, as llama-cpp-python installs it."""
+    copy = directory / "other/llama_cpp"
+    shutil.copytree(_libs.lib_dir() / "bindings/llama_cpp", copy)
+    first = copy / "__init__.py"
+    first.write_text(first.read_text().partition("\n\n")[2])  # without the line that imports pyorch
+    environment = {name: value for name, value in os.environ.items() if name != "LLAMA_CPP_LIB_PATH"}
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS,
+                          env={**environment, "PYTHONPATH": str(copy.parent), **variables})
 
 
 # The document

@@ -1,6 +1,6 @@
 # llama.cpp as a subproject: its source (see llama_source.py), its options, the libraries that we ship.
 #
-# Sets LLAMA_SOURCE_DIR and PYORCH_LIBRARIES; defines the functions that install its converter and licences.
+# Sets LLAMA_SOURCE_DIR and PYORCH_LIBRARIES; defines the functions that install its converter, bindings and licences.
 
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 
@@ -20,6 +20,16 @@ execute_process(
     RESULT_VARIABLE failed)
 if(failed)
     message(FATAL_ERROR "the llama.cpp source could not be prepared: the reason is printed above")
+endif()
+
+# The Python bindings of exactly this llama.cpp, beside the libraries that they load. llama-cpp-python is no dependency:
+# its installation would build llama.cpp a second time.
+set(LLAMA_BINDINGS_DIR "${CMAKE_LIBRARY_OUTPUT_DIRECTORY}/bindings")
+execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/llama_source.py" bindings "${LLAMA_BINDINGS_DIR}"
+    RESULT_VARIABLE failed)
+if(failed)
+    message(FATAL_ERROR "the bindings of llama.cpp could not be prepared: the reason is printed above")
 endif()
 
 # The server and the multimodal library are the parts of tools/ that we ship; the executables there
@@ -74,12 +84,22 @@ function(install_llama_converter destination component)
         DESTINATION "${destination}/models" COMPONENT ${component})
 endfunction()
 
+# The package llama_cpp, and a line for Python's path, so that it is found before pyorch is imported, too.
+function(install_llama_bindings destination component)
+    install(DIRECTORY "${LLAMA_BINDINGS_DIR}/llama_cpp"
+        DESTINATION "${destination}" COMPONENT ${component}
+        PATTERN "__pycache__" EXCLUDE)
+    file(WRITE "${CMAKE_BINARY_DIR}/pyorch-llama-cpp.pth" "${destination}\n")
+    install(FILES "${CMAKE_BINARY_DIR}/pyorch-llama-cpp.pth" DESTINATION . COMPONENT ${component})
+endfunction()
+
 # The notices of everything compiled into the libraries: files where there are files, else the passage
 # of the source that states the licence.
 function(install_llama_licenses destination component)
     set(notices "${CMAKE_BINARY_DIR}/licenses")
     file(REMOVE_RECURSE "${notices}")
     configure_file("${LLAMA_SOURCE_DIR}/LICENSE" "${notices}/LICENSE-llama.cpp" COPYONLY)
+    configure_file("${LLAMA_BINDINGS_DIR}/LICENSE.md" "${notices}/LICENSE-llama-cpp-python" COPYONLY)
     file(GLOB files "${LLAMA_SOURCE_DIR}/licenses/LICENSE-*")
     foreach(file IN LISTS files)
         cmake_path(GET file FILENAME name)

@@ -1,6 +1,7 @@
 """Puts the patched llama.cpp source tree in place: fetch, verify, extract, patch, write.
 
     python llama_source.py tree DIR [--patches DIR]   the patched tree, brought up to date in DIR
+    python llama_source.py bindings DIR               the package llama_cpp, brought up to date in DIR/llama_cpp
     python llama_source.py sdist                      the verified archive; prints its path
 
 The source is what the `llama-cpp-python` distribution pinned in llama-cpp-python.txt carries. It is
@@ -36,6 +37,11 @@ CONTENTS = "source of llama.cpp, 76 MB"
 STAMP = ".pyorch-source"
 
 LLAMA_CPP = "vendor/llama.cpp/"  # in the archive
+BINDINGS = "llama_cpp/"
+BINDINGS_LICENSE = "LICENSE.md"
+
+# In front of the package llama_cpp: whoever imports it gets the libraries that pyorch names.
+CLAIM = b"import pyorch  # brings these bindings, and says which libraries they load\n\n"
 
 # What the build and the packaged converter read; the rest (docs, vocabularies, web UI sources) is
 # two thirds of the archive.
@@ -384,6 +390,29 @@ def update_tree(tree: Path, patch_dir: Path | None) -> None:
     print(f"llama.cpp from {pin.name} {pin.version}, {len(texts)} patches applied", file=sys.stderr)
 
 
+def update_bindings(directory: Path) -> None:
+    """The Python part of llama-cpp-python in directory/llama_cpp, its licence beside it."""
+    pin = read_pin()
+    state = describe_state(pin, {})
+    stamp = directory / STAMP
+    if stamp.is_file() and stamp.read_text() == state:
+        return
+
+    archive = find_sdist(pin)
+    files = read_archive(archive, pin, lambda path: is_binding(path) or path == BINDINGS_LICENSE)
+    first = f"{BINDINGS}__init__.py"
+    if not {first, BINDINGS_LICENSE} <= set(files):
+        raise SourceError(f"{archive} holds no {first} or no {BINDINGS_LICENSE}: the archive's layout changed")
+    files[first] = CLAIM + files[first]
+    stamp.unlink(missing_ok=True)
+    write_tree(directory, files)
+    stamp.write_text(state)
+
+
+def is_binding(path: str) -> bool:
+    return path.startswith(BINDINGS) and path.endswith((".py", "/py.typed"))
+
+
 def describe_state(pin: Pin, texts: dict[str, bytes]) -> str:
     lines = [pin.sha256, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()]
     lines += [f"{name} {hashlib.sha256(text).hexdigest()}" for name, text in texts.items()]
@@ -407,11 +436,15 @@ def main() -> int:
     tree = commands.add_parser("tree", help="bring the patched source tree in DIR up to date")
     tree.add_argument("dir", type=Path)
     tree.add_argument("--patches", type=Path, help="directory of *.patch files, applied in the order of their names")
+    bindings = commands.add_parser("bindings", help="bring the package llama_cpp in DIR up to date")
+    bindings.add_argument("dir", type=Path)
     commands.add_parser("sdist", help="print the path of the verified archive")
     args = parser.parse_args()
     try:
         if args.command == "tree":
             update_tree(args.dir, args.patches)
+        elif args.command == "bindings":
+            update_bindings(args.dir)
         else:
             print(find_sdist(read_pin()))
     except SourceError as error:
