@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -53,9 +54,9 @@ def measure(job: Job) -> Measurement:
             run.preload()
         load_seconds = time.perf_counter() - begin
         n_warm_up = int(job.n_tokens * _WARM_UP)
-        *parts, second_prompt = _parts(
-            run.tokenize(job.data), *[job.n_prompt, n_warm_up + job.n_tokens] * job.n_sequences, job.n_prompt
-        )
+        sizes = [*[job.n_prompt, n_warm_up + job.n_tokens] * job.n_sequences, job.n_prompt]
+        tokens = _random_tokens(sum(sizes)) if job.data is None else run.tokenize(job.data)
+        *parts, second_prompt = _parts(tokens, *sizes)
         prompts, texts = parts[::2], parts[1::2]
         run.prefill(prompts[0], 0)
         ttft_seconds = time.perf_counter() - begin
@@ -214,6 +215,10 @@ def _kernel_bytes_read() -> int:
     except OSError:
         return 0
     return int(next(line.split()[1] for line in lines if line.startswith("read_bytes")))
+
+
+def _random_tokens(n: int) -> list[int]:
+    return random.Random(0).choices(range(256), k=n)
 
 
 def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:

@@ -35,12 +35,13 @@ class Config:
 class Job:
     """A configuration and the work to measure it with.
 
-    n_sequences: decoded at once, each after a prompt of its own; n_prompt, n_tokens: of each of them.
+    data: a text file; None: tokens at random, of the first 256. n_sequences: decoded at once, each after a prompt of its
+    own; n_prompt, n_tokens: of each of them.
     """
 
     model: str
     config: Config
-    data: str  # a text file
+    data: str | None
     n_prompt: int
     n_tokens: int
     n_threads: int

@@ -102,7 +102,7 @@ def _run_rounds(
             on_progress(f"round {i + 1} of {n_rounds}: {config.label}", len(runs), n_rounds * len(configs))
             disk.drop_page_cache(paths)
             with _Processors() as processors:
-                failure, measurement, peak_group_bytes = _measure(job_for(config))
+                failure, measurement, peak_group_bytes = measure_once(job_for(config))
             bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
             bandwidth = max(bandwidth.bytes_per_second for bandwidth in bandwidths[-2:])
             runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
@@ -131,8 +131,8 @@ def _outcome(run: Run) -> str:
     )
 
 
-def _measure(job: Job) -> tuple[str, Measurement | None, int | None]:
-    """Why it failed, or what was measured; and the peak of its group."""
+def measure_once(job: Job) -> tuple[str, Measurement | None, int | None]:
+    """In a process of its own: why it failed, or what was measured; and the peak of its group."""
     with (limited(job.config.limit_bytes) as group, terminable(), busy_processes(job.config.n_busy),
           _lifeline() as descriptor):
         result = subprocess.run(

@@ -24,6 +24,7 @@ COMMANDS = {
     "models": ("pyorch.cli.models", "list the models on this machine, and remove them"),
     "pack": ("pyorch.cli.pack", "write the experts of a model one after another, in a file beside it"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
+    "advise": ("pyorch.cli.advise", "say how fast a model would be here at each budget, and what would help"),
     "verify": ("pyorch.cli.verify", "check that a memory budget does not change the logits"),
     "bench": ("pyorch.cli.bench", "measure the speed under memory budgets"),
     "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),

@@ -143,10 +143,14 @@ def paths_of(model_map: ModelMap) -> list[str]:
 
 def _kept_in(model_map: ModelMap, reader: str) -> Path:
     """The file system is known by its identity, and by the device where it has none."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    directory = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
     path = paths_of(model_map)[0]
-    return directory / "pyorch" / f"disk-{os.statvfs(path).f_fsid:x}-{os.stat(path).st_dev:x}-{reader}.json"
+    return cache_directory() / f"disk-{os.statvfs(path).f_fsid:x}-{os.stat(path).st_dev:x}-{reader}.json"
+
+
+def cache_directory() -> Path:
+    """Where what was measured of this machine is kept. RuntimeError where there is no home."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "pyorch"
 
 
 def _can_keep(model_map: ModelMap, reader: str) -> bool:

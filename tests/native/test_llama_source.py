@@ -42,8 +42,10 @@ def archive(llama_source, tmp_path, monkeypatch):
     path = tmp_path / "sdist.tar.gz"
     pin = llama_source.read_pin()
     with tarfile.open(path, "w:gz") as tar:
-        for name in ("src/llama.cpp", "src/other.cpp", "docs/left-out.md"):
-            member = tarfile.TarInfo(f"llama_cpp_python-{pin.version}/vendor/llama.cpp/{name}")
+        llama_cpp = ("src/llama.cpp", "src/other.cpp", "docs/left-out.md")
+        bindings = ("LICENSE.md", "llama_cpp/__init__.py", "llama_cpp/server/app.py", "llama_cpp/py.typed", "setup.py")
+        for name in (*(f"vendor/llama.cpp/{path}" for path in llama_cpp), *bindings):
+            member = tarfile.TarInfo(f"llama_cpp_python-{pin.version}/{name}")
             member.size = len(SOURCE)
             tar.addfile(member, io.BytesIO(SOURCE))
     digest = llama_source.sha256_of(path)
@@ -117,3 +119,14 @@ def test_archive_with_another_hash_is_refused(llama_source, archive, tmp_path):
     archive.write_bytes(archive.read_bytes() + b"\0")
     with pytest.raises(llama_source.SourceError, match=f"PYORCH_LLAMA_SDIST names {archive}, whose sha256 is"):
         llama_source.update_tree(tmp_path / "tree", None)
+
+
+def test_bindings_are_the_package_and_its_licence_and_import_pyorch_first(llama_source, archive, tmp_path):
+    directory = tmp_path / "bindings"
+    llama_source.update_bindings(directory)
+    found = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    package = {"llama_cpp/__init__.py", "llama_cpp/server/app.py", "llama_cpp/py.typed"}
+    assert found == {"LICENSE.md", llama_source.STAMP, *package}
+    first = (directory / "llama_cpp/__init__.py").read_bytes()
+    assert first.startswith(b"import pyorch ") and first.endswith(SOURCE)
+    assert (directory / "llama_cpp/server/app.py").read_bytes() == SOURCE

@@ -1,0 +1,83 @@
+"""What a budget gives, from a replay of the model's routing at the speed of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyorch.advise.machine import Compute
+from pyorch.advise.routing import N_PROMPT, N_WARM, Routing
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.prefetch import AUTO, NONE, Prefetch
+from pyorch.sidecars.predictor import PredictorFile
+from pyorch.traces.replay import Replayed, ReplaySettings, replay
+
+# Of the time that a token waits for less where all experts of the next layers are known, what guesses save: where no
+# states were recorded, a replay cannot make them.
+GUESSING = {"quasi-hidden": 0.5, "hybrid": 0.7}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one budget. Rates in tokens a second, first_token in seconds from the start of loading, sizes in bytes.
+
+    stall: share of a decoded token's time in which nothing can be computed.
+    """
+
+    budget: str
+    budget_bytes: int
+    hit_rate: float
+    decode_rate: float
+    first_token_seconds: float
+    bytes_per_token: float
+    stall: float
+
+
+class Estimator:
+    """Of one model on one machine.
+
+    bandwidth: bytes a second. n_prompt: tokens before the first one that is generated.
+    """
+
+    def __init__(
+        self, model_map: ModelMap, routing: Routing, compute: Compute, bandwidth: float, n_prompt: int,
+        predictor_file: PredictorFile,
+    ) -> None:
+        self._map, self._routing, self._compute, self._bandwidth = model_map, routing, compute, bandwidth
+        self._n_prompt, self._predictor_file = n_prompt, predictor_file
+
+    def estimate(self, budget: str, predictor: str = AUTO, bandwidth: float | None = None) -> Estimate:
+        """As commands run by default, or with one predictor that is named, or from another disk.
+
+        Raises BudgetError for a budget below the floor.
+        """
+        settings = ReplaySettings(
+            prefetch=Prefetch(NONE), budget=budget, read_bandwidth=bandwidth or self._bandwidth,
+            compute_ms=1000 * self._compute.decode_seconds, prefill_ms=1000 * self._compute.prefill_seconds,
+            n_warm_tokens=N_PROMPT + N_WARM, as_decode=False,
+        )
+        recording = self._routing.recording
+        if predictor == AUTO:
+            predictor = "hybrid" if self._predictor_file.estimator is not None else "quasi-hidden"
+        if recording.has_states and (predictor != "hybrid" or self._predictor_file.estimator is not None):
+            found = self._replay(replace(settings, prefetch=Prefetch(predictor)))
+            seconds, stall = found.tpot_ms / 1000, found.stall_ms / 1000
+        else:
+            found, knowing = self._replay(settings), self._replay(replace(settings, prefetch=Prefetch("oracle")))
+            saved = GUESSING[predictor] * max(0.0, found.tpot_ms - knowing.tpot_ms) / 1000
+            seconds, stall = found.tpot_ms / 1000 - saved, max(0.0, found.stall_ms / 1000 - saved)
+        return Estimate(
+            budget=budget, budget_bytes=settings.budget.resolve(self._map.info), hit_rate=found.hit_rate,
+            decode_rate=1 / seconds, first_token_seconds=self._first_token(found, settings.read_bandwidth),
+            bytes_per_token=found.bytes_per_token, stall=stall / seconds,
+        )
+
+    def _replay(self, settings: ReplaySettings) -> Replayed:
+        return replay(self._map, self._routing.recording, settings, predictor_file=self._predictor_file)
+
+    def _first_token(self, found: Replayed, bandwidth: float) -> float:
+        """Dense weights are read before anything is computed; a prompt's experts while it is."""
+        prompt = float(found.ubatch_ends[0])  # of N_PROMPT tokens
+        waiting = max(0.0, prompt - self._compute.prefill_seconds * N_PROMPT)
+        return (self._compute.start_seconds + self._map.info.dense_bytes / bandwidth
+                + self._compute.prefill_seconds * self._n_prompt + waiting)
+

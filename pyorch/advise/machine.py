@@ -1,0 +1,182 @@
+"""What this machine does: how fast it reads experts, and how fast it computes a model of a given shape.
+
+Both are measured once and kept in the user's cache directory: the disk for each file system (pyorch.runtime.disk), the
+computing for each shape of a model and number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pyorch.advise.probe import Shape, read_shape, write_probe
+from pyorch.bench import rounds
+from pyorch.bench.job import ENGINE, Config, Job, Measurement
+from pyorch.errors import PyorchError
+from pyorch.files import write_text
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.settings import Settings
+
+OnProgress = Callable[[str, int, int], None]  # what is measured, done, total
+
+DISK_SECONDS = 3.0
+N_ROUNDS = 3
+N_PROMPT, N_TOKENS = 256, 64
+MAX_DECODE_SECONDS = 4.0
+
+_VERSION = 1  # of what is kept
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds with all experts in memory, of a decoded token and of a token of a prompt. start_seconds: from the
+    beginning of loading until something can be computed, beside reading."""
+
+    decode_seconds: float
+    prefill_seconds: float
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """bytes_per_second: of experts in random order. how: "measured" on the model, "kept" from before, measured on a
+    "probe" because the model's file has no bytes yet, or "given"."""
+
+    bytes_per_second: float
+    how: str
+
+
+class Machine:
+    """Measures for one model.
+
+    again: what was measured before does not count. Raises PyorchError where llama.cpp cannot compute a probe of the
+    model, or a probe cannot be written.
+    """
+
+    def __init__(self, model_map: ModelMap, n_threads: int, on_progress: OnProgress, again: bool = False) -> None:
+        self._map, self._n_threads, self._on_progress, self._again = model_map, n_threads, on_progress, again
+
+    def disk(self) -> Disk:
+        kept = None if self._again else disk.kept_bandwidth(self._map)
+        if kept is not None:
+            return Disk(kept.bytes_per_second, "kept")
+        self._on_progress("measuring the disk", 0, 0)
+        if not has_holes(disk.paths_of(self._map)):
+            return Disk(disk.measure_and_keep(self._map, seconds=DISK_SECONDS)[0].bytes_per_second, "measured")
+        shape = read_shape(self._map)
+        with _directory_for_probes(Path(self._map.path).parent) as directory:
+            path = directory / "disk.gguf"
+            write_probe(shape, path, shape.sizes()[1], filled=True)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            with ModelMap(path) as model_map:
+                return Disk(disk.measure_and_keep(model_map, seconds=DISK_SECONDS)[0].bytes_per_second, "probe")
+
+    def compute(self) -> Compute:
+        shape = read_shape(self._map)
+        kept_in = _kept_in(shape, self._n_threads)
+        if not self._again and (kept := _read(kept_in)) is not None:
+            return kept
+        small, large = shape.sizes()
+        with _directory_for_probes(None) as directory:
+            paths = {}
+            for n_blocks in dict.fromkeys((small, large)):
+                paths[n_blocks] = directory / f"{n_blocks}.gguf"
+                write_probe(shape, paths[n_blocks], n_blocks)
+            runs: dict[int, list[Measurement]] = {n_blocks: [] for n_blocks in paths}
+            total = N_ROUNDS * len(paths)
+            for i in range(N_ROUNDS):
+                for n_blocks, path in paths.items():
+                    done = sum(map(len, runs.values()))
+                    self._on_progress("measuring how fast this machine computes", done, total)
+                    runs[n_blocks].append(self._measure(path))
+        found = _extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
+        if kept_in is not None:
+            with contextlib.suppress(PyorchError):
+                write_text(kept_in, json.dumps(asdict(found)) + "\n")
+        return found
+
+    def _measure(self, path: Path) -> Measurement:
+        config = Config("probe", ENGINE, Settings(budget="100%", n_threads=self._n_threads), preload=True)
+        job = Job(str(path), config, None, N_PROMPT, N_TOKENS, self._n_threads, MAX_DECODE_SECONDS)
+        failure, measured, _ = rounds.measure_once(job)
+        if measured is None:
+            raise PyorchError(f"how fast {self._map.path} is computed could not be measured on a small model of its "
+                              f"shape ({failure}): say it with --compute-ms, as pyorch bench measures it")
+        return measured
+
+
+def has_holes(paths: list[str]) -> bool:
+    """Whether files lack bytes, as a header of the right size does: they would be read faster than any disk."""
+    return any(status.st_blocks * 512 < 0.9 * status.st_size for status in map(os.stat, paths))
+
+
+def _medians(measured: list[Measurement]) -> tuple[float, float, float]:
+    """Seconds of a decoded token, of a token of a prompt, and of the start."""
+    return (
+        statistics.median(one.decode.seconds_per_token for one in measured),
+        statistics.median(one.prefill.seconds_per_token for one in measured),
+        statistics.median(one.load_seconds for one in measured),
+    )
+
+
+def _extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]]) -> Compute:
+    """Of all blocks, by how much longer more of them take, and by the weights that a token reads in them."""
+    small, large = shape.sizes()
+    first, second = sum(shape.active_bytes[:small]), sum(shape.active_bytes[:large])
+    whole = sum(shape.active_bytes[: shape.moe_blocks[-1] + 1])
+    if large == small:
+        decode, prefill, start = of_blocks[small]
+    else:
+        more = (whole - first) / (second - first)
+        decode, prefill, start = (
+            max(a + more * (b - a), b) for a, b in zip(of_blocks[small], of_blocks[large])
+        )
+        start = of_blocks[small][2]  # the experts that probes bring in at once are no part of a start
+    return Compute(decode, prefill, start)
+
+
+@contextlib.contextmanager
+def _directory_for_probes(beside: Path | None):
+    """In a directory, or where temporary files belong, if that is not given or cannot be written to."""
+    where = beside if beside is not None and os.access(beside, os.W_OK | os.X_OK) else None
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=".pyorch-probe-", dir=where)
+    except OSError as error:
+        raise PyorchError(f"there is no place for a probe of the model: {error.strerror}") from None
+    with directory as path:
+        yield Path(path)
+
+
+def _kept_in(shape: Shape, n_threads: int) -> Path | None:
+    """Where the computing of this shape is kept, None where nothing can be."""
+    try:
+        processor = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        processor = None
+    said = (_VERSION, n_threads, processor[1] if processor else "", shape.metadata, shape.tensors)
+    try:
+        cache = disk.cache_directory()
+        cache.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        return None
+    return cache / f"compute-{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
+
+
+def _read(path: Path | None) -> Compute | None:
+    if path is None:
+        return None
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        kept = Compute(**json.loads(path.read_text(encoding="utf-8")))
+        if min(kept.decode_seconds, kept.prefill_seconds, kept.start_seconds) > 0:
+            return kept
+    return None

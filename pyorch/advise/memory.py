@@ -1,0 +1,36 @@
+"""What memory leaves for experts, as the budget "auto" reckons it."""
+
+from __future__ import annotations
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch.errors import PyorchError
+from pyorch.llama import logs, measure
+from pyorch.llama.context_plan import WIDE_UBATCH
+from pyorch.llama.memory import MemoryLimit, rest_bytes
+from pyorch.llama.originals import original
+from pyorch.runtime.model_map import MapInfo, ModelMap
+from pyorch.sizes import MiB
+
+# Compute buffers of a model that llama.cpp does not load, such as a header without a tokenizer.
+_BUFFERS = 512 * MiB
+
+
+def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
+    """KV cache and compute buffers. Nothing is allocated."""
+    params = llama.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, n_threads, n_threads
+    params.n_batch = params.n_ubatch = min(n_ctx, WIDE_UBATCH)
+    logs.set_quiet(True)
+    try:
+        with measure.twin(original("llama_model_load_from_file"), model_map.path,
+                          llama.llama_model_default_params()) as twin:
+            return measure.context_bytes(original("llama_init_from_model"), twin, params, model_map)
+    except PyorchError:
+        return model_map.kv_bytes(n_ctx) + _BUFFERS
+
+
+def rest_for_experts(info: MapInfo, limit: MemoryLimit, n_context_bytes: int) -> int | None:
+    """Bytes, at most those of all experts; None if not even the floor is left."""
+    rest = rest_bytes(limit, info.dense_bytes, n_context_bytes)
+    return min(rest, info.slots_bytes) if rest >= info.floor_bytes else None

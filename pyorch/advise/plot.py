@@ -1,0 +1,46 @@
+"""A picture of advice: speed and hits over the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pyorch.advise.estimates import Estimate
+from pyorch.errors import PyorchError
+from pyorch.sizes import GiB
+
+
+def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, directory: Path) -> Path:
+    """Writes advice.png into a directory, which is made if need be; returns its path.
+
+    estimates: in the order of their budgets. resident_rate: tokens a second with all experts in memory. chosen: bytes
+    of the budget that is recommended.
+
+    Raises PyorchError without matplotlib, or where nothing can be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    speed, hits, first = figure.subplots(1, 3)
+    at = [estimate.budget_bytes / GiB for estimate in estimates]
+    speed.plot(at, [estimate.decode_rate for estimate in estimates], marker="o")
+    speed.axhline(resident_rate, color="0.6", linestyle=":", label="all experts in memory")
+    speed.set_ylabel("decoded tokens a second")
+    hits.plot(at, [100 * estimate.hit_rate for estimate in estimates], marker="o")
+    hits.set_ylabel("experts that are in memory when they are needed, %")
+    first.plot(at, [estimate.first_token_seconds for estimate in estimates], marker="o")
+    first.set_ylabel("seconds to the first token")
+    for axis in (speed, hits, first):
+        axis.axvline(chosen / GiB, color="C1", linewidth=0.8, label="recommended")
+        axis.set_xlabel("budget, GiB")
+        axis.set_ylim(bottom=0)
+    speed.legend(fontsize=8)
+    path = directory / "advice.png"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+    return path

@@ -1,0 +1,204 @@
+"""A probe: a model of the same shape with its first blocks only, by which this machine's computing is measured.
+
+It is made of the header alone, so it stands for a model of any size, also for one that was not downloaded yet. Kernels
+take as long for zeros as for other weights, so nearly all of the file is a hole; only what decides which experts a
+token takes is random: the routers, and the embeddings of the first tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from pyorch.errors import PyorchError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import MiB
+
+N_TOKEN_IDS = 256  # those that have an embedding
+
+# Of the experts of a layer in a probe: many times a processor's cache for each token, and little to hold in memory.
+LAYER_BYTES = 128 * MiB
+
+_WIDE = 4  # layers with experts that the larger probe has more than the smaller one
+_ALIGNMENT = 32
+# Blocks of zeros whose bytes are not zeros: a scale of 2^-127 would be slower than others.
+_NOTHING = {gguf.GGMLQuantizationType.MXFP4: b"\x7f" + bytes(16)}
+
+_LEFT_OUT = ("tokenizer.", "split.", "general.", "quantize.")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """shape: as numpy has it, the slowest dimension first."""
+
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    n_bytes: int
+
+    @property
+    def block(self) -> int | None:
+        """The number of its block, None outside of them."""
+        head, _, rest = self.name.partition(".")
+        return int(rest.partition(".")[0]) if head == "blk" else None
+
+    @property
+    def is_of_experts(self) -> bool:
+        part = self.name.split(".")[2] if self.block is not None else ""
+        return part.endswith("_exps") or part in ("ffn_gate_inp", "exp_probs_b")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the header says.
+
+    metadata: key, value, type and type of elements. active_bytes: of weights that a decoded token reads, by block.
+    outer_bytes: outside of the blocks.
+    """
+
+    arch: str
+    n_expert: int
+    n_expert_used: int
+    metadata: tuple[tuple[str, object, gguf.GGUFValueType, gguf.GGUFValueType | None], ...]
+    tensors: tuple[_Tensor, ...]
+    moe_blocks: tuple[int, ...]
+    active_bytes: tuple[float, ...]
+    outer_bytes: int
+
+    def sizes(self) -> tuple[int, int]:
+        """Blocks of the smaller and of the larger probe; the same number where the model has no more."""
+        last = min(_WIDE, len(self.moe_blocks) - 1)
+        return self.moe_blocks[0] + 1, self.moe_blocks[last] + 1
+
+
+def read_shape(model_map: ModelMap) -> Shape:
+    """Of a model with routed experts. Its weights are not read."""
+    arch = model_map.info.arch
+    metadata, tensors = [], []
+    for number, shard in enumerate(model_map.shards):
+        reader = gguf.GGUFReader(shard)
+        if number == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith(("GGUF.", *_LEFT_OUT)):
+                    of = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                    metadata.append((key, field.contents(), field.types[0], of))
+        tensors += [_Tensor(tensor.name, tensor.tensor_type, tuple(map(int, tensor.shape[::-1])), int(tensor.n_bytes))
+                    for tensor in reader.tensors]
+    n_expert = max(layer.n_expert for layer in model_map.layers)
+    n_used = model_map.info.n_expert_used
+    active = [0.0] * model_map.info.n_layers
+    for tensor in tensors:
+        if tensor.block is not None:
+            share = n_used / n_expert if tensor.is_of_experts and len(tensor.shape) > 2 else 1.0
+            active[tensor.block] += share * tensor.n_bytes
+    outer = sum(tensor.n_bytes for tensor in tensors if tensor.block is None and tensor.name != "token_embd.weight")
+    return Shape(arch, n_expert, n_used, tuple(metadata), tuple(tensors),
+                 tuple(layer.il for layer in model_map.decoded_layers), tuple(active), outer)
+
+
+def write_probe(shape: Shape, path: Path, n_blocks: int, filled: bool = False) -> None:
+    """Writes the model's first blocks as a GGUF without a tokenizer.
+
+    filled: experts are written, as zeros, and not left as holes: then the file shows how fast the disk is. PyorchError
+    where it cannot be written.
+    """
+    n_expert = _experts_of_probe(shape)
+    writer = gguf.GGUFWriter(path, shape.arch)
+    for key, value, kind, of in shape.metadata:
+        value = _metadata_of_probe(shape, key, value, n_blocks, n_expert)
+        if value is not None:
+            writer.add_key_value(key, value, kind, of)
+    table = next((tensor for tensor in shape.tensors if tensor.name == "token_embd.weight"), None)
+    if table is None or len(table.shape) != 2:
+        raise PyorchError("the model has no table of embeddings, so no probe can be made of it")
+    writer.add_vocab_size(table.shape[0])
+    writer.add_tokenizer_model("none")
+    tensors = [_of_probe(tensor, shape.n_expert, n_expert) for tensor in shape.tensors
+               if tensor.block is None or tensor.block < n_blocks]
+    if not any(tensor.name == "output.weight" for tensor in tensors):
+        tensors.append(replace(table, name="output.weight"))
+    for tensor in tensors:
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        _write_weights(path, tensors, filled)
+    except OSError as error:
+        raise PyorchError(f"a probe of the model cannot be written to {path.parent}: {error.strerror}") from None
+
+
+def _write_weights(path: Path, tensors: list[_Tensor], filled: bool) -> None:
+    with path.open("r+b") as file:
+        at = _padded(file.seek(0, 2))
+        for tensor in tensors:
+            file.seek(at)
+            for piece in _pieces(tensor, filled):
+                file.write(piece)
+            at = _padded(at + tensor.n_bytes)
+        file.truncate(at)
+
+
+def _pieces(tensor: _Tensor, filled: bool) -> Iterator[bytes | memoryview]:
+    """What is written of a tensor, from its beginning; the rest is zeros anyway."""
+    random = np.random.default_rng(tensor.block or 0)
+    if tensor.name == "token_embd.weight":
+        rows = random.normal(0, 1, (min(N_TOKEN_IDS, tensor.shape[0]), tensor.shape[1])).astype(np.float32)
+        yield gguf.quants.quantize(rows, tensor.kind).tobytes()
+    elif ".ffn_gate_inp." in tensor.name and tensor.name.endswith(".weight"):
+        yield random.normal(0, 0.1, tensor.shape).astype(np.float32).tobytes()
+    elif "norm" in tensor.name and tensor.name.endswith(".weight") or "rope_f" in tensor.name:
+        yield np.ones(tensor.shape, np.float32).tobytes()
+    elif tensor.is_of_experts and (filled or tensor.kind == gguf.GGMLQuantizationType.MXFP4):
+        block = _NOTHING.get(tensor.kind, b"\0")
+        piece = memoryview(block * (4 * MiB // len(block)))
+        for at in range(0, tensor.n_bytes, len(piece)):
+            yield piece[: tensor.n_bytes - at]
+
+
+def _of_probe(tensor: _Tensor, n_expert: int, n_kept: int) -> _Tensor:
+    """With fewer experts, and with types in which random numbers can be written."""
+    if tensor.is_of_experts and tensor.shape[0] == n_expert:
+        tensor = replace(tensor, shape=(n_kept, *tensor.shape[1:]), n_bytes=tensor.n_bytes // n_expert * n_kept)
+    if tensor.name == "token_embd.weight":
+        kind = gguf.GGMLQuantizationType.Q4_0 if tensor.shape[1] % 32 == 0 else gguf.GGMLQuantizationType.F16
+    elif ".ffn_gate_inp." in tensor.name or len(tensor.shape) == 1 or "norm" in tensor.name:
+        kind = gguf.GGMLQuantizationType.F32
+    else:
+        return tensor
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    return replace(tensor, kind=kind, n_bytes=int(np.prod(tensor.shape)) // values * size)
+
+
+def _experts_of_probe(shape: Shape) -> int:
+    """As many as a layer may have, and not so few that a token takes nearly all of them."""
+    groups = next((value for key, value, _, _ in shape.metadata if key == f"{shape.arch}.expert_group_count"), 0)
+    if groups and int(groups) > 1:
+        return shape.n_expert  # of which each group has its part
+    largest = max(sum(tensor.n_bytes for tensor in shape.tensors if tensor.block == il and tensor.is_of_experts)
+                  for il in shape.moe_blocks)
+    fit = int(LAYER_BYTES * shape.n_expert / max(1, largest))
+    return min(shape.n_expert, max(fit, 2 * shape.n_expert_used + 1))
+
+
+def _metadata_of_probe(shape: Shape, key: str, value: object, n_blocks: int, n_expert: int) -> object:
+    """None: the probe does not have it."""
+    name = key.removeprefix(f"{shape.arch}.")
+    if name in ("nextn_predict_layers", "vocab_size"):
+        return None
+    if name == "block_count":
+        return n_blocks
+    if name == "expert_count":
+        return n_expert
+    if isinstance(value, list) and len(value) == len(shape.active_bytes):
+        return value[:n_blocks]
+    return value
+
+
+def _padded(n: int) -> int:
+    return -(-n // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,216 @@
+"""Advice: probes of a model's shape, made-up routings, estimates, and the command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ggufs import write_moe_model
+from processes import HANG_SECONDS
+
+from pyorch.advise import machine
+from pyorch.advise.estimates import Estimator
+from pyorch.advise.machine import Compute
+from pyorch.advise.probe import Shape, read_shape, write_probe
+from pyorch.advise.routing import made_up_experts, routing_of
+from pyorch.bench.job import ENGINE, Config, Job
+from pyorch.bench.rounds import measure_once
+from pyorch.cli import main
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.settings import Settings
+from pyorch.sidecars.predictor import PredictorFile
+from pyorch.traces.recorder import profile
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def headers():
+    spec = importlib.util.spec_from_file_location("model_headers", ROOT / "scripts/model_headers.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """Nothing was measured yet, and what is measured now is nobody else's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    monkeypatch.setattr(machine, "N_ROUNDS", 1)
+    monkeypatch.setattr(machine, "N_PROMPT", 8)
+    monkeypatch.setattr(machine, "N_TOKENS", 4)
+    monkeypatch.setattr(machine, "DISK_SECONDS", 0.02)
+
+
+def estimator(model_map: ModelMap, compute: Compute, bandwidth: float, trace=None) -> Estimator:
+    return Estimator(model_map, routing_of(model_map, trace), compute, bandwidth, 512, PredictorFile())
+
+
+@pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b"])
+def test_a_header_has_the_size_of_its_model_and_occupies_no_disk(name: str, headers, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    headers.MODELS[name](path).close()
+    status = path.stat()
+    published = {"olmoe-1b-7b": 4.21e9, "qwen3-30b-a3b": 18.6e9, "gpt-oss-20b": 12.1e9}[name]
+    assert abs(status.st_size / published - 1) < 0.02
+    assert status.st_blocks * 512 < 4 << 20
+    assert machine.has_holes([str(path)])
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
+def test_llama_cpp_computes_a_probe_of_a_header(name: str, headers, tmp_path: Path) -> None:
+    path, probe = tmp_path / "model.gguf", tmp_path / "probe.gguf"
+    headers.MODELS[name](path).close()
+    with ModelMap(path) as model_map:
+        shape = _with_few_words(read_shape(model_map))
+    write_probe(shape, probe, 1)
+    with ModelMap(probe) as model_map:
+        assert model_map.info.n_layers == model_map.info.n_moe_layers == 1
+        assert model_map.layers[0].n_expert > 2 * shape.n_expert_used
+        assert model_map.info.file_bytes < 200 << 20
+    config = Config("probe", ENGINE, Settings(budget="100%", n_threads=1), preload=True)
+    failure, measured, _ = measure_once(Job(str(probe), config, None, 2, 4, 1, 5.0))
+    assert failure == ""
+    assert measured.decode.n_tokens == 4 and measured.decode.misses == 0
+    # Routers are random: tokens do not take the same experts again and again.
+    assert measured.decode.hits == 4 * shape.n_expert_used
+
+
+def _with_few_words(shape: Shape) -> Shape:
+    """The tables of a large vocabulary take longer than the rest."""
+    tensors = [replace(tensor, shape=(512, tensor.shape[1]), n_bytes=tensor.n_bytes // tensor.shape[0] * 512)
+               if tensor.name in ("token_embd.weight", "output.weight") else tensor for tensor in shape.tensors]
+    return replace(shape, tensors=tuple(tensors))
+
+
+def test_a_whole_model_is_computed_as_its_parts_say(tmp_path: Path) -> None:
+    """The time of all blocks, of those of two probes."""
+    write_moe_model(tmp_path / "model.gguf", n_layer=11)
+    with ModelMap(tmp_path / "model.gguf") as model_map:
+        shape = read_shape(model_map)
+    small, large = shape.sizes()
+    assert (small, large) == (2, 6)  # the first block is dense
+    found = machine._extrapolated(shape, {small: (2e-3, 1e-4, 0.1), large: (6e-3, 5e-4, 0.2)})
+    assert found.decode_seconds == pytest.approx(11e-3)
+    assert found.prefill_seconds == pytest.approx(10e-4)
+
+
+def test_a_made_up_routing_takes_different_experts_and_likes_popular_ones() -> None:
+    random = np.random.default_rng(1)
+    popularity = np.stack([np.r_[np.full(8, 20.0), np.ones(24)]] * 3)
+    experts = made_up_experts(random, popularity, 4, 300)
+    assert experts.shape == (300, 3, 4)
+    assert all(len(set(chosen)) == 4 for chosen in experts.reshape(-1, 4).tolist())
+    assert (experts < 8).mean() > 0.6
+
+
+def test_estimates_grow_with_the_budget_and_end_at_the_resident_speed(tmp_path: Path, headers) -> None:
+    path = tmp_path / "model.gguf"
+    headers.MODELS["olmoe-1b-7b"](path).close()
+    compute = Compute(decode_seconds=0.04, prefill_seconds=0.01, start_seconds=0.5)
+    with ModelMap(path) as model_map:
+        advisor = estimator(model_map, compute, bandwidth=1e9)
+        low, middle, all_of_it = (advisor.estimate(budget) for budget in ("25%", "60%", "100%"))
+        fast = estimator(model_map, compute, bandwidth=4e9).estimate("25%")
+    assert low.decode_rate < middle.decode_rate < all_of_it.decode_rate
+    assert all_of_it.decode_rate == pytest.approx(25, rel=0.01)
+    assert low.hit_rate < middle.hit_rate < all_of_it.hit_rate
+    assert low.first_token_seconds > 0.01 * 512 + 0.5
+    # What is read takes the bytes' time at least, and no more than that beside the computing.
+    reading = low.bytes_per_token / 1e9
+    assert max(0.04, reading) <= 1 / low.decode_rate <= 0.04 + reading
+    assert fast.decode_rate > low.decode_rate and fast.bytes_per_token == pytest.approx(low.bytes_per_token, rel=0.2)
+
+
+def test_what_is_measured_is_kept_until_it_is_asked_for_again(tmp_path: Path, cache: Path, quick) -> None:
+    write_moe_model(tmp_path / "model.gguf")
+    steps: list[str] = []
+    with ModelMap(tmp_path / "model.gguf") as model_map:
+        def compute(again: bool = False) -> Compute:
+            return machine.Machine(model_map, 1, lambda step, done, total: steps.append(step), again).compute()
+
+        first = compute()
+        n_steps = len(steps)
+        assert n_steps == 2 and compute() == first and len(steps) == n_steps
+        assert compute(again=True) != first
+    assert list(tmp_path.glob(".pyorch-probe-*")) == []
+
+
+def test_the_disk_of_a_header_is_measured_on_a_file_that_has_bytes(tmp_path: Path, cache: Path, quick, headers) -> None:
+    header = headers.Header(tmp_path / "model.gguf", "olmoe", 2, 256, 4, 4, 512)
+    header.experts(8, 2, 256)
+    headers._around(header, 256, 256, headers.Types.F16, headers.Types.F16)
+    for il in range(2):
+        for name in ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm"):
+            header.add(f"blk.{il}.{name}.weight", headers.Types.F32, 256)
+        for name in ("q", "k", "v", "output"):
+            header.add(f"blk.{il}.attn_{name}.weight", headers.Types.F16, 256, 256)
+        headers._experts(header, il, 8, 256, 256, headers.Types.F16, headers.Types.F16)
+    header.close()
+    with ModelMap(tmp_path / "model.gguf") as model_map:
+        found = machine.Machine(model_map, 1, lambda *_: None).disk()
+    assert found.how == "probe" and found.bytes_per_second > 0
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["model.gguf"]
+
+
+def test_command_advises_from_a_trace_and_draws(
+    small_moe: Path, tmp_path: Path, cache: Path, quick, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / "pyorch/sizes.py").read_text()[:1500])
+    trace = tmp_path / "some.trace"
+    profile(small_moe, [text], trace, states=True, budget="100%", n_threads=1)
+    begin = ["advise", str(small_moe), "--trace", str(trace), "--threads", "1"]
+    assert main([*begin, "--budget", "30%,60%", "--plot", str(tmp_path / "pictures"), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [one["budget"] for one in said["estimates"][:2]] == ["30%", "60%"]
+    assert 0 < said["estimates"][0]["hit_rate"] < said["estimates"][1]["hit_rate"] < 1
+    assert said["routing"].startswith(str(trace))
+    assert {gain["sidecar"] for gain in said["gains"]} == {"pack", "predictor", "maps", "buddies"}
+    assert said["command"].startswith(f"pyorch run {small_moe}")
+    assert (tmp_path / "pictures/advice.png").stat().st_size > 10_000
+    assert main([*begin, "--read-bandwidth", "1GB/s", "--memory", "4GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "1.00 GB/s (as given)" in out and "4096 MiB free (as given)" in out
+    assert "run it with: pyorch run" in out and "--budget" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (["--memory", "much"], '--memory "much" is not understood'),
+    (["--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),
+    (["--trace", "nowhere.trace"], "nowhere.trace cannot be read"),
+    (["--budget", "1%"], "is below the floor"),
+    (["--compute-ms", "0"], "is not a number above 0"),
+])
+def test_mistakes_are_told_before_anything_is_measured(
+    small_moe: Path, options: list[str], sentence: str, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["advise", str(small_moe), *options]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_a_dense_model_is_refused_in_a_sentence(dense_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", str(dense_model)]) == 2
+    assert "is a dense model" in capsys.readouterr().err
+
+
+def test_script_of_headers_writes_what_inspect_reads(tmp_path: Path) -> None:
+    path = tmp_path / "qwen3.gguf"
+    subprocess.run([sys.executable, str(ROOT / "scripts/model_headers.py"), "qwen3-30b-a3b", "-o", str(path)],
+                   check=True, timeout=HANG_SECONDS, env=os.environ)
+    with ModelMap(path) as model_map:
+        assert (len(model_map.layers), model_map.layers[0].n_expert, model_map.info.n_expert_used) == (48, 128, 8)
