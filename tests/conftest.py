@@ -31,6 +31,10 @@ progress.INTERVAL = 86400.0
 rounds.BANDWIDTH_SECONDS = inspect.DISK_SECONDS = 0.02
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--docs", action="store_true", help="run the commands of all pages of docs/ for users")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # which those have that pytest-xdist starts
         shared.begin()

@@ -1,15 +1,24 @@
-"""docs/architecture.md names files that are there."""
+"""What the documentation says is so: paths are there, links lead somewhere, commands have flags that there are, and run."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+from docs_commands import ROOT, PageRun, blocks, by_hand, furnish, pages
+
+from pyorch.cli import COMMANDS, _parse
+from pyorch.errors import PyorchError
 from pyorch.settings.option import options
 from pyorch.settings.substitution import Substitution
 
-ROOT = Path(__file__).parents[1]
-HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/src")  # what its paths begin at
+HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/src")  # what paths in architecture.md begin at
+
+# Pages for users, whose commands are run. The others say how figures were made, in hours and with gigabytes.
+RUN = ("quickstart.md", "advise.md", "python.md", "sidecars.md", "lossy.md")
+CHEAP = RUN[0]  # run always
 
 
 def test_every_path_is_there():
@@ -33,3 +42,69 @@ def test_the_glossary_explains_every_setting_of_buddies():
         row = re.search(rf"\| `{option.plain or name}` \|([^|]*)\|", glossary)
         assert row is not None, name
         assert not option.plain or row[1].strip(), name
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page if not path else page.parent / path
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in map(_anchor, titles), f"{page.name} links to {target}"
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def test_the_index_names_every_page() -> None:
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert [page.name for page in pages() if page.parent.name == "docs" and page.name != "README.md"
+            and f"({page.name})" not in index] == []
+
+
+def _ours() -> list[tuple[str, str]]:
+    """Place and text of every pyorch command that a page shows."""
+    return [(f"{block.page}:{block.line}", command) for page in pages() for block in blocks(page)
+            for command in block.commands if re.match(r"pyorch\s", command)]
+
+
+@pytest.mark.parametrize("where, command", _ours())
+def test_commands_have_flags_that_there_are(where: str, command: str) -> None:
+    words = _words(command)
+    if words[0] not in COMMANDS:
+        pytest.fail(f"{where}: there is no pyorch {words[0]}")
+    try:
+        _parse(words)
+    except PyorchError as error:
+        pytest.fail(f"{where}: {command}: {error}")
+
+
+def _words(command: str) -> list[str]:
+    """What the program gets of a command: without redirections, what stands for more words, and words of a synopsis."""
+    words = shlex.split(command.split("|")[0], comments=True)[1:]
+    return [word for word in words if word not in ("...", ">", "2>") and not word.startswith("[")]
+
+
+def test_what_is_run_by_hand_says_why() -> None:
+    for where, why, what in by_hand():
+        assert len(why) > 5 and what, where
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_commands_of_a_page_run(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest, pytestconfig: pytest.Config
+) -> None:
+    if name != CHEAP and not pytestconfig.getoption("--docs"):
+        pytest.skip("takes a while: run with --docs")
+    model = request.getfixturevalue("small_moe")
+    furnish(tmp_path, model)
+    with PageRun(tmp_path) as run:
+        for block in blocks(ROOT / "docs" / name):
+            if not block.by_hand:
+                run.run(block)
