@@ -663,7 +663,8 @@ pyorch_status pyorch_history_search_request(const pyorch_history * history, cons
 // meanwhile. The results are those of a single server, bit for bit where pyorch_peer_info.same_kernels says so.
 // What is lost with a server is computed here, from the model's file, and the request goes on.
 //
-// Numbers travel as they are, and so does the token: between machines that is for a network that nobody else listens to.
+// Numbers travel as they are, and so does the token: between machines that is for a network that nobody else listens to,
+// or for a process beside it that encrypts.
 
 typedef struct pyorch_listen_config {
     uint64_t     struct_size;
@@ -692,6 +693,7 @@ typedef struct pyorch_served {
     uint64_t slots;       // rows times experts that were computed
     uint64_t compute_ns;
     char     error[256];  // why somebody was refused last, "" if nobody was
+    uint64_t buffer_bytes; // of memory beside the engine's budget, to compute in
 } pyorch_served;
 
 // Since it listens. PYORCH_INVALID if it does not.
@@ -742,9 +744,14 @@ typedef struct pyorch_remote_counts {
     uint64_t slots;    // that were sent
     uint64_t fallback; // of them, those that no server answered: they were computed here
     uint64_t wait_ns;  // that layers waited for answers, when their own experts were done
+    uint64_t read;     // that were not sent, because reading their experts was estimated to be faster
 } pyorch_remote_counts;
 
 pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_counts * counts);
+
+// allowed: nonzero: an expert that another server has is read from the own disk where that is estimated to be faster than to
+// ask, by how long answers and reads took lately. Until set, it is read only when no server is there that has it.
+pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed);
 
 //
 // substitution: lossy, off until set

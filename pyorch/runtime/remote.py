@@ -20,7 +20,8 @@ HERE = -1  # in a placement: this server computes the expert
 class Served:
     """What was computed for others since the engine listens. The names are those of pyorch_served.
 
-    slots: rows times experts. error: why somebody was refused last, "" if nobody was.
+    slots: rows times experts. error: why somebody was refused last, "" if nobody was. buffer_bytes: of memory in which
+    it is computed, beside the budget.
     """
 
     connections: int
@@ -30,6 +31,7 @@ class Served:
     slots: int
     compute_ns: int
     error: str
+    buffer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,19 @@ class RemoteStats:
     """Counters since the engine was made. The names are those of pyorch_remote_counts.
 
     slots: that were sent; fallback: of them, those that were computed here because no answer came.
-    wait_ns: that layers waited for answers when their own experts were done.
+    wait_ns: that layers waited for answers when their own experts were done. read: that were not sent, because reading
+    their experts from the own disk was estimated to be faster (allow_reads).
     """
 
     slots: int
     fallback: int
     wait_ns: int
+    read: int
 
 
 class RemoteCalls(EngineHandle):
-    """Who computes for whom. Numbers and tokens travel as they are: for a network that nobody else listens to."""
+    """Who computes for whom. Numbers and tokens travel as they are: for a network that nobody else listens to, or for a
+    tunnel."""
 
     def listen(
         self, token: str, model: str, address: str = LOOPBACK, port: int = 0, n_threads: int = 1
@@ -137,6 +142,13 @@ class RemoteCalls(EngineHandle):
             raise PyorchError(f"a placement has a row for each expert, not the shape {list(ids.shape)}")
         n_places = 1 if ids.ndim == 1 else ids.shape[1]
         check(lib.pyorch_set_placement(self.handle, il, array("int32_t[]", ids), len(ids), n_places))
+
+    def allow_reads(self, allowed: bool) -> None:
+        """Whether an expert that another server has is read from the own disk where that is estimated to be faster.
+
+        Until this is called, it is read only when no server is there that has it. The results are the same.
+        """
+        check(lib.pyorch_allow_reads(self.handle, allowed))
 
     def remote_stats(self) -> RemoteStats:
         """What other servers computed for this one since the engine was made."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import batches
+import gguf
+import llama_cpp.llama_cpp as llama_cpp
 import numpy as np
 import pytest
 from architectures import NAMES, types_of
@@ -24,6 +27,8 @@ from pyorch.runtime.remote import HERE
 from pyorch.sidecars.container import fingerprint
 
 TOKEN = "a token for tests"
+SLOTS_AT_ONCE = 512  # native/src/routing/expert_worker.h
+N_USED = 6  # of the small model
 
 # Each architecture as it was converted; each way in which kernels go through rows: one by one, repacked, in tiles.
 CASES = [
@@ -95,6 +100,74 @@ def test_logits_are_bit_identical_at_a_random_split(zoo, name, type_name, repack
         for model in (client, server):
             stats = model.engine.stats()
             assert stats.peak_bytes <= stats.budget_bytes and stats.misses > 0
+
+
+def test_a_wide_prompt_is_computed_in_parts_with_the_same_bits_and_counts_as_the_asker_s_tokens(small_moe, resident):
+    prompt = np.random.default_rng(0).integers(8, 376, 240).tolist()
+
+    def decoded_at_once(model: Model) -> np.ndarray:
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            return context.decode(prompt)
+
+    expected = decoded_at_once(resident)
+    with small_model(small_moe, "40%") as client, small_model(small_moe, "40%") as server:
+        with joined(client, server) as peer:
+            for layer in client.layers.values():
+                client.engine.set_placement(layer.il, [peer] * layer.n_expert)
+            assert_same_bits(decoded_at_once(client), expected)
+            served = server.engine.served()
+            assert served.slots == 240 * N_USED * len(client.layers) and 240 * N_USED > SLOTS_AT_ONCE
+            assert 0 < served.buffer_bytes < 8 * SLOTS_AT_ONCE * 128 * 4
+            assert client.engine.stats().tokens > server.engine.stats().tokens == 0
+            assert server.engine.stats().misses > 0
+
+
+@contextlib.contextmanager
+def adapted(model: Model, path: Path) -> Iterator[Context]:
+    """A context with a LoRA adapter."""
+    adapter = llama_cpp.llama_adapter_lora_init(model.llama.model, str(path).encode())
+    assert adapter
+    with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
+        adapters, scales = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter), (ctypes.c_float * 1)(1.0)
+        assert llama_cpp.llama_set_adapters_lora(context._context, adapters, 1, scales) == 0
+        yield context
+
+
+@pytest.mark.parametrize("role", ["ffn_gate_exps", "attn_output"])
+def test_an_adapter_of_experts_keeps_them_here_and_another_one_does_not(small_moe, prompt_tokens, tmp_path, role):
+    """The other servers do not have it. What an adapter does outside of the experts is theirs to be told by the rows."""
+    path = tmp_path / "adapter.gguf"
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, gguf.GGUFReader(small_moe).get_field("general.architecture").contents())
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    for tensor in gguf.GGUFReader(small_moe).tensors:
+        if role in tensor.name:
+            n_in, n_out, *n_expert = map(int, tensor.shape)
+            for part, shape in (("a", (*n_expert, 4, n_in)), ("b", (*n_expert, n_out, 4))):
+                values = rng.standard_normal(shape).astype(np.float32) * 0.2
+                writer.add_tensor(f"{tensor.name}.lora_{part}", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def answers(model: Model) -> list[np.ndarray]:
+        with adapted(model, path) as context:
+            return [context.decode(prompt_tokens), context.decode([7]), context.decode([9])]
+
+    with small_model(small_moe, "resident") as model:
+        expected = answers(model)
+        assert not np.array_equal(decoded(model, prompt_tokens)[0], expected[0]), "the adapter does nothing"
+    with small_model(small_moe, "40%") as client, small_model(small_moe, "40%") as server:
+        with joined(client, server) as peer:
+            place_at_random(client, peer, seed=1)
+            for rows, right in zip(answers(client), expected, strict=True):
+                assert_same_bits(rows, right)
+            assert (client.engine.remote_stats().slots == 0) == (role == "ffn_gate_exps")
+            decoded(client, prompt_tokens)  # without it
+            assert client.engine.remote_stats().slots > 0
 
 
 def test_three_servers_with_some_experts_each_ask_each_other(small_moe, resident, prompt_tokens):

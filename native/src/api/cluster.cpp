@@ -91,6 +91,7 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
         out.failed      = counts.failed;
         out.slots       = counts.slots;
         out.compute_ns  = counts.compute_ns;
+        out.buffer_bytes = engine->server->worker.buffer_bytes();
         copy_text(out.error, engine->server->listener.error());
         write_struct(served, "pyorch_served", out);
     });
@@ -154,8 +155,13 @@ pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_cou
         out.slots    = now.slots;
         out.fallback = now.fallback;
         out.wait_ns  = now.wait_ns;
+        out.read     = now.read;
         write_struct(counts, "pyorch_remote_counts", out);
     });
+}
+
+pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed) {
+    return guarded([&] { engine->remote.allow_reads(allowed != 0); });
 }
 
 } // extern "C"

@@ -76,11 +76,47 @@ std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int
     memcpy(frame->data(), &header, sizeof(header));
 
     auto asked = std::make_shared<Answer>();
-    questions[header.id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), Clock::now() };
+    questions[header.id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), n_slots, Clock::now() };
     ++counters.requests;
     counters.slots += n_slots;
     push(std::move(frame));
     return asked;
+}
+
+static double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+size_t Peer::pace_of(int n_slots) {
+    size_t log = 0;
+    while ((n_slots >> (log + 1)) > 0) {
+        ++log;
+    }
+    return log;
+}
+
+double Peer::answer_seconds(int n_slots) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const size_t wanted = pace_of(n_slots);
+    const Pace * found  = nullptr; // for more slots, if need be; fewer say less than it takes, and are tried
+    for (size_t i = wanted; i < paces.size() && !found; ++i) {
+        found = paces[i].seconds > 0 ? &paces[i] : nullptr;
+    }
+    for (size_t i = wanted; i-- > 0 && !found;) {
+        found = paces[i].seconds > 0 ? &paces[i] : nullptr;
+    }
+    const double waits   = questions.empty() ? 0 : seconds_since(questions.begin()->second.since);
+    const double seconds = std::max(found ? found->seconds : 0, waits);
+    return waits == 0 && found && seconds_since(found->since) > FORGOTTEN * seconds ? 0 : seconds;
+}
+
+// REQUIRES: the mutex.
+void Peer::note_pace(const Question & answered) {
+    Pace &       pace    = paces[pace_of(answered.n_slots)];
+    const double seconds = seconds_since(answered.since);
+    pace.seconds = pace.seconds > 0 && seconds_since(pace.since) <= FORGOTTEN * pace.seconds
+        ? pace.seconds + (seconds - pace.seconds) / 8 : seconds;
+    pace.since   = Clock::now();
 }
 
 // REQUIRES: the mutex.
@@ -136,19 +172,19 @@ void Peer::lose(const std::string & why) {
         std::lock_guard<std::mutex> lock(mutex);
         was_joined = is_joined.exchange(false);
         unanswered.swap(questions);
-        counters.failed     += unanswered.size() + (asked != nullptr);
+        counters.failed     += unanswered.size() + (question.answer != nullptr);
         counters.times_lost += was_joined;
         out.clear();
         socket.close();
         sentence  = format("server %s:%d %s", config.address.c_str(), config.port, why.c_str());
         has_tried = true;
     }
-    if (asked) {
-        asked->settle(false);
-        asked = nullptr;
+    if (question.answer) {
+        question.answer->settle(false);
+        question = {};
     }
-    for (auto & question : unanswered) {
-        question.second.answer->settle(false);
+    for (auto & one : unanswered) {
+        one.second.answer->settle(false);
     }
     tried.notify_all();
     if (was_joined) {
@@ -232,7 +268,8 @@ std::string Peer::receive() {
         char *   to   = (char *) &header;
         uint64_t size = sizeof(header);
         if (in_payload) {
-            to   = header.kind == (uint16_t) FrameKind::COMPUTED ? (char *) asked->rows.data() : payload.data();
+            to   = header.kind == (uint16_t) FrameKind::COMPUTED ? (char *) question.answer->rows.data() :
+                payload.data();
             size = header.bytes;
         }
         if (received < size) {
@@ -278,19 +315,19 @@ std::string Peer::accept_header() {
     uint64_t bytes = kind == FrameKind::WELCOME ? sizeof(Welcome) : 0;
     if (kind == FrameKind::COMPUTED || kind == FrameKind::FAILED) {
         std::lock_guard<std::mutex> lock(mutex);
-        const auto question = questions.find(header.id);
-        if (question == questions.end()) {
+        const auto found = questions.find(header.id);
+        if (found == questions.end()) {
             return rubbish("it answers what it was not asked");
         }
-        asked = question->second.answer;
-        bytes = question->second.bytes;
-        questions.erase(question);
+        question = found->second;
+        bytes    = question.bytes;
+        questions.erase(found);
     }
     if (says_why ? header.bytes > MAX_SENTENCE : header.bytes != bytes) {
         return rubbish(format("a frame of kind %d with %llu bytes", header.kind, (unsigned long long) header.bytes));
     }
     if (kind == FrameKind::COMPUTED) {
-        asked->rows.resize(bytes / sizeof(float));
+        question.answer->rows.resize(bytes / sizeof(float));
     } else {
         payload.resize(header.bytes);
     }
@@ -315,13 +352,18 @@ std::string Peer::accept_payload() {
         case FrameKind::REFUSED:
             cut_off = true;
             return "refuses: " + sentence_of(payload.data(), header.bytes);
-        case FrameKind::COMPUTED:
-            asked->settle(true);
-            asked = nullptr;
+        case FrameKind::COMPUTED: {
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                note_pace(question);
+            }
+            question.answer->settle(true);
+            question = {};
             break;
+        }
         case FrameKind::FAILED: {
-            asked->settle(false);
-            asked = nullptr;
+            question.answer->settle(false);
+            question = {};
             std::lock_guard<std::mutex> lock(mutex);
             ++counters.failed;
             sentence = format("server %s:%d: %s", config.address.c_str(), config.port,

@@ -13,6 +13,7 @@
 #include "cluster/frames.h"
 #include "cluster/socket.h"
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -65,6 +66,9 @@ public:
     // An answer that takes longer than this is none, and the server is cut off.
     static constexpr int ANSWER_SECONDS = 60;
 
+    // What is known of how long it takes is forgotten after so many times as long: so that trying again costs little.
+    static constexpr double FORGOTTEN = 50;
+
     // A server drops who is silent for five times as long.
     static constexpr int MAX_BEAT_MS = 2000;
 
@@ -82,6 +86,10 @@ public:
     // Null where it is lost. frame: of COMPUTE, for so many slots.
     std::shared_ptr<Answer> ask(std::shared_ptr<Frame> frame, int n_slots, int n_out);
 
+    // Until the answer for so many slots, as such answers came lately; 0 where that is not known: none has come, or it was
+    // not asked for much longer than that, and may have become faster.
+    double answer_seconds(int n_slots);
+
     bool        same_kernels() const { return has_same_kernels; }
     PeerCounts  counts();
     std::string error(); // why it was lost last, "" if it never was
@@ -90,7 +98,13 @@ private:
     struct Question {
         std::shared_ptr<Answer> answer;
         uint64_t                bytes; // of the answer
+        int                     n_slots;
         Clock::time_point       since;
+    };
+    // Of answers for alike many slots.
+    struct Pace {
+        double            seconds = 0; // fading mean
+        Clock::time_point since;       // the last one came
     };
     struct Outgoing {
         std::shared_ptr<Frame> frame;
@@ -109,6 +123,7 @@ private:
     std::deque<Outgoing>         out;
     std::map<uint64_t, Question> questions; // by id
     uint64_t                     last_id = 0;
+    std::array<Pace, 17>         paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
     PeerCounts                   counters;
     std::string                  sentence;
     bool                         has_tried = false;
@@ -116,7 +131,7 @@ private:
     // Of its thread alone: the frame that is being received.
     FrameHeader             header;
     std::vector<char>       payload;
-    std::shared_ptr<Answer> asked; // whose answer it is
+    Question                question; // whose answer it is
     uint64_t                received = 0; // bytes of the header or, once that is complete, of the payload
     bool                    in_payload = false;
     bool                    cut_off    = false;
@@ -125,6 +140,8 @@ private:
 
     std::thread thread;
 
+    static size_t pace_of(int n_slots);
+    void        note_pace(const Question & answered);
     void        run();
     std::string live();
     void        lose(const std::string & why);

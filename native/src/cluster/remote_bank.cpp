@@ -80,6 +80,29 @@ int RemoteBank::choose(const std::vector<int> & places, const std::vector<size_t
     return best;
 }
 
+// Takes from each server what would be read before it answers, fewest experts first: reads queue up. Returns the slots.
+// n_read: experts that are read in any case.
+size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std::vector<int> & n_experts_at,
+    std::vector<std::vector<int>> & slots_at) const {
+    std::vector<size_t> order;
+    for (size_t peer = 0; peer < slots_at.size(); ++peer) {
+        if (!slots_at[peer].empty()) {
+            order.push_back(peer);
+        }
+    }
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return n_experts_at[a] < n_experts_at[b]; });
+    size_t n_kept = 0;
+    for (size_t peer : order) {
+        const double seconds = read.queued + (n_read + n_experts_at[peer]) * read.expert;
+        if (seconds < peers[peer]->answer_seconds((int) slots_at[peer].size())) {
+            n_read += n_experts_at[peer];
+            n_kept += slots_at[peer].size();
+            slots_at[peer].clear();
+        }
+    }
+    return n_kept;
+}
+
 void RemoteBank::mark(int layer, std::vector<uint8_t> & mask) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto & of_layer = placement[layer];
@@ -104,7 +127,8 @@ void RemoteBank::tell_all() {
 }
 
 std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, const int32_t * experts,
-    const float * weights, const float * inputs, const std::vector<uint8_t> & here, std::vector<uint8_t> & elsewhere) {
+    const float * weights, const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
+    std::vector<uint8_t> & elsewhere) {
     std::vector<std::shared_ptr<Peer>> asked;
     std::vector<RemoteRows>            rows;
     {
@@ -115,6 +139,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
         }
         std::vector<std::vector<int>> slots_of(of_layer.size());
         std::vector<int>              wanted;
+        std::vector<uint8_t>          absent(of_layer.size()); // and nobody else has it
         for (int slot = 0; slot < n_tokens * n_used; ++slot) {
             const int e = experts[slot];
             if (!here[e] && !of_layer[e].empty()) {
@@ -123,17 +148,25 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
                 }
                 slots_of[e].push_back(slot);
             }
+            absent[e] = !here[e] && of_layer[e].empty();
         }
         // The largest first: so the sums come out alike.
         std::stable_sort(wanted.begin(), wanted.end(), [&](int a, int b) { return slots_of[a].size() > slots_of[b].size(); });
         std::vector<std::vector<int>> slots_at(peers.size());
         std::vector<size_t>           n_slots_at(peers.size());
+        std::vector<int>              n_experts_at(peers.size());
         for (int e : wanted) {
             const int peer = choose(of_layer[e], n_slots_at);
+            absent[e] = peer < 0;
             if (peer >= 0) {
+                ++n_experts_at[peer];
                 n_slots_at[peer] += slots_of[e].size();
                 slots_at[peer].insert(slots_at[peer].end(), slots_of[e].begin(), slots_of[e].end());
             }
+        }
+        if (read.known()) {
+            const auto n_absent = (int) std::count(absent.begin(), absent.end(), 1);
+            counters.read += keep_for_reading(read, n_absent, n_experts_at, slots_at);
         }
         for (size_t peer = 0; peer < peers.size(); ++peer) {
             if (!slots_at[peer].empty()) {

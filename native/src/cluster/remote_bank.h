@@ -22,8 +22,17 @@ struct RemoteRows {
 // Since the beginning.
 struct RemoteCounts {
     uint64_t slots    = 0; // that were sent
+    uint64_t read     = 0; // that were not, because reading their experts was estimated to be faster
     uint64_t fallback = 0; // of them, those that were computed here after all
     uint64_t wait_ns  = 0; // for answers
+};
+
+// How long experts of a layer would be read from the own disk, in seconds; unknown: they are not.
+struct ReadCost {
+    double queued = 0; // before they are
+    double expert = 0; // each; 0: unknown
+
+    bool known() const { return expert > 0; }
 };
 
 class RemoteBank {
@@ -55,9 +64,15 @@ public:
     bool active() const { return is_active; }
 
     // Sends the slots of a ubatch [n_tokens][n_used] that others compute, and marks their experts.
-    // inputs: [n_tokens][n_in]; here: by expert, nonzero for those that are computed here whatever their place.
+    // inputs: [n_tokens][n_in]; here: by expert, nonzero for those that are computed here whatever their place. Of what a
+    // server would take longer to answer than it takes to read its experts, nothing is sent.
     std::vector<RemoteRows> send(int layer, int n_tokens, int n_used, const int32_t * experts, const float * weights,
-        const float * inputs, const std::vector<uint8_t> & here, std::vector<uint8_t> & elsewhere);
+        const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
+        std::vector<uint8_t> & elsewhere);
+
+    // Whether an expert that another server has may be read here; not until told.
+    void allow_reads(bool allowed) { may_read = allowed; }
+    bool reads_allowed() const { return may_read; }
 
     // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
     void mark(int layer, std::vector<uint8_t> & mask);
@@ -70,6 +85,7 @@ private:
     std::vector<std::shared_ptr<Peer>> peers;
     std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
     std::atomic<bool>                  is_active{false};
+    std::atomic<bool>                  may_read{false};
     RemoteCounts                       counters;
 
     std::mutex telling; // so that nobody is told an older state last
@@ -78,6 +94,8 @@ private:
     void tell(int layer);
     void tell_all();
     bool computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
+    size_t keep_for_reading(const ReadCost & read, int n_read, const std::vector<int> & n_experts_at,
+        std::vector<std::vector<int>> & slots_at) const;
     int  choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const;
 };
 

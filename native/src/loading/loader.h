@@ -239,6 +239,15 @@ public:
     // Lately; 0 before the first read.
     double bytes_per_second() const { return recent_ns > 0 ? recent_bytes / recent_ns * 1e9 : 0; }
 
+    // Of demand that no reader works on yet.
+    uint64_t bytes_demanded() const {
+        uint64_t bytes = 0;
+        for (const ReadRequest & request : demanded) {
+            bytes += request.size;
+        }
+        return bytes;
+    }
+
     // Of the time of reads, the share in which a processor is busy with them, lately.
     double cpu_share() const { return recent_ns > 0 ? std::min(1.0, recent_cpu / recent_ns) : 0; }
 

@@ -165,7 +165,7 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
     ++now;
     at_layer = layer;
     ++totals.layer_passes;
-    totals.tokens += demand.n_tokens;
+    totals.tokens += demand.own ? demand.n_tokens : 0;
 
     std::vector<int> before;
     before.swap(l.fresh);
@@ -405,6 +405,17 @@ void Table::resident(int layer, std::vector<uint8_t> & mask) {
 double Table::read_bytes_per_second() {
     std::lock_guard<std::mutex> lock(mutex);
     return loads.bytes_per_second();
+}
+
+bool Table::read_time(int layer, double & queued, double & expert) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const double rate = loads.bytes_per_second();
+    if (!(rate > 0)) {
+        return false;
+    }
+    queued = (double) loads.bytes_demanded() / rate;
+    expert = (double) layers[layer].read_bytes / rate;
+    return true;
 }
 
 } // namespace pyorch

@@ -55,6 +55,7 @@ struct Demand {
     const std::vector<int> & asked;   // that its router chose: they count as used, whatever took their place
     int                      n_tokens;
     bool                     continues = false; // see Visit
+    bool                     own       = true;  // its tokens are this server's: no other one asked
 
     bool scans() const { return n_tokens >= SCAN_TOKENS; }
 };
@@ -95,6 +96,10 @@ public:
 
     // Of one reader, lately; 0 before the first read.
     double read_bytes_per_second();
+
+    // For an absent expert of the layer, in seconds: until what is demanded is read, and for the expert itself. False
+    // before the first read.
+    bool read_time(int layer, double & queued, double & expert);
 
     // For the readers.
     Loader & loader() { return loads; }

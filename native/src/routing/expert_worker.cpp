@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <numeric>
 
 namespace pyorch {
 namespace {
@@ -32,7 +33,7 @@ void ids_op(ggml_tensor * ids, int ith, int nth, void * user) {
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
     Context & context = *job.layer.context;
     context.owner.n_threads = nth;
-    context.routing.table.acquire(context.owner, job.layer.layer, { experts, experts, job.rows.n_rows });
+    context.routing.table.acquire(context.owner, job.layer.layer, { experts, experts, job.rows.n_rows, false, false });
 }
 
 ggml_tensor * make_step(ggml_context * ctx, const ExpertRecipe::Step & step, const std::vector<ggml_tensor *> & made,
@@ -83,7 +84,51 @@ ExpertWorker::~ExpertWorker() {
     ggml_backend_free(backend);
 }
 
+// All rows of an expert stay together: kernels depend on how many there are.
 void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
+    if (rows.n_slots <= SLOTS_AT_ONCE) {
+        compute_at_once(rows, outputs);
+        return;
+    }
+    std::vector<int> order(rows.n_slots);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return rows.expert[a] < rows.expert[b]; });
+    std::vector<int32_t> row, expert;
+    std::vector<float>   weight, computed;
+    for (size_t begin = 0, end = 0; begin < order.size(); begin = end) {
+        for (size_t next = begin; next < order.size() && (end == begin || next - begin <= SLOTS_AT_ONCE); end = next) {
+            const int e = rows.expert[order[next]];
+            while (next < order.size() && rows.expert[order[next]] == e) {
+                ++next;
+            }
+            if (end > begin && next - begin > SLOTS_AT_ONCE) {
+                break;
+            }
+        }
+        row.clear();
+        expert.clear();
+        weight.clear();
+        for (size_t i = begin; i < end; ++i) {
+            row.push_back(rows.row[order[i]]);
+            expert.push_back(rows.expert[order[i]]);
+            weight.push_back(rows.weight[order[i]]);
+        }
+        ExpertRows part = rows;
+        part.n_slots = (int) (end - begin);
+        part.n_rows  = std::min(rows.n_rows, part.n_slots);
+        part.row     = row.data();
+        part.expert  = expert.data();
+        part.weight  = weight.data();
+        const size_t n_out = context.routing.remote.layers[rows.layer].n_out;
+        computed.resize(part.n_slots * n_out);
+        compute_at_once(part, computed.data());
+        for (size_t i = begin; i < end; ++i) {
+            memcpy(outputs + order[i] * n_out, computed.data() + (i - begin) * n_out, n_out * sizeof(float));
+        }
+    }
+}
+
+void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
     context.routing.recipes.with(rows.layer, [&](const ExpertRecipe & recipe) {
         const ggml_init_params params = { (recipe.steps.size() + 1) * ggml_tensor_overhead() +
             ggml_graph_overhead_custom(2 * recipe.steps.size(), false), nullptr, true };
@@ -107,6 +152,7 @@ void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
         if (!ggml_gallocr_alloc_graph(memory, graph)) {
             throw Failure(PYORCH_MEMORY, format("no memory to compute %d rows", rows.n_slots));
         }
+        n_bytes = ggml_gallocr_get_buffer_size(memory, 0);
         for (int s = 0; s < rows.n_slots; ++s) {
             memcpy((char *) inputs->data + s * inputs->nb[2], rows.inputs + (size_t) rows.row[s] * inputs->ne[0],
                 inputs->ne[0] * sizeof(float));

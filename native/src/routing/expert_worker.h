@@ -10,6 +10,8 @@
 #include "cluster/frames.h"
 #include "routing/contexts.h"
 
+#include <atomic>
+
 struct ggml_backend;
 struct ggml_gallocr;
 
@@ -23,14 +25,24 @@ public:
     ExpertWorker(const ExpertWorker &) = delete;
     ExpertWorker & operator=(const ExpertWorker &) = delete;
 
+    // Of a graph, unless one expert has more rows: so its memory, which no budget counts, stays small, and so does what it
+    // holds at once.
+    static constexpr int SLOTS_AT_ONCE = 512;
+
     // outputs [n_slots][n_out]. One call at a time, by a thread that no graph is computed on. Throws Failure: an expert
     // could not be read, or nothing is known of the layer.
     void compute(const ExpertRows & rows, float * outputs);
 
+    // Of the memory in which it computes. Called by any thread.
+    uint64_t buffer_bytes() const { return n_bytes; }
+
 private:
+    void compute_at_once(const ExpertRows & rows, float * outputs);
+
     Context        context;
     ggml_backend * backend;
     ggml_gallocr * memory;
+    std::atomic<uint64_t> n_bytes{0};
 };
 
 } // namespace pyorch

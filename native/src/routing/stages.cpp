@@ -71,8 +71,12 @@ void place(Context & context, RoutedBatch & batch) {
     if (remote.active() && batch.portable) {
         thread_local std::vector<uint8_t> resident; // they cost nothing here
         context.routing.table.resident(batch.layer, resident);
+        ReadCost read;
+        if (remote.reads_allowed()) {
+            context.routing.table.read_time(batch.layer, read.queued, read.expert);
+        }
         batch.remote = remote.send(batch.layer, batch.n_tokens, batch.n_used, batch.experts, batch.weights, batch.inputs,
-            resident, batch.elsewhere);
+            resident, read, batch.elsewhere);
     }
 }
 

@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "check.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -62,7 +63,8 @@ static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & as
     }
     std::vector<uint8_t> elsewhere, here(shape.n_expert);
     here[random() % shape.n_expert] = 1;
-    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, elsewhere);
+    const ReadCost read = { 0, (double) (random() % 3) * 1e-4 };
+    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, read, elsewhere);
     for (RemoteRows & r : rows) {
         for (int slot : r.slots) {
             CHECK(elsewhere[experts[slot]] && !here[experts[slot]]);
@@ -153,6 +155,52 @@ static void test_many_ask_while_servers_come_and_go() {
     CHECK(first->counts().refused == 0 && first->error().empty());
 }
 
+// One slot for each of so many tokens, the experts of layer 0 in turn, from the first.
+static std::vector<RemoteRows> send_some(RemoteBank & bank, int n_tokens, int n_experts, const ReadCost & read) {
+    std::vector<int32_t> experts(n_tokens);
+    std::vector<float>   weights(n_tokens, 1.0f), inputs(n_tokens * LAYERS[0].n_in, 1.0f);
+    for (int t = 0; t < n_tokens; ++t) {
+        experts[t] = t % n_experts;
+    }
+    std::vector<uint8_t> elsewhere;
+    auto rows = bank.send(0, n_tokens, 1, experts.data(), weights.data(), inputs.data(),
+        std::vector<uint8_t>(LAYERS[0].n_expert), read, elsewhere);
+    size_t n_slots = 0;
+    for (RemoteRows & r : rows) {
+        CHECK(r.answer->wait());
+        n_slots += r.slots.size();
+    }
+    CHECK(n_slots == 0 || n_slots == (size_t) n_tokens);
+    CHECK(std::any_of(elsewhere.begin(), elsewhere.end(), [](uint8_t e) { return e; }) == !rows.empty());
+    return rows;
+}
+
+static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
+    Listener listener(listener_config(0), [](const ExpertRows & rows, float * outputs) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2));
+        compute(rows, outputs);
+    });
+    RemoteBank bank(LAYERS);
+    const int  peer = bank.connect(peer_config(listener.port()));
+    bank.place(0, std::vector<int>(8, peer), 1);
+    const ReadCost unknown = {}, fast = { 0, 1e-9 }, slow = { 0, 1e9 }, busy = { 1e9, 1e-9 };
+
+    CHECK(!send_some(bank, 4, 2, fast).empty()); // nobody knows yet how long it takes
+    CHECK(bank.peer(peer)->answer_seconds(4) >= 0.002 && bank.peer(peer)->answer_seconds(1000) >= 0.002);
+    for (const ReadCost & read : { unknown, slow, busy }) {
+        CHECK(!send_some(bank, 4, 2, read).empty());
+    }
+    CHECK(bank.counts().read == 0);
+    while (!send_some(bank, 4, 2, fast).empty()) {} // unless this thread was away for so long that it is forgotten
+    CHECK(bank.counts().read == 4);
+
+    uint64_t n_read = 4;
+    while (send_some(bank, 4, 2, fast).empty()) { // after a while it is tried again
+        n_read += 4;
+    }
+    CHECK(bank.counts().read == n_read && n_read > 4);
+}
+
 static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     const std::vector<LayerShape> layers = { { 2, 4096, 4096 } };
     Listener listener({ "127.0.0.1", 0, "token", "model", 7, 9, layers }, [](const ExpertRows & rows, float * outputs) {
@@ -173,7 +221,7 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
         experts[i] = (int32_t) (i % 2);
     }
     std::vector<uint8_t> elsewhere;
-    auto rows = bank.send(0, n_tokens, 2, experts.data(), weights.data(), inputs.data(), { 0, 0 }, elsewhere);
+    auto rows = bank.send(0, n_tokens, 2, experts.data(), weights.data(), inputs.data(), { 0, 0 }, {}, elsewhere);
     CHECK(rows.size() == 1 && rows[0].answer->wait());
     for (int slot = 0; slot < 2 * n_tokens; ++slot) {
         const float * row = rows[0].answer->rows.data() + slot * 4096;
@@ -199,7 +247,8 @@ static void test_servers_that_have_the_same_experts_share_the_work() {
     const std::vector<float>   weights(8, 1.0f), inputs(4 * LAYERS[0].n_in, 1.0f);
     std::vector<uint8_t>       elsewhere;
     const auto send = [&] {
-        return bank.send(0, 4, 2, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), elsewhere);
+        return bank.send(0, 4, 2, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {},
+            elsewhere);
     };
     auto rows = send();
     CHECK(rows.size() == 2 && rows[0].slots.size() == 4 && rows[1].slots.size() == 4);
@@ -235,6 +284,7 @@ static void test_who_does_not_join_is_told_why() {
 int main() {
     test_many_ask_while_servers_come_and_go();
     test_servers_that_have_the_same_experts_share_the_work();
+    test_what_is_read_sooner_than_a_server_answers_is_not_asked_for();
     test_a_request_that_is_much_larger_than_what_the_system_buffers();
     test_who_does_not_join_is_told_why();
     return 0;
