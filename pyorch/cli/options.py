@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
@@ -134,11 +135,13 @@ def check_output(output: Path, model: str | Path, sources: Iterable[str | Path |
 
 
 def make_directory(directory: Path) -> None:
-    """For the files of -o. PyorchError where there can be none."""
+    """For the files of -o, or for pictures. PyorchError where there can be none."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise PyorchError(f"the output directory {directory} is not writable")
 
 
 def print_json(value: object) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
 import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.traces.statistics import LayerArrays, TraceStatistics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLUMNS = 4
 

@@ -196,6 +196,8 @@ def test_what_does_not_fit_is_refused(
     assert "is the model itself" in refused("--trace", f"lab={lab}", "-o", small_moe)
     assert "cannot hold both" in refused("--trace", f"lab={lab}", "--save-counts", tmp_path / "plan.json")
     assert "does not exist" in refused("--trace", f"lab={lab}", "-o", tmp_path / "absent" / "plan.json")
+    for nowhere in (lab, lab / "plots"):  # found out before anything is placed
+        assert f"{nowhere} cannot be written" in refused("--trace", f"lab={lab}", "--plot", nowhere)
 
     other = write_trace(tmp_path / "other.trace", dataclasses.replace(header, fingerprint="0" * 64), 0)
     assert "was recorded with another model" in refused("--trace", f"lab={other}")

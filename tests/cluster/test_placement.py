@@ -251,6 +251,14 @@ def test_what_is_no_placement_is_refused(damage: dict) -> None:
         Placement.from_fields({**fields, **damage})
 
 
+def test_a_placement_larger_than_any_cluster_is_refused_before_memory_is_taken_for_it() -> None:
+    layers = list(range(60_000))
+    fields = {"algorithm": "", "layers": layers, "n_experts": [65535] * len(layers),
+              "servers": [{"name": "a", "experts": [[]] * len(layers)}]}
+    with pytest.raises(ValueError, match="larger than any cluster"):
+        Placement.from_fields(fields)
+
+
 @pytest.mark.parametrize("change", [
     {"frequencies": -np.ones((2, 2, 4))}, {"frequencies": np.full((2, 2, 4), np.nan)}, {"frequencies": np.ones(4)},
     {"sizes": np.array([1, 0])}, {"sizes": np.array([1])}, {"capacities": ((4,),)}, {"capacities": ((4,), ())},

@@ -31,12 +31,11 @@ def read_placement(path: str | os.PathLike[str], model_map: ModelMap) -> Placeme
     """Raises FormatError: no such file, no placement, of another version or model, or damaged."""
     value = json_file.read(path, KIND, VERSION, model_map, command="place")
     layers = model_map.decoded_layers
+    expected = [layer.il for layer in layers], [layer.n_expert for layer in layers]
     try:
-        placement = Placement.from_fields(value)
-        if placement.layers != tuple(layer.il for layer in layers) or (
-            placement.n_experts != tuple(layer.n_expert for layer in layers)
-        ):
+        if (value.get("layers"), value.get("n_experts")) != expected:  # before memory is taken for so many
             raise ValueError("other layers")
+        placement = Placement.from_fields(value)
     except ValueError:
         raise FormatError(f"{path} is damaged: place again") from None
     return placement

@@ -11,6 +11,9 @@ import numpy as np
 
 ABSENT = -1
 
+# Of a placement: 256 servers of a model with 128 layers of 512 experts have a sixteenth of it.
+MAX_PLACES = 1 << 28
+
 
 class Move(NamedTuple):
     """An expert that a server takes in, on one of its devices, or that leaves it (ABSENT). server, layer: indices into
@@ -110,6 +113,8 @@ class Placement:
                 and len(set(names)) == len(names)
             ):
                 raise ValueError("layers and servers cannot be")
+            if len(servers) * len(layers) * max(n_experts) > MAX_PLACES:
+                raise ValueError("it is larger than any cluster")
             device = np.full((len(servers), len(layers), max(n_experts)), ABSENT, np.int16)
             for rows, server in zip(device, servers):
                 if len(server["experts"]) != len(layers):

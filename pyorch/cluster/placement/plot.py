@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pyorch.cluster.placement.placement import Placement
 from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def check() -> None:
+    """PyorchError without matplotlib; asked before anything is placed."""
+    _figure_class()
 
 
 def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path:
@@ -18,12 +27,8 @@ def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
     n_servers = len(placement.servers)
-    figure = Figure(figsize=(11, 2 + 0.35 * min(n_servers, 40)), layout="constrained")
+    figure = _figure_class()(figsize=(11, 2 + 0.35 * min(n_servers, 40)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     shown = (
         ("activations that the server computes itself, %", 100 * placement.local_ratio(frequencies), 100),
@@ -44,6 +49,14 @@ def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path
     except OSError as error:
         raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
     return path
+
+
+def _figure_class() -> type[Figure]:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
+    return Figure
 
 
 def _ticks(names: tuple) -> tuple[list[int], list[str]]:
