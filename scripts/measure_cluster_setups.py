@@ -84,7 +84,8 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _write_config(args: argparse.Namespace, setup: Setup, kind: str, memory: Sequence[int]) -> None:
-    text = f'model = "{args.model.resolve()}"\n\n[network]\nbandwidth = "{args.link:g}Mbit/s"\nlatency = "20us"\n'
+    text = (f'model = "{args.model.resolve()}"\nread = "last"\n\n[network]\nplain = true\n'  # placements are compared
+            f'bandwidth = "{args.link:g}Mbit/s"\nlatency = "20us"\n')
     for i, (name, n_bytes) in enumerate(zip(setup.servers, memory)):
         text += f'\n[[server]]\nname = "{name}"\naddress = "10.77.0.{i + 1}"\nmemory = {n_bytes}\n'
     if kind == "run":

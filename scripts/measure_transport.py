@@ -1,11 +1,12 @@
-"""Measures three ways to send the rows of a layer to another process and to get its results back.
+"""Measures four ways to send the rows of a layer to another process and to get its results back.
 
     .venv/bin/python scripts/measure_transport.py [--sizes 8,16,32,64] [--rounds 7] [--calls 200] [--json]
 
 A token of one layer is a message of 8 to 64 KiB there, and as much back. The ways: a call of a Ray actor, a compiled
-graph of Ray with such an actor, and a plain TCP connection whose address came through Ray. Rounds of the ways
-alternate; a figure is the median of the rounds' medians. All of it on one machine, so what is compared is what each way
-costs by itself, not the network. Needs Ray: pip install 'pyorch[cluster]'.
+graph of Ray with such an actor, a plain TCP connection whose address came through Ray, and such a connection led
+through a tunnel at both ends, which speak TLS to each other. Rounds of the ways alternate; a figure is the median of
+the rounds' medians. All of it on one machine, so what is compared is what each way costs by itself, not the network.
+Needs Ray, pip install 'pyorch[cluster]', and for certificates the command openssl.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import os
 import secrets
 import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from pyorch.cluster.tls import Tls
+from pyorch.cluster.tunnel import Tunnel
 from pyorch.sizes import KiB, MiB
 
 N_LAYERS = 48  # of the model for which a token's time is shown
@@ -42,6 +47,11 @@ class Peer:
         listener = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._answer, args=(listener,), daemon=True).start()
         return listener.getsockname()
+
+    def listen_securely(self, tls: Tls) -> int:
+        """The same behind a tunnel; returns its port."""
+        self._tunnel = Tunnel(tls)
+        return self._tunnel.listen("127.0.0.1", 0, self.listen()[1])
 
     @staticmethod
     def _answer(listener: socket.socket) -> None:
@@ -101,10 +111,19 @@ def median_seconds(echo: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, n
     return statistics.median(times)
 
 
-def measure(ray, sizes: list[int], n_rounds: int, n_calls: int) -> dict[str, list[float]]:
+def certificates(directory: str) -> Tls:
+    """New ones, for this machine."""
+    script = Path(__file__).with_name("make_certificates.py")
+    subprocess.run([sys.executable, script, "server=127.0.0.1", "-o", directory], check=True, stdout=subprocess.DEVNULL)
+    return Tls(*(Path(directory) / name for name in ("server.pem", "server.key", "authority.pem")))
+
+
+def measure(ray, tls: Tls, sizes: list[int], n_rounds: int, n_calls: int) -> dict[str, list[float]]:
     """Medians in seconds, one for each size, by way."""
     peer = ray.remote(Peer).options(num_cpus=0).remote()
     plain = Plain(tuple(ray.get(peer.listen.remote())))
+    tunnel = Tunnel(tls)
+    secure = Plain(("127.0.0.1", tunnel.port_to("127.0.0.1", ray.get(peer.listen_securely.remote(tls)))))
     # A graph takes its actor for itself: it gets one of its own.
     second = ray.remote(Peer).options(num_cpus=0).remote()
     from ray.dag import InputNode
@@ -115,6 +134,7 @@ def measure(ray, sizes: list[int], n_rounds: int, n_calls: int) -> dict[str, lis
         "actor call": lambda rows: ray.get(peer.echo.remote(rows)),
         "compiled graph": lambda rows: ray.get(graph.execute(rows)),
         "TCP": plain.echo,
+        "TLS": secure.echo,
     }
     rounds = {name: [[] for _ in sizes] for name in ways}
     for k, size in enumerate(sizes):
@@ -126,16 +146,20 @@ def measure(ray, sizes: list[int], n_rounds: int, n_calls: int) -> dict[str, lis
                 rounds[name][k].append(median_seconds(echo, rows, n_calls))
     graph.teardown()
     plain.close()
+    secure.close()
+    tunnel.close()
     return {name: [statistics.median(of_size) for of_size in medians] for name, medians in rounds.items()}
 
 
 def show(sizes: list[int], medians: dict[str, list[float]]) -> None:
     """A table in Markdown."""
-    print(f"| there and back | {' | '.join(medians)} | {N_LAYERS} layers by TCP |")
-    print("| --- |" + " --- |" * (len(medians) + 1))
+    shown = ("TCP", "TLS")
+    print(f"| there and back | {' | '.join(medians)} | {' | '.join(f'{N_LAYERS} layers by {way}' for way in shown)} |")
+    print("| --- |" + " --- |" * (len(medians) + len(shown)))
     for k, size in enumerate(sizes):
         cells = [f"{of_way[k] * 1e6:.0f} us" for of_way in medians.values()]
-        print(f"| {size // KiB} KiB | {' | '.join(cells)} | {medians['TCP'][k] * N_LAYERS * 1e3:.1f} ms |")
+        cells += [f"{medians[way][k] * N_LAYERS * 1e3:.1f} ms" for way in shown]
+        print(f"| {size // KiB} KiB | {' | '.join(cells)} |")
 
 
 def main() -> int:
@@ -156,7 +180,7 @@ def main() -> int:
         ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * MiB, log_to_driver=False,
                  logging_level="ERROR", _temp_dir=directory)
         try:
-            medians = measure(ray, sizes, args.rounds, args.calls)
+            medians = measure(ray, certificates(f"{directory}/certificates"), sizes, args.rounds, args.calls)
         finally:
             ray.shutdown()
     if args.json:

@@ -28,9 +28,9 @@ needs_ray = pytest.mark.skipif(
 
 
 def write_config(directory: Path, model: Path, more: str = "", **others: Path) -> Path:
-    """A cluster of two servers on this machine, a and b. more: tables of the file. others: the model of one of them,
-    where it is another."""
-    text = f'model = "{model}"\n{more}'
+    """A cluster of two servers on this machine, a and b, which ask each other whatever their disks do. more: tables of
+    the file. others: the model of one of them, where it is another."""
+    text = f'model = "{model}"\nread = "last"\n{more}'
     for name, memory in (("a", "40%"), ("b", "60%")):
         text += f'[[server]]\nname = "{name}"\nmemory = "{memory}"\n'
         text += f'model = "{others[name]}"\n' if name in others else ""

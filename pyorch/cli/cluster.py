@@ -205,7 +205,7 @@ def _table(servers: list[Status], report: Report | None = None) -> list:
     rows, notes = [], []
     for server in servers:
         counters = server.counters
-        cells = ("",) * 7
+        cells = ("",) * 8
         if counters is not None:
             uses = counters.hits + counters.misses
             requests = "busy" if counters.requests_running is None else \
@@ -216,7 +216,7 @@ def _table(servers: list[Status], report: Report | None = None) -> list:
                      f"{format_bytes(counters.used_bytes)} of {format_bytes(counters.budget_bytes)}",
                      f"{counters.hits / uses:.1%}" if uses else "", requests, tokens,
                      f"{counters.sent} / {counters.served}" if server.digest else "",
-                     _local(server, report))
+                     str(counters.read) if server.digest else "", _local(server, report))
         placed = ""
         if server.digest:
             placed = f"{server.digest[:8]} ({counters.pinned if counters else '?'} of {server.placed} kept)"
@@ -225,7 +225,7 @@ def _table(servers: list[Status], report: Report | None = None) -> list:
         if server.reason:
             notes.append(f"server {server.name}: {server.reason}")
     columns = ("server", "state", "endpoint", "memory", "experts", "hits", "requests", "tokens", "sent / served",
-               "local", "placement")
+               "read instead", "local", "placement")
     return [Table(columns, rows, left=("server", "state", "endpoint", "placement")), *notes]
 
 

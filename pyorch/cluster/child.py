@@ -28,6 +28,7 @@ from pyorch.cluster.channel import Channel
 from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.members import Counters
 from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.tls import Tls
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
@@ -107,8 +108,8 @@ class Serving:
         if self._engine is not None and self._exchange is not None:
             remote, served = self._engine.remote_stats(), self._engine.served()
             counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
-                                           waited_ns=remote.wait_ns, served=served.slots, served_messages=served.requests,
-                                           served_ns=served.compute_ns,
+                                           waited_ns=remote.wait_ns, read=remote.read, served=served.slots,
+                                           served_messages=served.requests, served_ns=served.compute_ns,
                                            activations=sum(int(row.sum()) for row in self._activations()))
         return dataclasses.asdict(counters)
 
@@ -165,7 +166,9 @@ class Serving:
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
-        exchange = Exchange(self._engine, job["name"], job["token"], job["fingerprint"])
+        exchange = Exchange(self._engine, job["name"], job["token"], job["fingerprint"],
+                            Tls.of(job["tls"]) if job["tls"] else None)
+        self._engine.allow_reads(job["reads"])
         exchange.follow(Placement.from_fields(job["placement"]))
         n_threads = job["settings"].get("n_threads") or memory.physical_cores()
         exchange.listen(job["address"], job["peer_port"], n_threads)

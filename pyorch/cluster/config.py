@@ -1,10 +1,18 @@
 """cluster.toml: the servers of a cluster, what each of them can hold, and the network between them.
 
     model = "olmoe.gguf"            # a path; a relative one begins at this file's directory
+    read = "faster"                 # an expert that another server has is read from disk where that is estimated to be
+                                    # faster than to ask; "last": only when no server is there that has it
 
     [network]                       # between any two servers
     bandwidth = "500Mbit/s"         # or bytes, such as "60MB/s"; default 1Gbit/s
     latency = "1ms"                 # one way; default 0.2ms
+    plain = false                   # true: without [tls], also between machines
+
+    [tls]                           # between servers; relative paths begin at this file's directory
+    certificate = "server.pem"      # of each server, for its address; with all others, where the server runs
+    key = "server.key"
+    authority = "authority.pem"     # that signed the certificates of all servers
 
     [[server]]
     name = "clinic"
@@ -18,6 +26,7 @@
     name = "lab"
     memory = ["1GiB", "512MiB"]     # of each of its devices
     model = "/models/olmoe.gguf"    # where this server has it, if not where the others do
+    tls = { certificate = "lab.pem", key = "lab.key" }    # likewise, all of [tls] or a part
 
     [[link]]                        # of two servers, where it differs from the others
     between = ["clinic", "lab"]
@@ -34,16 +43,19 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
+import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pyorch.cluster.tls import Tls
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sizes import Amount
 
@@ -51,6 +63,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+READS = ("faster", "last")
 
 MAX_DEVICES = 4096  # of a cluster
 
@@ -72,7 +86,8 @@ class Link:
 @dataclass(frozen=True)
 class Server:
     """memory: for experts, of each device. port: of the OpenAI endpoint; peer_port: for other servers; 0: any free.
-    model: where it has the model, None: where the cluster says."""
+    model: where it has the model, None: where the cluster says. tls: what it speaks to other servers; None: plain TCP.
+    """
 
     name: str
     memory: tuple[Amount, ...]
@@ -80,6 +95,7 @@ class Server:
     port: int = 0
     peer_port: int = 0
     model: Path | None = None
+    tls: Tls | None = None
 
     @property
     def n_devices(self) -> int:
@@ -103,7 +119,9 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a cluster.toml says. links: those that differ from the network, by two names in alphabetical order."""
+    """What a cluster.toml says. links: those that differ from the network, by two names in alphabetical order.
+    plain: what servers send each other may be read by whoever is between them. reads: servers read experts that others
+    have where that is faster than to ask."""
 
     path: Path
     servers: tuple[Server, ...]
@@ -111,6 +129,8 @@ class Cluster:
     network: Link = Link()
     links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     scheduler: Scheduler = Scheduler()
+    plain: bool = False
+    reads: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,6 +168,17 @@ class Cluster:
         """Where a server has the model. PyorchError where the file says it nowhere."""
         return server.model or self.required_model
 
+    def check_privacy(self) -> None:
+        """PyorchError where servers of several machines would speak to each other without TLS, and nobody has said that
+        they may."""
+        for server in self.servers:
+            if server.tls is None and not self.plain and not _is_loopback(server.address):
+                raise PyorchError(
+                    f"{self.path}: server {server.name} is at {server.address}, and what servers send each other, the "
+                    "cluster's token too, could be read on the way: name certificates under [tls], or say "
+                    "`plain = true` under [network] where nobody else listens"
+                )
+
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Reads a cluster.toml. FormatError, with the place in the file, for what is missing or cannot be."""
@@ -162,14 +193,21 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
         raise FormatError(f"{path} is not TOML: {error}") from None
     top = _Table(values, str(path))
     model = top.take("model", str, None)
-    network = _link(_Table(top.take("network", dict, {}), f"{path}: [network]"), Link())
-    servers = tuple(_server(value, f"{path}: [[server]] {i + 1}", path.parent)
+    read = top.take("read", str, READS[0])
+    if read not in READS:
+        raise FormatError(f'{path}: read is {_show(read)}, not {" or ".join(map(_show, READS))}')
+    table = _Table(top.take("network", dict, {}), f"{path}: [network]")
+    plain = table.take("plain", bool, False)
+    network = _link(table, Link())
+    files = _tls_files(top.take("tls", dict, {}), f"{path}: [tls]", path.parent)
+    servers = tuple(_server(value, f"{path}: [[server]] {i + 1}", path.parent, files)
                     for i, value in enumerate(top.take("server", list)))
     _check(servers, path)
     links = _links(top.take("link", list, []), network, servers, path)
     scheduler = _scheduler(_Table(top.take("scheduler", dict, {}), f"{path}: [scheduler]"), path.parent)
     top.finish()
-    return Cluster(path, servers, None if model is None else path.parent / model, network, links, scheduler)
+    return Cluster(path, servers, None if model is None else path.parent / model, network, links, scheduler,
+                   plain=plain, reads=read == READS[0])
 
 
 class _Table:
@@ -205,13 +243,15 @@ class _Table:
 
     def finish(self) -> None:
         for key in self._left:
-            raise FormatError(f'{self.where}: "{key}" is not known: {", ".join(self._known)} are')
+            close = difflib.get_close_matches(key, self._known, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise FormatError(f'{self.where}: "{key}" is not known: {hint}{", ".join(self._known)} are')
 
 
 _KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "a table", bool: "true or false"}
 
 
-def _server(value: Any, where: str, directory: Path) -> Server:
+def _server(value: Any, where: str, directory: Path, tls: Mapping[str, Path]) -> Server:
     table = _Table(value, where)
     name = table.take("name", str)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
@@ -222,9 +262,25 @@ def _server(value: Any, where: str, directory: Path) -> Server:
     model = table.take("model", str, None)
     server = Server(name, _memory(table), address, table.take_whole("port", 0, 65535, Server.port),
                     table.take_whole("peer_port", 0, 65535, Server.peer_port),
-                    None if model is None else directory / model)
+                    None if model is None else directory / model,
+                    _tls(dict(tls) | _tls_files(table.take("tls", dict, {}), f"{where}: tls", directory), where))
     table.finish()
     return server
+
+
+def _tls_files(value: Any, where: str, directory: Path) -> dict[str, Path]:
+    table = _Table(value, where)
+    names = {one.name: table.take(one.name, str, None) for one in fields(Tls)}
+    table.finish()
+    return {name: (directory / text).absolute() for name, text in names.items() if text is not None}
+
+
+def _tls(files: Mapping[str, Path], where: str) -> Tls | None:
+    for one in fields(Tls):
+        if files and one.name not in files:
+            needed = ", ".join(one.name for one in fields(Tls))
+            raise FormatError(f"{where}: tls names no {one.name}: it needs {needed}")
+    return Tls(**files) if files else None
 
 
 def _memory(table: _Table) -> tuple[Amount, ...]:
@@ -298,6 +354,9 @@ def _check(servers: tuple[Server, ...], path: Path) -> None:
         raise FormatError(f"{path} has no server: each has a table [[server]]")
     if sum(server.n_devices for server in servers) > MAX_DEVICES:
         raise FormatError(f"{path} has more than {MAX_DEVICES} devices")
+    if (without := [server.name for server in servers if server.tls is None]) and len(without) < len(servers):
+        raise FormatError(f"{path}: server {without[0]} has no tls, and others have: name its certificate, or that of "
+                          "all under [tls]")
     names, endpoints = set(), set()
     for server in servers:
         if server.name in names:
@@ -307,6 +366,14 @@ def _check(servers: tuple[Server, ...], path: Path) -> None:
             if port and (server.address, port) in endpoints:
                 raise FormatError(f"{path}: port {port} of {server.address} is named twice")
             endpoints.add((server.address, port))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def _pair(one: str, other: str) -> tuple[str, str]:

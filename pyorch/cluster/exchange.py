@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.tls import Tls
+from pyorch.cluster.tunnel import Tunnel
 from pyorch.errors import PyorchError
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.remote import HERE, LOOPBACK, Peer
@@ -30,17 +32,27 @@ class Exchange:
     Args:
         engine: whose model has a context. name: of this server in placements.
         token: of the cluster. model: fingerprint of the model (pyorch.sidecars.container.fingerprint).
+        tls: spoken to all others; None: plain TCP. PyorchError where a certificate cannot be used. Then close() ends the
+            process that speaks it; so does the end of this one.
     """
 
-    def __init__(self, engine: Engine, name: str, token: str, model: str) -> None:
+    def __init__(self, engine: Engine, name: str, token: str, model: str, tls: Tls | None = None) -> None:
         self._engine, self._name, self._token, self._model = engine, name, token, model
+        self.tunnel = None if tls is None else Tunnel(tls)
         self._met: dict[str, _Met] = {}
         self._placement: Placement | None = None
         self._changing = threading.Lock()
 
     def listen(self, address: str = LOOPBACK, port: int = 0, n_threads: int = 1) -> int:
         """Computes for others from now on; returns the port. n_threads: that compute for them."""
-        return self._engine.listen(self._token, self._model, address, port, n_threads)
+        if self.tunnel is None:
+            return self._engine.listen(self._token, self._model, address, port, n_threads)
+        return self.tunnel.listen(address, port, self._engine.listen(self._token, self._model, LOOPBACK, 0, n_threads))
+
+    def close(self) -> None:
+        """Speaks TLS to nobody any more."""
+        if self.tunnel is not None:
+            self.tunnel.close()
 
     def meet(self, name: str, address: str, port: int, timeout: float = 2.0) -> None:
         """Another server is there, from now on or at another place. PyorchError where it cannot be joined.
@@ -54,7 +66,7 @@ class Exchange:
                 self._engine.peer(before.number).joined
             ):
                 return
-            number = self._engine.connect(address, port, self._token, self._model, timeout)
+            number = self._connect(address, port, timeout)
             self._met[name] = _Met(address, port, number)
             self._place()
             if before is not None:
@@ -105,6 +117,17 @@ class Exchange:
         """What is known of those that were met."""
         with self._changing:
             return [self._engine.peer(met.number) for met in self._met.values()]
+
+    def _connect(self, address: str, port: int, timeout: float) -> int:
+        if self.tunnel is None:
+            return self._engine.connect(address, port, self._token, self._model, timeout)
+        before = self.tunnel.n_errors
+        try:
+            inner = self.tunnel.port_to(address, port)
+            return self._engine.connect(LOOPBACK, inner, self._token, self._model, timeout)
+        except PyorchError as error:
+            why = self.tunnel.error_after(before) or str(error)
+            raise PyorchError(f"server {address}:{port} cannot be joined by TLS: {why}") from None
 
     def _place(self, layers: Collection[int] | None = None) -> None:
         """layers: indices; None: all."""

@@ -30,7 +30,9 @@ class Job:
 
     name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers. peers:
     where those do that for it, address and port by name. settings: texts, as pyorch.serve takes them. flags: of
-    llama-server. placement: the plan that it begins with, as Placement.to_fields() has it; empty without one.
+    llama-server. placement: the plan that it begins with, as Placement.to_fields() has it; empty without one. tls: what
+    it speaks to the others, as Tls.to_fields() has it; empty: plain TCP. reads: it reads experts that others have where
+    that is faster than to ask.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Job:
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     placement: Mapping[str, Any] = field(default_factory=dict)
+    tls: Mapping[str, str] = field(default_factory=dict)
+    reads: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,9 @@ class Counters:
     pid: of the process with the model. pinned: experts of the plan that stay in memory. activations: rows times experts
     that its routers selected, wherever they were computed. sent: of them, those that
     other servers were asked for; fallback: of them, those that no server answered; waited_ns: for answers, when its own
-    experts were done. served: rows times experts that it computed for others, in
-    so many messages and so long; stalled_ns: that its own layers waited for reads.
+    experts were done; read: that none was asked for, because reading their experts was estimated to be faster. served:
+    rows times experts that it computed for others, in so many messages and so long; stalled_ns: that its own layers
+    waited for reads.
     """
 
     pid: int
@@ -99,6 +104,7 @@ class Counters:
     sent: int = 0
     fallback: int = 0
     waited_ns: int = 0
+    read: int = 0
     served: int = 0
     served_messages: int = 0
     served_ns: int = 0

@@ -27,6 +27,7 @@ from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
 from pyorch.cluster.server import start_server, stop_servers
 from pyorch.cluster.state import Running
+from pyorch.cluster.tls import Tls
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
@@ -70,6 +71,8 @@ def brought_up(
     if placement is not None and set(placement.servers) != set(cluster.names):
         raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
                           f"{', '.join(cluster.names)}")
+    if placement is not None:
+        cluster.check_privacy()
     setting = _setting(cluster) if placement is not None and cluster.scheduler.enabled else None
     with contextlib.ExitStack() as connection:
         with state.locked(cluster.path):
@@ -254,13 +257,15 @@ def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECO
 
 
 def examine(
-    model: str, address: str, port: int, peer_port: int, memory: Sequence[Any],
+    model: str, address: str, port: int, peer_port: int, memory: Sequence[Any], tls: Tls | None = None,
 ) -> Examined | str:
     """Looks whether a server could run here: a sentence says why not.
 
     memory: of each device, an Amount of all experts.
     """
     try:
+        if tls is not None:
+            tls.check(address)
         with ModelMap(model) as model_map:
             info = model_map.info
             budget = sum(amount.of(info.slots_bytes) for amount in memory)
@@ -271,9 +276,10 @@ def examine(
         return str(error)
 
 
-def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, int, tuple]:
+def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, int, tuple, Tls | None]:
     """The arguments of examine()."""
-    return str(cluster.model_of(server).resolve()), server.address, server.port, server.peer_port, server.memory
+    return (str(cluster.model_of(server).resolve()), server.address, server.port, server.peer_port, server.memory,
+            server.tls)
 
 
 def _examined(server: Server, found: Examined | str) -> Examined:
@@ -312,6 +318,7 @@ def _jobs(
             server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
             found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
             {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), fields,
+            tls=server.tls.to_fields() if server.tls else {}, reads=cluster.reads,
         )
         for server in cluster.servers
     ]

@@ -245,7 +245,7 @@ class Server:
         with contextlib.suppress(OSError):
             channel.send({
                 "name": job.name, "peer_port": job.peer_port, "peers": dict(job.peers),
-                "placement": dict(job.placement),
+                "placement": dict(job.placement), "tls": dict(job.tls), "reads": job.reads,
                 "token": job.membership.token, "fingerprint": job.membership.fingerprint,
                 "model": job.model, "budget": job.budget,
                 "address": job.address, "port": job.port, "restarted": _was_restarted(), "settings": dict(job.settings),

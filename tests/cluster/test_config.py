@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from pyorch.cluster import config
 from pyorch.cluster.config import read_cluster
+from pyorch.cluster.tls import Tls
 from pyorch.errors import FormatError, PyorchError
 
 WHOLE = """
@@ -68,6 +69,23 @@ def test_the_text_in_the_docstring_is_an_example_that_is_read(tmp_path: Path) ->
     assert read_cluster(written(tmp_path, example)).names == ("clinic", "lab")
 
 
+def test_what_servers_say_to_each_other_is_private_or_said_not_to_be(tmp_path: Path) -> None:
+    with pytest.raises(PyorchError, match=r"server clinic is at 10.0.0.1, .* could be read on the way: .*`plain = true`"):
+        read_cluster(written(tmp_path, WHOLE)).check_privacy()
+    read_cluster(written(tmp_path, WHOLE.replace("10.0.0.1", "127.0.0.2"))).check_privacy()
+    read_cluster(written(tmp_path, WHOLE.replace("10.0.0.1", "localhost"))).check_privacy()
+    read_cluster(written(tmp_path, WHOLE.replace("[network]", "[network]\nplain = true"))).check_privacy()
+    files = '[tls]\ncertificate = "of/all.pem"\nkey = "/etc/all.key"\nauthority = "authority.pem"\n[network]'
+    cluster = read_cluster(written(tmp_path, WHOLE.replace("[network]", files).replace(
+        'name = "lab"', 'name = "lab"\ntls = { certificate = "lab.pem" }')))
+    cluster.check_privacy()
+    clinic, lab, _ = (server.tls for server in cluster.servers)
+    assert clinic.certificate == tmp_path / "of/all.pem" and clinic.key == Path("/etc/all.key")
+    assert (lab.certificate, lab.key, lab.authority) == (tmp_path / "lab.pem", clinic.key, clinic.authority)
+    assert Tls.of(lab.to_fields()) == lab
+    assert cluster.reads and not read_cluster(written(tmp_path, 'read = "last"\n' + WHOLE)).reads
+
+
 def test_little_has_to_be_said(tmp_path: Path) -> None:
     cluster = read_cluster(written(tmp_path, '[[server]]\nname = "a"\nmemory = "1GiB"\n'))
     assert cluster.link("a", "b") == config.Link() and cluster.servers[0].n_devices == 1
@@ -91,7 +109,14 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     ('memory = "40%"', 'memory = "99999999999999999999%"', 'memory "9{20}%" is more than 1 PiB, or 100 times all'),
     ("devices = 2", "devices = 0", "devices is 0, not a whole number from 1 to 4096"),
     ("devices = 2", "devices = true", "devices is True, not a whole number"),
-    ("devices = 2", "device = 2", '"device" is not known: name, address, model, memory, devices, port, peer_port are'),
+    ("devices = 2", "device = 2", r'"device" is not known: did you mean devices\? name, address, model, memory, devices, '
+                                  'port, peer_port, tls are'),
+    ("[network]", 'read = "always"\n[network]', 'read is "always", not "faster" or "last"'),
+    ("[network]", "[network]\nplain = 1", "plain is 1, not true or false"),
+    ("[network]", '[tls]\ncertificate = "a"\n[network]', r"1: tls names no key: it needs certificate, key, authority"),
+    ("[network]", '[tls]\ncertificates = "a"\n[network]', r'tls\]: "certificates" is not known: did you mean certificate\?'),
+    ('name = "lab"', 'name = "lab"\ntls = { certificate = "a", key = "b", authority = "c" }',
+     "server clinic has no tls, and others have"),
     ('["1GiB", "10%"]', '["1GiB"]\ndevices = 2', "memory names 1 devices, where there are 2"),
     ("port = 8080", "port = 99999", "port is 99999, not a whole number from 0 to 65535"),
     ("port = 8080", "port = 9080", "port 9080 of 10.0.0.1 is named twice"),
@@ -101,7 +126,8 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     ('["lab", "clinic"]', '["lab", "lab"]', "not two of the servers"),
     ('[[link]]', '[[link]]\nbetween = ["clinic", "lab"]\n[[link]]', r"link\]\] 2: there is another link between"),
     ("[[server]]", "[server", "is not TOML"),
-    ("[network]", "[net]", '"net" is not known: model, network, server, link, scheduler are'),
+    ("[network]", "[net]",
+     r'"net" is not known: did you mean network\? model, read, network, tls, server, link, scheduler are'),
 ])
 def test_a_mistake_is_a_sentence_with_its_place(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     assert old in WHOLE

@@ -29,6 +29,14 @@ from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
 
+CERTIFICATES = Path(__file__).parents[1] / "fixtures/certificates"
+
+
+def tls(certificate: str = "server") -> str:
+    """Tests of the tunnel say what these are."""
+    files = {"certificate": f"{certificate}.pem", "key": f"{certificate}.key", "authority": "authority.pem"}
+    return "[tls]\n" + "".join(f'{what} = "{CERTIFICATES / name}"\n' for what, name in files.items())
+
 
 def _heed_ctrl_c() -> None:
     """What runs in the background of a shell ignores it."""
@@ -47,8 +55,10 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def cluster(small_moe: Path, private_state: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One with a plan that gives each server half of each layer's experts, more than the memory of a holds."""
+    """One with a plan that gives each server half of each layer's experts, more than the memory of a holds, and with
+    TLS between servers."""
     config = write_config(tmp_path_factory.mktemp("cluster"), small_moe)
+    config.write_text(config.read_text() + tls())
     device = np.full((2, 8, 64), ABSENT, np.int16)
     device[0, :, :32] = device[1, :, 32:] = 0
     plan = config.with_name("plan.json")
@@ -300,6 +310,9 @@ def test_what_cannot_serve_is_refused_before_ray_starts(
     assert "server b: budget 1 KiB is below the floor" in refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
     assert "server b: cannot listen on 192.0.2.77 port 0: " in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\naddress = "192.0.2.77"\n')
+    assert "server a: the certificate " in (expired := refused(a + tls("past"))) and "has expired" in expired
+    assert f"server a: the key {CERTIFICATES}/nothing.key cannot be read" in \
+        refused(a + tls().replace("server.key", "nothing.key"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"server b: cannot listen on 127.0.0.1 port {port}: Address already in use" in \

@@ -1,0 +1,170 @@
+"""TLS around the connections of a server's engine, which are plain: a process beside it, that nobody else can reach.
+
+    engine --plain, loopback--> tunnel process --TLS--> tunnel process of another server --plain, loopback--> its engine
+
+It is a process of its own so that neither waits for the other's interpreter. It ends with the one that owns this. When
+it dies, its connections break, which engines notice at once; it is started again, with the same ports: those belong to
+the owner, so that nobody else can take them, and be told the token, meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from pyorch.cluster.tls import Tls
+from pyorch.errors import PyorchError
+
+PROGRAM = "pyorch.cluster.tunnel_process"
+_LOOPBACK = "127.0.0.1"
+_PAUSE_SECONDS = 0.25, 8.0  # before it is started again: the longer the more often it died soon
+_SOON_SECONDS = 10.0
+_END_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One port of the tunnel, and where what connects to it is led. secure: who connects speaks TLS. name: that the
+    certificate of who is there must bear."""
+
+    listening: socket.socket
+    secure: bool
+    name: str
+    address: str
+    port: int
+
+
+class Tunnel:
+    """Of one server. May be used by several threads. PyorchError, by file, where its certificate cannot be used."""
+
+    def __init__(self, tls: Tls) -> None:
+        for listens in (True, False):
+            tls.context(listens=listens)
+        self._tls = tls
+        self._ways: list[_Way] = []
+        self._changing = threading.Lock()
+        self._closed = threading.Event()
+        self._said = threading.Condition()
+        self._error, self._n_errors = "", 0
+        self._process, self._channel = self._start()
+        self._keeper = threading.Thread(target=self._keep, daemon=True)
+        self._keeper.start()
+
+    @property
+    def pid(self) -> int:
+        """Of its process, now."""
+        return self._process.pid
+
+    @property
+    def error(self) -> str:
+        """Why a connection failed last, "" if none did."""
+        return self._error
+
+    @property
+    def n_errors(self) -> int:
+        """That there were."""
+        return self._n_errors
+
+    def error_after(self, n_errors: int, seconds: float = 0.5) -> str:
+        """The next one after so many, which may still be on its way; "" if none comes."""
+        with self._said:
+            return self._error if self._said.wait_for(lambda: self._n_errors > n_errors, seconds) else ""
+
+    def listen(self, address: str, port: int, to_port: int) -> int:
+        """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one.
+
+        PyorchError where nobody can listen there.
+        """
+        return self._open(address, port, True, "", _LOOPBACK, to_port)
+
+    def port_to(self, address: str, port: int) -> int:
+        """The port of the loopback interface from which TLS leads to another server."""
+        try:
+            found = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError as error:
+            raise PyorchError(f"{address} is no address: {error.strerror}") from None
+        for way in list(self._ways):
+            if not way.secure and (way.name, way.address, way.port) == (address, found, port):
+                return way.listening.getsockname()[1]
+        return self._open(_LOOPBACK, 0, False, address, found, port)
+
+    def close(self) -> None:
+        """Ends the process and all connections."""
+        self._closed.set()
+        with self._changing:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)  # which both ends hear
+            for way in self._ways:
+                way.listening.close()
+            self._ways.clear()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._keeper.join()
+        self._channel.close()
+
+    def _open(self, host: str, port: int, secure: bool, name: str, address: str, to_port: int) -> int:
+        try:
+            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listening = socket.create_server(where[:2], family=family, backlog=64)
+        except OSError as error:
+            raise PyorchError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
+        way = _Way(listening, secure, name, address, to_port)
+        with self._changing:
+            self._ways.append(way)
+            self._tell(way)
+        return listening.getsockname()[1]
+
+    def _start(self) -> tuple[subprocess.Popen, socket.socket]:
+        # Packets keep a message and the descriptor in it together.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen([sys.executable, "-m", PROGRAM, str(theirs.fileno())], stdin=subprocess.DEVNULL,
+                                       pass_fds=(theirs.fileno(),), start_new_session=True)
+        ours.sendall(json.dumps(self._tls.to_fields()).encode())
+        return process, ours
+
+    def _tell(self, way: _Way) -> None:
+        fields = {"secure": way.secure, "name": way.name, "address": way.address, "port": way.port}
+        message = json.dumps(fields).encode()
+        with contextlib.suppress(OSError):  # it has just died: the next one is told of all ways
+            socket.send_fds(self._channel, [message], [way.listening.fileno()])
+
+    def _keep(self) -> None:
+        """Hears what the process says, and starts another one when it ends."""
+        began, pause = time.monotonic(), _PAUSE_SECONDS[0]
+        while not self._closed.is_set():
+            try:
+                said = self._channel.recv(1 << 16)
+            except OSError:
+                said = b""
+            if said:
+                self._note(said.decode(errors="replace"))
+                continue
+            self._process.wait()
+            soon = time.monotonic() - began < _SOON_SECONDS
+            pause = min(2 * pause, _PAUSE_SECONDS[1]) if soon else _PAUSE_SECONDS[0]
+            if self._closed.wait(pause):
+                return
+            began = time.monotonic()
+            self._note("the process that speaks TLS has died, and was started again")
+            with self._changing:
+                if self._closed.is_set():
+                    return
+                self._channel.close()
+                with contextlib.suppress(OSError):
+                    self._process, self._channel = self._start()
+                    for way in self._ways:
+                        self._tell(way)
+
+    def _note(self, error: str) -> None:
+        with self._said:
+            self._error, self._n_errors = error, self._n_errors + 1
+            self._said.notify_all()

@@ -1,0 +1,350 @@
+"""TLS between servers: who is let in, what is carried, and what becomes of a tunnel that dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from models import assert_same_bits, small_model
+from processes import HANG_SECONDS
+
+from pyorch.cluster.exchange import Exchange
+from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.tls import Tls
+from pyorch.cluster.tunnel import Tunnel
+from pyorch.errors import PyorchError
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.sidecars.container import fingerprint
+
+# Made by scripts/make_certificates.py: server for 127.0.0.1, elsewhere for another address, past for a month of 2020,
+# and other/ by an authority that says the same of itself.
+CERTIFICATES = Path(__file__).parents[1] / "fixtures/certificates"
+
+
+def tls_of(name: str = "server", key: str = "", authority: str = "authority") -> Tls:
+    return Tls(CERTIFICATES / f"{name}.pem", CERTIFICATES / f"{key or name}.key", CERTIFICATES / f"{authority}.pem")
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + HANG_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def echo() -> Iterator[int]:
+    """The port of one that sends back what it is sent, and ends when the other end does."""
+    def answer(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@contextlib.contextmanager
+def tunnel(tls: Tls | None = None) -> Iterator[Tunnel]:
+    made = Tunnel(tls or tls_of())
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Tunnel, Tunnel, int, int]]:
+    """Two tunnels, from one to the other and to an echo; the port that leads there, and the one with TLS between."""
+    with echo() as port, tunnel() as ours, tunnel() as theirs:
+        between = theirs.listen("127.0.0.1", 0, port)
+        yield ours, theirs, ours.port_to("127.0.0.1", between), between
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=HANG_SECONDS)
+
+
+def everything(connection: socket.socket) -> bytes:
+    """That comes until the end, whichever way that comes."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := connection.recv(1 << 16):
+            data += piece
+    return data
+
+
+def test_what_goes_in_comes_out_and_the_end_comes_behind_it(pair):
+    _, _, port, _ = pair
+    data = np.random.default_rng(0).bytes(3_000_001)  # more than any buffer on the way
+    with connected(port) as connection, connected(port) as idle:
+        sending = threading.Thread(target=lambda: (connection.sendall(data), connection.shutdown(socket.SHUT_WR)))
+        sending.start()
+        assert everything(connection) == data
+        sending.join()
+        for size in (1, 100, 16384, 16385, 70000):
+            idle.sendall(data[:size])
+            got = b""
+            while len(got) < size:
+                got += idle.recv(size)
+            assert got == data[:size]
+
+
+def test_between_tunnels_nothing_is_readable():
+    """Not even by one who carries it."""
+    secret = b"the cluster's token " * 100
+    seen: list[bytes] = []
+    with echo() as port, tunnel() as ours, tunnel() as theirs, socket.create_server(("127.0.0.1", 0)) as relay:
+        between = theirs.listen("127.0.0.1", 0, port)
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    seen.append(data)
+                    target.sendall(data)
+
+        def relayed() -> None:
+            with relay.accept()[0] as one, connected(between) as other:
+                back = threading.Thread(target=carry, args=(other, one))
+                back.start()
+                carry(one, other)
+                other.shutdown(socket.SHUT_WR)
+                back.join()
+
+        thread = threading.Thread(target=relayed)
+        thread.start()
+        with connected(ours.port_to("127.0.0.1", relay.getsockname()[1])) as connection:
+            connection.sendall(secret)
+            connection.shutdown(socket.SHUT_WR)
+            assert everything(connection) == secret
+        thread.join()
+    assert sum(map(len, seen)) > 2 * len(secret) and b"token" not in b"".join(seen)
+
+
+@pytest.mark.parametrize(("tls", "sentence"), [
+    (tls_of("other/server", authority="other/authority"), "certificate verify failed|self.signed certificate"),
+    (tls_of("other/server"), "unable to get local issuer certificate"),
+    (tls_of("server", authority="other/authority"), "self.signed certificate|unable to get"),
+    (tls_of("past"), "certificate expired"),
+])
+def test_who_is_not_of_the_same_authority_is_refused_by_one_end_or_the_other(pair, tls, sentence):
+    _, theirs, _, between = pair
+    with tunnel(tls) as stranger:
+        with connected(stranger.port_to("127.0.0.1", between)) as connection:
+            connection.sendall(b"let me in")
+            assert everything(connection) == b""
+        assert stranger.error_after(0, HANG_SECONDS) and theirs.error_after(0, HANG_SECONDS)
+        said = f"{stranger.error}; {theirs.error}"
+        assert f"127.0.0.1:{between}" in stranger.error and "who connects from 127.0.0.1:" in theirs.error
+        assert re.search(sentence, said), said
+
+
+def test_a_certificate_of_another_address_is_not_believed():
+    with echo() as port, tunnel() as ours, tunnel(tls_of("elsewhere")) as theirs:
+        between = theirs.listen("127.0.0.1", 0, port)
+        with connected(ours.port_to("127.0.0.1", between)) as connection:
+            assert everything(connection) == b""
+        assert "IP address mismatch" in ours.error_after(0, HANG_SECONDS)
+
+
+def test_who_speaks_no_tls_or_shows_no_certificate_or_an_older_version_is_cut_off(pair):
+    _, theirs, port, between = pair
+    for data in (b"GET / HTTP/1.1\r\n\r\n", b"PYEX" + bytes(100), bytes(5000), b"\x16\x03\x01\xff\xff" + bytes(70000)):
+        before = theirs.n_errors
+        with connected(between) as connection:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(data)
+            everything(connection)
+        assert "who connects from 127.0.0.1:" in theirs.error_after(before, HANG_SECONDS)
+    for most in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
+        context = ssl.create_default_context(cafile=str(CERTIFICATES / "authority.pem"))
+        context.maximum_version = most
+        before = theirs.n_errors
+        with connected(between) as connection, pytest.raises(OSError):
+            with context.wrap_socket(connection, server_hostname="127.0.0.1") as secure:
+                secure.sendall(b"1")
+                if not secure.recv(1):
+                    raise ConnectionError
+        assert theirs.error_after(before, HANG_SECONDS)
+    with connected(port) as connection:  # the others are carried as before
+        connection.sendall(b"still there")
+        connection.shutdown(socket.SHUT_WR)
+        assert everything(connection) == b"still there"
+
+
+def test_who_says_nothing_is_cut_off_and_holds_nobody_up(pair):
+    _, theirs, port, between = pair
+    with connected(between) as silent:
+        with connected(port) as connection:
+            connection.sendall(b"1")
+            assert connection.recv(1) == b"1"
+        assert everything(silent) == b""
+    assert "nothing came of the connection" in theirs.error
+
+
+def test_a_tunnel_that_is_killed_breaks_its_connections_and_is_there_again_at_its_ports(pair):
+    ours, _, port, _ = pair
+    with connected(port) as connection:
+        connection.sendall(b"1")
+        assert connection.recv(1) == b"1"
+        first = ours.pid
+        os.kill(first, signal.SIGKILL)
+        assert everything(connection) == b""
+    with connected(port) as connection:
+        connection.sendall(b"2")
+        assert connection.recv(1) == b"2"
+    assert ours.pid != first
+
+
+def test_a_tunnel_ends_with_its_owner():
+    program = ("import sys; from pathlib import Path; from pyorch.cluster.tls import Tls\n"
+               "from pyorch.cluster.tunnel import Tunnel\n"
+               "tunnel = Tunnel(Tls(*map(Path, sys.argv[1:]))); print(tunnel.pid, flush=True); sys.stdin.read()")
+    files = [CERTIFICATES / name for name in ("server.pem", "server.key", "authority.pem")]
+    process = subprocess.Popen([sys.executable, "-c", program, *files], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pid = int(process.stdout.readline())
+    os.kill(pid, 0)
+    process.kill()
+    process.communicate()
+
+    def is_gone() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
+        except OSError:
+            return True
+
+    wait_until(is_gone)
+
+
+def test_certificates_that_cannot_be_used_are_refused_in_a_sentence(tmp_path):
+    tls_of().check("127.0.0.1")
+    tls_of().check("localhost")
+    with_password = CERTIFICATES / "password.key"  # the server's
+    text = tmp_path / "text"
+    text.write_text("no certificate")
+    server, key, authority = (CERTIFICATES / name for name in ("server.pem", "server.key", "authority.pem"))
+    for tls, address, sentence in (
+        (tls_of("absent"), "127.0.0.1", "the certificate .*absent.pem cannot be read: No such file"),
+        (Tls(server, tmp_path, authority), "127.0.0.1", "the key .* cannot be read: Is a directory"),
+        (Tls(server, key, text), "127.0.0.1", "the authority .*text is no certificate"),
+        (Tls(text, key, authority), "127.0.0.1", "are not both of the format PEM"),
+        (Tls(server, text, authority), "127.0.0.1", "are not both of the format PEM"),
+        (tls_of("server", "elsewhere"), "127.0.0.1", "elsewhere.key is not that of the certificate .*server.pem"),
+        (Tls(server, with_password, authority), "127.0.0.1", "has a password"),
+        (tls_of(), "10.0.0.1", "server.pem does not do for 10.0.0.1: IP address mismatch"),
+        (tls_of("past"), "127.0.0.1", "past.pem does not do for 127.0.0.1: certificate has expired"),
+        (tls_of("other/server"), "127.0.0.1", "does not do for 127.0.0.1"),
+    ):
+        with pytest.raises(PyorchError, match=sentence) as error:
+            tls.check(address)
+        assert "\n" not in str(error.value)
+
+
+# Servers with engines
+
+
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture
+def servers(small_moe: Path) -> Iterator[list[tuple[Model, Exchange, int]]]:
+    """Three with TLS, which have not met: model, exchange, port."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for name in NAMES:
+            model = stack.enter_context(small_model(small_moe, "60%", prefetch="none"))
+            exchange = Exchange(model.engine, name, "token", fingerprint(model.map), tls_of())
+            stack.callback(exchange.close)
+            found.append((model, exchange, exchange.listen()))
+        yield found
+
+
+def placement_of(model: Model) -> Placement:
+    """Every expert is at b and c, none at a."""
+    layers = [(layer.il, layer.n_expert) for layer in model.map.layers]
+    device = np.zeros((len(NAMES), len(layers), layers[0][1]), np.int16)
+    device[0] = -1
+    return Placement(NAMES, *zip(*layers), device)
+
+
+def decoded(model: Model, prompt: list[int]) -> list[np.ndarray]:
+    with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
+        return [context.decode(prompt), *(context.decode([token]) for token in prompt[:3])]
+
+
+def assert_right(model: Model, resident: Model, prompt: list[int]) -> None:
+    for rows, right in zip(decoded(model, prompt), decoded(resident, prompt), strict=True):
+        assert_same_bits(rows, right)
+
+
+def test_servers_compute_for_each_other_through_tls(servers, resident, prompt_tokens):
+    (model, exchange, _), (second, _, at_second), (third, _, at_third) = servers
+    exchange.meet("b", "127.0.0.1", at_second, timeout=60)
+    exchange.meet("c", "127.0.0.1", at_third, timeout=60)
+    exchange.follow(placement_of(model))
+    assert_right(model, resident, prompt_tokens)
+    stats = model.engine.remote_stats()
+    assert stats.fallback == 0 and model.engine.stats().loads == 0
+    assert second.engine.served().slots + third.engine.served().slots == stats.slots > 0
+
+
+def test_a_server_with_certificates_of_another_authority_is_not_met(servers, small_moe):
+    (_, _, port), *_ = servers
+    with small_model(small_moe, "60%") as model:
+        stranger = Exchange(model.engine, "c", "token", fingerprint(model.map),
+                            tls_of("other/server", authority="other/authority"))
+        try:
+            with pytest.raises(PyorchError, match=f"server 127.0.0.1:{port} cannot be joined by TLS: .*certificate"):
+                stranger.meet("a", "127.0.0.1", port)
+            with pytest.raises(PyorchError, match="Connection refused"):
+                stranger.meet("a", "127.0.0.1", 1)
+        finally:
+            stranger.close()
+        with pytest.raises(PyorchError, match="closed the connection|was lost"):  # nor is one that speaks no TLS
+            model.engine.connect("127.0.0.1", port, "token", fingerprint(model.map))
+
+
+def test_a_tunnel_that_dies_or_hangs_costs_no_request(servers, resident, prompt_tokens):
+    (model, exchange, _), (_, b, at_b), (_, _, at_c) = servers
+    exchange.meet("b", "127.0.0.1", at_b, timeout=2.0)
+    exchange.follow(placement_of(model))
+    begin = time.monotonic()
+    os.kill(b.tunnel.pid, signal.SIGSTOP)
+    wait_until(lambda: not exchange.met()["b"])
+    assert time.monotonic() - begin < 3 or os.getloadavg()[0] > os.cpu_count()
+    assert_right(model, resident, prompt_tokens)
+    assert model.engine.stats().loads > 0, "experts came from the disk"
+
+    exchange.meet("c", "127.0.0.1", at_c, timeout=60)  # a replica of all of them
+    sent = model.engine.remote_stats().slots
+    assert_right(model, resident, prompt_tokens)
+    assert model.engine.remote_stats().slots > sent
+
+    os.kill(exchange.tunnel.pid, signal.SIGKILL)  # our own: nobody can be asked
+    assert_right(model, resident, prompt_tokens)
+    os.kill(b.tunnel.pid, signal.SIGCONT)
+    wait_until(lambda: all(exchange.met().values()))  # by themselves
+    assert_right(model, resident, prompt_tokens)
+
