@@ -97,7 +97,7 @@ def _write_config(args: argparse.Namespace, setup: Setup, kind: str, memory: Seq
 
 def costs_of(args: argparse.Namespace) -> Path:
     """What `pyorch cluster measure` found, in the part costs."""
-    return args.output / "costs.json"
+    return args.output / "measured-costs.json"
 
 
 def config_of(args: argparse.Namespace, setup: Setup, kind: str = "run") -> Path:
