@@ -22,7 +22,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.llama import measure
+from pyorch.llama import measure, memory
 from pyorch.llama.context import Context
 from pyorch.llama.logits import log_softmax
 from pyorch.llama.managed import ManagedModel
@@ -55,7 +55,7 @@ class Echo:
         self._managed = managed
         self._context = context
         self._computing = threading.Lock()
-        self._reserved_bytes = 0
+        self._needed: dict[int, int] = {}  # bytes of a context, by its tokens
 
     def post(self, request: Request) -> Answer | None:
         """None: llama-server's answer stands."""
@@ -94,22 +94,28 @@ class Echo:
         })
 
     def _reserve(self, n_ctx: int) -> None:
-        """Under the automatic budget, which has all memory, experts make room for the context; for the widest, once."""
-        if not self._managed.automatic:
+        """Under the automatic budget experts may have all memory there is: they give back what the context lacks."""
+        managed, engine = self._managed, self._managed.engine
+        if not managed.automatic:
             return
+        if n_ctx not in self._needed:
+            self._needed[n_ctx] = self._measure(n_ctx)
+        limit, stats = memory.memory_limit(), engine.stats()
+        promised = stats.budget_bytes - stats.used_bytes
+        lacking = self._needed[n_ctx] + memory.margin_bytes(limit) + promised - limit.free_bytes
+        if lacking > 0:
+            engine.set_budget(max(stats.budget_bytes - lacking, managed.map.info.floor_bytes))
+
+    def _measure(self, n_ctx: int) -> int:
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _N_BATCH, _N_BATCH
         params.type_k = params.type_v = llama.GGML_TYPE_F32
         params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        managed, engine = self._managed, self._managed.engine
-        with engine.capture(), measure.twin(
+        managed = self._managed
+        with managed.engine.capture(), measure.twin(
             original("llama_model_load_from_file"), managed.path, managed.params
         ) as twin:
-            needed = measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
-        if needed > self._reserved_bytes:
-            budget = engine.stats().budget_bytes - (needed - self._reserved_bytes)
-            engine.set_budget(max(budget, managed.map.info.floor_bytes))
-            self._reserved_bytes = needed
+            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
 
 
 def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:

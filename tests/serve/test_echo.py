@@ -16,6 +16,10 @@ from servers import ServerProcess, free_port, pyorch_serve
 from pyorch import load
 from pyorch.eval import arc
 from pyorch.eval.likelihood import Prompt, likelihoods
+from pyorch.llama import memory
+from pyorch.llama.managed import find
+from pyorch.llama.memory import MemoryLimit
+from pyorch.serve.echo import Echo
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 
@@ -100,6 +104,29 @@ def test_without_logprobs_only_the_text_comes(server: ServerProcess):
 def test_what_cannot_be_echoed_is_refused_in_a_sentence(server: ServerProcess, body: dict, sentence: str):
     status, answer = ask(server, "/v1/completions", {"echo": True, "logprobs": 1, "max_tokens": 0, **body})
     assert status == 400 and sentence in answer["error"]["message"]
+
+
+def test_under_the_automatic_budget_experts_make_room_only_where_memory_lacks(start, small_moe: Path):
+    port = free_port()
+    server = start(pyorch_serve(small_moe, "--port", str(port), "--threads", "1", "--ctx", "512"), port)
+    budget = server.get("/residency")["settings"]["budget"]
+    assert echo(server, PROMPT) == echo(server, PROMPT)
+    assert server.get("/residency")["settings"]["budget"] == budget, "a small model leaves enough"
+
+
+def test_experts_give_back_what_a_context_lacks_and_keep_the_least(small_moe: Path, monkeypatch: pytest.MonkeyPatch):
+    with load(small_moe, n_ctx=64, n_threads=1) as model:
+        managed, engine = find(model.llama.model), model.engine
+        judge, before = Echo(managed, lambda: 0), engine.stats()
+        needed = judge._measure(256)
+        assert managed.automatic and needed > 0
+        for lacking, left in ((4096, before.budget_bytes - 4096), (before.budget_bytes, managed.map.info.floor_bytes)):
+            limit = MemoryLimit("a test", 0, 0)
+            free = needed + memory.margin_bytes(limit) + before.budget_bytes - before.used_bytes - lacking
+            engine.set_budget(before.budget_bytes)
+            monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit("a test", 0, free))
+            judge._reserve(256)
+            assert engine.stats().budget_bytes == left
 
 
 def test_other_completions_are_those_of_llama_server(server: ServerProcess):
