@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts/upstream_server_tests.py"
-QUICK = ("test_tokenize.py", "test_ignore_eos.py")
+QUICK = ("test_tokenize.py",)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_quick_files_pass_alike(script, small_moe: Path, tmp_path: Path):
         pytest.importorskip(needed, reason=f"the tests of llama-server need {needed}: pip install '.[convert,test]'")
     plain, budget = script.compare(small_moe, "30%", QUICK, tmp_path, print)
     assert script.differences(plain, budget) == []
-    assert list(plain.values()).count("passed") >= 4, plain
+    assert list(plain.values()).count("passed") >= 2, plain
 
 
 def test_a_test_that_ends_otherwise_is_told(script):
