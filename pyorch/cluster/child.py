@@ -45,6 +45,7 @@ _METRICS = {  # of llama-server, and what they are called here
 _END_SECONDS = 10.0  # for the end of a server whose actor is gone
 _PROBE_SECONDS = 120.0  # for one request that measures
 _PROBE_LOW, _PROBE_HIGH = 100, 1000  # tokens that it is made of: whole pieces of words in any vocabulary
+_GRACE_SECONDS = 4.0  # for requests that run when it is told to end: less than the actor waits before it kills
 _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
 
 
@@ -262,7 +263,7 @@ def main() -> int:
         if job["restarted"]:
             for port in (job["port"], job["peer_port"]):
                 _wait_for_port(job["address"], port)
-        return serve(job["model"], job["budget"], job["flags"], beside=serving.attached,
+        return serve(job["model"], job["budget"], job["flags"], grace=_GRACE_SECONDS, beside=serving.attached,
                      placed=bool(job["placement"]), **job["settings"])
     except PyorchError as error:
         with contextlib.suppress(OSError):
