@@ -21,6 +21,7 @@ def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, n_threads, n_threads
     params.n_batch = params.n_ubatch = min(n_ctx, WIDE_UBATCH)
+    logs.install()  # what llama.cpp says of sizes is read, and not shown
     logs.set_quiet(True)
     try:
         with measure.twin(original("llama_model_load_from_file"), model_map.path,
