@@ -23,7 +23,9 @@ Types = gguf.GGMLQuantizationType
 class Header:
     """A GGUF without weights: tensors are added by name, type and shape, the slowest dimension first."""
 
-    def __init__(self, path: Path, arch: str, n_layers: int, n_embd: int, n_head: int, n_head_kv: int, n_ctx: int) -> None:
+    def __init__(
+        self, path: Path, arch: str, n_layers: int, n_embd: int, n_head: int, n_head_kv: int, n_ctx: int
+    ) -> None:
         self.n_layers = n_layers
         self.writer = gguf.GGUFWriter(path, arch)
         self._path, self._n_bytes = path, 0

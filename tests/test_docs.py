@@ -1,4 +1,4 @@
-"""What the documentation says is so: paths are there, links lead somewhere, commands have flags that there are, and run."""
+"""What the documentation says is so: paths and links lead somewhere, commands have flags that there are, and run."""
 
 from __future__ import annotations
 

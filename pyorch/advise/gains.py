@@ -36,8 +36,10 @@ def gains(model_map: ModelMap, estimator: Estimator, base: Estimate, compute: Co
     found = []
     if types <= _CODED:
         packed = estimator.estimate(base.budget, bandwidth=bandwidth / CODED_SHARE)
-        found.append(Gain("pack", f"pyorch pack {path} --codec auto", "experts" in there, packed.decode_rate, True, False,
-                          f"experts in 16-bit floats are read in {CODED_SHARE:.0%} of the bytes, where decoding keeps up"))
+        found.append(Gain(
+            "pack", f"pyorch pack {path} --codec auto", "experts" in there, packed.decode_rate, True, False,
+            f"experts in 16-bit floats are read in {CODED_SHARE:.0%} of the bytes, where decoding keeps up",
+        ))
     else:
         found.append(Gain("pack", f"pyorch pack {path}", "experts" in there, base.decode_rate, False, False,
                           "quantized experts do not shrink; a pack adds checksums, and one read for each expert"))

@@ -62,14 +62,15 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_settings(parser, "budget", "n_threads", lists=("budget",),
                  defaults={"budget": ",".join(f"{share}%" for share in _SHARES) + ", and what memory leaves"})
     parser.add_argument("--trace", type=Path, metavar="FILE",
-                        help="what the routers decided, of pyorch profile (default: MODEL.trace if it is there, else the "
-                             "use counts in MODEL.maps.gguf, else an assumption)")
+                        help="what the routers decided, of pyorch profile (default: MODEL.trace if it is there, else "
+                             "the use counts in MODEL.maps.gguf, else an assumption)")
     parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
                         help="leave memory for a context of N tokens (default: 4096)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
                         help="the time to the first token is that of a prompt of N tokens (default: 512)")
     parser.add_argument("--memory", metavar="SIZE",
-                        help="advise for a machine with so much free memory, such as 16GiB (default: what is free here)")
+                        help="advise for a machine with so much free memory, such as 16GiB (default: what is free "
+                             "here)")
     parser.add_argument("--read-bandwidth", metavar="RATE", help="speed of the disk, such as 3GB/s (default: measured)")
     parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are in memory (default: measured on small models "
@@ -232,12 +233,15 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
 
     how = {"kept": "measured before", "measured": "measured now", "probe": "measured on a file beside the model",
            "given": "as given"}
-    left = "too little for any expert" if advice.auto_bytes is None else f"{format_bytes(advice.auto_bytes)} for experts"
+    left = "too little for any expert"
+    if advice.auto_bytes is not None:
+        left = f"{format_bytes(advice.auto_bytes)} for experts"
     facts = [
         ("model", f"{advice.model} ({advice.arch})"),
         ("disk", f"{advice.disk.bytes_per_second / 1e9:.2f} GB/s ({how[advice.disk.how]})"),
-        ("computing", f"{1 / advice.compute.decode_seconds:.1f} tok/s decoded, {1 / advice.compute.prefill_seconds:.0f} "
-                      f"tok/s of a prompt, with all experts in memory, on {advice.n_threads} threads"),
+        ("computing", f"{1 / advice.compute.decode_seconds:.1f} tok/s decoded, "
+                      f"{1 / advice.compute.prefill_seconds:.0f} tok/s of a prompt, with all experts in memory, on "
+                      f"{advice.n_threads} threads"),
         ("memory", f"{format_bytes(advice.memory.free_bytes)} free ({advice.memory.source}); a context of "
                    f"{advice.n_ctx} tokens needs {format_bytes(advice.context_bytes)}, which leaves {left}"),
         ("routing", advice.routing),

@@ -205,8 +205,11 @@ def test_mistakes_are_told_before_anything_is_measured(
 
 def test_the_memory_of_a_context_is_what_llama_cpp_says_and_its_log_is_not_shown(small_moe: Path) -> None:
     """In a process in which nothing else has read llama.cpp's log."""
-    program = ("import sys; from pyorch.advise.memory import context_bytes; from pyorch.runtime.model_map import ModelMap\n"
-               "with ModelMap(sys.argv[1]) as model_map: print(context_bytes(model_map, 512, 1) - model_map.kv_bytes(512))")
+    program = (
+        "import sys\nfrom pyorch.advise.memory import context_bytes\nfrom pyorch.runtime.model_map import ModelMap\n"
+        "with ModelMap(sys.argv[1]) as model_map:\n"
+        "    print(context_bytes(model_map, 512, 1) - model_map.kv_bytes(512))"
+    )
     done = subprocess.run([sys.executable, "-c", program, str(small_moe)], capture_output=True, text=True,
                           timeout=HANG_SECONDS)
     assert done.stderr == "" and int(done.stdout) > 1 << 20  # compute buffers, beside the cache
