@@ -27,6 +27,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.recorder import profile
+from pyorch.traces.replay import ReplaySettings, replay
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,6 +116,16 @@ def test_a_made_up_routing_takes_different_experts_and_likes_popular_ones() -> N
     assert experts.shape == (300, 3, 4)
     assert all(len(set(chosen)) == 4 for chosen in experts.reshape(-1, 4).tolist())
     assert (experts < 8).mean() > 0.6
+
+
+def test_the_assumed_routing_is_hit_about_as_often_as_a_real_one(small_moe: Path) -> None:
+    """Within 3 points of what the default policy hits on this model's held-out text (docs/eviction.md)."""
+    with ModelMap(small_moe) as model_map:
+        assumed = routing_of(model_map, None)
+        assert not assumed.observed and "assumed" in assumed.source
+        for budget, measured in (("25%", 0.594), ("40%", 0.752), ("60%", 0.895)):
+            settings = ReplaySettings(budget=budget, read_bandwidth=1e7, n_warm_tokens=544, as_decode=False)
+            assert abs(replay(model_map, assumed.recording, settings).hit_rate - measured) < 0.03
 
 
 def test_estimates_grow_with_the_budget_and_end_at_the_resident_speed(tmp_path: Path, headers) -> None:
