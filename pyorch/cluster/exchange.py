@@ -32,7 +32,7 @@ class Exchange:
     Args:
         engine: whose model has a context. name: of this server in placements.
         token: of the cluster. model: fingerprint of the model (pyorch.sidecars.container.fingerprint).
-        tls: spoken to all others; None: plain TCP. PyorchError where a certificate cannot be used. Then close() ends the
+        tls: spoken to all others; None: plain TCP. PyorchError where a certificate cannot be used. close() ends the
             process that speaks it; so does the end of this one.
     """
 
