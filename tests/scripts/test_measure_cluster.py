@@ -51,7 +51,7 @@ def test_who_is_not_root_is_told_so(monkeypatch, capsys, tmp_path):
 def test_an_unknown_part_is_told_so(capsys):
     with pytest.raises(SystemExit) as error:
         measure_cluster.main(["model.gguf", "-o", "out", "--parts", "placements,all"])
-    assert error.value.code == 2 and '--parts: "all" is not known: placements, disk, ' in capsys.readouterr().err
+    assert error.value.code == 2 and '--parts: "all" is not known: costs, placements, ' in capsys.readouterr().err
 
 
 def test_prompts_that_are_asked_were_not_known(tmp_path):
