@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 # Only there to end a hang: no test says how fast anything is, and the machine may have much else to do.
 HANG_SECONDS = 900
+
+
+def heed_ctrl_c() -> None:
+    """A preexec_fn: what runs in the background of a shell ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

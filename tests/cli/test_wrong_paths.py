@@ -20,6 +20,8 @@ INPUTS = [
     "serve MODEL --tuned NONE",
     "convert NONE -o OUT",
     "inspect NONE",
+    "advise NONE",
+    "advise MODEL --trace NONE",
     "models list NONE",
     "models rm NONE --yes",
     "pack NONE -o OUT",

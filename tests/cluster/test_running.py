@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from clusters import Cluster, assert_nothing_is_left, needs_ray, ports_of, processes_of, wait_until, write_config
-from processes import HANG_SECONDS, pyorch, python
+from processes import HANG_SECONDS, heed_ctrl_c, pyorch, python
 
 from pyorch.cli import main
 from pyorch.cluster import local_ray, state
@@ -36,11 +36,6 @@ def tls(certificate: str = "server") -> str:
     """Tests of the tunnel say what these are."""
     files = {"certificate": f"{certificate}.pem", "key": f"{certificate}.key", "authority": "authority.pem"}
     return "[tls]\n" + "".join(f'{what} = "{CERTIFICATES / name}"\n' for what, name in files.items())
-
-
-def _heed_ctrl_c() -> None:
-    """What runs in the background of a shell ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def is_alive(pid: int) -> bool:
@@ -260,7 +255,7 @@ def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
 def test_ctrl_c_while_ray_starts_leaves_nothing(small_moe: Path, private_state: None, tmp_path: Path) -> None:
     config = write_config(tmp_path, small_moe)
     up = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "up", "--config", str(config)],
-                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=_heed_ctrl_c)
+                          stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_ctrl_c)
     wait_until(lambda: (found := state.find(config)) is not None and len(processes_of(found)) > 1)
     running = state.find(config)
     up.send_signal(signal.SIGINT)
@@ -275,7 +270,7 @@ def test_serve_says_what_happens_and_ends_everything_when_it_is_told_to(
     config, log = write_config(tmp_path, small_moe), tmp_path / "log"
     with log.open("wb") as stderr:
         serve = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "serve", "--config", str(config)],
-                                 stdout=subprocess.PIPE, stderr=stderr, preexec_fn=_heed_ctrl_c)
+                                 stdout=subprocess.PIPE, stderr=stderr, preexec_fn=heed_ctrl_c)
     try:
         table = [serve.stdout.readline() for _ in range(3)]
         assert table[1].startswith(b"a ") and table[2].startswith(b"b "), log.read_text()

@@ -17,7 +17,7 @@ from pyorch.eval import arc, method
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
+pytest.importorskip("lm_eval.api", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 N = 24

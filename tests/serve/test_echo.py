@@ -148,7 +148,7 @@ def test_the_tokenizer_is_told_as_harnesses_ask_for_it(server: ServerProcess):
 
 
 def test_the_harness_judges_a_server_as_it_judges_the_model(server: ServerProcess, small_moe: Path):
-    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
+    pytest.importorskip("lm_eval.api", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
     program = f"""
 import json, pyorch.lm_eval
 from lm_eval.api.instance import Instance
