@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +37,9 @@ from pyorch.sidecars.container import fingerprint
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
 STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # what connections are given
+FIRST_PORT = 20000  # Ray gives its workers those below
+PORTS_TRIED = 20
 
 
 @dataclass(frozen=True)
@@ -355,7 +359,19 @@ def _addresses(host: str) -> set[str]:
 def _free_ports(host: str, *ports: int) -> list[int]:
     """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
     with contextlib.ExitStack() as stack:
-        return [_probe(stack, host, port) for port in ports]
+        return [_probe(stack, host, port) if port else _any_free(stack, host) for port in ports]
+
+
+def _any_free(stack: contextlib.ExitStack, host: str) -> int:
+    """One that nobody is given without asking for it: any connection could have taken it until the server listens."""
+    try:
+        end = int(EPHEMERAL_PORTS.read_text(encoding="utf-8").split()[0])
+    except (OSError, ValueError, IndexError):
+        end = 0  # not Linux
+    for port in random.sample(range(FIRST_PORT, max(end, FIRST_PORT)), k=min(PORTS_TRIED, max(end - FIRST_PORT, 0))):
+        with contextlib.suppress(PyorchError):
+            return _probe(stack, host, port)
+    return _probe(stack, host, 0)
 
 
 def _probe(stack: contextlib.ExitStack, host: str, port: int) -> int:
