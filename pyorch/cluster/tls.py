@@ -15,6 +15,9 @@ from pyorch.errors import PyorchError
 
 _RECORD = 1 << 14
 
+# Who ends a connection says why, in an alert; but where the system resets it, that can be lost.
+ENDED = "it ended the connection without a word, as one does that does not believe our certificate, or does not serve"
+
 
 @dataclass(frozen=True)
 class Tls:
@@ -91,8 +94,8 @@ def reason_of(error: OSError) -> str:
     """Why a handshake failed, in words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message.rstrip(".")
-    if isinstance(error, (ssl.SSLEOFError, ConnectionResetError)):
-        return "it ended the connection, as one does that does not believe our certificate"
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError, BrokenPipeError)):
+        return ENDED
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, error.reason.lower().replace("_", " "))
     return error.strerror or str(error) or type(error).__name__
@@ -103,6 +106,9 @@ _REASONS = {
     "HTTP_REQUEST": "what it sends is not TLS",
     "UNSUPPORTED_PROTOCOL": "it does not speak TLS 1.3",
     "TLSV1_ALERT_UNKNOWN_CA": "it does not believe our authority",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not believe our authority",  # but knows another one of the same name
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not believe our certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has expired, it says",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
 }

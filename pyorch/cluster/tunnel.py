@@ -19,13 +19,15 @@ import time
 from dataclasses import dataclass
 
 from pyorch.cluster.tls import Tls
+from pyorch.cluster.tunnel_process import READY
 from pyorch.errors import PyorchError
 
 PROGRAM = "pyorch.cluster.tunnel_process"
+HANDSHAKE_SECONDS = 3.0
 _LOOPBACK = "127.0.0.1"
 _PAUSE_SECONDS = 0.25, 8.0  # before it is started again: the longer the more often it died soon
 _SOON_SECONDS = 10.0
-_END_SECONDS = 5.0
+_START_SECONDS, _END_SECONDS = 60.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,26 @@ class _Way:
 
 
 class Tunnel:
-    """Of one server. May be used by several threads. PyorchError, by file, where its certificate cannot be used."""
+    """Of one server, ready when it is made. May be used by several threads.
 
-    def __init__(self, tls: Tls) -> None:
+    handshake_seconds: that one may take. PyorchError, by file, where its certificate cannot be used.
+    """
+
+    def __init__(self, tls: Tls, handshake_seconds: float = HANDSHAKE_SECONDS) -> None:
         for listens in (True, False):
             tls.context(listens=listens)
-        self._tls = tls
+        self._tls, self._handshake_seconds = tls, handshake_seconds
         self._ways: list[_Way] = []
         self._changing = threading.Lock()
-        self._closed = threading.Event()
+        self._closed, self._ready = threading.Event(), threading.Event()
         self._said = threading.Condition()
         self._error, self._n_errors = "", 0
         self._process, self._channel = self._start()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         self._keeper.start()
+        if not self._ready.wait(_START_SECONDS):
+            self.close()
+            raise PyorchError("the process that speaks TLS does not start")
 
     @property
     def pid(self) -> int:
@@ -128,7 +136,8 @@ class Tunnel:
         with theirs:
             process = subprocess.Popen([sys.executable, "-m", PROGRAM, str(theirs.fileno())], stdin=subprocess.DEVNULL,
                                        pass_fds=(theirs.fileno(),), start_new_session=True)
-        ours.sendall(json.dumps(self._tls.to_fields()).encode())
+        fields = {"tls": self._tls.to_fields(), "handshake_seconds": self._handshake_seconds}
+        ours.sendall(json.dumps(fields).encode())
         return process, ours
 
     def _tell(self, way: _Way) -> None:
@@ -145,6 +154,9 @@ class Tunnel:
                 said = self._channel.recv(1 << 16)
             except OSError:
                 said = b""
+            if said == READY.encode():
+                self._ready.set()
+                continue
             if said:
                 self._note(said.decode(errors="replace"))
                 continue

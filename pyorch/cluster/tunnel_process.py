@@ -1,8 +1,9 @@
 """The process of a tunnel: takes TLS from other servers and gives TLS to them, on one thread.
 
-Its argument is the descriptor of a socket of packets. The first one says which certificates to use (Tls.to_fields), and
-each other one brings a listening socket and says where its connections are to lead. It answers with a sentence for each
-connection that came to nothing. When the socket ends, so does this process.
+Its argument is the descriptor of a socket of packets. The first one says which certificates to use (Tls.to_fields) and
+how long a handshake may take, and each other one brings a listening socket and says where its connections are to lead.
+It answers READY when it has understood the first, and then with a sentence for each connection that came to nothing.
+When the socket ends, so does this process.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from collections.abc import Callable
 
 from pyorch.cluster.tls import Tls, reason_of
 
-MAX_CONNECTIONS = 256
-HANDSHAKE_SECONDS = 3.0  # from the beginning of a connection, in which who connects must have said who it is
-LINGER_SECONDS = 1.0  # that what one end still says is carried when the other has ended
+READY = "ready"
+MAX_CONNECTIONS = 256  # that others open; those of our own have no bound but the number of servers
+LINGER_SECONDS = 1.0  # that what one end still says is carried, or thrown away, when the other has ended
+_PLAIN_SECONDS = 3.0  # to reach the engine, which is on this machine
 _BUFFER = 1 << 18
 
 # One for all: a thread empties it before it goes on.
 _buffer = memoryview(bytearray(_BUFFER))
+
+_PLAIN, _SECURE = range(2)  # the ends of a connection
 
 
 class End:
@@ -41,6 +45,7 @@ class End:
         self.closing = False  # nothing follows after what is pending
         self.events = -1  # that it is watched for, once data flows
         self.wants_write = False  # TLS has to write before it can read
+        self.broken = False
 
     def receive(self) -> memoryview:
         """What is there, as much as fits the buffer; sets ended."""
@@ -61,6 +66,9 @@ class End:
             self.wants_write = True
         except ssl.SSLEOFError:
             self.ended = True
+        except OSError:
+            self.broken = True
+            raise
         return _buffer[:n]
 
     def send(self, data: memoryview | bytes) -> None:
@@ -71,6 +79,9 @@ class End:
                 at += self.socket.send(data[at:])
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
+        except OSError:
+            self.broken = True
+            raise
         self.pending = bytes(data[at:])
 
     def flush(self) -> None:
@@ -93,12 +104,14 @@ class Connection:
 
     def __init__(self, process: Process, first: socket.socket, way: Way) -> None:
         self.process, self.way, self.first = process, way, first
-        self.deadline: float | None = time.monotonic() + HANDSHAKE_SECONDS
+        self.deadline: float | None = time.monotonic() + process.handshake_seconds
         self.name = ""
         self.ends: list[End] = []
         self.secure: socket.socket | None = None
         self.plain: socket.socket | None = None
         self.joined = False
+        self.heard = way.secure  # who connects was believed before it is carried; who is reached shows by a byte that it does
+        self.refused = False
 
     def begin(self) -> None:
         """With what was accepted, of which either end may be the one with TLS."""
@@ -143,7 +156,7 @@ class Connection:
         try:
             self.secure.do_handshake()
             if self.way.secure:
-                self.plain = socket.create_connection((self.way.address, self.way.port), timeout=HANDSHAKE_SECONDS)
+                self.plain = socket.create_connection((self.way.address, self.way.port), timeout=_PLAIN_SECONDS)
         except ssl.SSLWantReadError:
             self.process.watch(self.secure, selectors.EVENT_READ, self.shake)
         except ssl.SSLWantWriteError:
@@ -162,12 +175,15 @@ class Connection:
         source, target = self.ends[number], self.ends[1 - number]
         while not source.ended and not target.pending:
             data = source.receive()
+            self.heard = self.heard or bool(data) and number == _SECURE
             if data and not target.closing:
                 target.send(data)
             if not source.holds():
                 return
 
     def on_event(self, number: int, events: int) -> None:
+        if self.refused:
+            return
         end = self.ends[number]
         try:
             if events & selectors.EVENT_WRITE and end.pending:
@@ -177,15 +193,24 @@ class Connection:
             if events & selectors.EVENT_READ or end.wants_write:
                 self.carry(number)
         except OSError as error:
-            if isinstance(error, ssl.SSLError):
-                self.fail(error)
-            else:
-                self.close()
+            self.fail(error if isinstance(error, ssl.SSLError) else self.last_word())
             return
         self.settle()
 
+    def last_word(self) -> Exception | None:
+        """Of who was reached and broke the connection before it said anything: why, if that is still to be read."""
+        if self.heard or not self.ends[_SECURE].broken:
+            return None
+        try:
+            return None if self.ends[_SECURE].receive() else ConnectionResetError()
+        except OSError as error:
+            return error
+
     def settle(self) -> None:
         """After something has moved: what is waited for now, and whether it is over."""
+        if self.ends[_SECURE].ended and not self.heard and not self.ends[_PLAIN].ended:
+            self.fail(ConnectionResetError())
+            return
         for end, other in (self.ends, self.ends[::-1]):
             if end.ended and not other.pending and not other.closing:
                 other.end()
@@ -206,9 +231,30 @@ class Connection:
                 else:
                     self.process.forget(end.socket)
 
-    def fail(self, error: Exception) -> None:
-        self.process.say(f"{self.name}: {reason_of(error) if isinstance(error, OSError) else error}")
+    def fail(self, error: Exception | None) -> None:
+        """error: that the owner is told of."""
+        if error is not None:
+            self.process.say(f"{self.name}: {reason_of(error) if isinstance(error, OSError) else error}")
+        if isinstance(error, ssl.SSLError) and self.secure is not None and not self.refused:
+            # The alert is on its way. If what the other end goes on saying were not read, a reset would overtake that.
+            self.refused, self.deadline = True, time.monotonic() + LINGER_SECONDS
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(self.secure, socket.SHUT_WR)
+                self.process.watch(self.secure, selectors.EVENT_READ, self.throw_away)
+                if self.plain is not None:
+                    self.process.forget(self.plain)
+                    self.plain.close()
+                return
         self.close()
+
+    def throw_away(self, events: int) -> None:
+        try:
+            if not socket.socket.recv_into(self.secure, _buffer):
+                self.close()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.close()
 
     def close(self) -> None:
         for one in (self.secure, self.plain):
@@ -235,7 +281,7 @@ class Way:
             connection, _ = self.listening.accept()
         except OSError:
             return
-        if len(self.process.connections) >= MAX_CONNECTIONS:
+        if self.secure and sum(one.way.secure for one in self.process.connections) >= MAX_CONNECTIONS:
             self.process.say(f"more than {MAX_CONNECTIONS} connections")
             connection.close()
             return
@@ -247,8 +293,9 @@ class Way:
 class Process:
     """All ways and connections, and who watches their sockets."""
 
-    def __init__(self, channel: socket.socket, tls: Tls) -> None:
-        self.channel = channel
+    def __init__(self, channel: socket.socket, tls: Tls, handshake_seconds: float) -> None:
+        """handshake_seconds: from the beginning of a connection, in which who connects must have said who it is."""
+        self.channel, self.handshake_seconds = channel, handshake_seconds
         self.server, self.client = tls.context(listens=True), tls.context(listens=False)
         self.connections: set[Connection] = set()
         self._selector = selectors.DefaultSelector()
@@ -284,14 +331,17 @@ class Process:
                     key.data(events)
             now = time.monotonic()
             for connection in [one for one in self.connections if one.deadline is not None and one.deadline <= now]:
-                if not connection.joined:
-                    self.say(f"{connection.name}: nothing came of the connection in {HANDSHAKE_SECONDS:.0f} s")
+                if not connection.joined and not connection.refused:
+                    self.say(f"{connection.name}: nothing came of the connection in {self.handshake_seconds:g} s")
                 connection.close()
 
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
-    Process(channel, Tls.of(json.loads(channel.recv(1 << 16)))).run()
+    fields = json.loads(channel.recv(1 << 16))
+    process = Process(channel, Tls.of(fields["tls"]), fields["handshake_seconds"])
+    process.say(READY)
+    process.run()
 
 
 if __name__ == "__main__":

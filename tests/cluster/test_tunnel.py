@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -22,8 +23,9 @@ from processes import HANG_SECONDS
 
 from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.placement.placement import Placement
-from pyorch.cluster.tls import Tls
+from pyorch.cluster.tls import ENDED, Tls
 from pyorch.cluster.tunnel import Tunnel
+from pyorch.cluster.tunnel_process import MAX_CONNECTIONS
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
@@ -67,8 +69,9 @@ def echo() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def tunnel(tls: Tls | None = None) -> Iterator[Tunnel]:
-    made = Tunnel(tls or tls_of())
+def tunnel(tls: Tls | None = None, handshake_seconds: float = HANG_SECONDS) -> Iterator[Tunnel]:
+    """Where nothing is to be cut off, a handshake may take long: the machine may be busy."""
+    made = Tunnel(tls or tls_of(), handshake_seconds)
     try:
         yield made
     finally:
@@ -143,22 +146,31 @@ def test_between_tunnels_nothing_is_readable():
     assert sum(map(len, seen)) > 2 * len(secret) and b"token" not in b"".join(seen)
 
 
-@pytest.mark.parametrize(("tls", "sentence"), [
-    (tls_of("other/server", authority="other/authority"), "certificate verify failed|self.signed certificate"),
-    (tls_of("other/server"), "unable to get local issuer certificate"),
-    (tls_of("server", authority="other/authority"), "self.signed certificate|unable to get"),
-    (tls_of("past"), "certificate expired"),
+NOT_SIGNED = "self.signed certificate|unable to get local issuer certificate|certificate signature failure"
+
+
+# In TLS 1.3 who connects judges first, and what it says of itself is judged when it has done with the handshake. The
+# other one hears that in an alert, or that the connection ended: the system may throw the alert away.
+@pytest.mark.parametrize(("tls", "listener_judges", "verdict", "alert"), [
+    (tls_of("other/server", authority="other/authority"), False, NOT_SIGNED, "does not believe our authority"),
+    (tls_of("other/server"), True, NOT_SIGNED, "does not believe our authority"),
+    (tls_of("server", authority="other/authority"), False, NOT_SIGNED, "does not believe our authority"),
+    (tls_of("past"), True, "certificate has expired", "our certificate has expired, it says"),
 ])
-def test_who_is_not_of_the_same_authority_is_refused_by_one_end_or_the_other(pair, tls, sentence):
+def test_who_is_not_of_the_same_authority_is_refused_by_one_end_and_the_other_one_hears_it(
+    pair, tls, listener_judges, verdict, alert,
+):
     _, theirs, _, between = pair
     with tunnel(tls) as stranger:
         with connected(stranger.port_to("127.0.0.1", between)) as connection:
-            connection.sendall(b"let me in")
+            with contextlib.suppress(ConnectionError):  # it may be refused before that
+                connection.sendall(b"let me in")
             assert everything(connection) == b""
-        assert stranger.error_after(0, HANG_SECONDS) and theirs.error_after(0, HANG_SECONDS)
-        said = f"{stranger.error}; {theirs.error}"
-        assert f"127.0.0.1:{between}" in stranger.error and "who connects from 127.0.0.1:" in theirs.error
-        assert re.search(sentence, said), said
+        asks, listens = stranger.error_after(0, HANG_SECONDS), theirs.error_after(0, HANG_SECONDS)
+        assert f"127.0.0.1:{between}: " in asks and "who connects from 127.0.0.1:" in listens
+        judges, hears = (listens, asks) if listener_judges else (asks, listens)
+        assert re.search(verdict, judges), judges
+        assert alert in hears or ENDED in hears, hears
 
 
 def test_a_certificate_of_another_address_is_not_believed():
@@ -194,14 +206,46 @@ def test_who_speaks_no_tls_or_shows_no_certificate_or_an_older_version_is_cut_of
         assert everything(connection) == b"still there"
 
 
-def test_who_says_nothing_is_cut_off_and_holds_nobody_up(pair):
-    _, theirs, port, between = pair
-    with connected(between) as silent:
-        with connected(port) as connection:
+def test_who_says_nothing_holds_nobody_up_and_is_cut_off(pair):
+    _, _, port, between = pair
+    with connected(between), connected(port) as connection:
+        connection.sendall(b"1")
+        assert connection.recv(1) == b"1"
+    with echo() as at, tunnel(handshake_seconds=0.2) as impatient:
+        with connected(impatient.listen("127.0.0.1", 0, at)) as silent:
+            assert everything(silent) == b""
+        assert "nothing came of the connection in 0.2 s" in impatient.error_after(0, HANG_SECONDS)
+
+
+def test_who_fills_a_tunnel_with_silence_keeps_nobody_from_going_out():
+    with contextlib.ExitStack() as stack:
+        port, ours, theirs = stack.enter_context(echo()), stack.enter_context(tunnel()), stack.enter_context(tunnel())
+        full = ours.listen("127.0.0.1", 0, port)
+        out = ours.port_to("127.0.0.1", theirs.listen("127.0.0.1", 0, port))
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(connected(full))
+        with connected(full) as one_more:
+            assert everything(one_more) == b""
+        assert f"more than {MAX_CONNECTIONS} connections" in ours.error_after(0, HANG_SECONDS)
+        with connected(out) as connection:
             connection.sendall(b"1")
             assert connection.recv(1) == b"1"
-        assert everything(silent) == b""
-    assert "nothing came of the connection" in theirs.error
+
+
+def test_who_takes_a_connection_and_ends_it_without_a_word_is_known_for_it():
+    """Whatever it may have had against the certificate."""
+    with tunnel() as ours, socket.create_server(("127.0.0.1", 0)) as server:
+        context = tls_of().context(listens=True)
+
+        def serve() -> None:
+            with context.wrap_socket(server.accept()[0], server_side=True) as secure:
+                secure.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with connected(ours.port_to("127.0.0.1", server.getsockname()[1])) as connection:
+            assert everything(connection) == b""
+        thread.join()
+        assert ENDED in ours.error_after(0, HANG_SECONDS)
 
 
 def test_a_tunnel_that_is_killed_breaks_its_connections_and_is_there_again_at_its_ports(pair):
@@ -269,8 +313,9 @@ NAMES = ("a", "b", "c")
 
 
 @pytest.fixture
-def servers(small_moe: Path) -> Iterator[list[tuple[Model, Exchange, int]]]:
+def servers(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Model, Exchange, int]]]:
     """Three with TLS, which have not met: model, exchange, port."""
+    monkeypatch.setattr("pyorch.cluster.exchange.Tunnel", lambda tls: Tunnel(tls, HANG_SECONDS))
     with contextlib.ExitStack() as stack:
         found = []
         for name in NAMES:
@@ -299,6 +344,16 @@ def assert_right(model: Model, resident: Model, prompt: list[int]) -> None:
         assert_same_bits(rows, right)
 
 
+def meet_soon(exchange: Exchange, name: str, port: int) -> None:
+    """One that is lost when it is silent for a second, which it may be for no reason of its own while it joins."""
+    def is_met() -> bool:
+        with contextlib.suppress(PyorchError):
+            exchange.meet(name, "127.0.0.1", port, timeout=1)
+        return exchange.met().get(name, False)
+
+    wait_until(is_met)
+
+
 def test_servers_compute_for_each_other_through_tls(servers, resident, prompt_tokens):
     (model, exchange, _), (second, _, at_second), (third, _, at_third) = servers
     exchange.meet("b", "127.0.0.1", at_second, timeout=60)
@@ -317,23 +372,21 @@ def test_a_server_with_certificates_of_another_authority_is_not_met(servers, sma
                             tls_of("other/server", authority="other/authority"))
         try:
             with pytest.raises(PyorchError, match=f"server 127.0.0.1:{port} cannot be joined by TLS: .*certificate"):
-                stranger.meet("a", "127.0.0.1", port)
+                stranger.meet("a", "127.0.0.1", port, timeout=60)
             with pytest.raises(PyorchError, match="Connection refused"):
-                stranger.meet("a", "127.0.0.1", 1)
+                stranger.meet("a", "127.0.0.1", 1, timeout=60)
         finally:
             stranger.close()
         with pytest.raises(PyorchError, match="closed the connection|was lost"):  # nor is one that speaks no TLS
-            model.engine.connect("127.0.0.1", port, "token", fingerprint(model.map))
+            model.engine.connect("127.0.0.1", port, "token", fingerprint(model.map), 60)
 
 
 def test_a_tunnel_that_dies_or_hangs_costs_no_request(servers, resident, prompt_tokens):
     (model, exchange, _), (_, b, at_b), (_, _, at_c) = servers
-    exchange.meet("b", "127.0.0.1", at_b, timeout=2.0)
+    meet_soon(exchange, "b", at_b)
     exchange.follow(placement_of(model))
-    begin = time.monotonic()
     os.kill(b.tunnel.pid, signal.SIGSTOP)
     wait_until(lambda: not exchange.met()["b"])
-    assert time.monotonic() - begin < 3 or os.getloadavg()[0] > os.cpu_count()
     assert_right(model, resident, prompt_tokens)
     assert model.engine.stats().loads > 0, "experts came from the disk"
 
