@@ -20,7 +20,8 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -112,11 +113,21 @@ class Scheduler:
         self._ending.set()
 
     def _run(self) -> None:
-        with self._deciding:
+        with self._surviving(), self._deciding:
             self._go_on(self._look())
         while not self._ending.wait(max(0.0, self._next - time.time())):
             self._next = time.time() + self._setting.interval
-            self._decide()
+            with self._surviving():
+                self._decide()
+
+    @contextlib.contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Whatever fails once, which is said, is tried again an interval later."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self._last = Verdict(time.time(), False, f"the scheduler failed: {type(error).__name__}: {error}")
 
     def _decide(self) -> Verdict:
         """Looks at all servers, places again, and begins to move experts if that pays."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from placement_problems import problem_of, skewed
+from processes import HANG_SECONDS
 
 from pyorch.cluster.coefficients import ServerCosts, Sizes
 from pyorch.cluster.costs import Costs
@@ -15,6 +17,7 @@ from pyorch.cluster.migration import RecentUses, Sharing
 from pyorch.cluster.placement.algorithms import place
 from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.cluster.rebalancing import Recent, Setting, place_again
+from pyorch.cluster.scheduler import Scheduler
 
 SHAPE = (3, 4, 8)
 INTERVAL = 100.0
@@ -79,3 +82,28 @@ def test_moves_lead_from_a_placement_to_another(setting: Setting) -> None:
     assert moves and all(isinstance(move, Move) for move in moves)
     assert (one.changed(moves).device == other.device).all()
     assert isinstance(one, Placement) and one.moves_to(one) == []
+
+
+def test_a_scheduler_that_fails_says_so_and_decides_again(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever Ray has for it."""
+    asked = []
+
+    def ask(self: Scheduler, names: tuple[str, ...], method: str, *rest: object, **options: object) -> dict:
+        asked.append(method)
+        if len(asked) < 3:
+            raise RuntimeError("its connection is gone")
+        return {}
+
+    monkeypatch.setattr(Scheduler, "_ask", ask)
+    scheduler = Scheduler(replace(setting, interval=0.01))
+    reasons = set()
+    try:
+        deadline = time.monotonic() + HANG_SECONDS
+        while len(asked) < 5 or "no server answers" not in reasons:
+            assert time.monotonic() < deadline
+            if (last := scheduler.report().last) is not None:
+                reasons.add(last.reason)
+            time.sleep(0.001)
+    finally:
+        scheduler.stop()
+    assert asked[:3] == ["activity"] * 3
