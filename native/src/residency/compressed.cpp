@@ -7,6 +7,9 @@
 
 namespace pyorch {
 
+// What came at once within so many tokens says how much may come at once.
+static constexpr uint64_t WIDTH_TOKENS = 64;
+
 // Bytes that can be taken for stored parts. The least that loads need is there whatever full experts still have.
 uint64_t Table::stored_room() const {
     const auto left = [&](uint64_t limit) {
@@ -135,9 +138,30 @@ void Table::trim_pools() {
     }
 }
 
+// Several sequences together compute with more experts of a layer than one, for which a plan is made.
+void Table::widen(int layer, const Demand & demand) {
+    if (!pools.any() || demand.scans()) {
+        return;
+    }
+    const Layer & l      = layers[layer];
+    const auto    unheld = std::count_if(demand.experts.begin(), demand.experts.end(),
+        [&](int id) { return !l.experts[id].pinned; });
+    const uint64_t others = reserved_bytes - std::max(l.min, l.n_pinned) * l.slot_bytes;
+    width.next = std::max(width.next, others + (l.n_pinned + (uint64_t) unheld) * l.slot_bytes);
+    const bool ends = now >= width.begin + WIDTH_TOKENS * layers.size();
+    if (width.next > width.most || (ends && width.next < width.most)) {
+        width.most = width.next;
+        divide_budget(bank->budget());
+    }
+    if (ends) {
+        width = { width.most, 0, now };
+    }
+}
+
 // REQUIRES: the budget is enough for what is reserved
 void Table::divide_budget(uint64_t bytes) {
-    pools.divide(bytes, needed_budget(reserved()), shares);
+    const uint64_t least_stored = ModelMap::MIN_STAGED * map.parts_bytes();
+    pools.divide(bytes, std::max(needed_budget(reserved()), std::min(width.most, bytes - least_stored)), shares);
     bank->set_budget(bytes, pools.stored_limit());
     trim_pools();
     keep_budget();

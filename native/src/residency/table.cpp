@@ -215,6 +215,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
         release_held(owner, ignored);
         space.notify_all();
     }
+    widen(layer, demand);
 
     // Who waits holds nothing, so nobody waits for who waits. Who came first is served first, else a layer that needs
     // much would wait for ever beside contexts that need little.

@@ -215,6 +215,14 @@ private:
         int last = -1; // that it ever acquired: those that a decode does not pass come behind it
     };
 
+    // Bytes of full experts that a layer of a decode computes with at once, and what is reserved in the others: the most
+    // lately. Where they do not fit, a layer is streamed, and what pools have of its experts is of no use to it.
+    struct Width {
+        uint64_t most  = 0;
+        uint64_t next  = 0; // the most since `begin`
+        uint64_t begin = 0; // in layers computed
+    };
+
     struct Victim {
         Expert * expert = nullptr;
         int      tier;  // lower ones go first
@@ -244,6 +252,7 @@ private:
     Victims                 victims;
     Pools                   pools;
     PoolShares              shares = ALL_FULL;
+    Width                   width;          // of what comes: the pool of full experts has room for it
     std::vector<Expert *>   changed_experts; // with the flag
     std::vector<Layer *>    changed_layers;
     std::vector<int>        pressure;      // by size class: see choose_victim
@@ -337,6 +346,7 @@ private:
     Expert * least_stored();
     Expert * least_stored(Form form);
     void trim_pools();
+    void widen(int layer, const Demand & demand);
     void divide_budget(uint64_t bytes);
     void used(Expert & e);
     void value_changed(Expert & e);

@@ -327,6 +327,22 @@ public:
     }
 };
 
+// A plan for one sequence has room for the experts of one: several at once are not streamed for that reason.
+static void the_pool_of_full_experts_has_room_for_what_a_decode_computes_with_at_once() {
+    House house(compressed_map(), 2, { 0, 0, 1, 0, 0 });
+    const std::vector<int> wide = experts(house.table.map.floor_experts(house.table.map.layers[0]) + 1);
+    CHECK(house.use(0, wide, 4));
+    const uint64_t hits = house.stats().hits;
+    CHECK(house.use(0, wide, 4));
+    CHECK(house.stats().hits == hits + wide.size());
+    // Nothing so wide comes again: memory is for compressed experts again.
+    const uint64_t beside_wide = house.stats().stored_bytes;
+    for (int i = 0; i < 300; ++i) {
+        CHECK(house.use(i % N_LAYERS, { i / 2 % N_EXPERT }));
+    }
+    CHECK(house.stats().stored_bytes > beside_wide);
+}
+
 static bool is_from_model(const House & house, int layer, int expert, int role, const char * matrix) {
     const std::vector<char> expected = from_model(house.table.map, layer, expert, role);
     return matrix && memcmp(matrix, expected.data(), expected.size()) == 0;
@@ -655,6 +671,7 @@ int main(int argc, char ** argv) {
         the_least_budget_is_enough_for_every_layer,
         pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
         layers_that_are_streamed_count_no_hits_in_pools,
+        the_pool_of_full_experts_has_room_for_what_a_decode_computes_with_at_once,
         who_waits_for_a_matrix_decodes,
         who_waits_for_all_that_was_ordered_decodes,
         a_matrix_is_there_before_exponents_of_the_others_are_read,
