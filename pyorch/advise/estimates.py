@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pyorch.advise.machine import Compute
-from pyorch.advise.routing import N_PROMPT, N_WARM, Routing
+from pyorch.advise.routing import N_PROMPT, N_WARM, Routing, one_request
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import AUTO, NONE, Prefetch
 from pyorch.sidecars.predictor import PredictorFile
@@ -43,7 +43,8 @@ class Estimator:
         predictor_file: PredictorFile,
     ) -> None:
         self._map, self._routing, self._compute, self._bandwidth = model_map, routing, compute, bandwidth
-        self._n_prompt, self._predictor_file = n_prompt, predictor_file
+        self._predictor_file = predictor_file
+        self._n_prompt, self._prompt = n_prompt, one_request(routing.recording, n_prompt, 1)
 
     def estimate(self, budget: str, predictor: str = AUTO, bandwidth: float | None = None) -> Estimate:
         """As commands run by default, or with one predictor that is named, or from another disk.
@@ -67,17 +68,17 @@ class Estimator:
             seconds, stall = found.tpot_ms / 1000 - saved, max(0.0, found.stall_ms / 1000 - saved)
         return Estimate(
             budget=budget, budget_bytes=settings.budget.resolve(self._map.info), hit_rate=found.hit_rate,
-            decode_rate=1 / seconds, first_token_seconds=self._first_token(found, settings.read_bandwidth),
+            decode_rate=1 / seconds, first_token_seconds=self._first_token(settings),
             bytes_per_token=found.bytes_per_token, stall=stall / seconds,
         )
 
     def _replay(self, settings: ReplaySettings) -> Replayed:
         return replay(self._map, self._routing.recording, settings, predictor_file=self._predictor_file)
 
-    def _first_token(self, found: Replayed, bandwidth: float) -> float:
-        """Dense weights are read before anything is computed; a prompt's experts while it is."""
-        prompt = float(found.ubatch_ends[0])  # of N_PROMPT tokens
-        waiting = max(0.0, prompt - self._compute.prefill_seconds * N_PROMPT)
-        return (self._compute.start_seconds + self._map.info.dense_bytes / bandwidth
-                + self._compute.prefill_seconds * self._n_prompt + waiting)
+    def _first_token(self, settings: ReplaySettings) -> float:
+        """Dense weights are read before anything is computed; a prompt's experts while it is, from an empty memory."""
+        settings = replace(settings, n_warm_tokens=self._n_prompt)
+        prompt = replay(self._map, self._prompt, settings, predictor_file=self._predictor_file)
+        *_, computed, _one_more_token = prompt.ubatch_ends
+        return self._compute.start_seconds + self._map.info.dense_bytes / settings.read_bandwidth + float(computed)
 

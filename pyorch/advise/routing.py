@@ -34,7 +34,7 @@ class Routing:
 def routing_of(model_map: ModelMap, trace: Trace | None) -> Routing:
     """The best that is known. Raises FormatError for a trace of another model, PyorchError for one without tokens."""
     if trace is not None:
-        recording = _as_one_request(Recording.from_trace(trace, model_map))
+        recording = one_request(Recording.from_trace(trace, model_map), N_PROMPT, N_WARM + N_DECODED)
         return Routing(recording, f"{trace.path}, {len(trace)} tokens", True)
     uses = Sidecars(model_map).uses()
     if uses is not None:
@@ -45,12 +45,12 @@ def routing_of(model_map: ModelMap, trace: Trace | None) -> Routing:
                    False)
 
 
-def _as_one_request(recording: Recording) -> Recording:
-    """As long as is wanted, from the beginning again where the trace is shorter."""
-    at = np.arange(N_PROMPT + N_WARM + N_DECODED) % len(recording)
+def one_request(recording: Recording, n_prompt: int, n_decoded: int) -> Recording:
+    """As long as is wanted, from the beginning again where there are fewer tokens."""
+    at = np.arange(n_prompt + n_decoded) % len(recording)
     return Recording(
         recording.layers, recording.n_expert, recording.experts[at], recording.weights[at],
-        np.zeros(len(at), np.uint32), _phases(len(at)),
+        np.zeros(len(at), np.uint32), _phases(len(at), n_prompt),
         None if recording.probs is None else recording.probs[at],
         (lambda: recording.states[at]) if recording.has_states else None, lambda: recording.embeddings[at],
     )
@@ -67,7 +67,7 @@ def _made_up(model_map: ModelMap, popularity: np.ndarray | None) -> Recording:
     experts = made_up_experts(random, popularity, n_used, N_PROMPT + N_WARM + N_DECODED)
     weights = np.full(experts.shape, 1 / n_used, np.float32)
     return Recording(tuple(layer.il for layer in layers), n_expert, experts, weights,
-                     np.zeros(len(experts), np.uint32), _phases(len(experts)))
+                     np.zeros(len(experts), np.uint32), _phases(len(experts), N_PROMPT))
 
 
 def made_up_experts(random: np.random.Generator, popularity: np.ndarray, n_used: int, n_tokens: int) -> np.ndarray:
@@ -89,7 +89,7 @@ def _popularity_of(uses: np.ndarray) -> np.ndarray:
     return uses + 0.1 * uses.mean(axis=1, keepdims=True) + np.finfo(float).tiny
 
 
-def _phases(n_tokens: int) -> np.ndarray:
+def _phases(n_tokens: int, n_prompt: int) -> np.ndarray:
     phases = np.full(n_tokens, DECODE, np.uint8)
-    phases[:N_PROMPT] = PREFILL
+    phases[:n_prompt] = PREFILL
     return phases
