@@ -128,6 +128,15 @@ def test_a_layer_without_entropy_is_held_all_the_same() -> None:
     assert placement.held[:, 0, 5].all()
 
 
+def test_memory_in_many_devices_is_divided_as_if_it_were_in_one() -> None:
+    """Algorithm 1 rounds what a server gets of a layer, not what each of its devices does."""
+    frequencies = skewed(np.random.default_rng(3), (4, 12, 32), 0.5)
+    whole, split = (problem_of(frequencies, [devices] * 4) for devices in ((128,), (16,) * 8))
+    np.testing.assert_allclose(allocate(split).of_server, allocate(whole).of_server, atol=2)
+    ratios = [place(problem).total_ratio(frequencies) for problem in (whole, split)]
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.02)
+
+
 def test_each_server_gets_what_its_users_activate_most_and_nobody_s_experts_replace_duplicates() -> None:
     """Algorithm 2 by hand."""
     frequencies = np.array([[[9, 8, 7, 0, 3]], [[9, 7, 1, 2, 0]]])
@@ -232,6 +241,20 @@ def test_eplb_gives_replicas_to_the_expert_whose_replicas_have_most_to_do() -> N
     assert (device != ABSENT).sum(axis=0).tolist() == [[4, 2, 1, 1]]
     shares = loads / [4, 2, 1, 1]
     assert sorted(shares[row[0] != ABSENT].sum() for row in device) == [45, 50, 50, 55]
+
+
+@pytest.mark.parametrize(("loads", "devices"), [
+    ([61, 104, 165, 39, 4, 73], [[2, 3], [2, 4], [5, 1], [0, 1]]),
+    ([90, 132, 40, 56, 183, 86], [[4, 3], [4, 2], [0, 1], [5, 1]]),
+    ([187, 157, 172, 86, 16, 27], [[1, 4], [0, 2], [0, 5], [2, 3]]),
+    ([20, 107, 104, 64, 19, 197], [[2, 4], [5, 1], [5, 0], [3, 1]]),
+])
+def test_eplb_places_as_deepseeks_own_example_does(loads: list[int], devices: list[list[int]]) -> None:
+    """The example in its README, node by node: 6 experts on 4 devices of 2 places."""
+    frequencies = np.array(loads, float)
+    device = eplb(problem_of(np.broadcast_to(frequencies / 4, (4, 1, 6)), [2] * 4), np.random.default_rng(0))
+    found = sorted(tuple(np.flatnonzero(row[0] != ABSENT)) for row in device)
+    assert found == sorted(tuple(sorted(experts)) for experts in devices)
 
 
 # --- files

@@ -43,16 +43,28 @@ def allocate(problem: Problem) -> Counts:
     the most frequent expert that is not there yet. So a layer with an entropy of zero gets an expert, too.
     """
     counts = Counts(problem)
-    wanted = _shares_of_memory(problem)
-    portions = problem.device_bytes / np.maximum(problem.server_bytes, 1)[problem.device_server]
-    for device, server in enumerate(problem.device_server):
-        # A product such as 0.1 * 30 may be a little less than the whole number that it is.
-        for layer, n in enumerate(np.floor(wanted[server] * portions[device] + 1e-9).astype(np.int64).tolist()):
-            counts.add(device, layer, min(n, int(counts.free[device] // problem.sizes[layer])))
+    # A product such as 0.1 * 30 may be a little less than the whole number that it is.
+    for server, row in enumerate(np.floor(_shares_of_memory(problem) + 1e-9).astype(np.int64).tolist()):
+        for layer, n in enumerate(row):
+            _add_on_server(counts, server, layer, n)
     cover(counts)
     counts = covering(counts)
     fill(counts, -np.sort(-problem.frequencies, axis=2))
     return counts
+
+
+def _add_on_server(counts: Counts, server: int, layer: int, n: int) -> None:
+    """On each device by its part of the server's memory; what that leaves, one by one where most is free."""
+    problem = counts.problem
+    devices = np.flatnonzero(problem.device_server == server)
+    portions = problem.device_bytes[devices] / max(1, problem.server_bytes[server])
+    for device, part in zip(devices.tolist(), np.floor(n * portions + 1e-9).astype(np.int64).tolist()):
+        counts.add(device, layer, min(part, int(counts.free[device] // problem.sizes[layer])))
+        n -= part
+    for _ in range(n):
+        device = int(devices[np.argmax(counts.free[devices])])
+        if counts.free[device] >= problem.sizes[layer]:
+            counts.add(device, layer)
 
 
 def _shares_of_memory(problem: Problem) -> np.ndarray:
