@@ -86,7 +86,7 @@ $(STAMPS)/venv:
 $(STAMPS)/build-tools: constraints.txt $(STAMPS)/venv
 	@echo "installing build tools"
 	@$(PIP) install -c constraints.txt pip
-	@$(PIP) install -c constraints.txt scikit-build-core cmake ninja
+	@$(PIP) install -c constraints.txt scikit-build-core cffi cmake ninja
 	@touch $@
 
 # Python code is imported from the checkout; only a change to what is compiled, or to what is

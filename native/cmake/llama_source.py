@@ -43,6 +43,27 @@ BINDINGS_LICENSE = "LICENSE.md"
 # In front of the package llama_cpp: whoever imports it gets the libraries that pyorch names.
 CLAIM = b"import pyorch  # brings these bindings, and says which libraries they load\n\n"
 
+# What its __init__.py imports, and what stands there instead: whoever wants the C API only, as a server does, need not
+# wait for numpy, jinja2 and the chat formats, a fifth of a second. Everything of llama_cpp.llama is found as before.
+EAGER = b"\nfrom .llama import *\n"
+LATER = b"""
+
+def __getattr__(name):
+    from importlib import import_module
+
+    module = import_module(".llama", __name__)
+    globals().update({key: value for key, value in vars(module).items() if not key.startswith("_")})
+    if name in globals():
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    __getattr__("Llama")
+    return sorted(globals())
+
+"""
+
 # What the build and the packaged converter read; the rest (docs, vocabularies, web UI sources) is
 # two thirds of the archive.
 WANTED = (
@@ -403,7 +424,9 @@ def update_bindings(directory: Path) -> None:
     first = f"{BINDINGS}__init__.py"
     if not {first, BINDINGS_LICENSE} <= set(files):
         raise SourceError(f"{archive} holds no {first} or no {BINDINGS_LICENSE}: the archive's layout changed")
-    files[first] = CLAIM + files[first]
+    if EAGER not in files[first]:
+        raise SourceError(f"{archive}: {first} no longer imports llama_cpp.llama as a whole: what it does has to be read")
+    files[first] = CLAIM + files[first].replace(EAGER, LATER)
     stamp.unlink(missing_ok=True)
     write_tree(directory, files)
     stamp.write_text(state)

@@ -34,7 +34,8 @@ from pyorch.llama import memory
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve.server import Address, serve
+from pyorch.serve.address import Address
+from pyorch.serve.server import serve
 from pyorch.sidecars.container import fingerprint
 
 _METRICS = {  # of llama-server, and what they are called here

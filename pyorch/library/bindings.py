@@ -1,4 +1,4 @@
-"""The C API of libpyorch, declared by the headers that lie beside the library.
+"""The C API of libpyorch, as the headers that lie beside the library declare it.
 
 `lib` and `ffi` are cffi's (ABI mode). Functions that return a status go through check(). Structs begin with their
 size: those that are filled in come from new(), those that are given from default().
@@ -7,44 +7,47 @@ size: those that are filled in come from new(), those that are given from defaul
 from __future__ import annotations
 
 import os
-import re
-
-import cffi
+from importlib.util import module_from_spec, spec_from_file_location
+from typing import Any
 
 from pyorch import _libs
 from pyorch.errors import BudgetError, FormatError, OutOfMemoryError, PyorchError
 
 ABI = 1  # PYORCH_ABI of the headers that this package is written for
 
-_HEADERS = ("pyorch.h", "pyorch-replay.h")
 
-
-def declarations(header: str) -> str:
-    """The declarations of a C header without its preprocessor lines and its C++ brackets."""
-    without_cpp = re.sub(r"#ifdef __cplusplus\b.*?#endif[^\n]*", "", header, flags=re.DOTALL)
-    return re.sub(r"^\s*#.*$", "", without_cpp, flags=re.MULTILINE)
+def declared(library: str) -> Any:
+    """The ffi of a library, with what its headers declare: the build wrote that down (native/cmake/declarations.py), for
+    parsing them takes a tenth of a second."""
+    path = _libs.lib_dir() / f"{library}_declarations.py"
+    if not path.is_file():
+        raise ImportError(f"{path} is missing: {_TOGETHER}")
+    spec = spec_from_file_location(path.stem, path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ffi
 
 
 def check_abi(path: str | os.PathLike[str]) -> None:
     """ImportError for a library whose calls and structs are not those of this package."""
-    probe = cffi.FFI()
-    probe.cdef("int32_t pyorch_abi(void); const char * pyorch_version(void);")
-    library = probe.dlopen(os.fspath(path))
+    library = ffi.dlopen(os.fspath(path))
     try:
-        abi, version = library.pyorch_abi(), probe.string(library.pyorch_version()).decode()
-    except AttributeError:
+        abi, version = library.pyorch_abi(), string(library.pyorch_version())
+    except ffi.error:
         abi, version = 0, "unknown"
     if abi != ABI:
-        raise ImportError(f"{path} has ABI {abi} (version {version}), and this pyorch needs ABI {ABI}: "
-                          "install package and library together, by `pip install .` or `make setup`")
+        raise ImportError(f"{path} has ABI {abi} (version {version}), and this pyorch needs ABI {ABI}: {_TOGETHER}")
 
 
-_directory = _libs.lib_dir()
-_path = _directory / f"libpyorch{_libs._SUFFIX}"
+def string(pointer) -> str:
+    """A C string, "" for NULL."""
+    return ffi.string(pointer).decode("utf-8", "replace") if pointer else ""
+
+
+_TOGETHER = "install package and library together, by `pip install .` or `make setup`"
+_path = _libs.lib_dir() / f"libpyorch{_libs._SUFFIX}"
+ffi = declared("pyorch")
 check_abi(_path)
-ffi = cffi.FFI()
-for _header in _HEADERS:
-    ffi.cdef(declarations((_directory / _header).read_text(encoding="utf-8")))
 lib = ffi.dlopen(str(_path))
 
 _ERRORS: dict[int, type[PyorchError]] = {
@@ -53,11 +56,6 @@ _ERRORS: dict[int, type[PyorchError]] = {
     lib.PYORCH_BUDGET: BudgetError,
     lib.PYORCH_MEMORY: OutOfMemoryError,
 }
-
-
-def string(pointer) -> str:
-    """A C string, "" for NULL."""
-    return ffi.string(pointer).decode("utf-8", "replace") if pointer else ""
 
 
 def check(status: int) -> None:

@@ -1,16 +1,12 @@
-"""libpyorch-server, declared by the header that lies beside it: llama-server with routes of ours."""
+"""libpyorch-server: llama-server with routes of ours, as the header that lies beside it declares it."""
 
 from __future__ import annotations
 
-import cffi
-
 from pyorch import _libs
-from pyorch.library.bindings import declarations
+from pyorch.library.bindings import declared
 
-_directory = _libs.lib_dir()
-ffi = cffi.FFI()
-ffi.cdef(declarations((_directory / "pyorch-server.h").read_text(encoding="utf-8")))
-lib = ffi.dlopen(str(_directory / f"libpyorch-server{_libs._SUFFIX}"))
+ffi = declared("pyorch_server")
+lib = ffi.dlopen(str(_libs.lib_dir() / f"libpyorch-server{_libs._SUFFIX}"))
 
 
 def served_context() -> int:

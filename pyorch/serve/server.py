@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import http.client
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,6 +22,7 @@ from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import live, llama_server
+from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
 from pyorch.serve.library import served_context
@@ -74,7 +73,7 @@ def serve(
     for name, value in (("-c", settings.n_ctx), ("-ub", settings.n_ubatch), ("-t", settings.n_threads)):
         if value:
             server.arguments += (name, str(value))
-    address = _free_address(server)
+    address = free_address(server)
     server.arguments += ("-m", path)
     server.add_defaults()
     server.default(llama_server.CTX_SIZE, "-c", 4096)
@@ -140,78 +139,7 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
                     record.engine.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class Address:
-    """Where the server listens; port 0 for a Unix socket, whose path is the host."""
-
-    host: str
-    port: int
-    prefix: str
-
-    @property
-    def url(self) -> str:
-        if not self.port:
-            return f"unix://{self.host}{self.prefix}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}{self.prefix}"
-
-    def is_healthy(self) -> bool:
-        """Whether the server answers that its model is loaded."""
-        return self.get("/health") is not None
-
-    def get(self, path: str) -> str | None:
-        """What the server answers, None where it has not done so within a second, or not with status 200."""
-        connection = _UnixConnection(self.host) if not self.port else http.client.HTTPConnection(
-            {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port, timeout=1
-        )
-        try:
-            connection.request("GET", f"{self.prefix}{path}")
-            answer = connection.getresponse()
-            return answer.read().decode(errors="replace") if answer.status == 200 else None
-        except (OSError, http.client.HTTPException):
-            return None
-        finally:
-            connection.close()
-
-
 Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=1)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
-
-
-def _free_address(server: Flags) -> Address:
-    """The address to listen on, a free port for port 0. PyorchError if it cannot be listened on.
-
-    Tried here before the model is loaded, to say it in a sentence.
-    """
-    server.default(llama_server.HOST, "--host", "127.0.0.1")
-    server.default(llama_server.PORT, "--port", 8080)
-    host = server.value(llama_server.HOST).split(",")[0]
-    port = server.number(llama_server.PORT, 8080)
-    prefix = server.value(llama_server.API_PREFIX)
-    if host.endswith(".sock"):
-        return Address(host, 0, prefix)
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            free = probe.getsockname()[1]
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise PyorchError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
-    if port == 0:
-        server.replace(llama_server.PORT, free)
-    return Address(host, free, prefix)
 
 
 class _Watch(threading.Thread):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import subprocess
 import sys
 import tarfile
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ def llama_source():
 
 
 SOURCE = b"one\ntwo\nthree\nfour\n"
+PACKAGE = b"from .llama_cpp import *\nfrom .llama import *\n\n__version__ = '1'\n"
 PATCH = b"""A message above the patch.
 
 --- a/src/llama.cpp
@@ -46,8 +49,9 @@ def archive(llama_source, tmp_path, monkeypatch):
         bindings = ("LICENSE.md", "llama_cpp/__init__.py", "llama_cpp/server/app.py", "llama_cpp/py.typed", "setup.py")
         for name in (*(f"vendor/llama.cpp/{path}" for path in llama_cpp), *bindings):
             member = tarfile.TarInfo(f"llama_cpp_python-{pin.version}/{name}")
-            member.size = len(SOURCE)
-            tar.addfile(member, io.BytesIO(SOURCE))
+            text = PACKAGE if name == "llama_cpp/__init__.py" else SOURCE
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text))
     digest = llama_source.sha256_of(path)
     monkeypatch.setattr(llama_source, "read_pin", lambda: llama_source.Pin(pin.name, pin.version, digest))
     monkeypatch.setenv("PYORCH_LLAMA_SDIST", str(path))
@@ -128,5 +132,31 @@ def test_bindings_are_the_package_and_its_licence_and_import_pyorch_first(llama_
     package = {"llama_cpp/__init__.py", "llama_cpp/server/app.py", "llama_cpp/py.typed"}
     assert found == {"LICENSE.md", llama_source.STAMP, *package}
     first = (directory / "llama_cpp/__init__.py").read_bytes()
-    assert first.startswith(b"import pyorch ") and first.endswith(SOURCE)
+    assert first.startswith(b"import pyorch ") and first.endswith(b"\n__version__ = '1'\n")
     assert (directory / "llama_cpp/server/app.py").read_bytes() == SOURCE
+
+
+def test_the_package_imports_what_makes_it_slow_only_when_it_is_asked_for(llama_source, archive, tmp_path):
+    llama_source.update_bindings(tmp_path)
+    package = tmp_path / "llama_cpp"
+    (package / "__init__.py").write_bytes((package / "__init__.py").read_bytes().replace(llama_source.CLAIM, b""))
+    (package / "llama_cpp.py").write_text("llama_free = 1\n")
+    # As the real one, it imports its package again, before all of it is there.
+    (package / "llama.py").write_text("import llama_cpp.llama as llama\nimport os\n_hidden = 2\nclass Llama: pass\n")
+    code = """
+        import sys, llama_cpp
+        assert llama_cpp.llama_free == 1 and "llama_cpp.llama" not in sys.modules
+        assert not hasattr(llama_cpp, "Lama") and not hasattr(llama_cpp, "_hidden")
+        from llama_cpp import *
+        import llama_cpp  # its module of that name has taken the place
+        assert Llama is llama_cpp.Llama is llama_cpp.llama.Llama and "Llama" in dir(llama_cpp) and os.sep
+    """
+    subprocess.run([sys.executable, "-S", "-c", textwrap.dedent(code)], cwd=tmp_path, check=True)
+    code = "import llama_cpp; assert 'Llama' in dir(llama_cpp)"
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, check=True)
+
+
+def test_a_package_that_imports_otherwise_is_refused(llama_source, archive, tmp_path, monkeypatch):
+    monkeypatch.setattr(llama_source, "EAGER", b"\nfrom .lama import *\n")
+    with pytest.raises(llama_source.SourceError, match="no longer imports llama_cpp.llama"):
+        llama_source.update_bindings(tmp_path)

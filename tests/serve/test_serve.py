@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -44,6 +45,19 @@ def test_health_endpoint_says_ok(server: ServerProcess):
 
 def test_ready_line_names_model_address_and_budget(server: ServerProcess):
     assert f"pyorch: serving small-moe.gguf at {server.url} (budget " in server.log.read_text()
+
+
+def test_it_starts_without_what_only_requests_and_other_commands_need(start, small_moe: Path):
+    port = free_port()
+    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1")
+    command[1:1] = ["-X", "importtime"]  # tells all that is imported on standard error
+    log = start(command, port).log.read_text()
+    imported = set(re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", log, re.MULTILINE))
+    assert {"llama_cpp.llama_cpp", "pyorch.runtime.engine", "pyorch.serve.server"} <= imported
+    # Of each: a twentieth of a second, or more.
+    heavy = {"cffi", "gguf", "huggingface_hub", "jinja2", "llama_cpp.llama", "prometheus_client", "prompt_toolkit",
+             "pycparser", "rich", "torch"}
+    assert imported & heavy == set()
 
 
 def test_chat_is_answered(server: ServerProcess):

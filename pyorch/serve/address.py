@@ -1,0 +1,62 @@
+"""Where a server listens, and what it answers there."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from pyorch.errors import PyorchError
+from pyorch.serve import llama_server
+from pyorch.serve.llama_server import Flags
+
+
+@dataclass(frozen=True)
+class Address:
+    """Port 0: a Unix socket, whose path is the host."""
+
+    host: str
+    port: int
+    prefix: str
+
+    @property
+    def url(self) -> str:
+        if not self.port:
+            return f"unix://{self.host}{self.prefix}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}{self.prefix}"
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers that its model is loaded."""
+        return self.get("/health") is not None
+
+    def get(self, path: str) -> str | None:
+        """What the server answers, None where it has not done so within a second, or not with status 200."""
+        from pyorch.serve.asking import get  # what it imports is imported while the model is loaded, and not before
+
+        return get({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port, f"{self.prefix}{path}")
+
+
+def free_address(server: Flags) -> Address:
+    """The address to listen on, a free port for port 0. PyorchError if it cannot be listened on.
+
+    Tried here before the model is loaded, to say it in a sentence.
+    """
+    server.default(llama_server.HOST, "--host", "127.0.0.1")
+    server.default(llama_server.PORT, "--port", 8080)
+    host = server.value(llama_server.HOST).split(",")[0]
+    port = server.number(llama_server.PORT, 8080)
+    prefix = server.value(llama_server.API_PREFIX)
+    if host.endswith(".sock"):
+        return Address(host, 0, prefix)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            free = probe.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise PyorchError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+    if port == 0:
+        server.replace(llama_server.PORT, free)
+    return Address(host, free, prefix)
