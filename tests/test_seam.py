@@ -36,7 +36,7 @@ def test_the_difference_to_llama_cpp_stays_small():
 @pytest.fixture(scope="module")
 def tree() -> Path:
     """The patched llama.cpp."""
-    trees = sorted(ROOT.glob("build/*/llama.cpp/include/llama-moe.h"))
+    trees = sorted(ROOT.glob("build/py3-*/llama.cpp/include/llama-moe.h"))
     if not trees:
         pytest.skip("needs the build tree of an editable install: make setup")
     return trees[0].parent.parent
@@ -127,6 +127,30 @@ def test_llama_cpp_finds_experts_in_three_kernels(tree: Path) -> None:
     # SpacemiT's kernels are for a buffer type of their own, which managed experts never are in.
     computing = {name for name, text in found.items() if re.search(r"\bforward_mul_mat_id\w*\(|compute_forward_mul_mat_id\w*\(", text)}
     assert computing == {"ggml-cpu.c", "repack.cpp", "tiled/tiled.cpp", "spacemit/ime.cpp"}
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
+def test_libpyorch_is_linked_with_no_kernels() -> None:
+    """Those for this processor may be one of several libraries, which ggml loads when it runs."""
+    for name in ("pyorch", "llama", "llama-common", "mtmd", "llama-server-impl"):
+        done = subprocess.run(["readelf", "-d", _libs.lib_dir() / f"lib{name}.so"], capture_output=True, text=True, check=True)
+        needed = re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout)
+        assert "libggml-base.so" in needed and "libggml-cpu.so" not in needed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc tells which files it opens")
+def test_backends_are_looked_for_beside_the_library_only(tmp_path: Path) -> None:
+    """A file of such a name would be run, whoever put it into the directory that somebody stands in."""
+    shutil.copy(_libs.lib_dir() / "libggml-base.so", tmp_path / "libggml-cuda-here.so")
+    program = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).ggml_backend_load_all{}"
+
+    def opened(call: str) -> bool:
+        done = subprocess.run([sys.executable, "-c", program.format(call), _libs.lib_dir() / "libggml.so", str(tmp_path)],
+                              capture_output=True, text=True, check=True, cwd=tmp_path, timeout=HANG_SECONDS,
+                              env={**os.environ, "LD_DEBUG": "files"})
+        return "libggml-cuda-here.so" in done.stderr
+
+    assert opened("_from_path(sys.argv[2].encode())") and not opened("()")
 
 
 def test_llama_cpp_computes_experts_in_build_moe_ffn_only(tree: Path) -> None:

@@ -14,12 +14,11 @@
 #include "synthetic.h"
 
 #include "banks/host_bank.h"
+#include "base/cpu_backend.h"
 #include "prediction/prediction_allowance.h"
 #include "prediction/estimator.h"
 #include "prediction/prefetch_planner.h"
 #include "residency/table.h"
-
-#include "ggml-cpu.h"
 
 #include <algorithm>
 #include <atomic>
@@ -77,8 +76,8 @@ class Weights {
 public:
     Weights() : rows(N_ROWS * ROW_BYTES), input(ggml_row_size(GGML_TYPE_Q8_0, N_COLUMNS)) {
         const std::vector<float> values = random_weights(N_COLUMNS, 1);
-        ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float(values.data(), input.data(), N_COLUMNS);
-        ggml_get_type_traits_cpu(GGML_TYPE_Q4_0)->from_float(values.data(), rows.data(), N_COLUMNS);
+        cpu_backend().type_traits(GGML_TYPE_Q8_0)->from_float(values.data(), input.data(), N_COLUMNS);
+        cpu_backend().type_traits(GGML_TYPE_Q4_0)->from_float(values.data(), rows.data(), N_COLUMNS);
         for (size_t r = 1; r < N_ROWS; ++r) {
             std::copy_n(rows.data(), ROW_BYTES, &rows[r * ROW_BYTES]);
         }
@@ -112,7 +111,7 @@ private:
     std::atomic<float>   sum { 0 }; // what is multiplied is used
 
     void multiply_rows(size_t n, size_t from) {
-        const auto dot = ggml_get_type_traits_cpu(GGML_TYPE_Q4_0)->vec_dot;
+        const auto dot = cpu_backend().type_traits(GGML_TYPE_Q4_0)->vec_dot;
         float      own = 0;
         for (size_t r = 0; r < n; ++r) {
             float product;

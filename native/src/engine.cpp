@@ -2,12 +2,12 @@
 
 #include "banks/host_bank.h"
 #include "base/checksum.h"
+#include "base/cpu_backend.h"
 #include "loading/readers.h"
 #include "model/layout.h"
 #include "replay/simulated.h"
 
 #include "ggml-backend.h"
-#include "ggml-cpu.h"
 
 #include <algorithm>
 
@@ -68,10 +68,8 @@ uint64_t pyorch_engine::kernels() const {
             text += "\n" + (tensor && tensor->repacked ? pyorch::layout_name(layer.tensors[role]) : pyorch::PLAIN);
         }
     }
-    const ggml_backend_reg_t cpu = ggml_backend_cpu_reg();
-    const auto features =
-        (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(cpu, "ggml_backend_get_features");
-    for (const auto * feature = features ? features(cpu) : nullptr; feature && feature->name; ++feature) {
+    const pyorch::CpuBackend & cpu = pyorch::cpu_backend();
+    for (const auto * feature = cpu.features(cpu.registration); feature && feature->name; ++feature) {
         text += pyorch::format("\n%s %s", feature->name, feature->value);
     }
     return pyorch::checksum(text.data(), text.size());

@@ -1,6 +1,7 @@
 #include "model/layout.h"
 
-#include "ggml-cpu.h"
+#include "base/cpu_backend.h"
+
 #include "ggml.h"
 
 #include <algorithm>
@@ -34,9 +35,8 @@ ggml_tensor experts_of(const ExpertTensor & tensor) {
 } // namespace
 
 bool can_repack(const ExpertTensor & tensor) {
-    ggml_cpu_init(); // some processors are asked for the width of their vectors there
     const ggml_tensor experts = experts_of(tensor);
-    return experts.type != GGML_TYPE_COUNT && ggml_cpu_repack(&experts, experts.ne[1], nullptr, nullptr);
+    return experts.type != GGML_TYPE_COUNT && cpu_backend().repack(&experts, experts.ne[1], nullptr, nullptr);
 }
 
 void repack(const ExpertTensor & tensor, const char * from, char * to) {
@@ -49,7 +49,7 @@ void repack(const ExpertTensor & tensor, const char * from, char * to) {
     for (int64_t row = 0; row < tensor.n_out; row += n_rows) {
         const int64_t n = std::min(n_rows, tensor.n_out - row);
         memcpy(slab.data(), from + row * row_bytes, n * row_bytes);
-        ggml_cpu_repack(&experts, n, to + row * row_bytes, slab.data());
+        cpu_backend().repack(&experts, n, to + row * row_bytes, slab.data());
     }
 }
 

@@ -1,6 +1,7 @@
 #include "prediction/compact_matrix.h"
 
-#include "ggml-cpu.h"
+#include "base/cpu_backend.h"
+
 #include "ggml.h"
 
 #include <algorithm>
@@ -11,21 +12,19 @@ static constexpr size_t CACHE_LINE = 64;
 static constexpr size_t AHEAD      = 16 << 10; // bytes that are fetched while others are multiplied
 
 static ggml_type type_of(int n_columns) {
-    static const bool tables = (ggml_cpu_init(), true); // of ggml's kernels; a replay has no model that made them
-    (void) tables;
     return n_columns % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_BF16;
 }
 
 CompactVector::CompactVector(const float * values, int n) : n(n) {
-    const ggml_type type = ggml_get_type_traits_cpu(type_of(n))->vec_dot_type;
+    const ggml_type type = cpu_backend().type_traits(type_of(n))->vec_dot_type;
     bytes.resize(ggml_row_size(type, n));
-    ggml_get_type_traits_cpu(type)->from_float(values, bytes.data(), n);
+    cpu_backend().type_traits(type)->from_float(values, bytes.data(), n);
 }
 
 CompactMatrix::CompactMatrix(const float * values, size_t n_rows, int n_columns) :
         rows(n_rows), columns(n_columns), row_bytes(ggml_row_size(type_of(n_columns), n_columns)),
         bytes(n_rows * row_bytes) {
-    const auto from_float = ggml_get_type_traits_cpu(type_of(n_columns))->from_float;
+    const auto from_float = cpu_backend().type_traits(type_of(n_columns))->from_float;
     for (size_t r = 0; r < rows; ++r) {
         from_float(values + r * columns, (void *) row_at(r), columns);
     }
@@ -47,7 +46,7 @@ void CompactMatrix::prefetch(size_t begin, size_t n) const {
 }
 
 void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const {
-    const auto   dot   = ggml_get_type_traits_cpu(type_of(columns))->vec_dot;
+    const auto   dot   = cpu_backend().type_traits(type_of(columns))->vec_dot;
     const size_t ahead = std::min(n, AHEAD / row_bytes + 1);
     prefetch(begin, ahead);
     for (size_t r = 0; r < n; ++r) {

@@ -1,6 +1,6 @@
 #include "prediction/router.h"
 
-#include "ggml-cpu.h"
+#include "base/cpu_backend.h"
 
 #include <algorithm>
 #include <cmath>
@@ -62,7 +62,7 @@ bool known(pyorch_gating gating) {
 }
 
 void apply_router(const Router & router, const float * input, std::vector<float> & logits) {
-    const auto dot = ggml_get_type_traits_cpu(GGML_TYPE_F32)->vec_dot;
+    const auto dot = cpu_backend().type_traits(GGML_TYPE_F32)->vec_dot;
     logits.resize(router.n_expert);
     for (int e = 0; e < router.n_expert; ++e) {
         dot(router.n_embd, &logits[e], 0, router.gate + (size_t) e * router.n_embd, 0, input, 0, 1);

@@ -1,11 +1,11 @@
 #include "routing/expert_worker.h"
 
+#include "base/cpu_backend.h"
 #include "base/status.h"
 #include "routing/expert_recipe.h"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
-#include "ggml-cpu.h"
 #include "ggml.h"
 
 #include <algorithm>
@@ -73,9 +73,10 @@ ggml_tensor * make_step(ggml_context * ctx, const ExpertRecipe::Step & step, con
 
 } // namespace
 
-ExpertWorker::ExpertWorker(Routing & routing, int n_threads) : context(this, routing), backend(ggml_backend_cpu_init()),
-        memory(ggml_gallocr_new(ggml_backend_cpu_buffer_type())) {
-    ggml_backend_cpu_set_n_threads(backend, n_threads);
+ExpertWorker::ExpertWorker(Routing & routing, int n_threads) :
+        context(this, routing), backend(ggml_backend_dev_init(cpu_backend().device, nullptr)),
+        memory(ggml_gallocr_new(ggml_backend_dev_buffer_type(cpu_backend().device))) {
+    cpu_backend().set_n_threads(backend, n_threads);
 }
 
 ExpertWorker::~ExpertWorker() {

@@ -1,11 +1,12 @@
 #include "routing/seam.h"
 
+#include "base/cpu_backend.h"
+#include "base/status.h"
 #include "routing/contexts.h"
 #include "routing/graph.h"
 #include "routing/router_facts.h"
 
 #include "ggml-backend.h"
-#include "ggml-cpu.h"
 #include "ggml.h"
 #include "llama-moe.h"
 
@@ -165,12 +166,17 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     return add_release(*route, experts, layer);
 }
 
-// Set once, when the library is loaded: later, another model might be computing.
+// Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine can
+// be captured.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_begin, end_context,
         on_file_size };
-    ggml_cpu_set_expert_hooks(&cpu_hooks);
+    try {
+        cpu_backend().set_expert_hooks(&cpu_hooks);
+    } catch (const Failure &) {
+        return false;
+    }
     llama_set_moe_hooks(&moe_hooks);
     return true;
 }();
@@ -178,6 +184,9 @@ const bool hooked = [] {
 } // namespace
 
 void capture(Routing * routing) {
+    if (!hooked) {
+        cpu_backend(); // throws what it threw then
+    }
     captured = routing;
 }
 

@@ -1,0 +1,42 @@
+#include "base/cpu_backend.h"
+
+#include "base/status.h"
+
+namespace pyorch {
+namespace {
+
+CpuBackend find() {
+    CpuBackend found = {};
+    found.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    if (!found.device) {
+        ggml_backend_load_all(); // those that lie beside libggml
+        found.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    }
+    if (found.device) {
+        found.registration = ggml_backend_dev_backend_reg(found.device);
+        const auto take = [&](auto & function, const char * name) {
+            function = (std::decay_t<decltype(function)>) ggml_backend_reg_get_proc_address(found.registration, name);
+        };
+        take(found.set_expert_hooks, "ggml_cpu_set_expert_hooks");
+        take(found.repack, "ggml_cpu_repack");
+        take(found.type_traits, "ggml_get_type_traits_cpu");
+        take(found.set_n_threads, "ggml_backend_set_n_threads");
+        take(found.features, "ggml_backend_get_features");
+    }
+    return found;
+}
+
+} // namespace
+
+const CpuBackend & cpu_backend() {
+    static const CpuBackend found = find();
+    if (!found.device) {
+        throw Failure(PYORCH_IO, "ggml found no CPU backend beside its library: install pyorch again");
+    }
+    if (!found.set_expert_hooks || !found.repack || !found.type_traits || !found.set_n_threads || !found.features) {
+        throw Failure(PYORCH_IO, "the CPU backend of this process is not pyorch's: import pyorch before whatever loaded it");
+    }
+    return found;
+}
+
+} // namespace pyorch
