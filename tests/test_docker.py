@@ -60,6 +60,12 @@ def test_the_packages_of_the_build_are_all_that_it_needs(stages) -> None:
     assert len(named) == 2 and {"native", "pyorch", "convert", "patches", *named} <= copied
 
 
+def test_it_has_kernels_for_processors_that_built_nothing(stages) -> None:
+    build = " ".join(value for name, value in stages[0] if name == "RUN")
+    option, = re.findall(r"--config-settings cmake\.define\.(\w+)=ON", build)
+    assert re.search(rf"^option\({option} ", (ROOT / "native/cmake/llama.cmake").read_text(), re.MULTILINE)
+
+
 def test_its_command_is_one_of_ours(stages) -> None:
     values = {name: value for name, value in stages[1]}
     entry, command = json.loads(values["ENTRYPOINT"]), json.loads(values["CMD"])

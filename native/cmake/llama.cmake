@@ -44,8 +44,17 @@ set(LLAMA_BUILD_APP          OFF)
 set(LLAMA_BUILD_UI           OFF)
 set(LLAMA_USE_PREBUILT_UI    OFF) # else the build downloads it
 set(LLAMA_ALL_WARNINGS       OFF)
-if(GGML_BACKEND_DL)
-    message(FATAL_ERROR "GGML_BACKEND_DL is ON: libpyorch links the CPU backend, leave it OFF")
+# Kernels for the processor at hand, or several libraries of them, of which each processor loads the one that suits it.
+option(PYORCH_PORTABLE "CPU kernels for every processor of this architecture, chosen when they are loaded" OFF)
+if(PYORCH_PORTABLE)
+    set(GGML_NATIVE           OFF)
+    set(GGML_BACKEND_DL       ON)
+    set(GGML_CPU_ALL_VARIANTS ON)
+    # Of x86-64, those that many processors have, and those whose instructions speed up what models of experts compute.
+    # A processor between two of them takes the one below.
+    if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND NOT DEFINED GGML_CPU_VARIANTS)
+        set(GGML_CPU_VARIANTS x64 sse42 sandybridge haswell alderlake skylakex cascadelake icelake zen4)
+    endif()
 endif()
 # Models are local files: nothing here needs TLS, and the wheel needs no system library for it.
 option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
@@ -65,7 +74,7 @@ foreach(dir IN LISTS backend_dirs ITEMS "${LLAMA_SOURCE_DIR}/ggml/src")
     get_property(targets DIRECTORY "${dir}" PROPERTY BUILDSYSTEM_TARGETS)
     foreach(target IN LISTS targets)
         get_target_property(type ${target} TYPE)
-        if(target MATCHES "^ggml-" AND type STREQUAL "SHARED_LIBRARY")
+        if(target MATCHES "^ggml-" AND type MATCHES "^(SHARED|MODULE)_LIBRARY$")
             list(APPEND PYORCH_LIBRARIES ${target})
         endif()
     endforeach()
@@ -119,7 +128,26 @@ function(install_llama_licenses destination component)
     write_notice("${notices}/LICENSE-subprocess" vendor/sheredom/subprocess.h "This is free and unencumbered" "*/")
     write_notice("${notices}/LICENSE-yarn"       ggml/src/ggml-cpu/ops.cpp "// MIT licensed. Copyright" "\n")
 
+    if(PYORCH_PORTABLE AND CMAKE_SYSTEM_NAME STREQUAL "Linux")
+        write_libgomp_notice("${notices}/LICENSE-libgomp")
+    endif()
+
     install(DIRECTORY "${notices}/" DESTINATION "${destination}" COMPONENT ${component})
+endfunction()
+
+# A wheel for other machines is given this compiler's runtime of OpenMP: its notice, as the system's package has it.
+function(write_libgomp_notice target)
+    set(notice "")
+    foreach(file IN ITEMS /usr/share/doc/libgomp1/copyright /usr/share/common-licenses/GPL-3 # Debian
+            /usr/share/licenses/libgomp/COPYING.RUNTIME /usr/share/licenses/libgomp/COPYING3) # Fedora
+        if(EXISTS "${file}")
+            file(READ "${file}" text)
+            string(APPEND notice "${text}\n")
+        endif()
+    endforeach()
+    if(notice)
+        file(WRITE "${target}" "${notice}")
+    endif()
 endfunction()
 
 # Writes the part of a source file, of llama.cpp unless its path is absolute, from the text begin up to the text end.

@@ -1,0 +1,218 @@
+"""The wheel for other machines, which `make test-wheel` builds: installed where there is no compiler, run on processors
+that this is not. `--wheel` names it, or the folder that it is in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import HANG_SECONDS
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from make_wheel import ADDED, NOTICES, without_notice  # noqa: E402
+
+from pyorch import _libs  # noqa: E402
+
+# Those without vectors of 256 bits, with them, and with fused multiplication: as many as QEMU's translator can be.
+EMULATED = {"core2duo": "x64", "Nehalem": "sse42", "SandyBridge": "sandybridge", "Haswell": "haswell"}
+
+# What each kind of kernels needs, the best one last, by Linux's names; as score() of ggml's cpu-feats.cpp has it.
+_AVX2 = ["avx", "avx2", "bmi2", "fma", "f16c"]
+_AVX512 = [*_AVX2, "avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"]
+NEEDS = {
+    "x64": [], "sse42": ["sse4_2"], "sandybridge": ["avx"], "haswell": _AVX2, "alderlake": [*_AVX2, "avx_vnni"],
+    "skylakex": _AVX512, "cascadelake": [*_AVX512, "avx512_vnni"], "icelake": [*_AVX512, "avx512_vnni", "avx512vbmi"],
+    "zen4": [*_AVX512, "avx512_vnni", "avx512vbmi", "avx512_bf16"],
+}
+
+# Decodes a prompt under a budget, and puts compressed experts together; tells which kernels computed, and what.
+PROBE = """
+import hashlib, json, re, sys
+import numpy as np
+import pyorch
+from pyorch.library import codecs
+from pyorch.llama.context import Context
+
+digests = {}
+for path in sys.argv[1:]:
+    with pyorch.load(path, budget="50%", n_ctx=64, n_threads=1) as model:
+        with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
+            logits = [context.decode(list(range(300, 340))), context.decode([7])]
+    assert all(np.isfinite(part).all() and part.std() > 0 for part in logits)
+    digests[path] = hashlib.sha256(b"".join(part.tobytes() for part in logits)).hexdigest()
+
+numbers = np.random.default_rng(1).normal(0, 0.02, 1 << 14).astype(np.float32).view(np.uint8)[2:].copy()
+numbers = numbers[: len(numbers) // 32 * 32]
+for kind in codecs.TYPES:
+    e, sm = codecs.split(kind, numbers)
+    for codec in codecs.TABLE, codecs.ZSTD, codecs.LZ4:
+        stored = codecs.encode(codec, 0, e)
+        if stored is not None:
+            raw = np.empty_like(numbers)
+            codecs.recover(kind, codec, stored, sm, raw)
+            assert (raw == numbers).all(), (kind, codec)
+
+loaded = re.findall(r"/libggml-cpu-([\\w.]+)\\.so", open("/proc/self/maps").read())
+print(json.dumps({"kernels": sorted(set(loaded)), "digests": digests}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(request: pytest.FixtureRequest) -> Path:
+    named = request.config.getoption("--wheel")
+    if named is None:
+        pytest.skip("needs a wheel for other machines: make test-wheel")
+    found = [named] if named.is_file() else sorted(named.glob("pyorch-*.whl"), key=os.path.getmtime)
+    assert found, f"{named} holds no wheel of pyorch"
+    return found[-1].resolve()
+
+
+@pytest.fixture(scope="module")
+def variants(wheel: Path) -> list[str]:
+    """The kinds of kernels that the wheel has."""
+    with zipfile.ZipFile(wheel) as archive:
+        found = [re.fullmatch(r"pyorch/lib/libggml-cpu-([\w.]+)\.so", name) for name in archive.namelist()]
+    return [match[1] for match in found if match]
+
+
+class Installed:
+    """A virtual environment with the wheel in it, in a world without compilers and without variables."""
+
+    def __init__(self, directory: Path, wheel: Path) -> None:
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True, timeout=HANG_SECONDS)
+        self.python = directory / "bin/python"
+        self.environment = {"PATH": str(directory / "bin"), "HOME": str(directory), "LANG": "C.UTF-8"}
+        assert [tool for tool in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake")
+                if shutil.which(tool, path=self.environment["PATH"])] == []
+        done = self.run("-m", "pip", "install", "--no-cache-dir", "-c", ROOT / "constraints.txt", wheel)
+        assert done.returncode == 0, done.stdout + done.stderr
+        site, = directory.glob("lib/python3*/site-packages")
+        self.site = site
+
+    def run(self, *arguments: object, under: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [*under, str(self.python), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=self.python.parent,
+                              env={**self.environment, **variables})
+
+    def probe(self, models: list[Path], under: tuple[str, ...] = (), **variables: str) -> dict:
+        done = self.run("-c", PROBE, *models, under=under, **variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("clean") / "venv", wheel)
+
+
+@pytest.fixture(scope="module")
+def with_only(installed: Installed, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """PYTHONPATH for the same installation with these kernels alone."""
+
+    def make(*kept: str) -> str:
+        copy = tmp_path_factory.mktemp("only")
+        for package in ("pyorch", "pyorch.libs"):
+            shutil.copytree(installed.site / package, copy / package, copy_function=os.link)
+        for library in (copy / "pyorch/lib").glob("libggml-cpu-*.so"):
+            if library.stem.removeprefix("libggml-cpu-") not in kept:
+                library.unlink()
+        return str(copy)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def models(small_moe: Path, small_moe_q4: Path) -> list[Path]:
+    """Experts that the kernels take as they are, and such that they take repacked, where they can."""
+    return [small_moe, small_moe_q4]
+
+
+def test_its_name_says_what_it_runs_on(wheel: Path, variants: list[str]) -> None:
+    assert re.fullmatch(r"pyorch-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
+    assert set(variants) == NEEDS.keys() if wheel.stem.endswith("_x86_64") else len(variants) > 1
+
+
+def test_everything_in_it_has_a_notice(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        notices = {name.removeprefix(NOTICES): archive.read(name) for name in archive.namelist() if name.startswith(NOTICES)}
+        libraries = [name for name in archive.namelist() if name.startswith(ADDED) and ".so" in name]
+    assert libraries, "no system is sure to have libgomp"
+    assert without_notice(wheel) == []
+    assert {"llama.cpp", "llama-cpp-python", "zstd", "lz4", "libgomp"} <= notices.keys()
+    assert b"GCC RUNTIME LIBRARY EXCEPTION" in notices["libgomp"].upper()
+    assert all(len(text) > 100 for text in notices.values())
+
+
+def test_it_takes_the_best_kernels_for_this_processor(
+    installed: Installed, variants: list[str], models: list[Path]
+) -> None:
+    flags = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split()
+    able = [name for name in NEEDS if name in variants and set(NEEDS[name]) <= set(flags)]
+    assert installed.probe(models)["kernels"] == able[-1:]
+
+
+def test_commands_run_and_stay_lossless(installed: Installed, models: list[Path]) -> None:
+    for model in models:
+        done = installed.run("-m", "pyorch", "verify", model, "--budget", "40%", "--prompt", "import os\nimport sys\n")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "bit-identical" in done.stdout
+    done = installed.run("-m", "pyorch", "run", models[0], "-p", "import ", "-n", "4", "--budget", "40%")
+    assert done.returncode == 0 and done.stdout.startswith("import "), done.stderr
+
+
+def test_llama_cpp_alone_finds_the_kernels(installed: Installed, models: list[Path]) -> None:
+    """Nothing of libpyorch is loaded then: llama.cpp looks beside its own library."""
+    program = (
+        "import sys, llama_cpp; llm = llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False);"
+        "print(len(llm.create_completion('import ', max_tokens=4, temperature=0)['choices'][0]['text']));"
+        "print('libpyorch.so' in open('/proc/self/maps').read())"
+    )
+    done = installed.run("-c", program, models[0])
+    assert done.returncode == 0, done.stderr
+    length, with_libpyorch = done.stdout.split()
+    assert int(length) > 0 and with_libpyorch == "False"
+
+
+@pytest.mark.parametrize("processor", EMULATED)
+def test_on_another_processor_it_takes_its_kernels_and_they_compute_the_same_bits_as_here(
+    installed: Installed, with_only: Callable[..., str], models: list[Path], processor: str
+) -> None:
+    emulator = shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("qemu-x86_64 is not installed: apt install qemu-user")
+    there = installed.probe(models, (emulator, "-cpu", processor))
+    assert there["kernels"] == [EMULATED[processor]]
+    assert installed.probe(models, PYTHONPATH=with_only(EMULATED[processor])) == there
+
+
+def test_all_kernels_that_this_processor_has_run(
+    installed: Installed, with_only: Callable[..., str], variants: list[str], models: list[Path]
+) -> None:
+    flags = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split()
+    for name in variants:
+        if set(NEEDS[name]) <= set(flags):
+            assert installed.probe(models, PYTHONPATH=with_only(name))["kernels"] == [name]
+
+
+def test_its_threads_sleep_soon_when_they_wait_whichever_libgomp_was_there_before(installed: Installed) -> None:
+    program = "import ctypes; ctypes.CDLL('libgomp.so.1'); import pyorch.library.bindings"
+    done = installed.run("-c", program, OMP_DISPLAY_ENV="verbose")
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    theirs, ours = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    assert (theirs, ours) == (_libs.LIBGOMP_SPIN_COUNT, _libs.SPIN_COUNT)
+
+
+def test_without_kernels_it_says_so(installed: Installed, with_only: Callable[..., str], models: list[Path]) -> None:
+    done = installed.run("-m", "pyorch", "run", models[0], "-p", "import ", "-n", "1", PYTHONPATH=with_only())
+    assert done.returncode != 0 and "ggml found no CPU backend beside its library" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
