@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-reads setup clean
+.PHONY: demo test chat-page wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-reads setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -76,6 +76,13 @@ build/bench/deep.gguf: build/bench/small.gguf
 	@$(BIN)/python scripts/make_bench_model.py $< -o $@ --size 4GiB --type q4_0 --layers 24
 
 setup: $(STAMPS)/pyorch
+
+# llama-server's chat page, which the next build takes into its library. Needs Node 20 or newer, and some minutes.
+chat-page: $(STAMPS)/venv
+	@echo "building the chat page"
+	@$(BIN)/python scripts/build_chat_page.py build/chat-page
+	@rm -f $(STAMPS)/pyorch
+	@$(MAKE) --no-print-directory setup
 
 clean:
 	rm -rf $(VENV) build

@@ -92,6 +92,10 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS.get(key, 0))
 
+    def type(self, text: str) -> None:
+        """A text, into what has the focus."""
+        self.send("Input.insertText", text=text)
+
     def picture(self, path: Path) -> None:
         """A PNG of the whole page."""
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)

@@ -41,7 +41,7 @@ set(LLAMA_BUILD_SERVER       ON)
 set(LLAMA_BUILD_TESTS        OFF)
 set(LLAMA_BUILD_EXAMPLES     OFF)
 set(LLAMA_BUILD_APP          OFF)
-set(LLAMA_BUILD_UI           OFF)
+set(LLAMA_BUILD_UI           OFF) # see PYORCH_CHAT_PAGE
 set(LLAMA_USE_PREBUILT_UI    OFF) # else the build downloads it
 set(LLAMA_ALL_WARNINGS       OFF)
 # Kernels for the processor at hand, or several libraries of them, of which each processor loads the one that suits it.
@@ -63,6 +63,14 @@ option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
 set(LLAMA_BUILD_NUMBER       0)
 set(LLAMA_BUILD_COMMIT       "pyorch")
 set(ENV{GIT_CEILING_DIRECTORIES} "${CMAKE_BINARY_DIR}")
+
+# The chat page of llama-server, where scripts/build_chat_page.py has built it: the library then holds its files.
+set(PYORCH_CHAT_PAGE "${CMAKE_CURRENT_LIST_DIR}/../../build/chat-page" CACHE PATH
+    "directory of the chat page, as `make chat-page` writes it; none: the server has no chat page")
+file(REMOVE_RECURSE "${LLAMA_SOURCE_DIR}/tools/ui/dist")
+if(EXISTS "${PYORCH_CHAT_PAGE}/dist/index.html")
+    file(COPY "${PYORCH_CHAT_PAGE}/dist" DESTINATION "${LLAMA_SOURCE_DIR}/tools/ui")
+endif()
 
 add_subdirectory("${LLAMA_SOURCE_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp-build" EXCLUDE_FROM_ALL)
 
@@ -120,6 +128,10 @@ function(install_llama_licenses destination component)
         cmake_path(GET folder FILENAME project)
         configure_file("${file}" "${notices}/LICENSE-${project}" COPYONLY)
     endforeach()
+
+    if(EXISTS "${PYORCH_CHAT_PAGE}/dist/index.html")
+        configure_file("${PYORCH_CHAT_PAGE}/LICENSE-chat-page" "${notices}/LICENSE-chat-page" COPYONLY)
+    endif()
 
     write_notice("${notices}/LICENSE-base64"     common/base64.hpp "This is free and unencumbered" "*/")
     write_notice("${notices}/LICENSE-llamafile"  ggml/src/ggml-cpu/llamafile/sgemm.cpp "// Copyright 2024 Mozilla" "\n\n")

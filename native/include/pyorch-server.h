@@ -45,6 +45,10 @@ void pyorch_server_add_route(const char * method, const char * path, int32_t fir
 // Requests for this path, with --api-prefix in front, need no API key.
 void pyorch_server_make_public(const char * path);
 
+// The path of the i-th file of llama-server's chat page, which is at "/"; NULL for more than there are. None where the
+// page was not built.
+const char * pyorch_server_get_page(uint64_t i);
+
 // Seconds in which the head and the body of a request must have arrived, else its connection is ended.
 void pyorch_server_set_limits(double head, double body);
 

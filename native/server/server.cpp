@@ -4,6 +4,7 @@
 #include "pyorch-server.h"
 
 #include "server-http.h"
+#include "ui.h"
 
 #include <memory>
 
@@ -94,6 +95,11 @@ void pyorch_server_add_route(const char * method, const char * path, int32_t fir
 
 void pyorch_server_make_public(const char * path) {
     llama_server_hooks.public_paths.insert(path);
+}
+
+const char * pyorch_server_get_page(uint64_t i) {
+    const auto & files = llama_ui_get_assets();
+    return i < files.size() ? files.data()[i].name.c_str() : nullptr;
 }
 
 void pyorch_server_set_limits(double head, double body) {

@@ -9,6 +9,14 @@ ffi = declared("pyorch_server")
 lib = ffi.dlopen(str(_libs.lib_dir() / f"libpyorch-server{_libs._SUFFIX}"))
 
 
+def chat_page() -> list[str]:
+    """The files of llama-server's chat page, [] where it was not built."""
+    names = []
+    while name := lib.pyorch_server_get_page(len(names)):
+        names.append(ffi.string(name).decode())
+    return names
+
+
 def served_context() -> int:
     """The llama_context * of the server, 0 while its model is not loaded."""
     return int(ffi.cast("uintptr_t", lib.pyorch_server_get_context()))

@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
-from pyorch.serve.library import ffi, lib
+from pyorch.serve.library import chat_page, ffi, lib
 from pyorch.sizes import MiB
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
@@ -76,6 +76,13 @@ class Flags:
         """Whether requests need one."""
         return self.has(API_KEY) or self.has(API_KEY_FILE)
 
+    @property
+    def has_chat_page(self) -> bool:
+        """Whether llama-server has its own page at "/"."""
+        given = [argument for argument in self.arguments if argument in UI.names]
+        on = given[-1] in UI.names[:2] if given else os.environ.get(UI.env, "1") in ("on", "enabled", "true", "1")
+        return on and bool(chat_page())
+
     def value(self, option: Option, default: str = "") -> str:
         """The option's value; the last one counts, and the environment only where there is none."""
         pairs = zip(self.arguments, self.arguments[1:])
@@ -104,10 +111,17 @@ class Flags:
         self.default(WARMUP, "--no-warmup")  # it selects every expert
         self.default(FIT, "-fit", "off")  # it loads the model a second time, to fit it to a GPU
         self.default(CACHE_RAM, "-cram", 0)  # copies of old prompts' KV, up to 8 GiB of them
-        self.default(UI, "--no-ui")  # not in this build
+        if not chat_page():
+            self.default(UI, "--no-ui")
         self.default(TIMEOUT, "--timeout", SILENT_SECONDS)
         self.default(METRICS, "--metrics")  # a part of ours
         self.default(THREADS, "-t", memory.physical_cores())
+
+    @property
+    def n_slots(self) -> int:
+        """Requests that are computed together at most."""
+        n_parallel = self.number(PARALLEL, -1)
+        return n_parallel if n_parallel > 0 else N_PARALLEL
 
     def context_params(self) -> llama.llama_context_params:
         """The context that llama-server will make, for the planner."""
@@ -116,7 +130,7 @@ class Flags:
         params.n_ctx = self.number(CTX_SIZE, 0)
         params.n_batch = self.number(BATCH, 2048)
         params.n_ubatch = min(self.number(UBATCH, 512), params.n_batch)
-        params.n_seq_max = n_parallel if n_parallel > 0 else N_PARALLEL
+        params.n_seq_max = self.n_slots
         params.kv_unified = n_parallel < 0 or any(name in self.arguments for name in KV_UNIFIED.names[:2])
         params.n_outputs_max = params.n_seq_max
         params.type_k = _cache_type(self.value(CACHE_TYPE_K, "f16"))

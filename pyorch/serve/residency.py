@@ -14,6 +14,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.choices import default_policy, policies, predictors
 from pyorch.llama.apply import apply_prefetch, apply_substitution, check_prefetch, find_buddies
 from pyorch.llama.managed import ManagedModel
+from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.statistics import Stats
 from pyorch.serve.routes import Answer, Request, as_json, refusal
@@ -37,11 +38,12 @@ def recall(stats: Stats) -> float | None:
 class Residency:
     """The experts of the model that is served.
 
-    local_only: changes are accepted from this machine only, for there is no API key that the server checks.
+    concurrency: of the server's slots. local_only: changes are accepted from this machine only, for there is no API key that the server checks.
     """
 
-    def __init__(self, managed: ManagedModel, local_only: bool) -> None:
+    def __init__(self, managed: ManagedModel, concurrency: Concurrency, local_only: bool) -> None:
         self._managed = managed
+        self._concurrency = concurrency
         self._local_only = local_only
         self._began = time.monotonic()
         self._changing = threading.Lock()
@@ -99,6 +101,9 @@ class Residency:
                 "most_budget": info.slots_bytes,
                 "policy": self._policy, "prefetch": self._prefetch,
                 "substitution": None if self._substitution is None else str(self._substitution),
+                "slots": self._concurrency.n_slots,
+                "suitable_slots": self._concurrency.suitable(snapshot.stats.budget_bytes),
+                "advice": self._concurrency.advice(snapshot.stats.budget_bytes),
                 "policies": list(policies().present), "predictors": [AUTO, *predictors().present],
             },
             "totals": {**dataclasses.asdict(snapshot.stats), "recall": recall(snapshot.stats),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pyorch.errors import PyorchError
-from pyorch.serve.library import ffi, lib
+from pyorch.serve.library import chat_page, ffi, lib
 
 JSON = "application/json; charset=utf-8"
 HTML = "text/html; charset=utf-8"
@@ -81,7 +81,8 @@ class Routes:
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
-        for path in ("/health", "/v1/health"):  # which llama-server leaves open without a prefix only
+        # Which llama-server leaves open without a prefix only.
+        for path in ("/health", "/v1/health", "/", *(f"/{name}" for name in chat_page())):
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)

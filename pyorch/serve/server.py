@@ -19,6 +19,7 @@ from pyorch.llama import logs
 from pyorch.llama.capture import capture
 from pyorch.llama.context_plan import default_ubatch, plan_context, try_context
 from pyorch.llama.managed import ManagedModel
+from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import live, llama_server
@@ -80,8 +81,9 @@ def serve(
     if not verbose:
         server.default(llama_server.VERBOSITY, "-lv", 1)
     with Ending(grace) as ending, _planned(path, settings, server, placed) as record:
-        watch = _Watch(path, address, record.engine, stats_every, as_json, beside)
-        _routes = our_routes(record, address.prefix, server.has_api_key)  # called until the server has ended
+        concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
+        watch = _Watch(path, address, record.engine, concurrency, stats_every, as_json, beside)
+        _routes = our_routes(record, address.prefix, server, concurrency)  # called until the server has ended
         with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
             watch.start()
             try:
@@ -93,10 +95,10 @@ def serve(
         return status if watch.ready or status == 0 else 2
 
 
-def our_routes(record: ManagedModel, prefix: str, has_api_key: bool) -> Routes:
+def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Concurrency) -> Routes:
     """Those that llama-server lacks, and those of which ours answers more."""
     routes = Routes(prefix)
-    residency = Residency(record, local_only=not has_api_key)
+    residency = Residency(record, concurrency, local_only=not server.has_api_key)
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
@@ -105,7 +107,7 @@ def our_routes(record: ManagedModel, prefix: str, has_api_key: bool) -> Routes:
     routes.add("GET", "/tokenizer_info", tokenizer.info)
     routes.add("POST", "/tokenize", tokenizer.tokenize, first=True)
     routes.add("POST", "/detokenize", tokenizer.detokenize)
-    live.add_to(routes, has_api_key)
+    live.add_to(routes, server.has_api_key, server.has_chat_page)
     return routes
 
 
@@ -146,14 +148,15 @@ class _Watch(threading.Thread):
     """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
 
     def __init__(
-        self, path: str, address: Address, engine: Engine | None, stats_every: float | None, as_json: bool,
-        beside: Beside | None,
+        self, path: str, address: Address, engine: Engine | None, concurrency: Concurrency, stats_every: float | None,
+        as_json: bool, beside: Beside | None,
     ) -> None:
         super().__init__(daemon=True)
         self.ready = False
         self._path = path
         self._address = address
         self._engine = engine
+        self._concurrency = concurrency
         self._stats_every = stats_every
         self._as_json = as_json
         self._beside = beside
@@ -167,6 +170,10 @@ class _Watch(threading.Thread):
                 return
         self.ready = True
         self._say(f"serving {os.path.basename(self._path)} at {self._address.url} ({self._budget()})")
+        if self._engine is not None:
+            advice = self._concurrency.advice(self._engine.stats().budget_bytes)
+            if advice:
+                self._say(f"note: {advice}")
         if self._beside is not None:
             self._contexts.enter_context(self._beside(self._engine, self._address))
         if self._engine is None:

@@ -1,0 +1,115 @@
+"""Builds llama-server's chat page, for `make setup` to take it into the library: `make chat-page`.
+
+    build_chat_page.py DIR     DIR/dist, the page; DIR/LICENSE-chat-page, the notices of what is in it
+
+The source is that of the pinned llama.cpp (tools/ui); what it requires comes with npm from a package index, as its lock
+file says. Needs Node 20 or newer and 1 GB of disk for as long as it runs, which is some minutes. DIR is replaced as a
+whole when the page is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "native/cmake"))
+import llama_source  # noqa: E402
+
+_UI = f"{llama_source.LLAMA_CPP}tools/ui/"
+# What the map of the sources does not name: styles, and the worker that keeps the page for when there is no network.
+_UNNAMED = ("tailwindcss", "tw-animate-css", "workbox-core", "workbox-expiration", "workbox-precaching", "workbox-routing",
+            "workbox-strategies")
+_PACKAGE = re.compile(r".*node_modules/((?:@[^/]+/)?[^/]+)/")
+_NOTICES = re.compile(r"(?i)(licen[cs]e|copying|notice)(\.(md|txt))?$")
+
+
+def build(directory: Path) -> None:
+    """The page, and the notices. SourceError where the source, npm or a build fails."""
+    work = directory.with_name(f"{directory.name}.work")
+    source, done = work / "ui", work / "done"
+    shutil.rmtree(work, ignore_errors=True)
+    pin = llama_source.read_pin()
+    files = llama_source.read_archive(llama_source.find_sdist(pin), pin, lambda path: path.startswith(_UI))
+    if f"{_UI}package-lock.json" not in files:
+        raise llama_source.SourceError(f"{pin.archive_name} holds no {_UI}package-lock.json: the archive's layout changed")
+    llama_source.write_tree(source, {path.removeprefix(_UI): text for path, text in files.items()})
+    _npm(source, "ci", "--no-audit", "--no-fund")
+    # Its numbers are those of llama.cpp in native/cmake/llama.cmake.
+    _npm(source, "run", "build", "--", "--sourcemap", "hidden", LLAMA_UI_OUT_DIR=str((done / "dist").absolute()),
+         LLAMA_UI_VERSION="b0", LLAMA_BUILD_NUMBER="0")
+    maps = list((done / "dist").rglob("*.map"))
+    if not (done / "dist/index.html").is_file() or not maps:
+        raise llama_source.SourceError("npm run build wrote no index.html, or does not say what is in it")
+    (done / "LICENSE-chat-page").write_text(notices(source, packages(maps)), encoding="utf-8")
+    for path in maps:
+        path.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+    done.rename(directory)
+    shutil.rmtree(work)
+
+
+def _npm(source: Path, *arguments: str, **environment: str) -> None:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise llama_source.SourceError("npm is not installed: the chat page needs Node 20 or newer")
+    print(f"npm {arguments[0]} {arguments[1]}", flush=True)
+    done = subprocess.run([npm, *arguments], cwd=source, env=os.environ | environment, text=True, errors="replace",
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if done.returncode != 0:
+        raise llama_source.SourceError(f"npm {' '.join(arguments)} failed:\n{done.stdout.strip()[-4000:]}")
+
+
+def packages(maps: Iterable[Path]) -> set[str]:
+    """Names of the packages whose files are in the page, by the maps of its sources."""
+    sources = [source for path in maps for source in json.loads(path.read_text(encoding="utf-8"))["sources"]]
+    return {match[1] for match in map(_PACKAGE.match, sources) if match}
+
+
+def notices(source: Path, found: Iterable[str]) -> str:
+    """Of these packages, and of what the source has of others in itself."""
+    directories = {name: source / "node_modules" / name for name in sorted({*found, *_UNNAMED})}
+    directories |= {path.name: path for path in sorted((source / "src/lib/vendors").glob("*/"))}
+    parts = ["The chat page of llama-server is a part of llama.cpp, whose notice is LICENSE-llama.cpp. It holds files of "
+             f"these {len(directories)} packages: {', '.join(directories)}. Their notices follow.\n"]
+    for name, directory in directories.items():
+        about = directory / "package.json"
+        said = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}
+        texts = [path.read_text(encoding="utf-8", errors="replace").strip()
+                 for path in sorted(directory.iterdir()) if path.is_file() and _NOTICES.match(path.name)]
+        if not texts:
+            texts = [f"It has no file with a notice. Its licence is {_licence(said)}, its author {_author(said)}."]
+        parts.append("\n\n".join([f"{'-' * 120}\n{name} {said.get('version', '')}".rstrip(), *texts, ""]))
+    return "\n".join(parts)
+
+
+def _licence(about: dict) -> str:
+    licence = about.get("license") or about.get("licenses") or "no licence named"
+    return licence if isinstance(licence, str) else json.dumps(licence)
+
+
+def _author(about: dict) -> str:
+    author = about.get("author") or "not named"
+    return author if isinstance(author, str) else author.get("name", "not named")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path)
+    directory = parser.parse_args().dir.absolute()
+    try:
+        build(directory)
+    except llama_source.SourceError as error:
+        print(f"chat page: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
