@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Iterable, Iterator
 
 from pyorch.errors import PyorchError
+from pyorch.signals import terminable
 from pyorch.sizes import format_bytes
 
 # Beyond the tensors a GGUF holds a vocabulary; what else writes to the disk needs something too.
@@ -47,18 +48,19 @@ def staging(target: Path) -> Iterator[Path]:
     Nobody is left to remove the one of a process that was killed: the next staging() in the same place does, of
     whatever target. A lock on the directory, which ends with its process, says that somebody still needs it.
     """
-    _remove_abandoned(target.parent)
-    try:
-        directory, lock = _make_staging(target)
-    except OSError as error:
-        raise PyorchError(f"the output directory {target.parent} is not writable: {error.strerror}") from None
-    _locks.add(lock)
-    try:
-        yield directory
-    finally:
-        _locks.discard(lock)
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+    with terminable():
+        _remove_abandoned(target.parent)
+        try:
+            directory, lock = _make_staging(target)
+        except OSError as error:
+            raise PyorchError(f"the output directory {target.parent} is not writable: {error.strerror}") from None
+        _locks.add(lock)
+        try:
+            yield directory
+        finally:
+            _locks.discard(lock)
+            shutil.rmtree(directory, ignore_errors=True)
+            os.close(lock)
 
 
 def staging_locks() -> tuple[int, ...]:
@@ -134,7 +136,7 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
     """The file in which a long run makes `target`, and a descriptor of it: what an earlier run left there, or empty.
 
     It stays where the run does not end by replace(), unless it is empty. A lock on it, which ends with its process,
-    keeps others out: PyorchError while somebody holds it.
+    keeps others out: PyorchError while somebody holds it. SIGTERM ends the run as Ctrl-C does.
     """
     part = target.with_name(f".{target.name}.part")
     while True:
@@ -154,7 +156,8 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
                 same = os.path.samestat(os.stat(part), os.fstat(descriptor))
             if same:
                 try:
-                    yield part, descriptor
+                    with terminable():
+                        yield part, descriptor
                 finally:
                     _remove_empty(part, descriptor)
                 return

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import packs
+from pyorch.signals import terminable
 from pyorch.sizes import GiB
 
 OnProgress = Callable[[str, int, int], None]  # which measurement, done, total
@@ -191,20 +191,6 @@ def _busy_seconds() -> float:
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """SIGTERM ends the block, and so what is measured in it."""
-
-    def end(_number: int, _frame: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,20 +66,15 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("HF_DIR and -o FILE are needed")
     if not args.pack:
         refuse_codec_options(args, "is for the pack: give --pack too")
-    # A plain SIGTERM would end this process between the making of a temporary file and its removal.
     source = fetch_source(args.source) if is_of_hub(args.source) else args.source
-    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with Progress(live=not args.verbose) as progress:
-            result = convert(
-                source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
-                pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, imatrix=args.imatrix,
-                verbose=args.verbose, on_progress=progress.update,
-            )
-            packed = pack(result.path, codec=args.codec or "none", level=args.level, shards=args.shards,
-                          on_progress=progress.update) if args.pack else None
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    with Progress(live=not args.verbose) as progress:
+        result = convert(
+            source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
+            pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, imatrix=args.imatrix,
+            verbose=args.verbose, on_progress=progress.update,
+        )
+        packed = pack(result.path, codec=args.codec or "none", level=args.level, shards=args.shards,
+                      on_progress=progress.update) if args.pack else None
     if args.json:
         print_json({**asdict(result), "path": result.path, "pack": packed})
     else:

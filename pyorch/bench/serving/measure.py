@@ -23,6 +23,7 @@ from pyorch.runtime import disk
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.option import options
 from pyorch.settings.settings import Settings
+from pyorch.signals import terminable
 
 PERCENTILES = (50, 95, 99)
 SUITS = 0.95  # of the best throughput is enough for fewer slots to be the better choice
@@ -110,7 +111,7 @@ def run_rounds(
 
             answered(0)
             disk.drop_page_cache(paths)
-            with rounds.terminable():
+            with terminable():
                 runs.append(_run(load, served, i, answered))
             say(f"{where}: {_outcome(summarize(runs[-1:], served))}")
     return runs
