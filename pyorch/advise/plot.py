@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pyorch import pictures
 from pyorch.advise.estimates import Estimate
-from pyorch.errors import PyorchError
 from pyorch.sizes import GiB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, directory: Path) -> Path:
@@ -18,11 +23,12 @@ def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, direc
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    picture = partial(_advice, estimates=estimates, resident_rate=resident_rate, chosen=chosen)
+    return pictures.save({"advice": picture}, directory)[0]
+
+
+def _advice(figure_class: type[Figure], estimates: Sequence[Estimate], resident_rate: float, chosen: int) -> Figure:
+    figure = figure_class(figsize=(10, 3.6), layout="constrained")
     speed, hits, first = figure.subplots(1, 3)
     at = [estimate.budget_bytes / GiB for estimate in estimates]
     speed.plot(at, [estimate.decode_rate for estimate in estimates], marker="o")
@@ -37,10 +43,4 @@ def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, direc
         axis.set_xlabel("budget, GiB")
         axis.set_ylim(bottom=0)
     speed.legend(fontsize=8)
-    path = directory / "advice.png"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-    return path
+    return figure

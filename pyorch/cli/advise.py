@@ -83,6 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
+    from pyorch import pictures
     from pyorch.sidecars import packs
 
     check_readable([args.trace])
@@ -92,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     with packs.open_model(args.model) as model_map, Progress() as progress:
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: it has no experts that could be read while it runs")
+        if args.plot is not None:
+            pictures.check(args.plot)
         advice = _advise(args, model_map, memory, progress)
     if args.json:
         print_json(advice)
@@ -185,7 +188,9 @@ def _trace(args: argparse.Namespace, model_map: ModelMap, read):
 
 
 def _default_trace(model_map: ModelMap) -> Path:
-    return Path(model_map.path).with_suffix(".trace")
+    from pyorch.runtime.model_map import beside
+
+    return beside(model_map.path, "trace")
 
 
 def _given_memory(text: str | None) -> MemoryLimit | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model, check_readable, make_directory, print_json
+from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, listed
 from pyorch.cli.tables import Table, show
@@ -92,13 +92,13 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     given = _check(args)
 
-    from pyorch.eval import pack_plots, pack_report, pictures
+    from pyorch import pictures
+    from pyorch.eval import pack_plots, pack_report
     from pyorch.eval.tables import write_csv
     from pyorch.sidecars import packed_sizes, packs
 
     if args.output is not None:
-        pictures.check()
-        make_directory(args.output)
+        pictures.check(args.output)
     with (packs.open_model(args.model) as plain, packs.open_model(args.model) as packed, Progress() as progress,
           tempfile.TemporaryDirectory(prefix="pyorch-") as directory):
         if plain.pack is not None:

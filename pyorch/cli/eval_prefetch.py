@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_model, make_directory, print_json
+from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -70,14 +70,14 @@ def add_parser(kinds: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     given = _check(args)
 
-    from pyorch.eval import pictures, prefetch, prefetch_plots, prefetch_report, prefetch_serving
+    from pyorch import pictures
+    from pyorch.eval import prefetch, prefetch_plots, prefetch_report, prefetch_serving
     from pyorch.eval.tables import write_csv
     from pyorch.sidecars import packs
     from pyorch.settings.budget import Budget
 
     if args.output is not None:
-        pictures.check()
-        make_directory(args.output)
+        pictures.check(args.output)
     with packs.open_model(args.model) as model_map, Progress() as progress:
         for budget in given.budgets:
             Budget.parse(budget).resolve(model_map.info)

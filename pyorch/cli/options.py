@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
@@ -132,16 +131,6 @@ def check_output(output: Path, model: str | Path, sources: Iterable[str | Path |
     check_target(output.absolute())
     check_no_source(output, [model])
     check_no_source(output, filter(None, sources), "a file that is read")
-
-
-def make_directory(directory: Path) -> None:
-    """For the files of -o, or for pictures. PyorchError where there can be none."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise PyorchError(f"the output directory {directory} is not writable")
 
 
 def print_json(value: object) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, check_readable, make_directory, print_json
+from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
@@ -107,11 +107,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     from time import perf_counter
 
+    from pyorch import pictures
     from pyorch.cluster.activations import read_counts, write_counts
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.placement.algorithms import place
     from pyorch.cluster.placement.file import write_placement
-    from pyorch.cluster.placement.plot import check as check_plots, draw
+    from pyorch.cluster.placement.plot import draw
     from pyorch.cluster.placement.problem import Problem
     from pyorch.files import check_no_source, check_target
     from pyorch.runtime.model_map import ModelMap
@@ -122,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if args.counts is not None and (args.check or args.save_counts):
         raise PyorchError("--check and --save-counts need traces: give --trace instead of --counts")
     if args.plot is not None:
-        check_plots()
-        make_directory(args.plot)
+        pictures.check(args.plot)
     cluster = read_cluster(args.cluster)
     files = _by_server(args.trace, cluster)
     sources = [path for paths in files.values() for path in paths]

@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
     import numpy as np
 
+    from pyorch import pictures
     from pyorch.planning.makespan import POOLS
     from pyorch.planning.planner import HANDICAP
     from pyorch.planning.ranks import use_counts
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.trace])
     if args.check and args.trace is None:
         raise PyorchError("--check plays a trace: name one with --trace")
+    if args.plot is not None:
+        pictures.check(args.plot)
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)

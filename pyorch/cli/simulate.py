@@ -91,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     from time import perf_counter
 
+    from pyorch import pictures
     from pyorch.cluster import scenario
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.costs import CostsFile, read_costs
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
                         "a file that is read")
     costs = (CostsFile() if args.costs is None else read_costs(args.costs)).given(_given_costs(args.cost))
     costs.check_names(cluster.names)
+    if args.plot is not None:
+        pictures.check(args.plot)
     workload, sizes, placement = _read(args, cluster, costs, shift)
     settings = Settings(args.places, args.step_tokens, args.interval)
     begin = perf_counter()
@@ -122,11 +125,11 @@ def run(args: argparse.Namespace) -> int:
                     args.routing, perf_counter() - begin, rows)
     if args.csv is not None:
         write_text(args.csv, csv_of(rows))
-    pictures = [] if args.plot is None else draw_report(report, args.plot, shift)
+    drawn = [] if args.plot is None else draw_report(report, args.plot, shift)
     if args.json:
         print_json(report)
     else:
-        show([*parts_of(report), *map(str, pictures)])
+        show([*parts_of(report), *map(str, drawn)])
     return 0
 
 

@@ -27,19 +27,23 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
+    from pyorch import pictures
     from pyorch.traces.file import Trace
     from pyorch.traces.statistics import analyze
 
-    statistics, arrays = analyze(Trace(args.trace), args.phase)
-    pictures = []
+    trace = Trace(args.trace)
+    if args.plot is not None:
+        pictures.check(args.plot)
+    statistics, arrays = analyze(trace, args.phase)
+    drawn = []
     if args.plot is not None:
         from pyorch.traces.plots import draw
 
-        pictures = draw(statistics, arrays, args.plot)
+        drawn = draw(statistics, arrays, args.plot)
     if args.json:
         print_json(statistics)
     else:
-        show([*_parts(statistics), *map(str, pictures)])
+        show([*_parts(statistics), *map(str, drawn)])
     return 0
 
 

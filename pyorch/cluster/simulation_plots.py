@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.errors import PyorchError
+from pyorch import pictures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -32,25 +37,13 @@ def draw(curves: Sequence[Curve], shift: float | None, directory: Path) -> list[
     shift: when the workload changes. The directory is made if need be. Raises PyorchError without matplotlib, or where
     nothing can be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    figures = {"over-time": _over_time(Figure, curves, shift)}
+    made: dict[str, pictures.Picture] = {"over-time": partial(_over_time, curves=curves, shift=shift)}
     if len({(curve.n_servers, curve.megabits) for curve in curves}) > 1:
-        figures["scaling"] = _scaling(Figure, curves)
-    paths = []
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, figure in figures.items():
-            paths.append(directory / f"{name}.png")
-            figure.savefig(paths[-1], dpi=110)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-    return paths
+        made["scaling"] = partial(_scaling, curves=curves)
+    return pictures.save(made, directory)
 
 
-def _over_time(figure_class, curves: Sequence[Curve], shift: float | None):
+def _over_time(figure_class: type[Figure], curves: Sequence[Curve], shift: float | None) -> Figure:
     figure = figure_class(figsize=(11, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for i, curve in enumerate(curves):
@@ -70,7 +63,7 @@ def _over_time(figure_class, curves: Sequence[Curve], shift: float | None):
     return figure
 
 
-def _scaling(figure_class, curves: Sequence[Curve]):
+def _scaling(figure_class: type[Figure], curves: Sequence[Curve]) -> Figure:
     """By size, a line for each bandwidth; by bandwidth, a line for each size; lines also for what else differs."""
     sizes, rates = (sorted({getattr(curve, name) for curve in curves}) for name in ("n_servers", "megabits"))
     several = [len(sizes) > 1, len(rates) > 1]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyorch import pictures
 from pyorch.eval.pack import COMPRESSED, FULL, PLAN, WITHOUT, Played, shown_policy
 from pyorch.eval.pack_measure import MMAP, SEVERAL, SYSTEMS, WITHOUT_LRU, Measured
 from pyorch.eval.pack_report import Evaluation
-from pyorch.eval.pictures import save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,16 +28,16 @@ def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    pictures = {}
+    made = {}
     if evaluation.caching:
-        pictures["caching"] = partial(_caching, rows=evaluation.caching)
+        made["caching"] = partial(_caching, rows=evaluation.caching)
     if evaluation.measured:
-        pictures["latency"] = partial(_latency, rows=[row for row in evaluation.measured if row.batch == 1])
+        made["latency"] = partial(_latency, rows=[row for row in evaluation.measured if row.batch == 1])
     several = {row.limit for row in evaluation.measured if row.batch > 1}
     if several:
         rows = [row for row in evaluation.measured if row.limit in several and row.system in SEVERAL]
-        pictures["throughput"] = partial(_throughput, rows=rows)
-    return save(pictures, directory)
+        made["throughput"] = partial(_throughput, rows=rows)
+    return pictures.save(made, directory, pictures.PAGE_DPI)
 
 
 def _caching(figure_class: type[Figure], rows: Sequence[Played]) -> Figure:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pyorch import pictures
 from pyorch.errors import PyorchError
 from pyorch.eval.sweep import Row
-from pyorch.files import check_target, publish, staging
+from pyorch.files import check_target
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _LOOKS = {"original": ("black", "s"), "random": ("tab:red", "X")}
 _COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:cyan", "tab:brown", "tab:pink", "tab:olive")
@@ -16,7 +22,7 @@ _MARKERS = "o^vDP*"
 
 def check_plot(path: Path) -> None:
     """PyorchError if no picture can be written at path; asked before anything is measured."""
-    _figure_class()
+    pictures.check()
     check_target(path.absolute())
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise PyorchError(f"{path}: a plot is a .png, .svg or .pdf file")
@@ -27,10 +33,14 @@ def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
     timed = [row for row in rows if row.speed is not None]
     if not timed:
         raise PyorchError("a plot of accuracy against throughput needs --cache-rate and --speed-tokens")
+    pictures.save_as(partial(_sweep, timed=timed, metric=metric), path, pictures.PRINT_DPI)
+
+
+def _sweep(figure_class: type[Figure], timed: Sequence[Row], metric: str) -> Figure:
     rates = sorted({row.rate for row in timed}, reverse=True)
     looks = _looks(timed)
     n_rows = len(looks) // 2 + 1  # of the legend
-    figure = _figure_class()(figsize=(max(3.8 * len(rates), 6), 3.8 + 0.22 * n_rows), layout="constrained")
+    figure = figure_class(figsize=(max(3.8 * len(rates), 6), 3.8 + 0.22 * n_rows), layout="constrained")
     panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
     shown = {}
     for panel, rate in zip(panels, rates):
@@ -49,13 +59,7 @@ def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
                 panel.axhline(y, color=colour, linewidth=0.6, linestyle=":")
     panels[0].set_ylabel(f"average {metric}")
     figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, fontsize=8)
-    target = path.absolute()
-    with staging(target) as directory:
-        try:
-            figure.savefig(directory / target.name, dpi=150)
-            publish([directory / target.name], target.parent)
-        except OSError as error:
-            raise PyorchError(f"{target} cannot be written: {error.strerror}") from None
+    return figure
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
@@ -74,11 +78,3 @@ def _label(row: Row) -> str:
         if row.method in _LOOKS and row.settings in ("", f"mode={row.method}")
         else f"{row.method} {row.settings}"
     )
-
-
-def _figure_class():
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    return Figure

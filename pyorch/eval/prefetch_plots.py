@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyorch.eval.pictures import save
+from pyorch import pictures
 from pyorch.eval.prefetch import ON_DEMAND, Evaluation, Pair
 
 if TYPE_CHECKING:
@@ -32,13 +31,14 @@ def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    pictures: dict[str, Callable] = {
+    made: dict[str, pictures.Picture] = {
         "recall": _recall, "similarity": _similarity, "budgets": _budgets, "sweeps": _sweeps,
         "stream": _stream,
     }
     if evaluation.contexts:
-        pictures["contexts"] = _contexts
-    return save({name: partial(picture, evaluation=evaluation) for name, picture in pictures.items()}, directory)
+        made["contexts"] = _contexts
+    drawn = {name: partial(picture, evaluation=evaluation) for name, picture in made.items()}
+    return pictures.save(drawn, directory, pictures.PAGE_DPI)
 
 
 def _recall(figure_class: type[Figure], evaluation: Evaluation) -> Figure:

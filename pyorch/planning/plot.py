@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyorch.errors import PyorchError
+from pyorch import pictures
 from pyorch.planning.makespan import POOLS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NAMES = ("full", "compressed", "signs and mantissas", "exponents")
 
@@ -25,11 +30,15 @@ def draw(
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    picture = partial(_plan, inclusion=inclusion, capacities=capacities, budgets=budgets, costs=costs)
+    return pictures.save({"plan": picture}, directory)[0]
+
+
+def _plan(
+    figure_class: type[Figure], inclusion: np.ndarray, capacities: np.ndarray, budgets: Sequence[float],
+    costs: Mapping[str, Sequence[float]],
+) -> Figure:
+    figure = figure_class(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     mean = inclusion.mean(axis=0)
     left.bar(np.arange(len(mean)) + 1, mean, width=1.0, color="0.75", label="in no pool")
@@ -48,10 +57,4 @@ def draw(
     right.set_ylabel("expected wait of a token, ms")
     right.set_ylim(bottom=0)
     right.legend(fontsize=8)
-    path = directory / "plan.png"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-    return path
+    return figure

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pyorch.errors import PyorchError
+from pyorch import pictures
 from pyorch.traces.statistics import LayerArrays, TraceStatistics
 
 if TYPE_CHECKING:
@@ -25,25 +26,12 @@ def draw(statistics: TraceStatistics, arrays: list[LayerArrays], directory: Path
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    pictures = {
-        "activations": _activations(Figure, statistics),
-        "coactivation": _coactivation(Figure, statistics, arrays),
-        "tae": _tae(Figure, statistics),
-        "hit-rate": _hit_rate(Figure, statistics, arrays),
-    }
-    paths = []
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, figure in pictures.items():
-            paths.append(directory / f"{name}.png")
-            figure.savefig(paths[-1], dpi=110)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-    return paths
+    return pictures.save({
+        "activations": partial(_activations, statistics=statistics),
+        "coactivation": partial(_coactivation, statistics=statistics, arrays=arrays),
+        "tae": partial(_tae, statistics=statistics),
+        "hit-rate": partial(_hit_rate, statistics=statistics, arrays=arrays),
+    }, directory)
 
 
 def _grid(figure_class: type[Figure], n: int, size: tuple[float, float], **options: object):

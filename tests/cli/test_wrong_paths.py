@@ -83,6 +83,16 @@ OUTPUTS = [
     "eval arc MODEL --data TEXT --resume NOWHERE",
     "tune MODEL --data TEXT --cache-rate 0.5 -o NOWHERE",
 ]
+# A directory for pictures that is a file.
+PICTURES = [
+    "advise MODEL --plot TEXT",
+    "trace stats TRACE --plot TEXT",
+    "plan MODEL --budget 40% --plot TEXT",
+    "place --cluster TOML --trace here=TRACE -o OUT --plot TEXT",
+    "simulate --cluster TOML --trace here=TRACE --plot TEXT",
+    "eval pack MODEL --trace TRACE -o TEXT",
+    "eval prefetch MODEL --trace TRACE --read-bandwidth 1GB --compute-ms 1 -o TEXT",
+]
 # What would replace a file that is read for it: of these, the last word.
 REPLACED = [
     "pack MODEL -o MODEL",
@@ -144,6 +154,16 @@ def test_an_output_in_a_directory_that_does_not_exist(
 ) -> None:
     assert str(paths["NOWHERE"].parent) in refusal(line, paths, capsys)
     assert not paths["NOWHERE"].parent.exists()
+
+
+@pytest.mark.parametrize("line", PICTURES)
+def test_pictures_that_cannot_be_written_are_refused_before_anything_is_measured(
+    line: str, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    before = paths["TEXT"].read_bytes()
+    assert f"{paths['TEXT']} cannot be written: File exists" in refusal(line, paths, capsys)
+    assert paths["TEXT"].read_bytes() == before and not paths["OUT"].exists()
 
 
 @pytest.mark.parametrize("line", REPLACED)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pyorch import pictures
 from pyorch.cluster.placement.placement import Placement
-from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-def check() -> None:
-    """PyorchError without matplotlib; asked before anything is placed."""
-    _figure_class()
 
 
 def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path:
@@ -27,8 +23,12 @@ def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path
 
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
+    return pictures.save({"placement": partial(_placement, placement=placement, frequencies=frequencies)}, directory)[0]
+
+
+def _placement(figure_class: type[Figure], placement: Placement, frequencies: np.ndarray) -> Figure:
     n_servers = len(placement.servers)
-    figure = _figure_class()(figsize=(11, 2 + 0.35 * min(n_servers, 40)), layout="constrained")
+    figure = figure_class(figsize=(11, 2 + 0.35 * min(n_servers, 40)), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     shown = (
         ("activations that the server computes itself, %", 100 * placement.local_ratio(frequencies), 100),
@@ -42,21 +42,7 @@ def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path
         axis.set_yticks(*_ticks(placement.servers))
         axis.tick_params(labelsize=7)
         figure.colorbar(image, ax=axis).ax.tick_params(labelsize=7)
-    path = directory / "placement.png"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
-    return path
-
-
-def _figure_class() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise PyorchError('plots need matplotlib: pip install "pyorch[plot]"') from None
-    return Figure
+    return figure
 
 
 def _ticks(names: tuple) -> tuple[list[int], list[str]]:
