@@ -20,7 +20,7 @@ from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
 from pyorch.convert.pack_plan import Plan, aligned, layouts_of
 from pyorch.convert.packed_experts import Experts, forget
-from pyorch.errors import PyorchError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
@@ -80,6 +80,8 @@ def pack(
             plan = Plan(model_map, layout, choice.schemes)
             try:
                 written = _write(plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
+                if written.n_continued:
+                    _check_index(model_map, part, descriptor)
                 files.replace(part, target)
             except OSError as error:
                 raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
@@ -89,6 +91,17 @@ def pack(
                        target.stat().st_size, time.monotonic() - begin,
                        tuple(name for name in codecs.NAMES if name in used),
                        written.stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
+
+
+def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
+    """PyorchError, and an empty file, where what an interrupted run left there was damaged meanwhile."""
+    with ModelMap(model_map.path) as attached:
+        try:
+            attached.attach_pack(part)
+        except FormatError as error:
+            os.ftruncate(descriptor, 0)
+            raise PyorchError(f"{error}: what an interrupted run left was damaged, and is thrown away; run the same "
+                              "command again") from None
 
 
 def _begun(descriptor: int, model_map: ModelMap, layout: str) -> compression.Choice | None:
@@ -183,15 +196,18 @@ def _write(
 
 
 def _known_rows(plan: Plan, descriptor: int) -> list[tuple[int, int, np.ndarray]]:
-    """Of the experts that are there, up to the first that is not: layer, number, and rows."""
-    known = []
+    """Of the experts that are there, up to the first that is not, or cannot be: layer, number, and rows."""
+    known, n_bytes, at = [], os.fstat(descriptor).st_size, plan.data
     for il, layer in plan.layers.items():
+        begin = at = aligned(at, packs.PAGE)
         for expert in range(layer.info.n_expert):
-            content = _read_all(descriptor, layer.row_bytes, plan.index[il] + expert * layer.row_bytes)
+            content = os.pread(descriptor, layer.row_bytes, plan.index[il] + expert * layer.row_bytes)
             rows = np.frombuffer(content, packs.CHUNK)
-            if not rows["stored"].all():
+            offset, stored, rest = rows["offset"], rows["stored"], n_bytes - begin - rows["stored"]
+            if not ((rows["expert"] == expert) & (stored > 0) & (offset >= at - begin) & (offset <= rest)).all():
                 return known
             known.append((il, expert, rows))
+            at = begin + int((offset + stored).max())
     return known
 
 
@@ -258,13 +274,3 @@ def _write_all(descriptor: int, data: bytes | np.ndarray, at: int) -> None:
     view, n = memoryview(data).cast("B"), 0
     while n < len(view):
         n += os.pwrite(descriptor, view[n:], at + n)
-
-
-def _read_all(descriptor: int, n_bytes: int, at: int) -> bytes:
-    """Of a file that is long enough."""
-    data = b""
-    while len(data) < n_bytes:
-        data += os.pread(descriptor, n_bytes - len(data), at + len(data))
-    return data
-
-

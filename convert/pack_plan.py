@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
+from gguf.gguf_writer import WriterState
 
 from pyorch.convert import compression
 from pyorch.convert.compression import Scheme
@@ -48,22 +48,21 @@ class Plan:
         metadata: container.Metadata = {packs.LAYOUTS: self.layouts}
         if any(layer.is_compressed for layer in self.layers.values()):
             metadata[packs.CODECS] = list(map(str, self._schemes))
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "header"
-            writer = container.new_writer(path, packs.KIND, packs.VERSION, self.map, metadata)
-            writer.add_custom_alignment(packs.PAGE)
-            for il, layer in self.layers.items():
-                n_chunks = layer.index_bytes // packs.CHUNK.itemsize
-                writer.add_tensor_info(packs.index_name(il), (n_chunks, len(packs.CHUNK)), np.dtype(np.int64),
-                                       layer.index_bytes)
-            for il in self.layers:
-                n_bytes = data_bytes.get(il, 0)
-                writer.add_tensor_info(packs.data_name(il), (n_bytes,), np.dtype(np.int8), n_bytes)
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            writer.close()
-            header = path.read_bytes()
+        writer = container.new_writer(None, packs.KIND, packs.VERSION, self.map, metadata)
+        writer.add_custom_alignment(packs.PAGE)
+        for il, layer in self.layers.items():
+            n_chunks = layer.index_bytes // packs.CHUNK.itemsize
+            writer.add_tensor_info(packs.index_name(il), (n_chunks, len(packs.CHUNK)), np.dtype(np.int64),
+                                   layer.index_bytes)
+        for il in self.layers:
+            n_bytes = data_bytes.get(il, 0)
+            writer.add_tensor_info(packs.data_name(il), (n_bytes,), np.dtype(np.int8), n_bytes)
+        file = io.BytesIO()  # not one on a disk, which may be full
+        writer.fout, writer.state = [file], WriterState.EMPTY
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        header = file.getvalue()
         return header.ljust(aligned(len(header), packs.PAGE), b"\0")
 
 

@@ -61,15 +61,18 @@ class Amount:
         if match is None:
             raise ValueError(f"{text!r} is not a number with a unit")
         number, unit = match.groups()
-        if not math.isfinite(float(number)):
-            raise ValueError(f"{number} is too large a number")
         if unit == "%":
+            if not math.isfinite(float(number)):
+                raise ValueError(f"{text} is too large a number")
             return cls(share=float(number) / 100, text=text.strip())
         factor = _UNITS.get(unit.upper())
         # A bare 0.4 may be meant as a share or as bytes: neither is assumed.
         if factor is None or (unit == "" and "." in number):
             raise ValueError(f"{text!r} is neither a size nor a share")
-        return cls(round(float(number) * factor), text=text.strip())
+        n_bytes = float(number) * factor
+        if not math.isfinite(n_bytes):
+            raise ValueError(f"{text} is too large a number")
+        return cls(round(n_bytes), text=text.strip())
 
     def of(self, whole: int) -> int:
         """Bytes, where the whole has so many."""

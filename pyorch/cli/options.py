@@ -125,11 +125,14 @@ def check_readable(paths: Iterable[str | Path | None]) -> None:
 
 def check_output(output: Path, model: str | Path, sources: Iterable[str | Path | None] = ()) -> None:
     """PyorchError where no file can be written at `output`, or where it would replace one that is read for it: the
-    model, or one of the sources. None is no file."""
+    model, its pack, or one of the sources. None is no file."""
     from pyorch.files import check_no_source, check_target
+    from pyorch.runtime.model_map import shards_of
+    from pyorch.sidecars import container, packs
 
     check_target(output.absolute())
-    check_no_source(output, [model])
+    check_no_source(output, shards_of(model))
+    check_no_source(output, [container.default_path(model, packs.KIND)], "the pack of the model")
     check_no_source(output, filter(None, sources), "a file that is read")
 
 

@@ -86,13 +86,20 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def _model_of(sidecar: Path, kind: str) -> Path | None:
+    """Beside which a sidecar of this name would be found; None where the name is not of such a one."""
+    name = sidecar.name.removesuffix(f".{kind}.gguf")
+    return sidecar.with_name(f"{name}.gguf") if name != sidecar.name else None
+
+
 def _check_not_of_slim(output: Path) -> None:
     """PyorchError where the pack that is to be written would take the place of the only one that a slim model has."""
     from pyorch.errors import FormatError
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import packs
 
-    model = output.with_name(output.name.removesuffix(".experts.gguf") + ".gguf")
-    if not output.name.endswith(".experts.gguf") or not model.is_file():
+    model = _model_of(output, packs.KIND)
+    if model is None or not model.is_file():
         return
     try:
         with ModelMap(model) as model_map:
@@ -109,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.convert.pack import pack
     from pyorch.convert.pack_check import check
     from pyorch.convert.slim import check_slim, slim_bytes, write_slim
-    from pyorch.runtime.model_map import ModelMap
+    from pyorch.runtime.model_map import SIDECARS, ModelMap
     from pyorch.sidecars import container, packs
     from pyorch.sizes import counted, format_bytes
 
@@ -121,6 +128,9 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError("--slim makes the pack the only copy of the experts, and another machine could not use "
                               "it in the native layout: leave --layout out")
         output = container.default_path(args.slim, packs.KIND)
+        for kind in SIDECARS:
+            if (other := _model_of(args.slim, kind)) is not None:
+                raise PyorchError(f"{args.slim} is the name of a sidecar ({kind}) of {other}: name another file")
         with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
             check_slim(model_map, args.slim.absolute())
             spare_bytes = slim_bytes(model_map)

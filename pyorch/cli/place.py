@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.options import add_command, check_output, check_readable, print_json
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
@@ -114,7 +114,6 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.cluster.placement.file import write_placement
     from pyorch.cluster.placement.plot import draw
     from pyorch.cluster.placement.problem import Problem
-    from pyorch.files import check_no_source, check_target
     from pyorch.runtime.model_map import ModelMap
 
     if bool(args.trace) == (args.counts is not None):
@@ -133,9 +132,7 @@ def run(args: argparse.Namespace) -> int:
         raise PyorchError(f"{args.output} cannot hold both the placement and the counts: name another file for one")
     with ModelMap(cluster.required_model) as model_map:
         for target in targets:
-            check_target(target.absolute())
-            check_no_source(target, [args.cluster, *sources, *filter(None, [args.counts])], "a file that is read")
-            check_no_source(target, model_map.shards)
+            check_output(target, cluster.required_model, [args.cluster, *sources, args.counts])
         checked = None
         if args.counts is not None:
             activations = read_counts(args.counts, model_map)

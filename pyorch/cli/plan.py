@@ -82,8 +82,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_settings(parser, "budget", defaults={"budget": "none: it must be given, and not as auto"})
     parser.add_argument("--forms", default="F,C,S,E", metavar="F,C,S,E",
                         help="the forms that may be kept (default: F,C,S,E)")
-    parser.add_argument("--step", type=number(most=1, above=0), default=0.05, metavar="SHARE",
-                        help="try shares in steps of this (default: 0.05)")
+    parser.add_argument("--step", type=number(0.01, most=1), default=0.05, metavar="SHARE",
+                        help="try shares in steps of this, 0.01 at least (default: 0.05)")
     parser.add_argument("--read-bandwidth", metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file)")
     parser.add_argument("--decode-bandwidth", metavar="RATE",

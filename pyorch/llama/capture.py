@@ -123,6 +123,9 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
         packs.require(model_map)
     refusal = packs.attach(model_map, plain)
     if divided and settings.pools is not None:
+        if not model_map.layers:
+            raise PyorchError(f"--pools divides memory among the forms of experts, and {model_map.path} is a dense "
+                              "model: leave it out")
         pack = packs.contents(model_map)
         if pack is None or not pack.codecs:
             of_what = " of the whole model" if slim else ""

@@ -358,6 +358,8 @@ def load(
     with _loading, interception.managing(settings, model_map):
         try:
             model = llama_cpp.Llama(path, **arguments | options)
+        except UnicodeEncodeError:
+            raise PyorchError(f"{path!r} is no name in UTF-8, and llama_cpp opens no other: rename the file") from None
         except ValueError as error:
             raise PyorchError(f"{path}: {error}") from error
         except MemoryError as error:  # numpy's, of the logits of a whole batch

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pyorch.errors import BudgetError
 from pyorch.llama import memory
 from pyorch.planning.makespan import POOLS

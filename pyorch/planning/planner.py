@@ -13,6 +13,7 @@ from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
 from pyorch.planning.ranks import selection_probabilities
 
 STEP = 0.05
+LEAST_STEP = 0.01  # all divisions are in memory: 177 000 in such steps, and 1000 times as many in a tenth of it
 
 # So much longer divisions with other forms than whole experts count as, whether they were played or only expected: one
 # is taken where it gains more than that. Compressed experts alone were expected to wait 0.76 to 0.91 times as long as
@@ -120,7 +121,7 @@ class Planner:
         the mean is no less (Jensen). Then layers are computed one after the other, and a candidate is given up when
         what it costs so far and its bound for the other layers are more than the whole cost of another.
 
-        Raises PyorchError for pools that are none, and a step that is not in (0, 1].
+        Raises PyorchError for pools that are none, and a step that is not from LEAST_STEP to 1.
         """
         shares = _grid(pools, step)
         capacities = self._capacities(shares, budget - reserved)
@@ -235,8 +236,8 @@ def _grid(pools: str, step: float) -> np.ndarray:
     """float64[n_splits, 4]: all shares of some pools, in steps, that are 1 in all; most for the first pools first."""
     if not pools or set(pools) - set(POOLS) or len(set(pools)) < len(pools):
         raise PyorchError(f'pools "{pools}" are not understood: name some of {", ".join(POOLS)}, each once')
-    if not 0 < step <= 1:
-        raise PyorchError(f"a step of {step} is no share of the memory: use one above 0, and 1 at most")
+    if not LEAST_STEP <= step <= 1:
+        raise PyorchError(f"a step of {step:g} is none of the memory: use one from {LEAST_STEP:g} to 1")
     n_steps = max(1, round(1 / step))
     active = sorted(map(POOLS.index, pools))
     # The last pool takes what the others leave.

@@ -64,6 +64,21 @@ class ByteRange:
     size: int
 
 
+def beside(model: str | os.PathLike[str], ending: str) -> Path:
+    """The file of this ending that belongs to a model: model.ENDING beside it."""
+    stem, _ = os.path.splitext(Path(os.fsdecode(model)))  # also of a directory without a name, refused elsewhere
+    return Path(f"{stem}.{ending}")
+
+
+def shards_of(path: str | os.PathLike[str]) -> list[str]:
+    """The files of a model that is split, by the name of its first one; of any other name that alone."""
+    path = os.fsdecode(path)
+    first = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", path, re.DOTALL)
+    if first is None or int(first[2]) == 0:
+        return [path]
+    return [f"{first[1]}-{i + 1:05}-of-{first[2]}.gguf" for i in range(int(first[2]))]
+
+
 class ModelMap:
     """The map of one GGUF, shards included.
 
@@ -102,10 +117,7 @@ class ModelMap:
     @property
     def shards(self) -> list[str]:
         """The files of the model, the first one first."""
-        first = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", self.path)
-        if self.info.n_files == 1 or first is None:
-            return [self.path]
-        return [f"{first[1]}-{i + 1:05}-of-{first[2]}.gguf" for i in range(self.info.n_files)]
+        return [self.path] if self.info.n_files == 1 else shards_of(self.path)
 
     def close(self) -> None:
         """Frees the map; `info` and `layers` stay."""
@@ -208,8 +220,7 @@ class ModelMap:
 
     def sidecars(self) -> dict[str, Path]:
         """The files that pyorch adds, those that lie beside the model: kind and path."""
-        stem = Path(self.path).with_suffix("")
-        paths = {kind: stem.with_name(f"{stem.name}.{kind}.gguf") for kind in SIDECARS}
+        paths = {kind: beside(self.path, f"{kind}.gguf") for kind in SIDECARS}
         return {kind: path for kind, path in paths.items() if os.path.isfile(path)}
 
     @property

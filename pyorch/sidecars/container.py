@@ -15,7 +15,7 @@ import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, publish, staging
-from pyorch.runtime.model_map import SIDECARS, ModelMap
+from pyorch.runtime.model_map import SIDECARS, ModelMap, beside
 
 if TYPE_CHECKING:
     import gguf
@@ -41,8 +41,7 @@ _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeErr
 def default_path(model: str | os.PathLike[str], kind: str) -> Path:
     """Where the sidecar of a model lies: model.KIND.gguf beside it, where ModelMap.sidecars() looks."""
     assert kind in SIDECARS, kind
-    stem, _ = os.path.splitext(Path(model))  # also of a directory that has no name, which is refused elsewhere
-    return Path(f"{stem}.{kind}.gguf")
+    return beside(model, f"{kind}.gguf")
 
 
 def fingerprint(model_map: ModelMap) -> str:
@@ -101,9 +100,9 @@ def write(
 
 
 def new_writer(
-    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, metadata: Metadata
+    path: str | os.PathLike[str] | None, kind: str, version: int, model_map: ModelMap, metadata: Metadata
 ) -> gguf.GGUFWriter:
-    """A writer that knows whose sidecar it writes, and has nothing written yet."""
+    """A writer that knows whose sidecar it writes, and has nothing written yet. path: None: it is given a file."""
     import gguf  # takes a tenth of a second, here and below, which a server without sidecars need not wait for
 
     writer = gguf.GGUFWriter(path, _ARCH)
@@ -143,6 +142,8 @@ def read(
 def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str, np.ndarray]]:
     """The metadata whose keys begin so, and all arrays."""
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise FormatError(f"{path} is no file")  # a pipe would be waited for
         with path.open("rb") as file:
             magic = file.read(4)
     except FileNotFoundError:
@@ -159,7 +160,7 @@ def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str
         reader = gguf.GGUFReader(path)
         return ({key: field.contents() for key, field in reader.fields.items() if key.startswith(prefixes)},
                 {tensor.name: tensor.data for tensor in reader.tensors})
-    except (FormatError, *_DAMAGE):
+    except (FormatError, OSError, *_DAMAGE):
         raise FormatError(f"{path} is damaged or cut off: make it again") from None
 
 

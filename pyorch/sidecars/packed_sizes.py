@@ -62,6 +62,8 @@ def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
 
 def require(model_map: ModelMap) -> None:
     """Attaches the compressed pack beside a model. FormatError if there is none, or it is refused."""
+    if not model_map.layers:
+        raise FormatError(f"{model_map.path} is a dense model: it has no experts that could be packed")
     refusal = packs.attach(model_map)
     if refusal:
         raise FormatError(refusal)

@@ -15,8 +15,8 @@ import numpy as np
 
 from pyorch.errors import FormatError
 from pyorch.planning.makespan import POOLS, Delays
-from pyorch.planning.planner import LayerCosts, Planner
-from pyorch.runtime.model_map import ModelMap
+from pyorch.planning.planner import LEAST_STEP, LayerCosts, Planner
+from pyorch.runtime.model_map import ModelMap, beside
 from pyorch.sidecars import json_file
 from pyorch.sidecars.packed_sizes import required_part_sizes
 
@@ -67,7 +67,7 @@ class Plan:
 
 def default_path(model: str | os.PathLike[str]) -> Path:
     """model.plan.json beside the model."""
-    return Path(model).with_suffix(".plan.json")
+    return beside(model, "plan.json")
 
 
 def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
@@ -161,7 +161,7 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
             and value["handicap"] >= 1
             and isinstance(value["compressed"], bool) and isinstance(value["pools"], str)
             and value["pools"] and not set(value["pools"]) - set(POOLS)
-            and len(set(value["pools"])) == len(value["pools"]) and 0 < value["step"] <= 1
+            and len(set(value["pools"])) == len(value["pools"]) and LEAST_STEP <= value["step"] <= 1
             and inclusion.shape == (len(layers), max((layer.n_expert for layer in layers), default=0))
             and np.isfinite(inclusion).all()
             and isinstance(codecs, list) and all(isinstance(codec, str) for codec in codecs)

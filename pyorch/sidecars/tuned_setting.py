@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.model_map import ModelMap, beside
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars import json_file
 
@@ -44,7 +44,7 @@ class TunedSetting:
 
 def default_path(model: str | os.PathLike[str]) -> Path:
     """model.tuned.json beside the model."""
-    return Path(model).with_suffix(".tuned.json")
+    return beside(model, "tuned.json")
 
 
 def write_tuned(path: str | os.PathLike[str], setting: TunedSetting, model_map: ModelMap) -> None:

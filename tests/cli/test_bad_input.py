@@ -45,11 +45,29 @@ def test_a_directory_is_no_model(refused, small_moe: Path, tmp_path: Path) -> No
     assert "is a directory" in refused("pack", ".")
     for directory in (".", "/"):
         assert "is a directory" in refused("pack", small_moe, "--slim", directory)
+        assert "is a directory" in refused("pack", small_moe, "-o", directory)
+
+
+def test_a_name_that_is_no_text_is_said(refused, tiny_moe: Path) -> None:
+    path = tiny_moe.rename(tiny_moe.with_name(os.fsdecode(b"\xff.gguf")))
+    assert "is no name in UTF-8" in refused("run", path, "-p", "x", "--budget", "60%")
 
 
 def test_a_pipe_is_no_model(refused, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     assert "is no file" in refused("inspect", tmp_path / "pipe.gguf")
+
+
+def test_a_pipe_is_no_sidecar(refused, small_moe: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "pipe.gguf is no file" in refused("pack", small_moe, "--check", "-o", tmp_path / "pipe.gguf")
+    assert "pipe.gguf is no file" in refused("run", small_moe, "-p", "x", "--budget", "50%", "--buddies", "default",
+                                             "--buddies-file", tmp_path / "pipe.gguf")
+
+
+def test_a_dense_model_has_nothing_to_divide(refused, dense_model: Path) -> None:
+    assert "is a dense model: it has no experts" in refused("plan", dense_model, "--budget", "40%")
+    assert "is a dense model: leave it out" in refused("run", dense_model, "-p", "x", "--pools", "1,0,0,0")
 
 
 def test_not_a_gguf(refused, tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_plan_of_another_model_refuses_to_load(model: Path, trace: Path, capsy
     (("--budget", "30%", "--check", *SPEEDS), "--check plays a trace: name one with --trace"),
     (("--budget", "1KiB", *SPEEDS), "is below the floor"),
     (("--budget", "30%", "--decode-bandwidth", "fast"), 'bandwidth "fast" is not understood'),
-    (("--budget", "30%", "--step", "0"), "is not a number above 0"),
+    (("--budget", "30%", "--step", "0.001"), "is not a number of 0.01 or more"),
     (("--budget", "30%", "--trace", "nowhere.trace", *SPEEDS), "nowhere.trace cannot be read"),
 ])
 def test_what_cannot_be_planned_is_refused_in_a_sentence(

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,6 +168,45 @@ def test_what_a_killed_run_had_not_counted_is_packed_again(model: Path, tmp_path
     made = packing.pack(model)
     assert 0 < made.n_continued < made.n_experts // 2
     assert check(model).damaged == ()
+
+
+def change_rows(model: Path, column: str, value: int) -> None:
+    """What the index says of the first expert, in what an interrupted run left."""
+    with packing.ModelMap(model) as model_map:
+        plan = packing.Plan(model_map, "plain", [packing.Scheme() for layer in model_map.layers for _ in layer.roles])
+    with part_of(model).open("r+b") as file:
+        file.seek(plan.index[0])
+        rows = np.frombuffer(file.read(plan.layers[0].row_bytes), packs.CHUNK).copy()
+        rows[column] = value
+        file.seek(plan.index[0])
+        file.write(rows.tobytes())
+
+
+@pytest.mark.parametrize(("damage", "refused"), [
+    (lambda model: os.truncate(part_of(model), part_of(model).stat().st_size - (2 << 20)), False),
+    (lambda model: change_rows(model, "offset", 1 << 40), False),
+    (lambda model: change_rows(model, "stored", -(1 << 63)), False),
+    (lambda model: change_rows(model, "expert", 3), False),
+    (lambda model: change_rows(model, "role", 1), True),
+    (lambda model: change_rows(model, "raw", 1), True),
+])
+def test_what_was_damaged_since_a_run_was_interrupted_does_not_become_a_pack(
+    model: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None], refused: bool
+) -> None:
+    whole = packing.pack(model, model.with_name("whole.experts.gguf")).path.read_bytes()
+
+    def interrupt(_step: str, done: int, total: int) -> None:
+        if done > total // 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(model, on_progress=interrupt)
+    damage(model)
+    if refused:
+        with pytest.raises(PyorchError, match="is a damaged pack: .* is thrown away; run the same command again"):
+            packing.pack(model)
+        assert not container.default_path(model, packs.KIND).exists() and not part_of(model).exists()
+    assert packing.pack(model).path.read_bytes() == whole
 
 
 def test_what_another_model_left_is_not_gone_on_with(model: Path, small_moe_q4: Path) -> None:

@@ -282,6 +282,26 @@ def test_the_model_is_not_overwritten(small_moe: Path, capsys: pytest.CaptureFix
     assert "is the model itself" in capsys.readouterr().err
     assert model.read_bytes() == before
     assert main(["pack", str(model), "--slim", str(tmp_path / "s.gguf"), "-o", "x"]) == 2
+    capsys.readouterr()
+    assert main(["pack", str(model), "--slim", str(tmp_path / "model.experts.gguf")]) == 2
+    assert f"is the name of a sidecar (experts) of {model}: name another file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_its_pack_is_overwritten_by_no_command(
+    slim: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the only copy of the experts."""
+    pair = tmp_path / "pair.gguf"
+    pack = container.default_path(pair, packs.KIND)
+    shutil.copy(slim, pair)
+    shutil.copy(container.default_path(slim, packs.KIND), pack)
+    before = pack.read_bytes()
+    for command in (("plan", pair, "--budget", "40%"), ("calibrate", pair, "--data", __file__),
+                    ("maps", pair, __file__), ("profile", pair, "--data", __file__)):
+        assert main([*map(str, command), "-o", str(pack)]) == 2
+        assert f"{pack} is the pack of the model: name another file" in capsys.readouterr().err, command
+    assert pack.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
 
 
 def test_without_a_pack_nothing_slim_is_left(dense_model: Path, tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_with_memory_for_all_everything_is_whole_and_nobody_waits():
 
 @pytest.mark.parametrize(("pools", "step", "sentence"), [
     ("FX", 0.1, 'pools "FX" are not understood'), ("", 0.1, "name some of F, C, S, E"), ("FF", 0.1, "each once"),
-    ("F", 0.0, "a step of 0.0 is no share"),
+    ("F", 0.0, "a step of 0 is none of the memory: use one from 0.01 to 1"), ("FCSE", 1e-4, "a step of 0.0001 is none"),
 ])
 def test_pools_and_steps_that_are_none_are_refused(pools, step, sentence):
     planner = Planner(even_inclusion([8], 3), 3, costs(DELAYS, 1, 8))

@@ -148,6 +148,12 @@ def test_only_an_amount_is_a_budget_of_an_engine() -> None:
             budget.resolve(None)
 
 
+@pytest.mark.parametrize("text", ["9" * 308 + "TiB", "9" * 400, "9" * 400 + "%"])
+def test_a_budget_that_no_number_holds_is_refused(text: str) -> None:
+    with pytest.raises(BudgetError, match="is not understood"):
+        Budget.parse(text)
+
+
 def test_manage_leaves_the_context_to_its_maker() -> None:
     with pytest.raises(PyorchError, match="n_ctx is an argument of llama_cpp.Llama"):
         pyorch.manage(n_ctx=64)

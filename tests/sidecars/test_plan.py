@@ -68,8 +68,8 @@ def test_a_plan_of_another_model_is_refused(
     ({"version": 1}, "has version 1 of its format"),
     *(({name: value}, "is damaged: plan again") for name, value in (
         ("shares", [0.5, 0.2, 0.0, 0.0]), ("shares", [1.0]), ("shares", None), ("shares", [1.5, -0.5, 0, 0]),
-        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("pools", "FX"),
-        ("pools", "FF"),
+        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("step", 1e-4),
+        ("pools", "FX"), ("pools", "FF"),
         ("compressed", 1), ("machine", {}),
         ("machine", {"bytes_per_second": 0, "decoded_per_second": 1, "n_workers": 1}),
         ("handicap", 0.5), ("codecs", "table"), ("codecs", [1]), ("uses", [[1, 2]]), ("uses", 3), ("uses", [["a"]]),

@@ -13,7 +13,7 @@ import pytest
 from ggufs import split
 from mutations import anatomy, nested, set_metadata
 
-from pyorch.sidecars import container
+from pyorch.sidecars import container, plan
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 
@@ -29,6 +29,19 @@ ARRAYS = {
 def model_map(small_moe: Path):
     with ModelMap(small_moe) as model_map:
         yield model_map
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model", "model.", ".gguf", "a.b.gguf", "Ünï \n.gguf", "olmoe-0.5"])
+def test_what_is_written_beside_a_model_is_found_there_whatever_its_name(
+    small_moe: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).symlink_to(small_moe)
+    with ModelMap(tmp_path / name) as model_map:
+        path = container.default_path(model_map.path, "maps")
+        assert path.parent == tmp_path and path != tmp_path / name and model_map.sidecars() == {}
+        path.touch()
+        assert model_map.sidecars() == {"maps": path}
+    assert plan.default_path(tmp_path / name).name == path.name.replace(".maps.gguf", ".plan.json")
 
 
 @pytest.fixture
