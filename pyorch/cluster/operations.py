@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pyorch import ports
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.computing import Works
 from pyorch.cluster.config import Cluster, Server
@@ -37,9 +37,6 @@ from pyorch.sidecars.container import fingerprint
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
 STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")  # what connections are given
-FIRST_PORT = 20000  # Ray gives its workers those below
-PORTS_TRIED = 20
 
 
 @dataclass(frozen=True)
@@ -356,32 +353,15 @@ def _addresses(host: str) -> set[str]:
     return {host}
 
 
-def _free_ports(host: str, *ports: int) -> list[int]:
+def _free_ports(host: str, *wanted: int) -> list[int]:
     """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
     with contextlib.ExitStack() as stack:
-        return [_probe(stack, host, port) if port else _any_free(stack, host) for port in ports]
+        return [_held(stack, host, port) for port in wanted]
 
 
-def _any_free(stack: contextlib.ExitStack, host: str) -> int:
-    """One that nobody is given without asking for it: any connection could have taken it until the server listens."""
+def _held(stack: contextlib.ExitStack, host: str, port: int) -> int:
     try:
-        end = int(EPHEMERAL_PORTS.read_text(encoding="utf-8").split()[0])
-    except (OSError, ValueError, IndexError):
-        end = 0  # not Linux
-    for port in random.sample(range(FIRST_PORT, max(end, FIRST_PORT)), k=min(PORTS_TRIED, max(end - FIRST_PORT, 0))):
-        with contextlib.suppress(PyorchError):
-            return _probe(stack, host, port)
-    return _probe(stack, host, 0)
-
-
-def _probe(stack: contextlib.ExitStack, host: str, port: int) -> int:
-    """A port, held until the stack is left."""
-    try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        probe = stack.enter_context(socket.socket(family, kind, protocol))
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(where)
-        return probe.getsockname()[1]
+        return stack.enter_context(ports.held(host, port))
     except OSError as error:
         raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
                           f"machine needs a Ray cluster with that machine in it (--address)") from None

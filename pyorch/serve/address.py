@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
+from pyorch import ports
 from pyorch.errors import PyorchError
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
@@ -49,11 +49,8 @@ def free_address(server: Flags) -> Address:
     if host.endswith(".sock"):
         return Address(host, 0, prefix)
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-            free = probe.getsockname()[1]
+        with ports.held(host, port) as free:
+            pass
     except (OSError, OverflowError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise PyorchError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None

@@ -11,7 +11,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pyorch import ports
 from pyorch.bench.cgroup import MemoryGroup
 from pyorch.errors import PyorchError
 
@@ -92,7 +92,7 @@ def started(
 
     REQUIRES: SIGTERM raises an exception in this process, or there is no SIGTERM.
     """
-    port, log = _free_port(), directory / "server.log"
+    port, log = ports.free(), directory / "server.log"
     reader, writer = os.pipe()
     try:
         with log.open("wb") as stderr:
@@ -111,12 +111,6 @@ def started(
     finally:
         os.close(reader)
         os.close(writer)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":
