@@ -36,14 +36,14 @@ _QUIET = {
 
 # As little of Ray as there can be: nothing is kept in its object store, of which this is the least; servers claim no
 # processor, no worker waits for tasks, and none gives way to other processes. What uses too much memory is for the
-# machine's rules, not for Ray's: a budget fills memory on purpose. A process that is stopped or gone is noticed within
-# three seconds.
+# machine's rules, not for Ray's: a budget fills memory on purpose. A process that is gone is noticed within three
+# seconds; one that is slow, as all are on a busy machine, may be so for fifteen.
 _START = (
     "--head", "--block", "--port=0", "--dashboard-agent-listen-port=0", "--num-cpus=0", "--num-gpus=0",
     f"--object-store-memory={80 * MiB}", "--include-dashboard=false", "--include-log-monitor=false", "--no-monitor",
     "--disable-usage-stats", "--system-config=" + json.dumps({
         "memory_monitor_refresh_ms": 0, "enable_worker_prestart": False, "worker_niceness": 0,
-        "health_check_period_ms": 500, "health_check_timeout_ms": 1000, "health_check_failure_threshold": 3,
+        "health_check_period_ms": 500, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3,
     }),
 )
 

@@ -48,6 +48,7 @@ from pyorch.runtime.model_map import ModelMap
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
 _ACTIVITY_SECONDS = 5.0  # that the scheduler does
 _PLAN_SECONDS = 600.0  # for experts to be read
+_MEET_SECONDS = 10.0  # for the others to answer one that comes: who is late is not met until it comes itself
 _PROBE_SECONDS = 130.0  # for one request
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
 _LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
@@ -325,7 +326,7 @@ class Server:
         for name in self._job.peers:
             with contextlib.suppress(ValueError):
                 asked.append(ray.get_actor(name).plan.remote())
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=2) if asked else ([], [])
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
         for answer in ready:
             with contextlib.suppress(ray.exceptions.RayError):
                 plan = ray.get(answer)
@@ -359,7 +360,7 @@ class Server:
         for name in self._job.peers:
             with contextlib.suppress(ValueError):  # it is not there yet
                 asked[ray.get_actor(name).introduce.remote(self._job.name, self._job.membership)] = name
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=2) if asked else ([], [])
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
         for answer in ready:
             with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
                 sentence, listening = ray.get(answer)
