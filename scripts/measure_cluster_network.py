@@ -18,13 +18,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 _RUN = Path("/run/netns")
 _THROTTLE = Path("/sys/fs/cgroup/blkio")
 _CLONE_NEWNET = 0x40000000
 _TEMPORARY = Path("/tmp")  # not wherever TMPDIR is: paths of Ray's sockets are long
+_MARK = "PYORCH_LAB"  # in the environment of processes: the network that they belong to
 _PREFIX = "pyorch-lab-"  # of what belongs to a network: then letters that no other one has, and a server
 
 
@@ -77,11 +78,12 @@ class Network:
         return f"10.77.0.{self.names.index(name) + 1}"
 
     def start(self, name: str, command: Sequence[str], **options: object) -> subprocess.Popen:
-        """A process of a server. It ends with the network at the latest."""
+        """A process of a server. It ends with the network at the latest. options: of Popen, but for its environment."""
         group = self._group(name)
         join = f'echo $$ > {group}/cgroup.procs; exec "$@"' if self.throttled else 'exec "$@"'
         inside = ["nsenter", f"--net={_RUN / self._space(name)}", "sh", "-c", join, "sh", *command]
-        return subprocess.Popen(inside, stdin=subprocess.DEVNULL, start_new_session=True, **options)
+        return subprocess.Popen(inside, stdin=subprocess.DEVNULL, start_new_session=True,
+                                env=os.environ | {_MARK: self.tag}, **options)
 
     def run(self, name: str, command: Sequence[str], seconds: float) -> str:
         """What a process of a server prints. NoNetwork, with its last line, where it fails or takes longer."""
@@ -111,7 +113,7 @@ class Network:
     def kill(self, name: str) -> int:
         """Ends all processes of a server at once, and its network before that: as if its power failed. How many."""
         self.set_link(name, up=False)
-        return _kill_all(self._space(name))
+        return _kill_all(lambda: self.processes(name))
 
     def set_link(self, name: str, up: bool) -> None:
         """Joins the server to the others, or cuts it off."""
@@ -162,13 +164,16 @@ class Network:
 
 
 def take_away(tag: str) -> None:
-    """All that belongs to a network, whatever is left of it."""
-    spaces = sorted(path.name for path in _RUN.glob(f"{tag}-*"))
-    for space in spaces:
-        _kill_all(space)
+    """All that belongs to a network, whatever is left of it.
+
+    First the names of its namespaces: then a process that was about to enter one cannot, unless it has opened it, and
+    such a one bears the mark.
+    """
+    spaces = {path.name: os.stat(path).st_ino for path in _RUN.glob(f"{tag}-*")}
     for space in spaces:
         with contextlib.suppress(NoNetwork):
             _ip("netns", "del", space)
+    _kill_all(lambda: _belonging(tag, set(spaces.values())))
     for group in _THROTTLE.glob(f"{tag}-*"):
         for _ in range(100):  # a process that has just ended may be listed for a moment
             try:
@@ -189,11 +194,22 @@ def _processes(space: str) -> list[int]:
     return []
 
 
-def _kill_all(space: str) -> int:
+def _belonging(tag: str, spaces: set[int]) -> list[int]:
+    """Processes in these namespaces, by inode, or with the mark of the network."""
+    found, mark = [], f"{_MARK}={tag}".encode()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if process.name.isdigit() and (os.stat(process / "ns/net").st_ino in spaces
+                                           or mark in (process / "environ").read_bytes().split(b"\0")):
+                found.append(int(process.name))
+    return found
+
+
+def _kill_all(processes: Callable[[], list[int]]) -> int:
     """Those that are there, and those that they start meanwhile."""
     killed = set()
     deadline = time.monotonic() + 30
-    while (left := [pid for pid in _processes(space) if pid != os.getpid()]) and time.monotonic() < deadline:
+    while (left := [pid for pid in processes() if pid != os.getpid()]) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
