@@ -23,7 +23,7 @@ def held(host: str, port: int = 0) -> Iterator[int]:
     Raises:
         OSError: the host or the port cannot be listened on.
     """
-    with _bound(host, port) if port else _any_free(host) as probe:
+    with _bound(host, port, again=True) if port else _any_free(host) as probe:
         yield probe.getsockname()[1]
 
 
@@ -40,11 +40,12 @@ def _any_free(host: str) -> socket.socket:
     return _bound(host, 0)
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(host: str, port: int, again: bool = False) -> socket.socket:
+    """again: also where connections that ended a while ago still have the port, as llama-server listens."""
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     probe = socket.socket(family, kind, protocol)
     try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, again)
         probe.bind(where)
     except BaseException:
         probe.close()

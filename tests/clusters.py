@@ -19,6 +19,7 @@ from processes import HANG_SECONDS, pyorch
 
 from pyorch.cluster import state
 from pyorch.cluster.local_ray import MARK
+from pyorch.cluster.members import ABSENT, SERVING
 from pyorch.cluster.state import Running
 
 needs_ray = pytest.mark.skipif(
@@ -72,9 +73,20 @@ class Cluster:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return pyorch("cluster", *arguments, "--config", self.config)
 
-    def status(self) -> dict[str, dict]:
-        """Of the servers, by name. As `pyorch cluster status` has it, without a new process for each look."""
+    def glance(self) -> dict[str, dict]:
+        """What one look at the servers shows, by name: as `pyorch cluster status`, without a new process for each."""
         return {server["name"]: server for server in self._look("servers")}
+
+    def status(self) -> dict[str, dict]:
+        """The same when all of them answer, for which a busy machine may need several looks."""
+        found = {}
+
+        def all_answer() -> bool:
+            found.update(self.glance())
+            return all(server["state"] != ABSENT for server in found.values())
+
+        wait_until(all_answer)
+        return found
 
     def scheduler(self) -> dict | None:
         """What it reports, likewise; None where none answers."""
@@ -95,7 +107,7 @@ class Cluster:
 
         def is_back() -> bool:
             found.update(self.status()[name])
-            return found["state"] == "serving" and found["counters"]["pid"] != before["counters"]["pid"]
+            return found["state"] == SERVING and found["counters"]["pid"] != before["counters"]["pid"]
 
         wait_until(is_back)
         return found

@@ -12,6 +12,10 @@ from pathlib import Path
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# A proxy of this machine leads nowhere but out of it: servers of the tests are asked directly.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
+
+import hypothesis
 import pytest
 import shared
 from architectures import Zoo, asked_for
@@ -29,6 +33,11 @@ progress.INTERVAL = 86400.0
 
 # Seconds for which disks are read to measure them: one read of each kind is enough where nobody wants the figure.
 rounds.BANDWIDTH_SECONDS = inspect.DISK_SECONDS = 0.02
+
+# The same examples in each run, and as much time for each as a busy machine needs.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from processes import HANG_SECONDS
+
+from pyorch import ports
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = ROOT / "tests/fixtures/small-moe"
@@ -152,9 +153,7 @@ class PageRun:
 
     def _serve(self, where: str, command: str) -> None:
         self.__exit__()  # the one before
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = str(free.getsockname()[1])
+        self._port = str(ports.free())
         words = shlex.split(self._with_port(command))
         if "--port" not in words:
             words[3:3] = ["--port", self._port]

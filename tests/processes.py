@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 # Only there to end a hang: no test says how fast anything is, and the machine may have much else to do.
 HANG_SECONDS = 900
@@ -13,6 +14,14 @@ HANG_SECONDS = 900
 def heed_ctrl_c() -> None:
     """A preexec_fn: what runs in the background of a shell ignores Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def is_alive(pid: int | str) -> bool:
+    """Whether there is such a process that has not ended: nobody may ever ask how an orphan did. Reads /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
 
 
 def python(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:

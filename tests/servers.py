@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,21 +20,28 @@ from processes import HANG_SECONDS
 # A prompt of which a part is cached is computed in other batches, whose sums round otherwise.
 WHOLE_PROMPT = {"cache_prompt": False}
 
+_READY = re.compile(r"^pyorch: serving .* at (http://[^/\s]+)", re.MULTILINE)
+
 
 class ServerProcess:
-    """A server that is ready to answer. stderr goes to a file, so that it never blocks."""
+    """A server that is ready to answer, at url. stderr goes to a file, so that it never blocks."""
 
-    def __init__(self, command: list[str], port: int, log: Path) -> None:
+    def __init__(self, command: list[str], log: Path) -> None:
         import openai  # takes half a second, which no other process of the tests needs to spend
 
         self.log = log
         self.internal_error = openai.InternalServerError
-        self.url = f"http://127.0.0.1:{port}"
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+        wait_until(lambda: _READY.search(self.log.read_text()) or self.process.poll() is not None)
+        ready = _READY.search(self.log.read_text())
+        assert ready and self.process.poll() is None, self.log.read_text()
+        self.url = ready[1]
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=HANG_SECONDS)
-        wait_until(lambda: "serving" in self.log.read_text() or self.process.poll() is not None)
-        assert self.process.poll() is None, self.log.read_text()
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.url).port
 
     def complete(self, prompt: object, n: int = 16, **options: object) -> str:
         answer = self.client.completions.create(model="", prompt=prompt, max_tokens=n, temperature=0, **options)
@@ -71,18 +78,18 @@ class Stream:
         self._connection.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + HANG_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def pyorch_serve(model: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "pyorch", "serve", str(model), *options]
+    """At a port that is free; what follows "--" is for llama-server."""
+    return [sys.executable, "-m", "pyorch", "serve", str(model), "--port", "0", *options]
+
+
+def faulty_serve(model: Path, fault: Path) -> list[str]:
+    """A server whose reads do as a file says while that is there: see serve/faulty_server_process.py."""
+    return [sys.executable, str(Path(__file__).parent / "serve/faulty_server_process.py"), str(model), str(fault)]

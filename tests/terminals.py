@@ -14,7 +14,8 @@ import termios
 import threading
 import time
 
-_HANG_SECONDS = 60.0  # only there to end a hang
+from processes import HANG_SECONDS
+
 _WHERE = b"\x1b[6n"  # asks a terminal where its cursor is
 
 
@@ -64,10 +65,10 @@ class Dialogue:
     def end(self) -> tuple[int, str]:
         """The exit status, when it has ended, and what it said at last."""
         said = self._read(None).decode(errors="replace")
-        return self._process.wait(_HANG_SECONDS), said
+        return self._process.wait(HANG_SECONDS), said
 
     def _read(self, wanted: bytes | None) -> bytes:
-        until = time.monotonic() + _HANG_SECONDS
+        until = time.monotonic() + HANG_SECONDS
         while wanted is None or wanted not in self._said:
             ready, _, _ = select.select([self._master], [], [], max(0.0, until - time.monotonic()))
             assert ready, f"{wanted!r} did not come, but {self._said!r}"

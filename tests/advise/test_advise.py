@@ -83,7 +83,7 @@ def test_llama_cpp_computes_a_probe_of_a_header(name: str, headers, tmp_path: Pa
         assert model_map.layers[0].n_expert > 2 * shape.n_expert_used
         assert model_map.info.file_bytes < 200 << 20
     config = Config("probe", ENGINE, Settings(budget="100%", n_threads=1), preload=True)
-    failure, measured, _ = measure_once(Job(str(probe), config, None, 2, 4, 1, 5.0))
+    failure, measured, _ = measure_once(Job(str(probe), config, None, 2, 4, 1, HANG_SECONDS))
     assert failure == ""
     assert measured.decode.n_tokens == 4 and measured.decode.misses == 0
     # Routers are random: tokens do not take the same experts again and again.

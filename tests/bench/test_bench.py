@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import HANG_SECONDS
+from processes import HANG_SECONDS, is_alive
 
 from pyorch.bench import cgroup, goals, plan, table
 from pyorch.runtime import disk
@@ -28,7 +28,7 @@ from pyorch.llama import memory
 from pyorch.sizes import GiB, MiB
 from pyorch.runtime.model_map import ModelMap
 
-WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "2")
+WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "2", "--max-seconds", "600")
 
 
 def limits_work() -> bool:
@@ -145,7 +145,7 @@ def test_busy_processes_end_however_the_benchmark_ends(small_moe: Path, stop: si
         time.sleep(0.01)
     bench.send_signal(stop)
     assert bench.wait(HANG_SECONDS) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[stop]
-    while any(Path(f"/proc/{pid}").exists() for pid in started):  # of the killed one they end by themselves
+    while any(map(is_alive, started)):  # of the killed one they end by themselves
         time.sleep(0.01)
 
 

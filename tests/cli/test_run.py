@@ -126,13 +126,15 @@ def test_a_conversation_on_a_terminal(small_moe: Path, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(small_moe: Path, tmp_path: Path) -> None:
-    words = (small_moe, "--chat", "--budget", "50%", "--temp", "1", "--ctx", "1024", "--grammar", 'root ::= "ab"*')
+    """An answer that does not end by itself before somebody has typed."""
+    endless = ("--ctx", "8192", "--grammar", 'root ::= "ab" root')
+    words = (small_moe, "--chat", "--budget", "50%", "--temp", "1", *endless)
     with Dialogue(sys.executable, "-m", "pyorch", "run", *words, XDG_STATE_HOME=str(tmp_path)) as dialogue:
-        dialogue.expect("context 0 of 1024")
+        dialogue.expect("context 0 of 8192")
         dialogue.type("import os\r")
         dialogue.expect("abab")
         dialogue.type("\x03")
-        dialogue.expect(" of 1024")  # the next message is waited for
+        dialogue.expect(" of 8192")  # the next message is waited for
         dialogue.type("\x04")
         status, said = dialogue.end()
     assert status == 0 and "Traceback" not in said

@@ -37,7 +37,7 @@ def works(costs: ServerCosts, noise=lambda: 1.0) -> tuple[list[Work], list[Work]
 
 
 @given(st.tuples(*[st.floats(1e-6, 1e-3)] * 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_costs_are_found_again(values):
     costs = replace(KNOWN, **dict(zip(("layer", "token", "expert", "row", "message"), values)))
     assert astuple(fit(*works(costs), N_LAYERS, KNOWN)) == pytest.approx(astuple(costs), rel=1e-6, abs=1e-12)

@@ -97,7 +97,7 @@ def cases(draw, covered: bool = False):
 
 
 @given(cases())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_seconds_are_those_of_a_loop_over_all_choices(case):
     costs, before, after, uses, _ = case
     n_servers, n_layers, n_expert = before.shape
@@ -124,7 +124,7 @@ def test_seconds_are_those_of_a_loop_over_all_choices(case):
 
 
 @given(cases(covered=True))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_migration_ends_in_any_order_and_no_expert_is_ever_gone(case):
     costs, before, after, uses, rng = case
     begin, size = before.copy(), costs.expert_bytes

@@ -45,7 +45,7 @@ def used_bytes(placement: Placement, problem: Problem) -> np.ndarray:
 
 @algorithms
 @given(problem=problems("equal") | problems("different"))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_no_device_gets_more_than_its_memory(algorithm: str, problem: Problem) -> None:
     placement = place(problem, algorithm, partial=True)
     assert (used_bytes(placement, problem) <= problem.device_bytes).all()
@@ -56,7 +56,7 @@ def test_no_device_gets_more_than_its_memory(algorithm: str, problem: Problem) -
 
 @algorithms
 @given(problem=problems("equal"))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_expert_is_held_that_memory_has_room_for(algorithm: str, problem: Problem) -> None:
     room = int((problem.device_bytes // problem.sizes[0]).sum())
     missing = max(0, int(problem.n_experts.sum()) - room)
@@ -70,7 +70,7 @@ def test_every_expert_is_held_that_memory_has_room_for(algorithm: str, problem: 
 
 @algorithms
 @given(problem=problems("different"))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_experts_of_different_sizes_are_all_held_where_no_device_must_be_filled_to_the_brim(
     algorithm: str, problem: Problem
 ) -> None:
@@ -84,7 +84,7 @@ def test_experts_of_different_sizes_are_all_held_where_no_device_must_be_filled_
 
 @algorithms
 @given(problem=problems("equal") | problems("different"), seed=st.integers(0, 3))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_a_placement_is_the_same_each_time_and_survives_json(algorithm: str, problem: Problem, seed: int) -> None:
     placement = place(problem, algorithm, partial=True, seed=seed)
     again = Placement.from_fields(json.loads(json.dumps(placement.to_fields())))
@@ -170,7 +170,7 @@ def test_servers_exchange_experts_as_long_as_that_brings_more_of_them_home(
 
 
 @given(problem=problems("equal") | problems("different"))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_exchange_of_any_placement_costs_less_or_the_same_and_moves_no_memory(problem: Problem) -> None:
     before = place(problem, "redundance", partial=True)
     device = before.device.copy()

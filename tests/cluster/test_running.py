@@ -19,9 +19,9 @@ from clusters import Cluster, assert_nothing_is_left, needs_ray, ports_of, proce
 from processes import HANG_SECONDS, heed_ctrl_c, pyorch, python
 
 from pyorch.cli import main
-from pyorch.cluster import local_ray, state
+from pyorch.cluster import local_ray, members, state
 from pyorch.cluster.costs import read_costs
-from pyorch.cluster.members import Membership
+from pyorch.cluster.members import SERVING, Membership
 from pyorch.cluster.placement.file import write_placement
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.server import refusal
@@ -68,9 +68,16 @@ def cluster(small_moe: Path, private_state: None, tmp_path_factory: pytest.TempP
 
 @needs_ray
 def test_status_shows_what_every_server_does(cluster: Cluster) -> None:
-    done = cluster.run("status", "--json")
-    assert done.returncode == 0 and cluster.running.token not in done.stdout, done.stderr
-    servers = {server["name"]: server for server in json.loads(done.stdout)["servers"]}
+    servers: dict[str, dict] = {}
+
+    def all_serve() -> bool:
+        """Where the machine is busy, not every look finds all of them."""
+        done = cluster.run("status", "--json")
+        assert done.returncode == 0 and cluster.running.token not in done.stdout, done.stderr
+        servers.update({server["name"]: server for server in json.loads(done.stdout)["servers"]})
+        return all(server["state"] == SERVING and server["peers"] for server in servers.values())
+
+    wait_until(all_serve)
     assert list(servers) == ["a", "b"]
     for name, peer in (("a", ["b"]), ("b", ["a"])):
         server = servers[name]
@@ -96,10 +103,16 @@ def test_servers_compute_for_each_other_what_one_would_compute_alone(
     cluster: Cluster, resident: Model, prompt_tokens: list[int],
 ) -> None:
     alone = "".join(resident.generate(prompt_tokens, max_tokens=16, temperature=0))
-    wait_until(lambda: all(cluster.complete(server["url"], prompt_tokens) == alone and server["counters"]["sent"] > 0
-                           for server in cluster.status().values()))
-    for server in cluster.status().values():
-        assert server["counters"]["served"] > 0 and server["counters"]["fallback"] == 0
+    for name, server in cluster.status().items():
+        def asks_the_other() -> bool:
+            """For a whole request. The other one is lost for a while where it has not been heard for two seconds."""
+            before = cluster.status()[name]["counters"]
+            assert cluster.complete(server["url"], prompt_tokens) == alone
+            after = cluster.status()[name]["counters"]
+            return after["sent"] > before["sent"] and after["fallback"] == before["fallback"]
+
+        wait_until(asks_the_other)
+    assert all(server["counters"]["served"] > 0 for server in cluster.status().values())
 
 
 @needs_ray
@@ -107,8 +120,9 @@ def test_every_endpoint_gives_the_same_answer_and_counts_it(cluster: Cluster) ->
     servers = cluster.status()
     answers = {cluster.complete(server["url"]) for server in servers.values()}
     assert len(answers) == 1 and answers.pop().strip()
-    for server in cluster.status().values():
-        assert server["counters"]["generated_tokens"] >= 15 and server["counters"]["hits"] > 0
+    # llama-server's own counters are not there while it does not answer within a second.
+    wait_until(lambda: all(server["counters"]["generated_tokens"] >= 15 for server in cluster.status().values()))
+    assert all(server["counters"]["hits"] > 0 for server in cluster.status().values())
 
 
 @needs_ray
@@ -132,7 +146,7 @@ def test_a_killed_server_is_seen_and_serves_again_at_its_address(cluster: Cluste
     answer = cluster.complete(a)
     os.kill(before["counters"]["pid"], signal.SIGKILL)
     assert cluster.complete(a) == answer  # without the experts of b
-    now = cluster.status()["b"]  # the first look shows it
+    now = cluster.glance()["b"]  # the first look shows it
     assert now["state"] != "serving" or now["restarted"]
     after = cluster.serving_again("b", before)
     assert (after["url"], after["restarted"]) == (before["url"], True)
@@ -154,10 +168,10 @@ def test_a_server_that_hangs_is_seen(cluster: Cluster) -> None:
     pid = cluster.status()["b"]["counters"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert cluster.status()["b"]["state"] == "no answer"
+        assert cluster.glance()["b"]["state"] == members.ABSENT
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: cluster.status()["b"]["state"] == "serving")
+    assert cluster.status()["b"]["state"] == SERVING
 
 
 _STRANGERS = """

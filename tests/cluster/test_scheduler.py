@@ -49,18 +49,33 @@ def alone(resident: Model, prompt_tokens: list[int]) -> str:
 
 
 def rebalance(cluster: Cluster) -> dict:
-    done = cluster.run("rebalance", "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """The verdict, where all servers answered in time."""
+    verdict = {}
+
+    def is_judged() -> bool:
+        done = cluster.run("rebalance", "--json")
+        assert done.returncode == 0, done.stderr
+        verdict.update(json.loads(done.stdout))
+        return "answer" not in verdict["reason"]
+
+    wait_until(is_judged)
+    return verdict
 
 
 def local_ratio(cluster: Cluster, prompt: list[int], answer: str) -> float:
-    """Of one request to a."""
-    before = cluster.status()["a"]
-    assert cluster.complete(before["url"], prompt) == answer
-    after = cluster.status()["a"]
-    sent, activations = (after["counters"][name] - before["counters"][name] for name in ("sent", "activations"))
-    return 1 - sent / activations
+    """Of one request to a, for which b was asked: who was not heard for two seconds is not asked for a while."""
+    of_request: dict[str, int] = {}
+
+    def is_asked() -> bool:
+        before = cluster.status()["a"]
+        assert cluster.complete(before["url"], prompt) == answer
+        after = cluster.status()["a"]["counters"]
+        for name in ("sent", "fallback", "activations"):
+            of_request[name] = after[name] - before["counters"][name]
+        return of_request["sent"] > 0 == of_request["fallback"]
+
+    wait_until(is_asked)
+    return 1 - of_request["sent"] / of_request["activations"]
 
 
 def settled(cluster: Cluster) -> dict:

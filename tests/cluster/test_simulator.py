@@ -189,7 +189,7 @@ FAST = replace(SERVER, step=1e-3, layer=1e-3, expert=5e-4, row=1e-4, message=2e-
 
 
 @given(st.integers(1, 5), st.integers(0, 1 << 32), st.booleans(), st.sampled_from([1, 3]), st.sampled_from([2, 64]))
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=25)
 def test_every_request_ends_and_no_time_is_negative(n_servers, seed, disk, n_places, n_step):
     rng = np.random.default_rng(seed)
     resident = rng.random((n_servers, 2, 5)) < 0.5

@@ -85,7 +85,7 @@ def test_a_replay_goes_round():
 
 
 @given(st.integers(0, 1 << 32), st.integers(1, 4), st.integers(4, 12), st.sampled_from([0.0, 0.8, 3.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_token_uses_different_experts_in_proportion_to_their_shares(seed, n_used, n_expert, steepness):
     rng = np.random.default_rng(seed)
     shares = zipf(rng, 2, n_expert, steepness)

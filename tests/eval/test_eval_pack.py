@@ -169,7 +169,7 @@ def test_command_records_compares_and_writes(model: Path, tmp_path: Path, capsys
 def work(model: Path, tmp_path: Path) -> Work:
     text = tmp_path / "text"
     text.write_text(TEXT.read_text())
-    return Work(str(model), None, str(text), n_prompt=16, n_tokens=8, n_threads=1, n_rounds=1, max_seconds=30)
+    return Work(str(model), None, str(text), n_prompt=16, n_tokens=8, n_threads=1, n_rounds=1, max_seconds=600)
 
 
 @needs_limits

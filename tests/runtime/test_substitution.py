@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from buddy_lists import K_MAX, N_EXPERT, N_LAYERS, random_buddies
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import pyorch
@@ -195,7 +195,7 @@ def model(small_moe: Path):
         yield model
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     it=SETTINGS, seed=st.integers(0, 2**32), n_tokens=st.integers(1, 5), n_used=st.sampled_from([1, 2, 6]),
     rate=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), normalized=st.booleans(), softmax_selected=st.booleans(),

@@ -11,8 +11,8 @@ def start(tmp_path: Path):
     """Starts servers, and ends those that the test leaves."""
     servers: list[ServerProcess] = []
 
-    def start(command: list[str], port: int) -> ServerProcess:
-        servers.append(ServerProcess(command, port, tmp_path / f"{len(servers)}.log"))
+    def start(command: list[str]) -> ServerProcess:
+        servers.append(ServerProcess(command, tmp_path / f"{len(servers)}.log"))
         return servers[-1]
 
     yield start

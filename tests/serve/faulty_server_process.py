@@ -1,24 +1,33 @@
-"""`pyorch serve` whose reads fail while a file exists. Run by tests/serve/test_serve.py: MODEL PORT FILE."""
+"""`pyorch serve` whose reads do as a file says, while it is there. Run by tests with MODEL FILE.
+
+"broken": they fail. "slow": they wait until the file is gone; FILE.reached is there when one does.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+import time
+from pathlib import Path
 
 from pyorch.serve.server import serve
 
 
 class FaultySource:
-    def __init__(self, path: str, broken: str) -> None:
+    def __init__(self, path: str, fault: Path) -> None:
         self._file = os.open(path, os.O_RDONLY)
-        self._broken = broken
+        self._fault = fault
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        if os.path.exists(self._broken):
-            raise OSError(errno.EIO, "the disk is gone")
+        if self._fault.exists():
+            if self._fault.read_text() == "broken":
+                raise OSError(errno.EIO, "the disk is gone")
+            self._fault.with_suffix(".reached").touch()
+            while self._fault.exists():
+                time.sleep(0.01)
         return os.pread(self._file, size, offset)
 
 
-model, port, broken = sys.argv[1:]
-sys.exit(serve(model, "20%", ["--port", port, "-t", "1"], source=FaultySource(model, broken)))
+model, fault = sys.argv[1:]
+sys.exit(serve(model, "20%", ["--port", "0", "-t", "1"], source=FaultySource(model, Path(fault)), grace=3600.0))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from processes import HANG_SECONDS
-from servers import free_port, pyorch_serve
+from servers import pyorch_serve
 
 from pyorch import _libs
 from pyorch.serve.library import chat_page
@@ -24,9 +24,8 @@ built = pytest.mark.skipif(not chat_page(), reason="needs the chat page: make ch
 @built
 @pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
 def test_a_question_is_answered_and_the_live_view_stays_where_it_is(start, small_moe: Path):
-    port = free_port()
-    server = start(pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--",
-                                "--n-predict", "16"), port)
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--",
+                                "--n-predict", "16"))
     with chromium.Page() as page:
         page.open(f"{server.url}/")
         page.wait_for("document.querySelector('textarea') && !document.querySelector('textarea').disabled")
@@ -44,9 +43,8 @@ def test_a_question_is_answered_and_the_live_view_stays_where_it_is(start, small
 
 @built
 def test_its_files_need_no_key_wherever_they_are(start, small_moe: Path):
-    port = free_port()
-    server = start(pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--",
-                                "--api-key", "secret", "--api-prefix", "/here"), port)
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--",
+                                "--api-key", "secret", "--api-prefix", "/here"))
     for name in ("", *chat_page()):
         request = urllib.request.Request(f"{server.url}/here/{name}", headers={"Accept-Encoding": "gzip"})
         with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
@@ -84,8 +82,7 @@ def test_server_is_told_to_leave_out_a_page_that_it_lacks():
 
 
 def test_without_it_the_root_leads_to_the_live_view_with_a_key_and_a_prefix_too(start, small_moe: Path):
-    port = free_port()
-    server = start(pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--", "--no-ui",
-                                "--api-key", "secret", "--api-prefix", "/here"), port)
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--no-ui",
+                                "--api-key", "secret", "--api-prefix", "/here"))
     with urllib.request.urlopen(f"{server.url}/here/", timeout=HANG_SECONDS) as answer:
         assert answer.url == f"{server.url}/here/pyorch" and "<title>pyorch</title>" in answer.read().decode()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from models import CHECKPOINT, PROMPT
 from processes import HANG_SECONDS, python
-from servers import ServerProcess, free_port, pyorch_serve
+from servers import ServerProcess, pyorch_serve
 
 from pyorch import load
 from pyorch.eval import arc
@@ -26,9 +26,8 @@ FACTS = CHECKPOINT / "facts-test.jsonl"
 
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
-    port = free_port()
-    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--ctx", "1024")
-    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    command = pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--ctx", "1024")
+    server = ServerProcess(command, tmp_path_factory.mktemp("server") / "log")
     yield server
     server.process.kill()
     server.process.communicate()
@@ -107,8 +106,7 @@ def test_what_cannot_be_echoed_is_refused_in_a_sentence(server: ServerProcess, b
 
 
 def test_under_the_automatic_budget_experts_make_room_only_where_memory_lacks(start, small_moe: Path):
-    port = free_port()
-    server = start(pyorch_serve(small_moe, "--port", str(port), "--threads", "1", "--ctx", "512"), port)
+    server = start(pyorch_serve(small_moe, "--threads", "1", "--ctx", "512"))
     budget = server.get("/residency")["settings"]["budget"]
     assert echo(server, PROMPT) == echo(server, PROMPT)
     assert server.get("/residency")["settings"]["budget"] == budget, "a small model leaves enough"

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from servers import ServerProcess, Stream, free_port, pyorch_serve
+from servers import ServerProcess, Stream, pyorch_serve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import chromium  # noqa: E402
@@ -34,17 +34,18 @@ def decoding(server: ServerProcess, key: str = "") -> Iterator[None]:
 
         reader = threading.Thread(target=read)
         reader.start()
-        yield
-        ended.set()
-        reader.join()
+        try:
+            yield
+        finally:
+            ended.set()
+            reader.join()
 
 
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
-    port = free_port()
-    command = pyorch_serve(small_moe, "--budget", "30%", "--prefetch", "previous-token", "--port", str(port),
-                           "--threads", "1", "--", "--context-shift", "--api-key", KEY)
-    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    command = pyorch_serve(small_moe, "--budget", "30%", "--prefetch", "previous-token", "--threads", "1", "--",
+                           "--context-shift", "--api-key", KEY)
+    server = ServerProcess(command, tmp_path_factory.mktemp("server") / "log")
     yield server
     server.process.kill()
     server.process.communicate()

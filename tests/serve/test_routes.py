@@ -11,7 +11,7 @@ import pytest
 from models import PROMPT
 from processes import HANG_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
-from servers import ServerProcess, free_port, pyorch_serve
+from servers import ServerProcess, pyorch_serve
 
 from pyorch.library.bindings import lib
 
@@ -20,9 +20,8 @@ KEY = "the key of this test"
 
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
-    port = free_port()
-    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1")
-    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    command = pyorch_serve(small_moe, "--budget", "40%", "--threads", "1")
+    server = ServerProcess(command, tmp_path_factory.mktemp("server") / "log")
     yield server
     server.process.kill()
     server.process.communicate()
@@ -149,10 +148,8 @@ def test_pages_of_other_sites_change_nothing(server: ServerProcess):
 
 
 def test_with_an_api_key_only_the_page_itself_is_open(start, small_moe: Path):
-    port = free_port()
-    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--", "--api-key", KEY,
-                           "--api-prefix", "/here")
-    server = start(command, port)
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--api-key", KEY,
+                                "--api-prefix", "/here"))
     for path in ("/here/pyorch", "/here/pyorch/live.js", "/here/pyorch/live.css", "/here/pyorch/charts.js"):
         assert ask(server, path)[0] == 200, path
     for path in ("/here/residency", "/here/metrics"):
@@ -165,8 +162,7 @@ def test_with_an_api_key_only_the_page_itself_is_open(start, small_moe: Path):
 
 
 def test_a_dense_model_has_llama_servers_metrics_only(start, dense_model: Path):
-    port = free_port()
-    server = start(pyorch_serve(dense_model, "--port", str(port), "--threads", "1", "--", "-c", "64"), port)
+    server = start(pyorch_serve(dense_model, "--threads", "1", "--", "-c", "64"))
     assert "pyorch_" not in ask(server, "/metrics")[1] and ask(server, "/metrics")[0] == 200
     status, text = ask(server, "/residency")
     assert status == 400 and "no routed experts" in text

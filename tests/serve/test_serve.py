@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from buddy_lists import random_buddies
 from models import PROMPT, small_model
 from ggufs import write_moe_model
 from processes import pyorch
-from servers import WHOLE_PROMPT, ServerProcess, free_port, pyorch_serve, wait_until
+from servers import WHOLE_PROMPT, ServerProcess, faulty_serve, pyorch_serve, wait_until
 
 from pyorch.cli import main
 from pyorch.serve import llama_server
@@ -30,10 +29,9 @@ from pyorch.runtime.model_map import ModelMap
 
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
-    port = free_port()
     # Two threads: what is answered beside others is computed as by most users.
-    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "2", "--", "--slots")
-    server = ServerProcess(command, port, tmp_path_factory.mktemp("server") / "log")
+    command = pyorch_serve(small_moe, "--budget", "40%", "--threads", "2", "--", "--slots")
+    server = ServerProcess(command, tmp_path_factory.mktemp("server") / "log")
     yield server
     server.process.kill()
     server.process.communicate()
@@ -48,10 +46,9 @@ def test_ready_line_names_model_address_and_budget(server: ServerProcess):
 
 
 def test_it_starts_without_what_only_requests_and_other_commands_need(start, small_moe: Path):
-    port = free_port()
-    command = pyorch_serve(small_moe, "--budget", "40%", "--port", str(port), "--threads", "1")
+    command = pyorch_serve(small_moe, "--budget", "40%", "--threads", "1")
     command[1:1] = ["-X", "importtime"]  # tells all that is imported on standard error
-    log = start(command, port).log.read_text()
+    log = start(command).log.read_text()
     imported = set(re.findall(r"^import time: +\d+ \| +\d+ \| +([\w.]+)$", log, re.MULTILINE))
     assert {"llama_cpp.llama_cpp", "pyorch.runtime.engine", "pyorch.serve.server"} <= imported
     # Of each: a twentieth of a second, or more.
@@ -84,8 +81,7 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
 
 def test_a_slim_model_and_its_pack_are_served_like_the_model(start, server: ServerProcess, small_moe: Path, tmp_path: Path):
     assert main(["pack", str(small_moe), "--codec", "table", "--slim", str(tmp_path / "slim.gguf")]) == 0
-    port = free_port()
-    slim = start(pyorch_serve(tmp_path / "slim.gguf", "--port", str(port), "--threads", "1", "--", "-c", "256"), port)
+    slim = start(pyorch_serve(tmp_path / "slim.gguf", "--threads", "1", "--", "-c", "256"))
     assert slim.complete(PROMPT) == server.complete(PROMPT, extra_body=WHOLE_PROMPT)
     assert slim.stop()[0] == 0
 
@@ -94,8 +90,7 @@ def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_m
     """A prompt, again from the cache, and one that is cached in part: other batches each time."""
     answers = []
     for budget in ("resident", "20%"):
-        port = free_port()
-        server = start(pyorch_serve(small_moe, "--budget", budget, "--port", str(port), "--threads", "1"), port)
+        server = start(pyorch_serve(small_moe, "--budget", budget, "--threads", "1"))
         # It says beside its address that a step of four requests needs more experts than a fifth of them.
         wait_until(lambda: budget == "resident" or "pyorch: note: -np 2 suits this budget" in server.log.read_text())
         answers.append([
@@ -125,11 +120,13 @@ def test_cancelled_stream_frees_its_slot(server: ServerProcess):
 
 
 def test_signal_ends_it_cleanly_and_the_port_is_free_again(start, small_moe: Path):
-    port = free_port()
-    command = pyorch_serve(
-        small_moe, "--budget", "40%", "--port", str(port), "--threads", "1", "--json", "--stats-every", "0.2")
+    """Of the one that listened there before: the next one does."""
+    port = "0"
     for number, is_read in ((signal.SIGTERM, True), (signal.SIGINT, False)):
-        server = start(command, port)
+        server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--json", "--stats-every", "0.2",
+                                    "--port", port))
+        assert port in ("0", str(server.port))
+        port = str(server.port)
         if not is_read:
             server.process.stdout.close()
         assert server.complete(PROMPT)
@@ -138,31 +135,30 @@ def test_signal_ends_it_cleanly_and_the_port_is_free_again(start, small_moe: Pat
         if is_read:
             last = json.loads(stdout.splitlines()[-1])
             assert last["misses"] > 0 and last["peak_bytes"] <= last["budget_bytes"]
-        with socket.create_server(("127.0.0.1", port)):
+        with socket.create_server(("127.0.0.1", server.port)):
             pass
 
 
 def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
-    port, broken = free_port(), tmp_path / "broken"
-    script = Path(__file__).with_name("faulty_server_process.py")
-    server = start([sys.executable, str(script), str(small_moe), str(port), str(broken)], port)
+    fault = tmp_path / "fault"
+    server = start(faulty_serve(small_moe, fault))
     before = server.complete(PROMPT, extra_body=WHOLE_PROMPT)
 
-    broken.touch()
+    fault.write_text("broken")
     with pytest.raises(server.internal_error) as failure:
         server.complete("class Matrix:\n    def __init__(self, rows):\n" + PROMPT)
     assert failure.value.status_code == 500
     wait_until(lambda: "Input/output error" in server.log.read_text())
 
-    broken.unlink()
+    fault.unlink()
     assert server.complete(PROMPT, extra_body=WHOLE_PROMPT) == before
     assert server.stop()[0] == 0
 
 
 def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
-    port, model = free_port(), tmp_path / "model.gguf"
+    model = tmp_path / "model.gguf"
     shutil.copyfile(small_moe, model)
-    server = start(pyorch_serve(model, "--budget", "20%", "--port", str(port), "--threads", "1"), port)
+    server = start(pyorch_serve(model, "--budget", "20%", "--threads", "1"))
     assert server.complete(PROMPT)
 
     os.truncate(model, 1 << 20)
@@ -262,12 +258,12 @@ def test_prompt_cache_and_draft_model_are_left_room(small_moe: Path):
 
 
 def test_a_lossy_server_says_what_it_substituted(small_moe: Path, tmp_path: Path, start) -> None:
-    model, port = tmp_path / "model.gguf", free_port()
+    model = tmp_path / "model.gguf"
     os.link(small_moe, model)
     with ModelMap(model) as model_map:
         random_buddies(1).write(model.with_name("model.buddies.gguf"), model_map)
-    options = ("--budget", "25%", "--threads", "1", "--buddies", "rho=2", "--json", "--port", str(port))
-    server = start(pyorch_serve(model, *options), port)
+    options = ("--budget", "25%", "--threads", "1", "--buddies", "rho=2", "--json")
+    server = start(pyorch_serve(model, *options))
     assert server.complete(PROMPT, 24)
     status, stdout = server.stop()
     assert status == 0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import pyorch
@@ -71,7 +71,6 @@ def test_no_flag_means_the_default_that_is_declared() -> None:
     assert Settings(**given_settings(parse())) == Settings()
 
 
-@settings(deadline=None)
 @given(
     budget=st.sampled_from(["auto", "25%", "12.5%", "1.5GiB", "4096"]), policy=st.sampled_from([None, "lru", "lfu"]),
     prefetch=st.sampled_from(["auto", "none", "next-router", "next-router:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),

@@ -75,7 +75,7 @@ def layer_of(q_of_peers: np.ndarray, activations: np.ndarray, k_max: int, **more
 # Counting
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 60), n_expert=st.integers(3, 9), k=st.integers(1, 3), warm_up=st.integers(0, 5),
        seed=st.integers(0, 1000))
 def test_counts_are_those_of_a_plain_loop(n: int, n_expert: int, k: int, warm_up: int, seed: int) -> None:
@@ -119,7 +119,7 @@ def test_a_trace_that_is_read_in_pieces_counts_the_same(trace_path: Path, monkey
 # Lists
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(n_expert=st.integers(2, 12), k_max=st.integers(1, 12), cft_alpha=st.floats(0.01, 1.0), cap=st.integers(1, 12),
        smoothing=st.sampled_from([0.0, 0.5]), seed=st.integers(0, 10_000))
 def test_a_list_is_the_shortest_that_reaches_alpha(

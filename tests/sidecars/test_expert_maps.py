@@ -70,7 +70,7 @@ def assert_found(found, expected: np.ndarray) -> None:
 # The store
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(n_layers=st.integers(1, 5), n_expert=st.integers(1, 40), n_embd=st.integers(0, 20), capacity=st.integers(1, 6),
        n=st.integers(0, 12), distance=st.integers(1, 7), seed=st.integers(0, 10_000))
 def test_search_and_replacement_are_those_of_brute_force(
@@ -105,7 +105,7 @@ def test_search_and_replacement_are_those_of_brute_force(
         assert store.n_maps == len(maps)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n_layers=st.integers(1, 4), n_expert=st.integers(1, 20), capacity=st.integers(1, 5), n=st.integers(0, 10),
        seed=st.integers(0, 10_000))
 def test_requests_are_found_and_replaced_as_brute_force_does(
