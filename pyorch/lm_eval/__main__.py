@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 from pyorch.errors import PyorchError
+from pyorch.lm_eval import incomplete, register
 
 
 def main() -> int:
     """Runs lm_eval with the arguments of this process. 2 for a user's mistake, in a sentence."""
     try:
-        import pyorch.lm_eval  # noqa: F401
-        from lm_eval.__main__ import cli_evaluate
-
+        register()
+        cli_evaluate = _harness()
         cli_evaluate()
     except PyorchError as error:
         print(f"pyorch: error: {error}", file=sys.stderr)
@@ -20,6 +20,15 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _harness():
+    """Its command line. PyorchError where a package that it needs is missing."""
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ModuleNotFoundError as error:
+        raise incomplete(error) from None
+    return cli_evaluate
 
 
 if __name__ == "__main__":
