@@ -22,7 +22,7 @@ from pyorch.sizes import counted
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "eval", summary,
-        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --buddies alpha=0.95,k=16,rho=3",
+        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --buddies coverage=0.95,max_replaced=3",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
     _add_arc(kinds)
@@ -38,7 +38,7 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     parser = add_command(
         kinds, "arc", "measure the accuracy on multiple-choice questions, and compare lossy settings",
         "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl ARC-Challenge-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
-        "      --baseline original,random --buddies alpha=0.95,k=16,rho=3 --speed-tokens 256 --plot sweep.png",
+        "      --baseline original,random --buddies coverage=0.95,max_replaced=3 --speed-tokens 256 --plot sweep.png",
     )
     parser.description += (
         " Answers are scored as lm-evaluation-harness scores arc_easy and arc_challenge. With --cache-rate, the table "
@@ -51,8 +51,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep.add_argument("--cache-rate", metavar="SHARE,...",
                        help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
     sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
-                       help="add a row with these settings of buddies, such as alpha=0.95,k=16,rho=3, or default; may "
-                            "be repeated")
+                       help="add a row with these settings of buddies, such as coverage=0.95,max_replaced=3, or "
+                            "default; may be repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
                        help="add a row that computes with predicted experts; PREDICTOR is "
                             f"{listed(predictors().executable)}; may be repeated")
@@ -97,7 +97,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
 def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
     parser = add_command(
         kinds, "perplexity", "perplexity of texts, and KL divergence from the lossless model",
-        "pyorch eval perplexity olmoe.gguf --data book.txt --cache-rate 0.5 --buddies alpha=0.95,rho=3",
+        "pyorch eval perplexity olmoe.gguf --data book.txt --cache-rate 0.5 --buddies coverage=0.95,max_replaced=3",
     )
     add_model_options(parser, LOSSY)
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE",

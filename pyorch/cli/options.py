@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Mapping
@@ -33,10 +34,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _expand_help(self, action: argparse.Action) -> str:
         # Only a help that is shown asks the library for the names it knows.
         text = super()._expand_help(action)
-        return text.format(**names()) if "{" in text else text
+        return _NAMES.sub(lambda name: names().get(name[1], name[0]), text) if "{" in text else text
 
 
 _EXAMPLE = "example:\n"
+_NAMES = re.compile(r"\{(\w+)\}")
 _HANGING = 23  # columns before what a line of such a list goes on with
 
 

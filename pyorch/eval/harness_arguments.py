@@ -1,7 +1,7 @@
 """What a harness is given after --model_args: the model, and options of commands, by the names of their flags.
 
     model=olmoe.gguf,budget=40%,prefetch=none
-    model=olmoe.gguf,cache_rate=0.5,buddies="rho=3,tau=p20"
+    model=olmoe.gguf,cache_rate=0.5,buddies="max_replaced=3,min_entropy=p20"
 
 lm_eval cuts the text at commas. Where `buddies` has no quotes around it, its parts after the first one arrive as
 arguments of their own, and are put together again here.
@@ -64,11 +64,12 @@ def read(given: Mapping[str, Any]) -> Arguments:
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
     declared = {(option.flag or name).lstrip("-").replace("-", "_"): option
                 for name, option in options(Settings).items() if name not in _NOT_HERE}
-    parts = {name: given.pop(name) for name in list(given) if name in options(Substitution) and name not in declared}
+    names = {known for name, option in options(Substitution).items() for known in (name, option.plain)}
+    parts = {name: given.pop(name) for name in list(given) if name in names and name not in declared}
     if parts:
         if _BUDDIES not in given:
             raise PyorchError(f"{next(iter(parts))} is a setting of buddies: give buddies too, such as "
-                              f'buddies="rho=3,tau=p20"')
+                              f'buddies="max_replaced=3,min_entropy=p20"')
         given[_BUDDIES] = ",".join([str(given[_BUDDIES]), *(f"{name}={value}" for name, value in parts.items())])
     unknown = sorted(given.keys() - declared.keys())
     if unknown:

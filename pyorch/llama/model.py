@@ -179,7 +179,7 @@ class Model:
         """Lets resident experts stand in for absent ones in all layers (lossy); None: no longer.
 
         Args:
-            substitution: or its settings as text, such as "alpha=0.95,rho=3,tau=p15".
+            substitution: or its settings as text, such as "max_replaced=3,min_entropy=p15".
             buddies: the lists, or their file. Default: those in use, else the sidecar beside the model.
             hops: by il, uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
 

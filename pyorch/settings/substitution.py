@@ -110,7 +110,7 @@ class Substitution:
             try:
                 object.__setattr__(self, name, declared.read(given))
             except (ValueError, TypeError, OverflowError):
-                raise PyorchError(f'substitution setting {name}="{given}" is not {declared.kind}') from None
+                raise PyorchError(f'substitution setting {_plain(name)}="{given}" is not {declared.kind}') from None
         _check(self)
 
     @classmethod
@@ -130,14 +130,14 @@ class Substitution:
                 names = (f"{option.plain or name}" for name, option in known.items())
                 raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(names)}')
             if key in values:
-                raise PyorchError(f'substitution setting "{key}" is given twice')
+                raise PyorchError(f'substitution setting "{_plain(key)}" is given twice')
             values[key] = "1" if key == "prefill" and not equals else value
         return cls(**values)
 
     def __str__(self) -> str:
-        """What parse() reads, without defaults."""
+        """What parse() reads, in plain names, without defaults."""
         changed = texts(self)
-        parts = (f"{name}={int(value) if value is True else value}" for name, value in changed.items())
+        parts = (f"{_plain(name)}={int(value) if value is True else value}" for name, value in changed.items())
         return ",".join(parts) or "default"
 
     @property
@@ -156,29 +156,34 @@ def _check(settings: Substitution) -> None:
             raise PyorchError(f'substitution setting {name}="{getattr(settings, name)}" is not known: '
                               f'use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:
-        raise PyorchError(f"substitution setting alpha={settings.alpha:g} is not above 0 and at most 1")
+        raise PyorchError(f"substitution setting coverage={settings.alpha:g} is not above 0 and at most 1")
     for name in ("k", "rho", "rank"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            raise PyorchError(f"substitution setting {name}={value} is below 1: leave it out for no limit")
+            raise PyorchError(f"substitution setting {_plain(name)}={value} is below 1: leave it out for no limit")
     if not settings.temperature > 0:
         raise PyorchError(f"substitution setting temperature={settings.temperature:g} is not above 0")
     for name in ("reuse", "read_ms", "beta", "eta", "kappa"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
-            raise PyorchError(f"substitution setting {name}={value:g} is negative")
+            raise PyorchError(f"substitution setting {_plain(name)}={value:g} is negative")
     if settings.weight == "fitted" and settings.mode == "random":
         raise PyorchError("substitution setting weight=fitted is for buddies, whose outputs were compared: "
                           "not for mode=random")
     if settings.beta is not None and settings.read_ms is not None:
-        raise PyorchError("substitution settings beta and read_ms exclude each other: read_ms chooses beta")
+        raise PyorchError("substitution settings max_absent and read_ms exclude each other: read_ms chooses max_absent")
     for name in ("tau", "gamma"):
         value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
-            raise PyorchError(f"substitution setting {name}={value} is not a percentile from p0 to p100")
+            raise PyorchError(f"substitution setting {_plain(name)}={value} is not a percentile from p0 to p100")
         if isinstance(value, Percentile) and settings.temperature != 1:
-            raise PyorchError(f"substitution setting {name}={value} is a percentile of what was profiled at "
+            raise PyorchError(f"substitution setting {_plain(name)}={value} is a percentile of what was profiled at "
                               f"temperature 1: use a number with temperature={settings.temperature:g}")
+
+
+def _plain(name: str) -> str:
+    """What a setting is called for people: its plain name, where the field has that of the paper's symbol."""
+    return options(Substitution)[name].plain or name
 
 
 OFF = Substitution(mode="none")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,18 @@ from pyorch.llama.model import load
 from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS, Budget
 
 
-# What --help is asked of: every command, and the kinds of those that have kinds.
-HELPED = [(command,) for command in COMMANDS]
-HELPED += [("eval", "arc"), ("eval", "perplexity"), ("eval", "prefetch"), ("trace", "stats"), ("models", "list"),
-           ("models", "rm")]
+
+def kinds(command: str) -> list[tuple[str, str]]:
+    """Those of a command that has kinds, such as ("eval", "arc")."""
+    module, summary = COMMANDS[command]
+    parser = import_module(module).add_parser(argparse.ArgumentParser(prog="pyorch").add_subparsers(), summary)
+    return [(command, kind) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+            for kind in action.choices]
+
+
+# What --help is asked of.
+HELPED = [(command,) for command in COMMANDS] + [words for command in COMMANDS for words in kinds(command)]
+HELPED += [("bench", "serve")]
 
 _IMPORTED = """
 import json, sys

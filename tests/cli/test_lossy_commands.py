@@ -100,7 +100,7 @@ def test_a_tuned_setting_brings_its_setting_and_its_budget(pyorch: Command, mode
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--buddies", "rho=many"), 'rho="many" is not a whole number'),
+        (("--buddies", "max_replaced=many"), 'max_replaced="many" is not a whole number'),
         (("--buddies", "cosine=1"), '"cosine" is not known'),
         (("--buddies-file", "x.gguf"), "ask for substitution with --buddies"),
         (("--buddy-weight", "own"), "ask for them with --buddies or --substitute"),
@@ -141,6 +141,6 @@ def test_exec_takes_what_run_takes(small_moe: Path, tmp_path: Path) -> None:
     done = pyorch_process("exec", "--tuned", tmp_path / "tuned.json", "--threads", "1", "--prefetch", "expert-map:1:1",
                   "--maps", maps, script, small_moe)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["30%", "mode=random,rho=1", "1"]
+    assert done.stdout.split() == ["30%", "mode=random,max_replaced=1", "1"]
     with ModelMap(small_moe) as model_map:
         assert ExpertMaps.read(maps, model_map).n_maps > 0

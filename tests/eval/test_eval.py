@@ -332,7 +332,7 @@ def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsy
     )
     with table.open() as file:
         read = list(csv.DictReader(file))
-    assert [it["method"] for it in read] == ["original", "buddies"] and read[1]["settings"] == "rho=2"
+    assert [it["method"] for it in read] == ["original", "buddies"] and read[1]["settings"] == "max_replaced=2"
     assert float(read[1]["average acc"]) == rows[1]["average acc"]
     assert rows[1]["average acc"] == (rows[1]["facts-test acc"] + rows[1]["facts-train acc"]) / 2
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -440,7 +440,7 @@ def test_malformed_questions_name_the_line(small_moe: Path, tmp_path: Path, caps
 @pytest.mark.parametrize("arguments, sentence", [
     (["--cache-rate", "1.5"], 'cache rate "1.5" is not a share'),
     (["--buddies", "rho=3"], "give --cache-rate"),
-    (["--cache-rate", "0.5", "--buddies", "rho=x"], 'rho="x" is not a whole number'),
+    (["--cache-rate", "0.5", "--buddies", "max_replaced=x"], 'max_replaced="x" is not a whole number'),
     (["--cache-rate", "0.5", "--baseline", "best"], 'baseline "best" is not known'),
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
     (["--limit", "0"], "--limit 0 is less than 1"),

@@ -204,7 +204,7 @@ def test_a_tuned_setting_of_another_model_is_refused(small_moe: Path, small_moe_
 @pytest.mark.parametrize("change, sentence", [
     ({"kind": "something"}, "is not a tuned setting"),
     ({"version": 99}, "has version 99"),
-    ({"settings": "rho=many"}, 'rho="many" is not a whole number'),
+    ({"settings": "max_replaced=many"}, 'max_replaced="many" is not a whole number'),
     ({"budget": 5}, "budget is not a string"),
     ({"budget": None}, "budget is not a string"),
 ])

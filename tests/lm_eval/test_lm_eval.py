@@ -134,7 +134,7 @@ print(json.dumps(results))
 @pytest.mark.parametrize("model_args, sentence", [
     ("budget=40%", "which model is missing"),
     ("model=nowhere.gguf", "nowhere.gguf: no such model"),
-    ("model={model},rho=3", "rho is a setting of buddies: give buddies too"),
+    ("model={model},max_replaced=3", "max_replaced is a setting of buddies: give buddies too"),
     ("model={model},buget=40%", '"buget" is no argument of the model pyorch: use model, cache_rate'),
     ("model={model},budget=1KiB", "budget 1 KiB is below the floor"),
     ("model={model},cache_rate=0.5", "cache_rate simulates a cache for settings that replace absent experts"),

@@ -349,13 +349,20 @@ def test_random_substitutes_differ_by_seed_only(small_moe: Path):
     assert logits(1) == logits(1) != logits(2)
 
 
-@pytest.mark.parametrize("text", ["rho=0", "tau=px", "foo=1", "beta=nan", "weight=x", "rho=1,rho=2", "beta=1,read_ms=3", "alpha=2", "k"])
-def test_settings_that_mean_nothing_are_refused_by_name(text: str):
-    with pytest.raises(pyorch.PyorchError, match=text.partition("=")[0]):
-        Substitution.parse(text)
+@pytest.mark.parametrize("text", [
+    "max_replaced=0", "min_entropy=px", "foo=1", "max_absent=nan", "weight=x", "max_replaced=1,rho=2",
+    "max_absent=1,read_ms=3", "coverage=2", "max_buddies", "max_lead=p101", "min_entropy=p5,temperature=2",
+])
+def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
+    for given in (text, text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")):
+        with pytest.raises(pyorch.PyorchError, match=text.partition("=")[0]):
+            Substitution.parse(given)
 
 
-@pytest.mark.parametrize("text", ["default", "alpha=0.95,k=16,rho=3,tau=p15", "mode=random,seed=4", "tau=0.5,weight=fitted,prefill=1"])
+@pytest.mark.parametrize("text", [
+    "default", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
+    "min_entropy=0.5,weight=fitted,prefill=1",
+])
 def test_settings_can_be_written_and_read_again(text: str):
     assert str(Substitution.parse(text)) == text
 
@@ -405,7 +412,7 @@ def test_fitted_weights_need_scales(model):
         Substitution(mode="random", weight="fitted")
 
 
-@pytest.mark.parametrize("gate", ["tau", "gamma"])
+@pytest.mark.parametrize("gate", ["min_entropy", "max_lead"])
 def test_percentiles_are_those_of_temperature_1(gate: str):
     with pytest.raises(PyorchError, match=f"{gate}=p15 is a percentile of what was profiled at temperature 1"):
         Substitution.parse(f"{gate}=p15,temperature=0.8")
