@@ -12,6 +12,7 @@ import dataclasses
 import http.client
 import json
 import os
+import platform
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,7 @@ class Serving:
     """What the actor can ask of a process that serves: its methods named in ASKED."""
 
     ASKED = ("counters", "activity", "pin", "listen", "connect", "follow", "move", "offer", "hold", "missing",
-             "disk_bytes_per_second", "probe")
+             "disk_bytes_per_second", "probe", "processors")
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
@@ -64,6 +66,10 @@ class Serving:
         self._address: Address | None = None
         self._pinned: set[tuple[int, int]] = set()  # il and expert
         self._using = threading.Lock()  # the engine, which the end of the server takes away
+
+    @property
+    def _n_threads(self) -> int:
+        return self._job["settings"].get("n_threads") or memory.physical_cores()
 
     @contextlib.contextmanager
     def attached(self, engine: Engine | None, address: Address) -> Iterator[None]:
@@ -125,7 +131,7 @@ class Serving:
             "activations": activations, "sent": remote.slots - remote.fallback,
             "messages": sum(peer.requests for peer in peers), "sent_bytes": sum(peer.bytes_sent for peer in peers),
             "computed": sum(map(sum, activations)) - remote.slots + remote.fallback + served.slots,
-            "uses": stats.hits + stats.misses,
+            "uses": stats.hits + stats.misses, "served": served.slots, "served_ns": served.compute_ns,
         }
 
     def pin(self) -> dict[str, Any]:
@@ -172,8 +178,7 @@ class Serving:
                             Tls.of(job["tls"]) if job["tls"] else None)
         self._engine.allow_reads(job["reads"])
         exchange.follow(Placement.from_fields(job["placement"]))
-        n_threads = job["settings"].get("n_threads") or memory.physical_cores()
-        exchange.listen(job["address"], job["peer_port"], n_threads)
+        exchange.listen(job["address"], job["peer_port"], self._n_threads)
         self._exchange = exchange
 
     def follow(self, placement: Mapping[str, Any]) -> None:
@@ -192,6 +197,16 @@ class Serving:
         """That experts are read with, around the page cache, by as many requests at once as that takes."""
         with ModelMap(self._job["model"]) as model_map:
             return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
+
+    def processors(self) -> dict[str, Any]:
+        """Of this machine, as Processors has them."""
+        import psutil
+
+        times = psutil.cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # Of times of guests psutil says that they are in user and nice already.
+        counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return {"name": _machine(), "n": psutil.cpu_count() or 1, "n_threads": self._n_threads, "busy": counted - idle}
 
     def _following(self) -> Exchange:
         if self._engine is None or self._exchange is None:
@@ -245,6 +260,13 @@ class Serving:
             ours: float(found[theirs]) if ours.endswith("seconds") else int(float(found[theirs]))
             for theirs, ours in _METRICS.items() if theirs in found
         }
+
+
+def _machine() -> str:
+    """The same for all processes of a machine until it starts again, whatever containers they are in."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
 
 
 def main() -> int:

@@ -6,6 +6,10 @@ messages of different lengths. Taken from a request's time with what it waited f
 dense part: a layer, and a token in it. Errors count as shares of the time, for short and long requests alike.
 
 A step outside the layers cannot be told from its layers, all steps having as many: it is a part of `layer`.
+
+Servers on one machine get probes at the same time, too: then its processors are busy for longer than the same work takes
+alone, because memory, caches and the system are shared. So many seconds of work as are done while all of them are busy
+for a second are the cores that the machine is worth.
 """
 
 from __future__ import annotations
@@ -13,17 +17,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from pyorch.cluster.coefficients import ServerCosts
-from pyorch.cluster.members import Counters
+from pyorch.cluster.members import Counters, Processors
 
 # Tokens of the prompt, and those decoded behind the first, of each request that is sent. The longest fits any context.
 _PROBES = ((2, 16), (8, 0), (24, 0), (64, 0), (160, 0), (320, 0))
 _ROUNDS = 3  # of all of them; the first, in which buffers are made and pages come, does not count
 _SECONDS = 60.0  # after which no further round begins, for one server
+
+# Probes of all servers of a machine at once, and seconds in which they get them. Short ones: they end at about the same time.
+_TOGETHER, _TOGETHER_SECONDS = ((2, 16), (64, 0)), 4.0
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,31 @@ class Works:
                 if number:
                     self._add(name, seconds, 1 + n_output, n_tokens + n_output, before, after)
 
+    def measure_together(
+        self, names: Sequence[str], processors: Callable[[], Processors], costs: Mapping[str, ServerCosts]
+    ) -> float:
+        """How many jobs the machine of these servers computes at once, none slower than alone: 1 at least.
+
+        processors: of that machine, on which nobody else should compute meanwhile. costs: as fitted.
+        """
+        before, then = self._counters(), processors()
+        deadline = time.monotonic() + _TOGETHER_SECONDS
+        with ThreadPoolExecutor(len(names)) as pool:
+            asked = list(pool.map(lambda name: self._ask_until(name, deadline), names))
+        now, after = processors(), self._counters()
+        seconds = sum(work_seconds(costs[name], self._n_layers, _gained(before[name], after[name]), requests)
+                      for name, requests in zip(names, asked))
+        return at_once(now, now.busy - then.busy, seconds)
+
+    def _ask_until(self, name: str, deadline: float) -> list[tuple[int, int]]:
+        """Steps and tokens of the probes that a server got."""
+        requests = []
+        for n_tokens, n_output in itertools.cycle(_TOGETHER):
+            self._probe(name, n_tokens, n_output)
+            requests.append((1 + n_output, n_tokens + n_output))
+            if time.monotonic() > deadline:
+                return requests
+
     def fit(self, name: str, known: ServerCosts) -> ServerCosts:
         """Costs of a server: `known`, with those coefficients that its work tells."""
         return fit(self.own[name], self.for_others[name], self._n_layers, known)
@@ -77,18 +110,44 @@ class Works:
         after: Mapping[str, Counters],
     ) -> None:
         for other in self.own:
-            def gained(field: str) -> int:
-                return getattr(after[other], field) - getattr(before[other], field)
-
-            experts = gained("hits") + gained("misses")
+            gained = _gained(before[other], after[other])
+            experts = gained["hits"] + gained["misses"]
             if other == name:
-                computing = seconds - 1e-9 * (gained("waited_ns") + gained("stalled_ns"))
-                rows = gained("activations") - gained("sent") + gained("fallback")
-                work = Work(computing, steps, tokens, 0, experts, rows)
+                computing = seconds - 1e-9 * (gained["waited_ns"] + gained["stalled_ns"])
+                work = Work(computing, steps, tokens, 0, experts, _own_rows(gained))
             else:
-                work = Work(1e-9 * gained("served_ns"), 0, 0, gained("served_messages"), experts, gained("served"))
+                work = Work(1e-9 * gained["served_ns"], 0, 0, gained["served_messages"], experts, gained["served"])
             if work.seconds > 0:
                 (self.own if other == name else self.for_others)[other].append(work)
+
+
+_COUNTED = ("hits", "misses", "activations", "sent", "fallback", "waited_ns", "stalled_ns", "served_ns",
+            "served_messages", "served")
+
+
+def _gained(before: Counters, after: Counters) -> dict[str, int]:
+    return {name: getattr(after, name) - getattr(before, name) for name in _COUNTED}
+
+
+def _own_rows(gained: Mapping[str, int]) -> int:
+    return gained["activations"] - gained["sent"] + gained["fallback"]
+
+
+def work_seconds(
+    costs: ServerCosts, n_layers: int, gained: Mapping[str, int], requests: Sequence[tuple[int, int]]
+) -> float:
+    """What took a server so long by its costs: all that it computed, for its own users and for others. requests: steps
+    and tokens of each of its own."""
+    steps, tokens = (sum(column) for column in zip(*requests)) if requests else (0, 0)
+    return (n_layers * (costs.layer * steps + costs.token * tokens) + costs.message * gained["served_messages"]
+            + costs.expert * (gained["hits"] + gained["misses"])
+            + costs.row * (_own_rows(gained) + gained["served"]))
+
+
+def at_once(processors: Processors, busy: float, seconds: float) -> float:
+    """Jobs that they compute at once when they were busy for so long with so many seconds of work."""
+    most = max(1.0, processors.n / processors.n_threads)
+    return most if busy <= 0 else min(max(1.0, processors.n * seconds / busy), most)
 
 
 def fit(own: Sequence[Work], for_others: Sequence[Work], n_layers: int, known: ServerCosts) -> ServerCosts:

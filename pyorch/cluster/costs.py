@@ -12,10 +12,11 @@ whole server with all its devices; only what differs from the defaults need stan
       "message_bytes": 64,                           of a message beside these
       "server": {"layer": 4e-4, "expert": 1e-4},     coefficients of every server
       "servers": {"lab": {"layer": 2e-4}},           where one has others
-      "links": [{"from": "clinic", "to": "lab", "bytes_per_second": 6.2e7, "latency": 4e-4}]
+      "links": [{"from": "clinic", "to": "lab", "bytes_per_second": 6.2e7, "latency": 4e-4}],
+      "machines": [{"servers": ["clinic", "lab"], "cores": 2}]    servers that compute on the same cores
     }
 
-Links that are not named there are those of the cluster.toml.
+Links that are not named there are those of the cluster.toml, and servers that are on no machine have one of their own.
 """
 
 from __future__ import annotations
@@ -39,12 +40,22 @@ MOST_OF_EXPERT = 1e10  # bytes
 
 
 @dataclass(frozen=True)
+class Machine:
+    """Servers that share its cores, by their names or numbers. cores: jobs that it computes at once without any being
+    slower for that: so where a job has several threads, the cores over these."""
+
+    servers: tuple[Any, ...]
+    cores: float
+
+
+@dataclass(frozen=True)
 class Costs:
     """Of a cluster, for computing with.
 
     step ... message, disk_latency, disk_bytes_per_second: float64[n_servers], as ServerCosts has them.
     latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server; latency in seconds, one way.
     expert_bytes: float64[n_layers]. request_bytes, reply_bytes, message_bytes: as Sizes has them.
+    machines: with numbers of servers; one that is on none of them has a device of its own.
     """
 
     step: np.ndarray
@@ -61,11 +72,12 @@ class Costs:
     request_bytes: float
     reply_bytes: float
     message_bytes: float
+    machines: tuple[Machine, ...] = ()
 
     @classmethod
     def of(
         cls, servers: Sequence[ServerCosts], sizes: Sizes, n_layers: int, latency: np.ndarray,
-        bytes_per_second: np.ndarray,
+        bytes_per_second: np.ndarray, machines: Sequence[Machine] = (),
     ) -> Costs:
         """sizes: without None. PyorchError where they are of another number of layers, or no expert has such."""
         expert = np.atleast_1d(np.asarray(sizes.expert, np.float64))
@@ -80,7 +92,7 @@ class Costs:
             **columns, latency=np.asarray(latency, np.float64),
             bytes_per_second=np.asarray(bytes_per_second, np.float64),
             expert_bytes=np.broadcast_to(expert, n_layers).copy(), request_bytes=float(sizes.request),
-            reply_bytes=float(sizes.reply), message_bytes=float(sizes.message),
+            reply_bytes=float(sizes.reply), message_bytes=float(sizes.message), machines=tuple(machines),
         )
 
     @property
@@ -96,12 +108,14 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names."""
+    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. machines:
+    with names of servers, each on one of them at most."""
 
     server: ServerCosts = ServerCosts()
     servers: Mapping[str, ServerCosts] | None = None
     sizes: Sizes = Sizes()
     links: Mapping[tuple[str, str], tuple[float, float]] | None = None
+    machines: tuple[Machine, ...] = ()
 
     def given(self, settings: Mapping[str, float]) -> CostsFile:
         """With coefficients and sizes that apply to all servers. PyorchError for a name that is none."""
@@ -115,12 +129,13 @@ class CostsFile:
             replace(self.server, **common),
             {name: replace(server, **common) for name, server in (self.servers or {}).items()},
             replace(self.sizes, **{sizes[name]: value for name, value in settings.items() if name in sizes}),
-            self.links,
+            self.links, self.machines,
         )
 
     def check_names(self, names: Sequence[str]) -> None:
         """PyorchError where the file has costs of a server that is not among these."""
-        for name in [*(self.servers or {}), *(end for pair in self.links or {} for end in pair)]:
+        for name in [*(self.servers or {}), *(end for pair in self.links or {} for end in pair),
+                     *(name for machine in self.machines for name in machine.servers)]:
             if name not in names:
                 raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
 
@@ -128,6 +143,8 @@ class CostsFile:
         self, names: Sequence[str], n_layers: int, latency: np.ndarray, bytes_per_second: np.ndarray, sizes: Sizes
     ) -> Costs:
         """For servers of these names, with links that are these where this file has no others. sizes: without None.
+
+        A name may be there several times: then the machine of that server is, too.
 
         latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server.
         """
@@ -138,13 +155,25 @@ class CostsFile:
                     if i != j and (one, other) in self.links:
                         rate[i, j], latency[i, j] = self.links[one, other]
         servers = self.servers or {}
-        return Costs.of([servers.get(name, self.server) for name in names], sizes, n_layers, latency, rate)
+        return Costs.of([servers.get(name, self.server) for name in names], sizes, n_layers, latency, rate,
+                        self._machines_of(names))
+
+    def _machines_of(self, names: Sequence[str]) -> list[Machine]:
+        """Of servers that are there again the machines are, too."""
+        again = [names[:i].count(name) for i, name in enumerate(names)]
+        found = []
+        for machine in self.machines:
+            for n in range(max(again) + 1):
+                there = tuple(i for i, name in enumerate(names) if name in machine.servers and again[i] == n)
+                if there:
+                    found.append(Machine(there, machine.cores))
+        return found
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
     """Raises FormatError, with the field, for a file that is none or has what cannot be."""
     value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
-    known = {"kind", "version", "server", "servers", "links", *(f"{field.name}_bytes" for field in fields(Sizes))}
+    known = {"kind", "version", "server", "servers", "links", "machines", *(f"{field.name}_bytes" for field in fields(Sizes))}
     for name in sorted(value.keys() - known):
         raise FormatError(f'{path}: "{name}" is not known')
     server = _server(value.get("server", {}), ServerCosts(), f"{path}: server")
@@ -156,11 +185,14 @@ def read_costs(path: str | os.PathLike[str]) -> CostsFile:
         for one in size if several else [size]:
             _number(one, f"{path}: {name}_bytes")
         sizes[name] = tuple(map(float, size)) if several else float(size)
-    links = value.get("links", [])
-    if not isinstance(links, list):
-        raise FormatError(f"{path}: links are no list")
+    links = _list(value.get("links", []), f"{path}: links")
+    machines = [_machine(machine, f"{path}: machines[{i}]")
+                for i, machine in enumerate(_list(value.get("machines", []), f"{path}: machines"))]
+    names = [name for machine in machines for name in machine.servers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise FormatError(f"{path}: machines: server {twice[0]} is there twice")
     return CostsFile(server, servers, Sizes(**sizes), dict(_link(link, f"{path}: links[{i}]") for i, link in
-                                                           enumerate(links)))
+                                                           enumerate(links)), tuple(machines))
 
 
 def write_costs(path: str | os.PathLike[str], costs: CostsFile) -> None:
@@ -169,7 +201,8 @@ def write_costs(path: str | os.PathLike[str], costs: CostsFile) -> None:
     links = [{"from": one, "to": other, "bytes_per_second": rate, "latency": latency}
              for (one, other), (rate, latency) in (costs.links or {}).items()]
     value = {"kind": KIND, "version": VERSION, **sizes, "server": asdict(costs.server),
-             "servers": {name: asdict(server) for name, server in (costs.servers or {}).items()}, "links": links}
+             "servers": {name: asdict(server) for name, server in (costs.servers or {}).items()}, "links": links,
+             "machines": [asdict(machine) for machine in costs.machines]}
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
@@ -189,6 +222,21 @@ def _link(value: Any, where: str) -> tuple[tuple[str, str], tuple[float, float]]
     if rate == 0:
         raise FormatError(f"{where}: bytes_per_second is 0")
     return (str(value["from"]), str(value["to"])), (rate, latency)
+
+
+def _machine(value: Any, where: str) -> Machine:
+    if set(_object(value, where)) != {"servers", "cores"}:
+        raise FormatError(f"{where} has not the fields servers and cores")
+    cores = _number(value["cores"], f"{where}: cores")
+    if cores < 1:
+        raise FormatError(f"{where}: cores is {cores:g}, less than 1")
+    return Machine(tuple(map(str, _list(value["servers"], f"{where}: servers"))), cores)
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise FormatError(f"{where} are no list")
+    return value
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

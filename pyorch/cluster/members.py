@@ -65,7 +65,8 @@ class Activity:
     life: of the process that serves, another one after a restart. plan: that it follows. activations: float64[n_layers,
     n_expert], how often its routers selected each expert, as pyorch_get_activations. sent: rows times experts that were
     sent, in so many messages of so many bytes. computed: rows times experts that were computed here, and uses: of an
-    expert, by any number of rows at once. memo: what the scheduler gave it last.
+    expert, by any number of rows at once. served: rows times experts that were computed for others, in served_ns. memo:
+    what the scheduler gave it last.
     """
 
     life: str
@@ -76,6 +77,8 @@ class Activity:
     sent_bytes: int
     computed: int
     uses: int
+    served: int
+    served_ns: int
     memo: Any
 
 
@@ -115,6 +118,17 @@ class Counters:
     prompt_seconds: float | None = None
     generated_tokens: int | None = None
     generated_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Of a server's machine. name: the same for all servers on it. n: processors; busy: seconds that all of them together
+    were, since any time. n_threads: that compute in a job of the server."""
+
+    name: str
+    n: int
+    n_threads: int
+    busy: float
 
 
 @dataclass(frozen=True)

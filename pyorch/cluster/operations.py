@@ -19,7 +19,7 @@ from pyorch import ports
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.computing import Works
 from pyorch.cluster.config import Cluster, Server
-from pyorch.cluster.costs import CostsFile, ServerCosts
+from pyorch.cluster.costs import CostsFile, Machine, ServerCosts
 from pyorch.cluster.local_ray import connected
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Counters, Job, Membership, Status
 from pyorch.cluster.placement.placement import Placement
@@ -219,7 +219,17 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
             works.measure(name)
         for name in running.servers:
             servers[name] = works.fit(name, servers[name])
-    return CostsFile(servers=servers, links=links)
+        machines = []
+        together: dict[str, list[str]] = {}
+        for name in running.servers:
+            together.setdefault(asked(name, "processors").name, []).append(name)
+        for names in together.values():
+            if len(names) > 1:
+                say(f"the machine of {', '.join(names)}")
+                first = names[0]
+                cores = works.measure_together(names, lambda: asked(first, "processors"), servers)
+                machines.append(Machine(tuple(names), cores))
+    return CostsFile(servers=servers, links=links, machines=tuple(machines))
 
 
 def watch(

@@ -6,7 +6,7 @@ Plain data in, a decision out; who asks the servers, and moves experts, is pyorc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from pyorch.cluster.config import Cluster
 from pyorch.cluster.costs import Costs, CostsFile, read_costs
 from pyorch.cluster.members import Activity
-from pyorch.cluster.migration import Decision, RecentUses, Sharing, decide, migration_seconds
+from pyorch.cluster.migration import FADING, Decision, RecentUses, Sharing, decide, migration_seconds
 from pyorch.cluster.placement.algorithms import ALGORITHMS, place
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
@@ -75,11 +75,12 @@ class Seen:
     sent_bytes: int = 0
     computed: int = 0
     uses: int = 0
+    served: int = 0
+    served_ns: int = 0
 
     @classmethod
     def of(cls, activity: Activity) -> Seen:
-        return cls(activity.life, activity.activations, activity.sent, activity.messages, activity.sent_bytes,
-                   activity.computed, activity.uses)
+        return cls(**{one.name: getattr(activity, one.name) for one in fields(cls)})
 
     def since(self, before: Seen) -> Seen:
         """What came after `before`; all of it where the server was restarted since."""
@@ -87,7 +88,7 @@ class Seen:
             return self
         return Seen(self.life, np.maximum(self.activations - before.activations, 0), *(
             max(0, getattr(self, name) - getattr(before, name))
-            for name in ("sent", "messages", "sent_bytes", "computed", "uses")
+            for name in ("sent", "messages", "sent_bytes", "computed", "uses", "served", "served_ns")
         ))
 
 
@@ -129,6 +130,7 @@ class Recent:
     seen: dict[str, Seen] = field(default_factory=dict)
     local: dict[str, float] = field(default_factory=dict)  # ratio of each server, in the window that ended then
     sharing: Sharing = Sharing()
+    served: dict[str, tuple[float, float]] = field(default_factory=dict)  # rows for others, and seconds; both fade
 
     @classmethod
     def begin(cls, setting: Setting, at: float) -> Recent:
@@ -144,6 +146,10 @@ class Recent:
             counts[names.index(name)] = one.activations
         if at > self.at:
             self.uses.add(counts, at - self.at)
+        faded = FADING ** (max(0.0, at - self.at) / setting.interval)
+        for name, one in new.items():
+            rows, seconds = self.served.get(name, (0.0, 0.0))
+            self.served[name] = faded * rows + one.served, faded * seconds + 1e-9 * one.served_ns
         self.at = at
         for name, one in new.items():
             total = one.activations.sum()
@@ -151,6 +157,20 @@ class Recent:
                 self.local[name] = 1 - one.sent / float(total)
         self.seen.update(now)
         self.sharing = _sharing(list(new.values()), setting.costs) or self.sharing
+
+
+    def costs(self, setting: Setting) -> Costs:
+        """The setting's, but for rows as long as they took lately on servers that computed any for others.
+
+        As in DanceMoE (section IV-A) that is the mean of all of them, so it has their experts and messages in it, and
+        what they waited for others that compute at the same time.
+        """
+        costs = setting.costs
+        found = [self.served.get(name, (0.0, 0.0)) for name in setting.problem.servers]
+        known = np.array([rows >= 1 for rows, _ in found])
+        row = np.array([seconds / max(rows, 1.0) for rows, seconds in found])
+        return replace(costs, row=np.where(known, row, costs.row), expert=np.where(known, 0.0, costs.expert),
+                       message=np.where(known, 0.0, costs.message))
 
 
 def _sharing(windows: Sequence[Seen], costs: Costs) -> Sharing | None:
@@ -178,5 +198,5 @@ def place_again(
                        for devices, is_there in zip(problem.capacities, there))
     problem = Problem(problem.servers, problem.layers, uses, problem.sizes, capacities, problem.n_experts)
     candidate, held = place(problem, setting.algorithm, partial=True), now.held & there[:, None, None]
-    decision = decide(held, candidate.held, uses, setting.costs, recent.sharing)
+    decision = decide(held, candidate.held, uses, recent.costs(setting), recent.sharing)
     return candidate, replace(decision, migration=float(migration_seconds(held, candidate.held, setting.moving).sum()))

@@ -38,6 +38,7 @@ from pyorch.cluster.members import (
     Job,
     Membership,
     Plan,
+    Processors,
     Status,
 )
 from pyorch.cluster.placement.placement import Move, Placement
@@ -221,6 +222,13 @@ class Server:
         """What a request takes, as Serving.probe(); a sentence where it fails."""
         try:
             return self._ask("probe", seconds=_PROBE_SECONDS, n_tokens=n_tokens, n_output=n_output)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+
+    def processors(self) -> Processors | str:
+        """Of its machine; a sentence where the serving process does not say."""
+        try:
+            return Processors(**self._ask("processors", seconds=_PROBE_SECONDS))
         except (PyorchError, TimeoutError) as error:
             return str(error)
 

@@ -1,6 +1,9 @@
 """A cluster in simulated time: requests, batches, messages between servers, and experts that move.
 
 Every server has a device, a port of its network, and a disk. Each does one thing at a time, first come, first served.
+Servers that share the cores of a machine have no device: there a thread of each computes for its own users and another
+one for its peers, and all that compute at a time get alike much of the cores.
+
 Requests of a server's users wait until one of its places is free. Those that have one run together, a step at a time:
 a token of each that decodes, and tokens of prompts up to the limit of a step. In each layer of a step
 
@@ -30,7 +33,7 @@ import numpy as np
 from pyorch.cluster.costs import Costs
 from pyorch.cluster.migration import DISK, Decision, Load, Migration, RecentUses, decide
 from pyorch.cluster.simulated_layers import Layer, Layers, Part
-from pyorch.cluster.simulated_server import MIGRATION_SHARE, Answers, Request, Server, Traffic
+from pyorch.cluster.simulated_server import MIGRATION_SHARE, Answers, Cores, Request, Server, Traffic
 from pyorch.errors import PyorchError
 
 try:
@@ -66,8 +69,9 @@ class Outcome:
     server, arrival, begin, first, end: of each request, in order of arrival: when it got a place, its first token and
     its last. bins: float64[n_bins + 1], edges. local, uses: float64[n_servers, n_bins], rows that a server computed
     itself, and all, by when their step began; those after the last edge count in the last bin. busy:
-    float64[n_servers], that a device computed. n_messages: asked of peers; n_bytes: there and back; n_read: experts
-    read from disks, but for those that move. duration: until the last request ended.
+    float64[n_servers], that a device computed, or would have with a core for each thread. n_messages: asked of peers;
+    n_bytes: there and back; n_read: experts read from disks, but for those that move. duration: until the last request
+    ended.
     """
 
     server: np.ndarray
@@ -122,6 +126,10 @@ class _Simulation:
         n_servers = len(resident)
         self._resident = resident
         self._servers = [Server(each) for each in traffic]
+        for machine in costs.machines:
+            cores = Cores(self._env, machine.cores)
+            for n in machine.servers:
+                self._servers[n].cores = cores
         self._layers = Layers(costs, resident, self._servers)
         self._requests: list[Request] = []
         self._n_left = sum(len(each.times) for each in traffic)
@@ -171,7 +179,7 @@ class _Simulation:
 
     def _serve(self, n: int) -> Iterator[simpy.Event]:
         env, server = self._env, self._servers[n]
-        device, step_seconds = server.device, float(self._costs.step[n])
+        step_seconds = float(self._costs.step[n])
         while True:
             while server.waiting and len(server.running) < self._settings.n_places:
                 server.running.append(server.waiting.popleft())
@@ -187,20 +195,38 @@ class _Simulation:
             self._local[n, n_bin] += n_local
             self._all[n, n_bin] += n_all
             for layer in layers:
-                begin = max(env.now, device.free_at)
-                end = device.serve(env.now, dense + layer.local)
-                if layer.calls or layer.reads:
-                    answers = Answers(len(layer.calls) + len(layer.reads), env.event())
-                    self._ask(n, begin + dense, layer, answers)
-                    yield answers.known
-                    if answers.arrival > env.now:
-                        yield env.timeout(answers.arrival - env.now)
-                    self._take_answers(server, max(env.now, answers.arrival))
-                    end = max(end, answers.end)
-                if end > env.now:
-                    yield env.timeout(end - env.now)
-            yield env.timeout(device.serve(env.now, step_seconds) - env.now)
+                yield from self._compute_layer(n, dense, layer)
+            yield self._compute(server, step_seconds)
             self._end_step(server, parts)
+
+    def _compute_layer(self, n: int, dense: float, layer: Layer) -> Iterator[simpy.Event]:
+        env, server = self._env, self._servers[n]
+        answers = Answers(len(layer.calls) + len(layer.reads), env.event()) if layer.calls or layer.reads else None
+        if server.cores is None:
+            chosen = max(env.now, server.device.free_at) + dense
+            end = server.device.serve(env.now, dense + layer.local)
+            self._ask(n, chosen, layer, answers)
+        else:
+            yield self._compute(server, dense)
+            self._ask(n, env.now, layer, answers)
+            yield self._compute(server, layer.local)
+            end = env.now
+        if answers is not None:
+            yield answers.known
+            if answers.arrival > env.now:
+                yield env.timeout(answers.arrival - env.now)
+            self._take_answers(server, max(env.now, answers.arrival))
+            end = max(end, answers.end)
+        if end > env.now:
+            yield env.timeout(end - env.now)
+
+    def _compute(self, server: Server, seconds: float) -> simpy.Event:
+        """A job for the server's own users, which comes now."""
+        now = self._env.now
+        if server.cores is None:
+            return self._env.timeout(server.device.serve(now, seconds) - now)
+        server.device.busy += seconds
+        return server.cores.compute(seconds)
 
     def _next_step(self, server: Server) -> list[tuple[Request, int, int]]:
         """Requests with the first token of theirs that is computed, and the one behind the last."""
@@ -229,7 +255,7 @@ class _Simulation:
 
     # Messages
 
-    def _ask(self, n: int, ready: float, layer: Layer, answers: Answers) -> None:
+    def _ask(self, n: int, ready: float, layer: Layer, answers: Answers | None) -> None:
         """Messages leave, and reads begin, when the router has chosen."""
         now, server = self._env.now, self._servers[n]
         for peer, seconds, there, back in layer.calls:
@@ -245,7 +271,31 @@ class _Simulation:
         self._take_answers(server, now)
         # The port took these bytes as they came: at the earliest it can have begun when it was free.
         received = max(now, server.port_in.serve(now - there, there))
-        sent = server.port_out.serve(server.device.serve(received, seconds), back)
+        computed = server.device.serve(received, seconds)
+        if server.cores is None:
+            self._answer(n, peer, computed, back, answers)
+        else:  # when it is computed depends on what else will be
+            self._at(received - now, self._ask_thread, (server, seconds, (n, peer, back, answers)))
+
+    def _ask_thread(self, event: simpy.Event) -> None:
+        """The thread of a server that computes for others gets one job more."""
+        server, *job = event.value
+        server.asked.append(job)
+        if len(server.asked) == 1:
+            self._next_job(server)
+
+    def _next_job(self, server: Server) -> None:
+        def computed(_: simpy.Event) -> None:
+            _, (n, peer, back, answers) = server.asked.popleft()
+            self._answer(n, peer, self._env.now, back, answers)
+            if server.asked:
+                self._next_job(server)
+
+        server.cores.compute(server.asked[0][0]).callbacks.append(computed)
+
+    def _answer(self, n: int, peer: int, computed: float, back: float, answers: Answers) -> None:
+        """Leaves the peer when it is computed."""
+        sent = self._servers[peer].port_out.serve(computed, back)
         arrival = sent + self._latency[peer][n]
         heapq.heappush(self._servers[n].answers, (arrival, next(self._order), back, answers))
         answers.arrival = max(answers.arrival, arrival)
@@ -260,8 +310,12 @@ class _Simulation:
 
     def _read(self, event: simpy.Event) -> None:
         n, seconds, answers = event.value
-        answers.end = max(answers.end, self._servers[n].device.serve(self._env.now, seconds))
-        self._one_less(answers)
+        server = self._servers[n]
+        if server.cores is None:
+            answers.end = max(answers.end, server.device.serve(self._env.now, seconds))
+            self._one_less(answers)
+        else:
+            self._compute(server, seconds).callbacks.append(lambda _: self._one_less(answers))
 
     def _one_less(self, answers: Answers) -> None:
         answers.n_missing -= 1

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyorch.cluster.coefficients import ServerCosts
-from pyorch.cluster.computing import Work, fit
+from pyorch.cluster.computing import Work, at_once, fit, work_seconds
+from pyorch.cluster.members import Processors
 
 N_LAYERS = 8
 KNOWN = ServerCosts(step=0.0, disk_latency=0.25, disk_bytes_per_second=1e8)
@@ -65,3 +66,23 @@ def test_no_coefficient_is_below_zero():
     """A request of many tokens that took less than one of few."""
     found = fit([Work(2.0, 1, 1, 0, 0, 0), Work(1.0, 1, 100, 0, 0, 0)], [], N_LAYERS, KNOWN)
     assert min(astuple(found)) == 0.0
+
+
+def test_work_is_what_it_would_take_by_the_costs():
+    costs = replace(KNOWN, layer=4.0, token=5.0, expert=7.0, row=0.5, message=3.0)
+    gained = {"hits": 8, "misses": 2, "activations": 30, "sent": 12, "fallback": 1, "served": 20, "served_messages": 6}
+    assert work_seconds(costs, N_LAYERS, gained, [(2, 9), (1, 4)]) == (
+        N_LAYERS * (4 * 3 + 5 * 13) + 3 * 6 + 7 * 10 + 0.5 * (30 - 12 + 1 + 20))
+    assert work_seconds(costs, N_LAYERS, dict.fromkeys(gained, 0), []) == 0
+
+
+@pytest.mark.parametrize(("n", "n_threads", "busy", "seconds", "jobs"), [
+    (8, 1, 10.0, 7.5, 6.0),  # a second of a processor does three quarters of one of work
+    (8, 2, 40.0, 15.0, 3.0),  # of jobs with two threads
+    (8, 1, 10.0, 11.0, 8.0),  # never more than there are processors for
+    (8, 2, 10.0, 11.0, 4.0),
+    (2, 1, 10.0, 1.0, 1.0),  # something else computed
+    (2, 4, 0.0, 1.0, 1.0), (4, 1, 0.0, 0.0, 4.0),  # too short to tell
+])
+def test_a_machine_is_worth_the_work_that_its_processors_do_while_they_are_busy(n, n_threads, busy, seconds, jobs):
+    assert at_once(Processors("", n, n_threads, 99.0), busy, seconds) == pytest.approx(jobs)

@@ -13,9 +13,9 @@ from processes import HANG_SECONDS
 from pyorch.cluster.coefficients import ServerCosts, Sizes
 from pyorch.cluster.costs import Costs
 from pyorch.cluster.members import Activity, Plan
-from pyorch.cluster.migration import RecentUses, Sharing
+from pyorch.cluster.migration import RecentUses, Sharing, row_seconds
 from pyorch.cluster.placement.algorithms import place
-from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.placement.placement import ABSENT, Move, Placement
 from pyorch.cluster.rebalancing import Recent, Setting, place_again
 from pyorch.cluster.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ def setting() -> Setting:
 
 def activity(counts: np.ndarray, life: str = "first", **counters: int) -> Activity:
     return Activity(life, Plan({}), counts, **{"sent": 0, "messages": 0, "sent_bytes": 0, "computed": 0, "uses": 0,
-                                               "memo": None, **counters})
+                                               "served": 0, "served_ns": 0, "memo": None, **counters})
 
 
 def test_what_was_used_an_interval_ago_counts_half() -> None:
@@ -60,6 +60,24 @@ def test_each_look_counts_what_came_after_the_last_one_and_a_restart_begins_anew
     assert recent.sharing == Sharing(4.0, 1.0, 1.0)
     recent.look(setting, {"s0": activity(counts, "second", sent=1)}, 3.0)
     assert recent.local["s0"] == 1 - 1 / 96 and recent.uses.uses[0].sum() == pytest.approx(96 + 64 * 0.5 ** 0.01)
+
+
+def test_rows_cost_what_they_took_lately_where_any_were_computed_for_others(setting: Setting) -> None:
+    recent, counts = Recent.begin(setting, 0.0), np.zeros(SHAPE[1:])
+    assert recent.costs(setting).row.tolist() == setting.costs.row.tolist()
+    for at, rows, ms in ((0.0, 5, 999), (0.0, 105, 1199), (INTERVAL, 205, 1999)):
+        recent.look(setting, {"s1": activity(counts, served=rows, served_ns=ms * 1_000_000)}, at)
+    costs = recent.costs(setting)  # 100 rows in 0.2 s an interval ago, and 100 in 0.8 s now
+    assert costs.row == pytest.approx([setting.costs.row[0], (0.1 + 0.8) / 150, setting.costs.row[2]])
+    assert costs.expert[1] == costs.message[1] == 0 < costs.expert[0] and costs.message[0] > 0
+    uses = np.zeros(SHAPE)
+    uses[0, 0, 0] = 1000.0
+    recent.uses.add(uses, INTERVAL)
+    device = np.full(SHAPE, ABSENT, np.int16)
+    device[1] = 0
+    now = Placement(setting.problem.servers, setting.problem.layers, (SHAPE[2],) * SHAPE[1], device)
+    _, decision = place_again(setting, now, recent, setting.problem.servers)
+    assert decision.current == pytest.approx(recent.uses.expected[0, 0, 0] * row_seconds(costs)[0, 1])
 
 
 def test_experts_of_a_server_that_is_gone_are_placed_on_the_others(setting: Setting) -> None:

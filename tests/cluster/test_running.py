@@ -226,6 +226,8 @@ def test_links_and_disks_are_measured_for_the_simulator(cluster: Cluster, tmp_pa
     assert {name: server.disk_bytes_per_second > 0 for name, server in costs.servers.items()} == {"a": True, "b": True}
     for server in costs.servers.values():  # computing takes time, whatever it is for
         assert server.layer + server.token > 0 and server.expert + server.row > 0
+    (machine,) = costs.machines
+    assert machine.servers == ("a", "b") and 1 <= machine.cores <= max(1, os.cpu_count())
 
 
 @needs_ray

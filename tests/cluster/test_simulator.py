@@ -6,11 +6,15 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+import simpy
 from simulated_cluster import SERVER, Lengths, Random, Same, costs_of, zipf
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from pyorch.cluster.coefficients import ServerCosts
+from pyorch.cluster.costs import Costs, Machine
+from pyorch.cluster.simulated_server import Cores
 from pyorch.cluster.simulator import Settings, Traffic, simulate
 from pyorch.cluster.workload import arrival_times
 from pyorch.errors import PyorchError
@@ -129,6 +133,48 @@ def test_rows_for_experts_that_many_have_go_to_different_peers():
     assert (found.busy[1:] > 0).all()
 
 
+# Servers that share cores
+
+
+def on_machines(costs: Costs, *machines: Machine) -> Costs:
+    return replace(costs, machines=machines)
+
+
+def test_two_servers_on_one_core_take_twice_as_long_and_on_two_as_long_as_alone():
+    traffic = [Traffic(at(0), Same(np.zeros((4, 2, 1)), n_output=1))] * 2
+    alone, one, two = (simulate(costs, everywhere(2, 2, 1), traffic, 10).end for costs in (
+        costs_of(2, 2), *(on_machines(costs_of(2, 2), Machine((0, 1), cores)) for cores in (1, 2))))
+    assert one == pytest.approx(2 * alone) and two == pytest.approx(alone)
+
+
+def test_cores_are_divided_again_when_a_job_comes_or_goes():
+    """One core. The first job has 1 s to itself, then a half of the core until the second ends, and then all again."""
+    traffic = [Traffic(at(0), Same([[[0], [0]]])), Traffic(at(1), Same([[[0], [0]]]))]
+    server = ServerCosts(step=0.0, layer=1.0, token=0.0, expert=0.5, row=0.0)
+    found = simulate(on_machines(costs_of(2, 2, server), Machine((0, 1), 1)), everywhere(2, 2, 1), traffic, 10)
+    assert found.end == pytest.approx([1 + 2 * 2, 1 + 2 * 2 + 1])
+    assert found.busy == pytest.approx([3, 3])
+
+
+def test_a_server_with_two_threads_answers_peers_beside_its_own_work():
+    """Of 3 servers one has experts. On two cores it computes for its users and for another one's at once."""
+    resident = only_own([0], [1], n_expert=2)
+    traffic = [Traffic(at(0), Same([[[1]]])), Traffic(at(1.5), Same([[[1]]]))]
+    found = simulate(on_machines(costs_of(2, 1, NO_DISK), Machine((0, 1), 2)), resident, traffic, 10)
+    asked = 1 + (1 + 0.5) + 0.4375 + (1 + 0.5) + 0.5
+    assert found.end == pytest.approx([asked, 1.5 + 1 + 0.25 + 0.125 + 0.5])
+    traffic = [Traffic(at(0, 0), Same([[[1]]])), Traffic(at(), Same([]))]
+    found = simulate(on_machines(costs_of(2, 1, NO_DISK), Machine((0, 1), 2)), resident, traffic, 10, Settings(n_places=1))
+    assert found.end == pytest.approx([asked, 2 * asked])
+
+
+def test_reads_are_computed_on_the_cores_too():
+    traffic = [Traffic(at(0), Same([[[2]]])), Traffic(at(), Same([]))]
+    found = simulate(on_machines(costs_of(2, 1), Machine((0, 1), 1)), only_own([0], [1], n_expert=3), traffic, 10)
+    assert found.end[0] == pytest.approx(1 + 2 + 400 / 1000 + 0.25 + 0.125 + 0.5)
+    assert found.n_read == 1
+
+
 # Theory
 
 
@@ -151,6 +197,31 @@ def test_waiting_times_of_one_server_are_pollaczek_and_khinchines(lengths, load)
     assert error < 0.12 * expected
     assert abs(waiting - expected) < 3 * error
     assert (found.end - found.begin).mean() == pytest.approx(service.mean(), rel=0.05)
+
+
+@pytest.mark.parametrize("draw", [lambda rng: 1.0, lambda rng: rng.exponential(), lambda rng: rng.choice([0.2, 4.2],
+                                                                                                    p=[0.8, 0.2])])
+def test_on_shared_cores_jobs_take_what_theory_says_however_long_they_are(draw):
+    """M/G/1 with processor sharing: a job of s seconds takes s / (1 - rho) in the mean, whatever the distribution."""
+    rng, load, n_jobs = np.random.default_rng(7), 0.6, 10_000
+    env = simpy.Environment()
+    cores, taken, wanted = Cores(env, 1), np.zeros(n_jobs), np.array([draw(rng) for _ in range(n_jobs)])
+
+    def job(i: int):
+        begin = env.now
+        yield cores.compute(wanted[i])
+        taken[i] = env.now - begin
+
+    def arrive():
+        for i in range(n_jobs):
+            yield env.timeout(rng.exponential(1 / load))
+            env.process(job(i))
+
+    env.process(arrive())
+    env.run()
+    mean, error = _mean_and_error(taken)
+    assert error < 0.1 * mean and abs(mean - wanted.mean() / (1 - load)) < 3 * error
+    assert (taken >= wanted - 1e-6).all()
 
 
 def test_arrivals_are_poissons():
@@ -188,22 +259,26 @@ def _most_used(uses: np.ndarray, n_each: int) -> np.ndarray:
 FAST = replace(SERVER, step=1e-3, layer=1e-3, expert=5e-4, row=1e-4, message=2e-4, disk_bytes_per_second=0.0)
 
 
-@given(st.integers(1, 5), st.integers(0, 1 << 32), st.booleans(), st.sampled_from([1, 3]), st.sampled_from([2, 64]))
+@given(st.integers(1, 5), st.integers(0, 1 << 32), st.booleans(), st.sampled_from([1, 3]), st.sampled_from([2, 64]),
+       st.sampled_from([None, 1.0, 1.5, 3.0]))
 @hypothesis_settings(max_examples=25)
-def test_every_request_ends_and_no_time_is_negative(n_servers, seed, disk, n_places, n_step):
+def test_every_request_ends_and_no_time_is_negative(n_servers, seed, disk, n_places, n_step, cores):
     rng = np.random.default_rng(seed)
     resident = rng.random((n_servers, 2, 5)) < 0.5
     if not disk:
         resident[0] |= ~resident.any(axis=0)
     server = replace(SERVER, disk_bytes_per_second=1000.0 if disk else 0.0)
     traffic = _traffic([rng.random((2, 5)) + 0.01 for _ in range(n_servers)], 0.05, 100.0)
-    found = simulate(costs_of(n_servers, 2, server), resident, traffic, 100.0, Settings(n_places, n_step))
+    costs = costs_of(n_servers, 2, server)
+    if cores is not None:  # of all servers but the last
+        costs = on_machines(costs, Machine(tuple(range(max(1, n_servers - 1))), cores))
+    found = simulate(costs, resident, traffic, 100.0, Settings(n_places, n_step))
     assert len(found.end) == sum(len(each.times) for each in traffic)
     for earlier, later in (("arrival", "begin"), ("begin", "first"), ("first", "end")):
         assert (getattr(found, earlier) <= getattr(found, later)).all()
     assert found.uses.sum() == len(found.end) * (6 + 5) * 2  # tokens of a layer, without one of a prompt of two in the last; experts
     assert (found.local <= found.uses).all() and (found.local >= 0).all()
-    assert (found.busy >= 0).all() and (found.busy <= found.duration + 1e-6).all()
+    assert (found.busy >= 0).all() and (found.busy <= found.duration * (1 if cores is None else 2) + 1e-6).all()
     assert found.duration == found.end.max(initial=0)
 
 
