@@ -69,7 +69,7 @@ def _npm(source: Path, *arguments: str, **environment: str) -> None:
 def packages(maps: Iterable[Path]) -> set[str]:
     """Names of the packages whose files are in the page, by the maps of its sources."""
     sources = [source for path in maps for source in json.loads(path.read_text(encoding="utf-8"))["sources"]]
-    return {match[1] for match in map(_PACKAGE.match, sources) if match}
+    return {match[1] for match in map(_PACKAGE.match, sources) if match and not match[1].startswith(".")}
 
 
 def notices(source: Path, found: Iterable[str]) -> str:

@@ -3,11 +3,13 @@
     cmake --build build/py3-* --target llama-server
     python scripts/measure_server_start.py MODEL.gguf build/py3-*/bin/llama-server
 
-Prints the median seconds from the start of the process to the first /health that says ok, of each.
+Prints the median seconds from the start of the process to the first /health that says ok, of each, and how much time of
+processors it took, which depends less on what else runs on the machine.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import subprocess
@@ -26,32 +28,38 @@ def main() -> int:
     flags = ["--load-mode", "none", "--no-warmup", "-fit", "off", "-cram", "0", "--no-ui", "-c", "4096", "-lv", "1"]
     commands = {"pyorch serve": [sys.executable, "-m", "pyorch", "serve", model, "--budget", "40%"],
                 "llama-server": [llama_server, "-m", model, *flags]}
-    times: dict[str, list[float]] = {name: [] for name in commands}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     for _ in range(N):
         for name, command in commands.items():
             times[name].append(_start(command))
-    for name, seconds in times.items():
-        print(f"{name}: {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f})")
+    for name, pairs in times.items():
+        seconds, of_processors = zip(*pairs)
+        print(f"{name}: {statistics.median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), "
+              f"{statistics.median(of_processors):.3f} s of processors ({min(of_processors):.3f} to "
+              f"{max(of_processors):.3f})")
     return 0
 
 
-def _start(command: list[str]) -> float:
+def _start(command: list[str]) -> tuple[float, float]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begin = time.perf_counter()
     server = subprocess.Popen([*command, "--port", str(port)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        while True:
+        seconds = None
+        while seconds is None:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}/health") as answer:
                     if answer.status == 200:
-                        return time.perf_counter() - begin
+                        seconds = time.perf_counter() - begin
             except OSError:
                 time.sleep(0.005)
     finally:
         server.kill()
-        server.wait()
+        _, status, usage = os.wait4(server.pid, 0)
+        server.returncode = os.waitstatus_to_exitcode(status)
+    return seconds, usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

@@ -111,16 +111,36 @@ def read_report(path: Path) -> dict[str, str]:
     for case in ET.parse(path).iter("testcase"):
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        name = f"{case.get('classname', '').rpartition('.')[2]}: {case.get('name')}"
+        name = _name(case)
         # A test whose end fails has two entries.
         found[name] = "failed" if "failed" in (outcome, found.get(name)) else outcome
     return found
 
 
-def differences(plain: Mapping[str, str], budget: Mapping[str, str]) -> list[str]:
-    """Sentences about tests that do not end alike, and should."""
-    return [f"{name}: {plain.get(name, 'missing')} on llama.cpp alone, {budget.get(name, 'missing')} under the budget"
-            for name in sorted(plain.keys() | budget.keys()) if plain.get(name) != budget.get(name) and name not in MEANT]
+def reason(path: Path, name: str) -> str:
+    """Why a test failed, in the first line that pytest reports, "" where it did not. path: of a report."""
+    for case in ET.parse(path).iter("testcase"):
+        for child in case if _name(case) == name else ():
+            if child.tag in ("failure", "error"):
+                return (child.get("message") or "").partition("\n")[0]
+    return ""
+
+
+def _name(case: ET.Element) -> str:
+    return f"{case.get('classname', '').rpartition('.')[2]}: {case.get('name')}"
+
+
+def differences(
+    plain: Mapping[str, str], budget: Mapping[str, str], why: Callable[[str], list[str]] = lambda _: []
+) -> list[str]:
+    """Sentences about tests that do not end alike, and should; and what `why` says of each."""
+    found = []
+    for name in sorted(plain.keys() | budget.keys()):
+        if plain.get(name) != budget.get(name) and name not in MEANT:
+            found.append(f"{name}: {plain.get(name, 'missing')} on llama.cpp alone, {budget.get(name, 'missing')} under "
+                         "the budget")
+            found += why(name)
+    return found
 
 
 def server_arguments(given: Sequence[str]) -> tuple[bool, list[str]]:
@@ -190,7 +210,9 @@ def main() -> int:
         directory = Path(name)
         model = args.model.resolve() if args.model is not None else small_model(directory)
         plain, under = compare(model, args.budget, files, directory, lambda text: print(text, flush=True))
-    different = differences(plain, under)
+        reports = {kind: directory / "again" / kind / "report.xml" for kind in (PLAIN, BUDGET)}
+        different = differences(plain, under, lambda name: [f"    {kind}: {text}" for kind, path in reports.items()
+                                                            if (text := reason(path, name))])
     for name in sorted(MEANT.keys() & plain.keys()):
         print(f"{name}: {plain[name]} on llama.cpp alone, {under.get(name)} under the budget: {MEANT[name]}")
     print("\n".join(different) if different else "all others pass on both, or on neither")

@@ -36,6 +36,7 @@ def test_a_test_that_ends_otherwise_is_told(script):
         "b: passed on llama.cpp alone, missing under the budget",
         "c: missing on llama.cpp alone, skipped under the budget",
     ]
+    assert script.differences({"a": "passed"}, {"a": "failed"}, lambda name: [f"why {name}"])[1] == "why a"
 
 
 def test_a_report_is_read_whole(script, tmp_path: Path):
@@ -46,6 +47,7 @@ def test_a_report_is_read_whole(script, tmp_path: Path):
         '<testcase classname="unit.test_a" name="three"><skipped/></testcase>'
         '<testcase classname="unit.test_a" name="one"><error message="at its end"/></testcase>'
         '</testsuite></testsuites>')
+    assert script.reason(path, "test_a: two") == "x" and script.reason(path, "test_a: three") == ""
     assert script.read_report(path) == {"test_a: one": "failed", "test_a: two": "failed", "test_a: three": "skipped"}
 
 

@@ -1,0 +1,42 @@
+"""The notices of what is in the chat page; the page itself takes npm and minutes (make chat-page)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts/build_chat_page.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.dont_write_bytecode = True  # it imports from native/, where a new file would count as a change to build
+    spec = importlib.util.spec_from_file_location("build_chat_page", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_packages_are_those_whose_files_are_in_the_page(script, tmp_path: Path):
+    path = tmp_path / "bundle.js.map"
+    path.write_text(json.dumps({"sources": [
+        "../../../src/app.ts", "../../../node_modules/a/index.js", "../../node_modules/a/node_modules/@scope/b/x/y.js",
+        "../../node_modules/.vite/deps/none", "virtual:pwa-register"]}))
+    assert script.packages([path]) == {"a", "@scope/b"}
+
+
+def test_each_package_has_its_notice(script, tmp_path: Path):
+    for name in ("a", "@scope/b", *script._UNNAMED):
+        (tmp_path / "node_modules" / name).mkdir(parents=True)
+        (tmp_path / "node_modules" / name / "package.json").write_text(
+            json.dumps({"version": "1.2", "license": "MIT", "author": {"name": f"the author of {name}"}}))
+    (tmp_path / "node_modules/a/LICENSE.md").write_text("the licence of a\n")
+    (tmp_path / "src/lib/vendors/c").mkdir(parents=True)
+    (tmp_path / "src/lib/vendors/c/LICENCE").write_text("the licence of c\n")
+    text = script.notices(tmp_path, ["a", "@scope/b"])
+    assert "\na 1.2\n\nthe licence of a\n" in text and "\nc\n\nthe licence of c\n" in text
+    assert "\n@scope/b 1.2\n\nIt has no file with a notice. Its licence is MIT, its author the author of @scope/b." in text
