@@ -2,14 +2,28 @@
 
 #include "base/status.h"
 
+#include "ggml.h"
+
+#include <type_traits>
+
 namespace pyorch {
 namespace {
+
+// Those that lie beside libggml. Which one suits is told to nobody who did not ask: there is no level to tell it at yet.
+void load_backends() {
+    ggml_log_callback log  = nullptr;
+    void *            user = nullptr;
+    ggml_log_get(&log, &user);
+    ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
+    ggml_backend_load_all();
+    ggml_log_set(log, user);
+}
 
 CpuBackend find() {
     CpuBackend found = {};
     found.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     if (!found.device) {
-        ggml_backend_load_all(); // those that lie beside libggml
+        load_backends();
         found.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
     if (found.device) {
