@@ -1,6 +1,7 @@
 """Builds llama-server's chat page, for `make setup` to take it into the library: `make chat-page`.
 
-    build_chat_page.py DIR     DIR/dist, the page; DIR/LICENSE-chat-page, the notices of what is in it
+    build_chat_page.py DIR     DIR/dist, the page; DIR/LICENSE-chat-page, the notices of what is in it; DIR/SOURCE, of
+                               which llama.cpp it is
 
 The source is that of the pinned llama.cpp (tools/ui); what it requires comes with npm from a package index, as its lock
 file says. Needs Node 20 or newer and 1 GB of disk for as long as it runs, which is some minutes. DIR is replaced as a
@@ -50,6 +51,7 @@ def build(directory: Path) -> None:
     (done / "LICENSE-chat-page").write_text(notices(source, packages(maps)), encoding="utf-8")
     for path in maps:
         path.unlink()
+    (done / "SOURCE").write_text(f"{pin.line}\n")  # which llama.cpp it speaks to: native/cmake/llama.cmake takes no other
     shutil.rmtree(directory, ignore_errors=True)
     done.rename(directory)
     shutil.rmtree(work)
