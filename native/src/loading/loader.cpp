@@ -129,6 +129,7 @@ void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_
 void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
     load.failed  = false;
     load.damaged = false;
+    load.urgent  = &queue == &demanded;
     load.read    = 0;
     for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
         load.unread[role] = 0;
@@ -162,6 +163,10 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
             demanded.insert(demanded.end(), hurried, queue->end());
             queue->erase(hurried, queue->end());
         }
+        for (Load * load : queued) {
+            load->urgent = true;
+        }
+        decoding.sort([](const Decoding & a, const Decoding & b) { return a.goes_before(b); });
     }
     for (Load * load : loads) {
         start(*load, demanded, read_bytes);
@@ -211,15 +216,13 @@ bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadR
 bool Loader::pop(ReadRequest & request) {
     const uint64_t guess_bytes = std::min(read_bytes, GUESS_BYTES);
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
-    const bool     urgent = take(demanded, read_bytes, request);
-    const bool     any = urgent || take(ahead, read_bytes, request) ||
+    const bool     any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
         (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
         (n_reading == 0 && (take(guessed, guess_bytes, request) || (demanded.empty() && ahead.empty() &&
         guessed.empty() && orders.order_guess() && take(guessed, guess_bytes, request))));
     if (!any) {
         return false;
     }
-    request.urgent = urgent;
     --request.load->queued;
     ++request.load->in_flight;
     ++n_reading;

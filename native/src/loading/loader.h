@@ -63,6 +63,7 @@ struct Load {
     uint32_t there  = 0;       // bits: those of them that are whole in memory
     bool     staged = false;   // who orders has given it memory for all of them
     bool     damaged = false;  // what was read of them is not what was packed
+    bool     urgent  = false;  // a layer waits for it
     uint32_t roles  = ~0u;     // bits: the matrices that are read
     Stream * stream = nullptr; // of who orders: what the slot is a part of, if not an expert's own
     bool failed    = false;
@@ -90,7 +91,6 @@ struct ReadRequest {
     uint32_t touches;   // bits: the matrices that it reads something of, or is to decode
     Part     part;      // whose slot it reads into
     bool     waits;     // for memory: its load has not been cut into requests yet. No reader sees it
-    bool     urgent = false; // a layer waits for it
 
     // Of a compressed expert whose stored parts are there: nothing is to be read, only to be decoded.
     bool reads() const { return size > 0; }
@@ -186,7 +186,8 @@ public:
     // For who orders.
 
     // Queues all reads of experts that a layer needs now, each with a form and a slot. queued: those among the experts
-    // of that layer that were to be read ahead; what no reader has begun of them is demanded too.
+    // of that layer that were to be read ahead; what no reader has begun of them is demanded too, and what was read of
+    // them is decoded as if it had been.
     void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued);
 
     // Queues all reads of a load behind all demand.
@@ -264,7 +265,8 @@ private:
         bool        damaged = false;
 
         bool goes_before(const Decoding & other) const {
-            return request.urgent != other.request.urgent ? request.urgent : role < other.role;
+            const bool urgent = request.load->urgent;
+            return urgent != other.request.load->urgent ? urgent : role < other.role;
         }
     };
 

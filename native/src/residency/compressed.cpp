@@ -140,7 +140,7 @@ void Table::trim_pools() {
 
 // Several sequences together compute with more experts of a layer than one, for which a plan is made.
 void Table::widen(int layer, const Demand & demand) {
-    if (!pools.any() || demand.scans()) {
+    if (!pools.any() || (demand.scans() && !demand.continues)) { // a prompt
         return;
     }
     const Layer & l      = layers[layer];
@@ -161,7 +161,9 @@ void Table::widen(int layer, const Demand & demand) {
 // REQUIRES: the budget is enough for what is reserved
 void Table::divide_budget(uint64_t bytes) {
     const uint64_t least_stored = ModelMap::MIN_STAGED * map.parts_bytes();
-    pools.divide(bytes, std::max(needed_budget(reserved()), std::min(width.most, bytes - least_stored)), shares);
+    const uint64_t needed       = needed_budget(reserved());
+    const uint64_t at_once      = std::min(width.most, bytes - least_stored);
+    pools.divide(bytes, std::max(needed, at_once), shares, at_once > needed ? at_once : 0);
     bank->set_budget(bytes, pools.stored_limit());
     trim_pools();
     keep_budget();

@@ -37,7 +37,8 @@ Pools::Pools(const ModelMap & map) : map(map) {
     }
 }
 
-void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares) {
+void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing) {
+    this->passing = passing;
     limits  = {};
     staging = 0;
     if (!any()) {
@@ -113,11 +114,12 @@ void Pools::rank() {
     for (const Form form : HIERARCHY) {
         double & next = least[(int) form];
         next = INFINITY; // of a pool that holds nothing: experts may have no bytes of a form
-        if (limit(form) == 0 || bytes[(int) form] == 0) {
+        const uint64_t of_ranks = limit(form) - (form == Form::FULL ? std::min(passing, limit(form)) : 0);
+        if (of_ranks == 0 || bytes[(int) form] == 0) {
             continue;
         }
         takes_all = form;
-        const double size = (double) limit(form) / bytes[(int) form];
+        const double size = (double) of_ranks / bytes[(int) form];
         last += size;
         // Ranks r < tau, from 1 on. Who has one of them is, without its last use, still no colder than the next.
         const double n_ranks = std::ceil(last + TOLERANCE * size) - 1;

@@ -26,9 +26,10 @@ class Pools {
 public:
     explicit Pools(const ModelMap & map);
 
-    // A model without compressed experts has full ones only. fewest: bytes that full experts get in any case.
+    // A model without compressed experts has full ones only. fewest: bytes that full experts get in any case; passing: of
+    // these, what a layer needs at once: no rank has them, for what was there would go whenever a layer comes.
     // REQUIRES: the budget has room for them, and for the fewest experts on their way
-    void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares);
+    void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing = 0);
 
     uint64_t limit(Form form) const { return limits[(int) form]; } // bytes
     uint64_t stored_limit() const; // of all stored parts: of the pools, and of those that are on their way
@@ -54,6 +55,7 @@ private:
     std::array<uint64_t, N_FORMS>         limits = {};
     std::array<uint64_t, N_FORMS>         in_use = {};
     uint64_t                              staging = 0;
+    uint64_t                              passing = 0;
     std::array<double, N_FORMS>           least  = {}; // heat at which each pool ends
     std::vector<std::vector<double>>      heat;        // by layer and expert: log2 of its uses, fading
     std::vector<std::vector<double>>      before;      // the same without its last use

@@ -312,6 +312,36 @@ static void layers_that_are_streamed_count_no_hits_in_pools() {
     CHECK(house.stats().bytes_read > before.bytes_read);
 }
 
+// More than the window of a layer, and no prompt.
+static void several_sequences_are_computed_with_what_pools_hold() {
+    const ModelMap map = compressed_map();
+    House house(map, 16, { 0, 0, 1, 0, 0 });
+    const std::vector<int> some = { 0, 1, 2, 4, 5, 7, 8 };
+    CHECK((int) some.size() > map.floor_experts(map.layers[0]));
+    for (int round = 0; round < 3; ++round) {
+        CHECK(house.use(0, some, 4));
+        CHECK(house.use(1, some, 4)); // takes the memory of those of the other layer
+    }
+    const pyorch_stats before = house.stats();
+    CHECK(house.use(0, some, 4));
+    const pyorch_stats after = house.stats();
+    CHECK(after.compressed_hits - before.compressed_hits == some.size() && after.bytes_read == before.bytes_read);
+    const auto n_whole = [&] {
+        int n = 0;
+        for (int layer = 0; layer < N_LAYERS; ++layer) {
+            std::vector<uint8_t> mask;
+            house.table.resident(layer, mask);
+            n += (int) std::count(mask.begin(), mask.end(), 1);
+        }
+        return n;
+    };
+    CHECK(n_whole() == (int) some.size());
+    for (int round = 0; round < 300; ++round) {
+        CHECK(house.use(round % N_LAYERS, { round / N_LAYERS % N_EXPERT, (round / N_LAYERS + 3) % N_EXPERT }));
+    }
+    CHECK(n_whole() == map.floor_experts(map.layers[0])); // the pools have their memory again
+}
+
 // Reads everything, and leaves what is to be decoded to whoever does it.
 class Leaving : public LocalReader {
 public:
@@ -423,6 +453,26 @@ static void what_is_needed_first_is_decoded_first() {
     }
     house.table.resident(1, mask);
     CHECK(mask[1] && house.table.release(house.owner));
+}
+
+static void what_was_read_ahead_and_is_needed_now_is_decoded_in_its_turn() {
+    const ModelMap map = compressed_map();
+    House   house(map, 60, ALL_FULL);
+    Leaving reader(house.table.loader());
+    const int32_t ahead[] = { 7 };
+    house.table.prefetch(map.layers[0].il, ahead, 1);
+    reader.read_all();
+    const std::vector<int> some = { 2, 5, 7 };
+    house.acquire(0, some);
+    reader.read_all();
+    const auto is_there = [&](int role, int id) { return house.table.address(house.owner, 0, id, role, false) != nullptr; };
+    for (int role = 0; role < 3; ++role) {
+        while (!std::all_of(some.begin(), some.end(), [&](int id) { return is_there(role, id); })) {
+            CHECK(role == 2 || std::none_of(some.begin(), some.end(), [&](int id) { return is_there(role + 1, id); }));
+            CHECK(house.table.loader().decode_next());
+        }
+    }
+    CHECK(house.table.release(house.owner) && house.stats().failures == 0);
 }
 
 // Two steps of a matrix, each of which does not end before the other has begun.
@@ -672,10 +722,12 @@ int main(int argc, char ** argv) {
         pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
         layers_that_are_streamed_count_no_hits_in_pools,
         the_pool_of_full_experts_has_room_for_what_a_decode_computes_with_at_once,
+        several_sequences_are_computed_with_what_pools_hold,
         who_waits_for_a_matrix_decodes,
         who_waits_for_all_that_was_ordered_decodes,
         a_matrix_is_there_before_exponents_of_the_others_are_read,
         what_is_needed_first_is_decoded_first,
+        what_was_read_ahead_and_is_needed_now_is_decoded_in_its_turn,
         threads_that_wait_for_a_matrix_share_it,
         pools_have_the_ranks_below_their_thresholds,
         a_pool_of_a_form_without_bytes_has_nobody,
