@@ -83,10 +83,11 @@ def measure(job: Job) -> Measurement:
 class _Run:
     """A loaded model and its sequences."""
 
-    def __init__(self, model: int, context: int, record: ManagedModel | None) -> None:
+    def __init__(self, model: int, context: int, record: ManagedModel | None, n_sequences: int) -> None:
         self.engine = record.engine if record is not None else None
         division = record.division if record is not None else None
-        self.planned_stall_seconds = division.makespan if division is not None else float("nan")
+        is_planned = division is not None and division.batch == n_sequences
+        self.planned_stall_seconds = division.makespan / n_sequences if is_planned else float("nan")
         self._record = record
         self._vocab = llama.llama_model_get_vocab(model)
         self._context = context
@@ -184,7 +185,7 @@ def _loaded(job: Job) -> Iterator[_Run]:
         if not context:
             raise RuntimeError(f"llama.cpp refuses a context of {context_params.n_ctx} tokens")
         stack.callback(lambda: llama.llama_free(context))
-        yield _Run(model, context, _record_of(model) if job.config.mode == ENGINE else None)
+        yield _Run(model, context, _record_of(model) if job.config.mode == ENGINE else None, job.n_sequences)
 
 
 @contextlib.contextmanager

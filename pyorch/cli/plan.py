@@ -23,7 +23,8 @@ _PLOTTED = tuple(n / 20 for n in range(2, 21))  # budgets, as shares of all expe
 @dataclass(frozen=True)
 class Row:
     """Of one division. shares: of the budget for F, C, S and E; hits: of a token's experts in a layer those in each
-    pool and in none, as expected; wait_ms: that a token waits for, as expected, None where nothing is. played_hits,
+    pool and in none, as expected; wait_ms: that a token waits for, as expected, None where nothing is: of several
+    sequences, what their tokens need together, and what these wait for. played_hits,
     played_wait_ms: the same of the second half of the trace, played by the table that runs models; None where that was
     not asked for."""
 
@@ -45,6 +46,7 @@ class Report:
     routing: str
     plan: Path
     budget: int
+    batch: int
     pools: str
     n_tokens: int
     bytes_per_second: float
@@ -80,6 +82,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="a trace that pyorch profile recorded (default: the requests in MODEL.maps.gguf; without "
                              "them all experts count as used alike)")
     add_settings(parser, "budget", defaults={"budget": "none: it must be given, and not as auto"})
+    parser.add_argument("--batch", type=whole(1, 512), default=1, metavar="N",
+                        help="plan for N sequences that are decoded at once, as a server does; an expert that several "
+                             "of their tokens need is recovered once (default: 1)")
     parser.add_argument("--forms", default="F,C,S,E", metavar="F,C,S,E",
                         help="the forms that may be kept (default: F,C,S,E)")
     parser.add_argument("--step", type=number(0.01, most=1), default=0.05, metavar="SHARE",
@@ -89,7 +94,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--decode-bandwidth", metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
-                        help="threads that decode (default: as many as an engine has)")
+                        help="threads that decode (default: those that compute and those of the engine, as many as there are cores "
+                             "at most)")
     parser.add_argument("--check", action="store_true",
                         help="plan by the first half of the trace, and play the second half")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
@@ -110,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import AUTO
     from pyorch.sidecars import packed_sizes, packs, plan as plans
+    from pyorch.sizes import counted
     from pyorch.traces.divisions import FINALISTS, Player, choose
     from pyorch.traces.file import Trace
     from pyorch.traces.recording import decoded_recording
@@ -131,14 +138,21 @@ def run(args: argparse.Namespace) -> int:
         packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)
         recording = None if args.trace is None else decoded_recording(Trace(args.trace), model_map)
-        planned_by = recording if recording is None or not args.check else recording.part(0, len(recording) // 2)
-        inclusion, routing = _inclusion(planned_by, model_map)
+        if recording is not None and recording.n_requests < args.batch:
+            raise PyorchError(f"{args.trace} has {counted(recording.n_requests, 'request')}: for {args.batch} sequences "
+                              "at once record as many, each of --ctx tokens of the text")
+        planned_by = recording
+        if args.check:
+            planned_by, rest = recording.divided(len(recording) // 2, args.batch)
+        inclusion, routing = _inclusion(planned_by, model_map, args.batch)
         if args.trace is not None:
             routing = f"{len(planned_by)} tokens of {args.trace}"
+        if args.batch > 1:
+            routing += f"; {args.batch} sequences at once"
         progress.update("measuring reading and decoding", 0, 0)
         machine = measured_machine(args, model_map)
         begin = perf_counter()
-        planner = plans.new_planner(model_map, inclusion, machine)
+        planner = plans.new_planner(model_map, inclusion, machine, args.batch)
         reserved = plans.Reserve.of(model_map).bytes(budget)
         planned = planner.plan(budget, pools, args.step, reserved, HANDICAP, FINALISTS)
         seconds = perf_counter() - begin
@@ -149,7 +163,8 @@ def run(args: argparse.Namespace) -> int:
             progress.update("playing the trace", 0, 0)
             simple = [*([whole] if "F" in pools else []), *([others["compressed only"]] if "C" in pools else []),
                       *([planned.plain] if planned.plain is not None else [])]
-            choice = choose([*simple, *planned.finalists], model_map, plain_map, planned_by, budget, machine)
+            choice = choose([*simple, *planned.finalists], model_map, plain_map, planned_by, budget, machine,
+                            batch=args.batch)
             best, divided, n_played, n_played_tokens = choice.best, choice.divided, choice.n_played, choice.n_tokens
             handicap = max(1.0, choice.handicap or HANDICAP)
         splits = {"plan": best, "full only": whole, **others}
@@ -162,17 +177,16 @@ def run(args: argparse.Namespace) -> int:
         rows = [_row(name, split) for name, split in splits.items()]
         if args.check:
             progress.update("playing the second half of the trace", 0, 0)
-            rest = recording.part(len(planned_by), len(recording))
-            rows = _checked(rows, splits, Player(model_map, plain_map, planned_by, rest, budget, machine))
+            rows = _checked(rows, splits, Player(model_map, plain_map, planned_by, rest, budget, machine, args.batch))
         uses = () if planned_by is None else use_counts(planned_by.experts, inclusion.shape[1])
         n_tokens = 0 if planned_by is None else len(planned_by)
         plans.write_plan(output, plans.Plan(
             budget, pools, args.step, best.shares, best.compressed, rows[0].hits, rows[0].wait_ms, handicap, n_tokens,
             machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
-            tuple(map(tuple, np.asarray(uses).tolist())),
+            tuple(map(tuple, np.asarray(uses).tolist())), args.batch,
         ), model_map)
         picture = None if args.plot is None else _draw(args.plot, planner, planned, model_map, pools, args.step)
-    report = Report(args.model, args.trace, routing, output, budget, pools, n_tokens, machine.bytes_per_second,
+    report = Report(args.model, args.trace, routing, output, budget, args.batch, pools, n_tokens, machine.bytes_per_second,
                     machine.decoded_per_second, machine.n_workers, planned.n_splits, planned.n_evaluated, seconds,
                     n_played, n_played_tokens, handicap, rows)
     if args.json:
@@ -187,15 +201,18 @@ def _can_play(recording, model_map) -> bool:
     return all(layer.n_expert == recording.n_expert for layer in model_map.decoded_layers)
 
 
-def _inclusion(recording, model_map):
-    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even; and which."""
+def _inclusion(recording, model_map, batch: int):
+    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even; and which.
+
+    batch: requests of the trace of which tokens come in turns: popular is what all of them use.
+    """
     from pyorch.planning.ranks import even_inclusion, inclusion_by_rank
     from pyorch.sidecars import container
     from pyorch.sidecars.beside import Sidecars
 
     n_experts = [layer.n_expert for layer in model_map.decoded_layers]
     if recording is not None:
-        return inclusion_by_rank(recording.experts, max(n_experts)), "of a trace"
+        return inclusion_by_rank(recording.experts[recording.schedule(batch).order], max(n_experts)), "of a trace"
     kept = Sidecars(model_map).inclusion()
     if kept is not None:
         return kept, f"the requests in {container.default_path(model_map.path, 'maps')}"
@@ -206,6 +223,7 @@ def measured_machine(args: argparse.Namespace, model_map):
     """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
     from pyorch.cli.replay import parse_rate
     from pyorch.errors import FormatError
+    from pyorch.llama.memory import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import measure_recovery, recovery_threads
     from pyorch.sidecars.plan import Machine
@@ -217,7 +235,7 @@ def measured_machine(args: argparse.Namespace, model_map):
         measure_recovery(model_map, DECODE_SECONDS))
     if decoding is None:
         raise FormatError(f"{model_map.pack} is damaged: none of its experts can be decoded")
-    return Machine(reading, decoding, args.workers or recovery_threads())
+    return Machine(reading, decoding, args.workers or recovery_threads(physical_cores()))
 
 
 def _others(planner, budget: int, pools: str) -> dict:
@@ -286,6 +304,8 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
     best = report.rows[0]
     how = "compressed experts" if best.compressed else "experts as the model has them: compression does not pay"
     played = any(row.played_hits is not None for row in report.rows)
+    tokens, waits = ("a token's", "a token waits") if report.batch == 1 else (
+        f"{report.batch} tokens'", f"{report.batch} tokens wait")
     columns = ("", *(f"{name} %" for name in _POOL_NAMES), *_POOL_NAMES, "missed", "wait ms",
                *(("played: full", "in part", "missed", "wait ms") if played else ()))
     rows = []
@@ -307,8 +327,8 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
                        f"{report.seconds:.2f} s{_plays(report)}"),
         ]),
         "",
-        Table(columns, rows, left=("",), title="shares of the budget; of a token's experts in a layer, those in each "
-                                               "form; what a token waits for"),
+        Table(columns, rows, left=("",), title=f"shares of the budget; of {tokens} experts in a layer, those in each "
+                                               f"form; what {waits} for"),
         "",
         f"{report.plan}: {how}",
     ]

@@ -123,6 +123,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
+    from pyorch.llama.memory import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import recovery_threads
     from pyorch.settings.pools import Pools
@@ -148,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
         predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
         bandwidth = given or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second
+        n_decoders = recovery_threads(physical_cores())
         compute_ms, compute_from = _compute_time(args.compute_ms, predictor_file)
         share = default_route_share(model_map) if args.route_share is None else args.route_share
         combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
@@ -158,12 +160,12 @@ def run(args: argparse.Namespace) -> int:
                 policy, prefetch, budget, bandwidth, args.read_latency_ms / 1000, compute_ms,
                 share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
                 as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
-                pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=recovery_threads(),
+                pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=n_decoders,
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, compute_ms, compute_from, share, args.batch,
-                    str(pools or Pools()) if packed else None, decoding, recovery_threads(), rows)
+                    str(pools or Pools()) if packed else None, decoding, n_decoders, rows)
     if args.json:
         timed = report.compute_from != _ASSUMED
         print_json({**vars(report), "rows": [_flat(row, timed) for row in report.rows]})

@@ -45,9 +45,9 @@ class PoolPlanner:
         model_map, plan = sidecars.map, sidecars.plan
         self.origin = default_path(model_map.path).name  # of the division, for people
         self._plan = plan if plan is not None and plan.codecs == packs.contents(model_map).codecs else None
-        self._pools, self._step, self._handicap = POOLS, STEP, HANDICAP
+        self._pools, self._step, self._handicap, batch = POOLS, STEP, HANDICAP, 1
         if plan is not None:
-            self._pools, self._step, inclusion = plan.pools, plan.step, plan.rows
+            self._pools, self._step, inclusion, batch = plan.pools, plan.step, plan.rows, plan.batch
             self._handicap = max(plan.handicap, HANDICAP)
             if self._plan is None:
                 self.origin += ", planned anew: it was made for another codec"
@@ -60,7 +60,7 @@ class PoolPlanner:
                 inclusion = even_inclusion([layer.n_expert for layer in model_map.decoded_layers],
                                            model_map.info.n_expert_used)
         machine = _measured(model_map, settings) if self._plan is None else self._plan.machine
-        self._planner = new_planner(model_map, inclusion, machine)
+        self._planner = new_planner(model_map, inclusion, machine, batch)
         self._reserve = Reserve.of(model_map)
         self.info = model_map.info  # with the pack
 
@@ -90,7 +90,8 @@ def _measured(model_map: ModelMap, settings: Settings) -> Machine:
     reads_for(model_map, settings.reads, settings.direct_io)
     disk = kept_bandwidth(model_map)
     return Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
-                   measure_recovery(model_map, _DECODE_SECONDS) or _NEVER, recovery_threads())
+                   measure_recovery(model_map, _DECODE_SECONDS) or _NEVER,
+                   recovery_threads(settings.n_threads or memory.physical_cores()))
 
 
 def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPlanner | None:

@@ -10,7 +10,7 @@ import numpy as np
 from pyorch.errors import PyorchError
 from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabilities
 from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
-from pyorch.planning.ranks import selection_probabilities
+from pyorch.planning.ranks import inclusion_of_batch, selection_probabilities
 
 STEP = 0.05
 LEAST_STEP = 0.01  # all divisions are in memory: 177 000 in such steps, and 1000 times as many in a tenth of it
@@ -51,7 +51,7 @@ class Split:
     shares: of the memory, for each of POOLS. compressed: experts are read packed; else as the model has them, and all
     memory is for whole ones. capacities: int64[n_layers, 4], experts in each pool. hits: float64[n_layers, 5], of a
     token's experts those in each pool and in none, on average. makespans: float64[n_layers], seconds that a layer of a
-    token waits on average (Algorithm 3).
+    token waits on average (Algorithm 3). batch: tokens of as many sequences, for a token where it is more than one.
     """
 
     shares: tuple[float, float, float, float]
@@ -59,10 +59,11 @@ class Split:
     capacities: np.ndarray
     hits: np.ndarray
     makespans: np.ndarray
+    batch: int = 1
 
     @property
     def makespan(self) -> float:
-        """Seconds that a token waits."""
+        """Seconds that a token waits, or all tokens of a batch."""
         return float(self.makespans.sum())
 
     @property
@@ -93,20 +94,23 @@ class Planner:
     """Of one model on one machine.
 
     Args:
-        inclusion: float64[n_layers, n_expert], probabilities by rank (pyorch.planning.ranks).
+        inclusion: float64[n_layers, n_expert], probabilities by rank (pyorch.planning.ranks), of a token.
         n_used: experts of a token in a layer.
         layers: one for each row of inclusion.
         least_full: bytes that whole experts have in any case, whatever their share; others divide the rest.
+        batch: tokens that are decoded at once, of as many sequences. What several of them need is recovered once. They
+            need now more experts, now fewer; so what is taken for the mean wait is the wait of mean hits, a bound below.
 
     Raises PyorchError for probabilities that cannot be.
     """
 
     def __init__(
-        self, inclusion: np.ndarray, n_used: int, layers: Sequence[LayerCosts], least_full: int = 0
+        self, inclusion: np.ndarray, n_used: int, layers: Sequence[LayerCosts], least_full: int = 0, batch: int = 1
     ) -> None:
         assert len(inclusion) == len(layers)
-        self.inclusion, self.n_used, self.layers, self.least_full = inclusion, n_used, tuple(layers), least_full
-        self.q = selection_probabilities(inclusion, n_used)
+        self.n_used, self.layers, self.least_full, self.batch = n_used, tuple(layers), least_full, batch
+        self.inclusion = inclusion if batch == 1 else inclusion_of_batch(inclusion, batch)
+        self.q = selection_probabilities(inclusion, n_used) if batch == 1 else None
 
     def plan(
         self, budget: int, pools: str = POOLS, step: float = STEP, reserved: int = 0, handicap: float = 1.0,
@@ -129,23 +133,21 @@ class Planner:
         _, distinct = np.unique(ends.reshape(len(ends), -1), axis=0, return_index=True)
         distinct = np.sort(distinct)  # of those that hold the same, the one with the most in the first pools
         shares, capacities, ends = shares[distinct], capacities[distinct], ends[distinct]
-        # [n_splits, n_layers]
-        bounds = np.stack([makespan(layer.delays, hits) for layer, hits
-                           in zip(self.layers, np.moveaxis(mean_hits(self.inclusion, ends), 1, 0))], axis=1)
-        patterns = self._patterns(map(POOLS.index, pools))
-        n_splits = len(ends)
-        order = np.argsort(bounds.sum(axis=1), kind="stable")
-        first, others = order[:_FIRST], order[_FIRST:]
-        costs = np.full(n_splits, np.inf)
-        makespans = bounds.copy()
-        costs[first], makespans[first] = self._exact(ends[first], bounds[first], patterns, np.inf)
-        if len(others):
-            limit = costs.min() * (_FINALIST_COST if n_finalists else 1)
-            costs[others], makespans[others] = self._exact(ends[others], bounds[others], patterns, limit)
+        bounds = self._bounds(ends)
+        costs, makespans = bounds.sum(axis=1), bounds
+        if self.batch == 1:
+            patterns = self._patterns(map(POOLS.index, pools))
+            order = np.argsort(costs, kind="stable")
+            first, others = order[:_FIRST], order[_FIRST:]
+            costs, makespans = np.full(len(ends), np.inf), bounds.copy()
+            costs[first], makespans[first] = self._exact(ends[first], bounds[first], patterns, np.inf)
+            if len(others):
+                limit = costs.min() * (_FINALIST_COST if n_finalists else 1)
+                costs[others], makespans[others] = self._exact(ends[others], bounds[others], patterns, limit)
 
         def split(i: int) -> Split:
             return Split(tuple(float(share) for share in shares[i]), True, capacities[i],
-                         mean_hits(self.inclusion, ends[i]), makespans[i])
+                         mean_hits(self.inclusion, ends[i]), makespans[i], self.batch)
 
         packed, cost = split(int(np.argmin(costs))), float(costs.min())
         if packed.is_mixed:
@@ -155,15 +157,17 @@ class Planner:
         plain = self.plain(budget)
         finalists = tuple(map(split, _apart(shares, costs, n_finalists)))
         return Planned(packed if plain is None or cost < plain.makespan else plain, packed, plain, finalists,
-                       n_splits, int(np.isfinite(costs).sum()))
+                       len(ends), int(np.isfinite(costs).sum()))
 
     def cost(self, shares: Sequence[float], budget: int) -> Split:
         """What a given division of a budget costs: shares for each of POOLS."""
         capacities = self._capacities(np.array([shares], np.float64), budget)
         ends = self._ends(capacities)
-        patterns = self._patterns(pool for pool, share in enumerate(shares) if share)
-        _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), patterns, np.inf)
-        return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0])
+        makespans = self._bounds(ends)
+        if self.batch == 1:
+            patterns = self._patterns(pool for pool, share in enumerate(shares) if share)
+            _, makespans = self._exact(ends, np.zeros((1, len(self.layers))), patterns, np.inf)
+        return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0], self.batch)
 
     def plain(self, budget: int) -> Split | None:
         """All memory for whole experts, which are read as the model has them; None where it has not."""
@@ -172,7 +176,12 @@ class Planner:
         capacities = self._capacities(np.array([_WHOLE]), budget)[0]
         hits = mean_hits(self.inclusion, self._ends(capacities))
         reads = np.array([layer.plain_read for layer in self.layers])
-        return Split(_WHOLE, False, capacities, hits, reads * hits[:, -1])
+        return Split(_WHOLE, False, capacities, hits, reads * hits[:, -1], self.batch)
+
+    def _bounds(self, ends: np.ndarray) -> np.ndarray:
+        """float64[n_splits, n_layers], the makespans of mean hits."""
+        return np.stack([makespan(layer.delays, hits) for layer, hits
+                         in zip(self.layers, np.moveaxis(mean_hits(self.inclusion, ends), 1, 0))], axis=1)
 
     def _patterns(self, pools: Iterable[int]) -> np.ndarray:
         return hit_patterns(self.n_used, sorted({*pools, 0} if self.least_full else set(pools)))
@@ -191,6 +200,8 @@ class Planner:
         others = shares[:, 1:].sum(axis=1, keepdims=True)
         rest = np.divide(1 - full, others, out=np.zeros_like(full), where=others > 0)
         given = np.concatenate([np.where(others > 0, full, 1), rest * shares[:, 1:]], axis=1)
+        if self.batch > 1:  # what a layer needs at once comes and goes: no rank has it
+            given[:, :1] = np.where(others > 0, np.maximum(0.0, full - self.least_full / budget), 1)
         # A share of 7 experts of 0.999999999 is one of 7.
         capacities = np.floor(given[:, None, :] * of_layer / sizes + 1e-9).astype(np.int64)
         return np.minimum(capacities, n_expert[:, None])

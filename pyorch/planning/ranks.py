@@ -74,6 +74,14 @@ def inclusion_of_counts(counts: np.ndarray, n_used: int) -> np.ndarray:
     return smoothed(counts, n_tokens, n_used)
 
 
+def inclusion_of_batch(inclusion: np.ndarray, n: int) -> np.ndarray:
+    """Inclusion probabilities by rank of what n tokens need together: 1 - (1 - f_r)^n, as each draws for itself.
+
+    Tokens of different sequences have little in common but what is popular, and that is in the ranks.
+    """
+    return 1 - (1 - inclusion) ** n
+
+
 def fading_uses(counts: np.ndarray, n_tokens: int, half_life: float = HALF_LIFE) -> np.ndarray:
     """What is left of use counts at the end of so many tokens, spread evenly over them: the shape of the counts."""
     return counts / n_tokens * (1 - 2 ** (-n_tokens / half_life)) / (1 - 2 ** (-1 / half_life))

@@ -9,9 +9,18 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 
 
-def recovery_threads() -> int:
-    """Threads that decode while a layer waits: those that compute do, beside the engine's own, so all cores are used."""
-    return os.cpu_count() or 1
+def decode_threads() -> int:
+    """Threads of an engine that decode, beside those that compute (native/src/loading/readers.cpp)."""
+    return min(max((os.cpu_count() or 1) // 2, 1), 4)
+
+
+def recovery_threads(n_computing: int) -> int:
+    """Threads that decode while a layer waits (L of ZipMoE): those that compute, and the engine's own beside them.
+
+    No more than there are processors that this process may use: others would wait for one.
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, n_computing + decode_threads())
 
 
 def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:

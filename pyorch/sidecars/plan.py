@@ -16,6 +16,7 @@ import numpy as np
 from pyorch.errors import FormatError
 from pyorch.planning.makespan import POOLS, Delays
 from pyorch.planning.planner import LEAST_STEP, LayerCosts, Planner
+from pyorch.planning.ranks import inclusion_of_batch
 from pyorch.runtime.model_map import ModelMap, beside
 from pyorch.sidecars import json_file
 from pyorch.sidecars.packed_sizes import required_part_sizes
@@ -37,9 +38,10 @@ class Machine:
 class Plan:
     """A division of memory, and what it was made of.
 
-    budget: bytes; pools: those of F, C, S and E that were allowed; step: of the search. shares: of the budget for each
-    of F, C, S and E; compressed: experts are read from the pack, else from the model. hits: of a token's experts in a
-    layer, the mean in each pool and in none; makespan_ms: that a token waits for, both as expected. handicap: see
+    budget: bytes; batch: sequences that are decoded at once; pools: those of F, C, S and E that were allowed; step: of
+    the search. shares: of the budget for each of F, C, S and E; compressed: experts are read from the pack, else from
+    the model. hits: of the experts of a token, or of the batch, in a layer, the mean in each pool and in none;
+    makespan_ms: that these tokens wait for, both as expected. handicap: see
     Planner.plan(). codecs: of the pack that it was made for. n_tokens: of the trace; inclusion: [n_layers][n_expert],
     of the layers that a decode passes, by rank (pyorch.planning.ranks); uses: of the same, by expert, how often the
     trace uses it; () without a trace.
@@ -58,6 +60,7 @@ class Plan:
     codecs: tuple[str, ...]
     inclusion: tuple[tuple[float, ...], ...]
     uses: tuple[tuple[int, ...], ...]
+    batch: int = 1
 
     @property
     def rows(self) -> np.ndarray:
@@ -93,13 +96,19 @@ def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
     return costs
 
 
-def new_planner(model_map: ModelMap, inclusion: np.ndarray, machine: Machine) -> Planner:
+def new_planner(model_map: ModelMap, inclusion: np.ndarray, machine: Machine, batch: int = 1) -> Planner:
     """Of divisions of a model's memory. FormatError without a compressed pack, PyorchError as Planner raises it.
 
-    Whole experts get in any case what those of two tokens in the largest layer need, and one.
+    Whole experts get in any case what those of two tokens in the largest layer need, and one; of a batch, what its
+    tokens need together, as Table::widen() of native/src/residency gives it.
     """
     least_full = Reserve.of(model_map).least_full
-    return Planner(inclusion, model_map.info.n_expert_used, layer_costs(model_map, machine), least_full)
+    if batch > 1:
+        together = inclusion_of_batch(inclusion, batch)
+        most = together.sum(axis=1) + 2 * np.sqrt((together * (1 - together)).sum(axis=1))
+        least_full = max(least_full, *(math.ceil(min(n, layer.n_expert)) * layer.slot_bytes
+                                       for n, layer in zip(most, model_map.decoded_layers)))
+    return Planner(inclusion, model_map.info.n_expert_used, layer_costs(model_map, machine), least_full, batch)
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,7 @@ def read_plan(path: str | os.PathLike[str], model_map: ModelMap) -> Plan:
 def _checked(value: dict, model_map: ModelMap) -> Plan | None:
     """None where a field is missing or cannot be."""
     layers = model_map.decoded_layers
+    value = {"batch": 1, **value}  # older ones are for one sequence
     try:
         machine = Machine(**value["machine"])
         inclusion = np.array(value["inclusion"], np.float64)
@@ -158,7 +168,7 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
             and len(value["shares"]) == len(POOLS) and abs(sum(value["shares"]) - 1) < 1e-6
             and len(value["hits"]) == len(POOLS) + 1
             and machine.bytes_per_second > 0 and machine.decoded_per_second > 0 and machine.n_workers > 0
-            and value["handicap"] >= 1
+            and value["handicap"] >= 1 and type(value["batch"]) is int and value["batch"] >= 1
             and isinstance(value["compressed"], bool) and isinstance(value["pools"], str)
             and value["pools"] and not set(value["pools"]) - set(POOLS)
             and len(set(value["pools"])) == len(value["pools"]) and LEAST_STEP <= value["step"] <= 1

@@ -24,8 +24,8 @@ _CHOICE_PASSES = 24_000
 
 @dataclass(frozen=True)
 class Played:
-    """hits: of a token's experts in a layer those in each of F, C, S and E, and in none, on average. wait_ms: what a
-    token waited for."""
+    """hits: of the experts of a token, or of a batch of them, in a layer those in each of F, C, S and E, and in none, on
+    average. wait_ms: what these tokens waited for."""
 
     hits: tuple[float, float, float, float, float]
     wait_ms: float
@@ -38,6 +38,7 @@ class Player:
         packed: the map of a model with its compressed pack attached; plain: one without.
         known: what is used before the recording begins: ranks begin with it.
         machine: whose disk and cores are simulated. Nothing is computed: a token takes what it waits for.
+        batch: requests of the recording that are decoded together.
     """
 
     def __init__(
@@ -77,15 +78,15 @@ class Choice:
 
 def choose(
     splits: Sequence[Split], packed: ModelMap, plain: ModelMap, recording: Recording, budget: int, machine: Machine,
-    handicap: float = HANDICAP,
+    handicap: float = HANDICAP, batch: int = 1,
 ) -> Choice:
     """The division that waits least when the end of a recording is played, behind the rest; the first of equals.
 
     handicap: what divisions with more than whole experts are taken to wait, as a share of what they do when played.
     """
-    n_tokens = min(max(1, len(recording) // 4), 1 + _CHOICE_PASSES // len(recording.layers))
-    at = len(recording) - n_tokens
-    player = Player(packed, plain, recording.part(0, max(1, at)), recording.part(at, len(recording)), budget, machine)
+    n_tokens = min(max(1, len(recording) // 4), batch * (1 + _CHOICE_PASSES // len(recording.layers)))
+    known, played = recording.divided(len(recording) - n_tokens, batch)
+    player = Player(packed, plain, known if len(known) else played, played, budget, machine, batch)
     waits = [player.play(split).wait_ms for split in splits]
     best = splits[int(np.argmin([wait * (handicap if split.is_mixed else 1) for wait, split in zip(waits, splits)]))]
     divided = min((i for i, split in enumerate(splits) if split.is_mixed), key=lambda i: waits[i], default=None)
@@ -97,4 +98,4 @@ def choose(
         return float(np.mean(ratios)) if ratios else 0.0
 
     return Choice(best, None if divided is None else splits[divided],
-                  longer(True) / longer(False) if longer(False) else None, len(waits), n_tokens)
+                  longer(True) / longer(False) if longer(False) else None, len(waits), len(played))

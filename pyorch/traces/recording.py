@@ -92,6 +92,17 @@ class Recording:
         return Recording(self.layers, self.n_expert, self.experts[first:last], self.weights[first:last],
                          self.request[first:last], self.phase[first:last])
 
+    def divided(self, n_first: int, batch: int = 1) -> tuple[Recording, Recording]:
+        """The first n_first tokens or a few fewer, and the rest: of so many requests that are decoded together."""
+        if batch == 1:
+            return self.part(0, n_first), self.part(n_first, len(self))
+        schedule = self.schedule(batch)
+        at = schedule.begin[np.searchsorted(schedule.begin, n_first, "right") - 1]
+        parts = np.sort(schedule.order[:at]), np.sort(schedule.order[at:])
+        first, rest = (Recording(self.layers, self.n_expert, self.experts[of], self.weights[of], self.request[of],
+                                 self.phase[of]) for of in parts)
+        return first, rest
+
     def of_layers(self, layers: tuple[int, ...]) -> Recording:
         """Some of its layers: experts and their weights."""
         at = [self.layers.index(il) for il in layers]
@@ -112,6 +123,10 @@ class Recording:
     @cached_property
     def embeddings(self) -> np.ndarray | None:
         return _made(self._embeddings)
+
+    @property
+    def n_requests(self) -> int:
+        return 1 + int(np.count_nonzero(np.diff(self.request)))
 
     def schedule(self, batch: int = 1, as_decode: bool = True) -> Schedule:
         """Ubatches: a prompt's tokens together, at most 512; then one token of each of up to `batch` requests.

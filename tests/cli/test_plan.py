@@ -102,6 +102,32 @@ def test_a_plan_is_the_best_of_what_it_is_compared_with(
     assert plan.codecs == ("table",) and np.array(plan.uses).sum(axis=1).tolist() == [200 * 6] * 8
 
 
+def test_a_plan_for_several_sequences_expects_what_their_tokens_need_together(
+    model: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompt_tokens: list[int]
+) -> None:
+    args = (model, "--trace", trace, "--budget", "30%", *SPEEDS)
+    assert main(["plan", *map(str, args), "--batch", "3"]) == 2
+    assert "some.trace has 1 request: for 3 sequences at once record as many" in capsys.readouterr().err
+    several = tmp_path / "several.trace"
+    records = Trace(trace).records.copy()
+    records["request"], records["position"] = np.arange(400) // 67, np.arange(400) % 67
+    with TraceWriter(several, Trace(trace).header) as writer:
+        writer.write(records)
+    args = (model, "--trace", several, "--budget", "30%", "--check", *SPEEDS)
+    alone = planned(capsys, *args)["rows"][0]
+    report = planned(capsys, *args, "--batch", "3")
+    best = report["rows"][0]
+    assert report["batch"] == 3 and report["routing"].endswith("; 3 sequences at once")
+    assert 6 < sum(best["hits"]) < 18 and sum(best["hits"]) == pytest.approx(sum(best["played_hits"]), rel=0.1)
+    assert best["played_wait_ms"] == pytest.approx(best["wait_ms"], rel=0.3)
+    assert alone["wait_ms"] < best["wait_ms"] < 3 * alone["wait_ms"]
+    with small_model(model, "30%") as loaded:
+        assert loaded.stats().pools_from == "model.plan.json"
+        logits(loaded, prompt_tokens[:20])
+    assert main(["bench", str(model), "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16"]) == 0
+    assert "planned" not in capsys.readouterr().out, "it is no plan for one sequence"
+
+
 def test_other_forms_are_taken_where_they_gain_more_than_a_handicap(model: Path, trace: Path) -> None:
     machine = Machine(1e8, 1e9, 1)
     with ModelMap(model) as packed, ModelMap(model) as plain:

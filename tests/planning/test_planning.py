@@ -12,7 +12,7 @@ from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabiliti
 from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
 from pyorch.planning.planner import LayerCosts, Planner
 from pyorch.planning.ranks import (
-    even_inclusion, fading_uses, inclusion_by_rank, inclusion_of_counts, inclusion_probabilities,
+    even_inclusion, fading_uses, inclusion_by_rank, inclusion_of_batch, inclusion_of_counts, inclusion_probabilities,
     selection_probabilities, use_counts,
 )
 
@@ -238,6 +238,35 @@ def test_finalists_are_good_and_differ():
     for i, split in enumerate(found.finalists):
         assert split.makespan == pytest.approx(planner.cost(split.shares, 3 * 32 * 8).makespan)
         assert all(np.abs(np.subtract(split.shares, other.shares)).max() > 0.14 for other in found.finalists[:i])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_batch_is_expected_to_wait_as_its_tokens_do_by_enumeration(n):
+    """Nearly: the wait of mean hits is a bound."""
+    inclusion, n_expert = skewed(1, 6, 2), 6
+    budget, planner = 4 * 20 + 7, Planner(inclusion, 2, costs(DELAYS, 1, n_expert), batch=n)
+    sets = subsets(selection_probabilities(inclusion, 2)[0], 2)
+    for shares in ((1, 0, 0, 0), (0.25, 0.75, 0, 0), (0, 0.5, 0.25, 0.25)):
+        found = planner.cost(shares, budget)
+        ends, hits, wait = np.minimum(np.cumsum(found.capacities[0]), n_expert), np.zeros(5), 0.0
+        for tokens in product(sets, repeat=n):
+            p = np.prod([sets[taken] for taken in tokens])
+            of_pools = np.bincount(np.searchsorted(ends, sorted(set().union(*tokens)), side="right"), minlength=5)
+            hits += p * of_pools
+            wait += p * float(makespan(DELAYS, of_pools))
+        assert found.hits[0] == pytest.approx(hits) and found.batch == n
+        assert 0.8 * wait < found.makespan <= wait * (1 + 1e-6)
+    assert inclusion_of_batch(inclusion, 1) == pytest.approx(inclusion)
+
+
+def test_the_best_division_for_a_batch_is_found():
+    planner = Planner(skewed(2, 16, 4), 4, costs(DELAYS, 2, 16, plain_read=30.0), least_full=2 * 5 * 20, batch=3)
+    found = planner.plan(2 * 9 * 20, "FC", 0.25, n_finalists=3)
+    waits = {n: planner.cost((n / 4, 1 - n / 4, 0, 0), 2 * 9 * 20).makespan for n in range(5)}
+    assert found.packed_best.makespan == pytest.approx(min(waits.values())) and found.n_evaluated == found.n_splits
+    assert (found.packed_best.capacities[:, 0] >= 5).all() and found.packed_best.batch == found.plain.batch == 3
+    alone = Planner(skewed(2, 16, 4), 4, costs(DELAYS, 2, 16), least_full=2 * 5 * 20).plan(2 * 9 * 20, "FC", 0.25)
+    assert alone.packed_best.makespan < found.packed_best.makespan < 3 * alone.packed_best.makespan
 
 
 def test_uses_fade_to_what_is_left_at_the_end():

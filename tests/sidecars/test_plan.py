@@ -18,7 +18,7 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.planning.ranks import HALF_LIFE, even_inclusion, fading_uses, inclusion_of_counts
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.recovery import recovery_threads
+from pyorch.runtime.recovery import decode_threads, recovery_threads
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps
@@ -55,6 +55,16 @@ def test_a_plan_is_read_as_it_was_written(model_map: ModelMap, plan: Plan, tmp_p
     assert default_path("a/model.gguf") == Path("a/model.plan.json")
 
 
+def test_a_plan_that_names_no_batch_is_for_one_sequence(model_map: ModelMap, plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "model.plan.json"
+    write_plan(path, replace(plan, batch=4), model_map)
+    assert read_plan(path, model_map).batch == 4
+    value = json.loads(path.read_text())
+    del value["batch"]
+    path.write_text(json.dumps(value))
+    assert read_plan(path, model_map).batch == 1
+
+
 def test_a_plan_of_another_model_is_refused(
     model_map: ModelMap, small_moe_q4: Path, plan: Plan, tmp_path: Path
 ) -> None:
@@ -72,7 +82,7 @@ def test_a_plan_of_another_model_is_refused(
         ("pools", "FX"), ("pools", "FF"),
         ("compressed", 1), ("machine", {}),
         ("machine", {"bytes_per_second": 0, "decoded_per_second": 1, "n_workers": 1}),
-        ("handicap", 0.5), ("codecs", "table"), ("codecs", [1]), ("uses", [[1, 2]]), ("uses", 3), ("uses", [["a"]]),
+        ("handicap", 0.5), ("batch", 0), ("batch", "4"), ("codecs", "table"), ("codecs", [1]), ("uses", [[1, 2]]), ("uses", 3), ("uses", [["a"]]),
         ("inclusion", []), ("inclusion", [[0.5, "a"]]), ("inclusion", {"a": 1}), ("n_tokens", 1e400),
     )),
 ])
@@ -174,10 +184,20 @@ def test_threads_for_half_of_the_cores_decode_beside_those_that_compute(packed: 
         with Engine(packed, "50%", reads=reads):
             return len(os.listdir("/proc/self/task")) - before
 
-    half = min(max(recovery_threads() // 2, 1), 4)
-    assert n_started("threads") == half
+    assert n_started("threads") == decode_threads()
     with contextlib.suppress(PyorchError):  # where the system allows the ring
-        assert n_started("io_uring") == 1 + half
+        assert n_started("io_uring") == 1 + decode_threads()
+
+
+@pytest.mark.parametrize(("n_cores", "n_allowed", "n_computing", "n"), [
+    (2, 2, 2, 2), (2, 2, 1, 2), (64, 64, 32, 36), (64, 8, 8, 8), (64, 64, 4, 8), (1, 1, 1, 1),
+])
+def test_a_plan_counts_on_threads_that_compute_and_on_those_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch, n_cores: int, n_allowed: int, n_computing: int, n: int
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: n_cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(n_allowed)), raising=False)
+    assert recovery_threads(n_computing) == n
 
 
 def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_path: Path) -> None:

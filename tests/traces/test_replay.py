@@ -253,6 +253,22 @@ def test_a_schedule_plays_each_token_once_and_requests_side_by_side() -> None:
                                   ([605], True), ([606], True)]
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_a_recording_is_divided_where_requests_that_go_together_are(batch: int) -> None:
+    request = np.repeat([4, 5, 6, 7], [9, 4, 3, 6])
+    n = len(request)
+    it = Recording((0,), 30, np.arange(n).reshape(n, 1, 1), np.ones((n, 1, 1)), request)
+    steps = it.schedule(batch)
+    for n_first in range(n):
+        first, rest = it.divided(n_first, batch)
+        assert len(first) <= n_first < len(first) + batch and sorted([*first.experts, *rest.experts]) == list(range(n))
+        at = int(np.flatnonzero(steps.begin == len(first))[0])
+        played = rest.schedule(batch)
+        assert np.array_equal(rest.experts[played.order].ravel(), steps.order[len(first) :])
+        assert np.array_equal(played.begin, steps.begin[at:] - len(first))
+    assert it.n_requests == 4
+
+
 def test_prompts_are_played_as_prompts_if_asked(model_map: ModelMap, recording: Recording) -> None:
     it = replay(model_map, recording, ReplaySettings(as_decode=False, prefill_ms=2.0, read_bandwidth=math.inf))
     assert it.n_decoded == 0 and it.n_tokens == len(recording) and it.seconds == pytest.approx(0.6)
@@ -313,6 +329,25 @@ def test_compressed_experts_are_decoded_in_their_time_and_stay_in_pools(
     lines = capsys.readouterr().out.splitlines()
     assert "compressed pack: pools 1,0,0,0; decoded with 0.01 GB/s by each of" in "\n".join(lines[:5])
     assert lines[-1].endswith("0.0%")
+
+
+def test_tokens_of_a_batch_that_share_an_expert_share_its_recovery(
+    small_moe: Path, recording: Recording, tmp_path: Path
+) -> None:
+    model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    pack = packing.pack(model, codec="table").path
+    one = recording.part(0, 100)
+    alike = Recording(LAYERS, N_EXPERT, np.tile(one.experts, (3, 1, 1)), np.tile(one.weights, (3, 1, 1)),
+                      np.repeat([0, 1, 2], 100))
+    settings = ReplaySettings("lfu", budget="40%", pools="0.1,0.9,0,0", read_bandwidth=1e9, decode_bandwidth=1e9)
+    with ModelMap(model) as packed:
+        packed.attach_pack(pack)
+        alone, together = (replay(packed, it, replace(settings, batch=batch)).stats for it, batch in ((one, 1), (alike, 3)))
+        apart = replay(packed, recording, replace(settings, batch=3)).stats
+    assert together.decoded_bytes == alone.decoded_bytes > 0 and together.bytes_read == alone.bytes_read
+    assert together.compressed_hits == alone.compressed_hits > 0
+    assert apart.compressed_hits > apart.misses / 4, "layers have what several sequences need at once"
+    assert apart.peak_bytes <= apart.budget_bytes
 
 
 # Errors and the command
