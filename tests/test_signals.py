@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ from processes import python
 
 from pyorch import files
 from pyorch.signals import terminable
+
+
+@pytest.fixture(autouse=True)
+def sigterm_ends_the_process() -> Iterator[None]:
+    """Whatever those before left it to do."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def test_sigterm_ends_the_block_and_means_afterwards_what_it_meant_before() -> None:
@@ -27,13 +36,10 @@ def test_sigterm_ends_the_block_and_means_afterwards_what_it_meant_before() -> N
 
 def test_who_heeds_sigterm_already_goes_on_to() -> None:
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("here"))
-    try:
-        with terminable():
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == ["here"]
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("here"))
+    with terminable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == ["here"]
 
 
 def test_threads_write_files_too(tmp_path: Path) -> None:
