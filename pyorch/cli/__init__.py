@@ -105,6 +105,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="store_true", help="show the version")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     chosen = next((word for word in argv if not word.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        raise PyorchError(_no_command(chosen))
     for command, (module, summary) in COMMANDS.items():
         if command == chosen:
             import_module(module).add_parser(subparsers, summary)
@@ -120,6 +122,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     elif args.command is None:
         parser.error("a command is needed")
     return args
+
+
+def _no_command(word: str) -> str:
+    import difflib
+
+    meant = difflib.get_close_matches(word, COMMANDS, 1)
+    return f'"{word}" is not a command{f": did you mean {meant[0]}?" if meant else ""}; pyorch --help lists them all'
 
 
 class _Parser(argparse.ArgumentParser):

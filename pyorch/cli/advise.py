@@ -280,4 +280,4 @@ def _gain(gain: Gain, base: float) -> str:
     if gain.decode_rate is None:
         return "not known"
     bound = "at most " if gain.at_most else ""
-    return f"{bound}{gain.decode_rate:.1f} tok/s ({gain.decode_rate / base - 1:+.0%})"
+    return f"{bound}{gain.decode_rate:.1f} tok/s ({round(100 * (gain.decode_rate / base - 1)):+d}%)"

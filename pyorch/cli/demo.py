@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ class DemoResult:
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "demo", summary, "pyorch demo tests/fixtures/small-moe")
+    parser = add_command(subparsers, "demo", summary, "pyorch demo -o small.gguf")
     parser.description += (
         " The command converts a checkpoint, generates text with half of the experts in memory, and checks that this "
         "changed no logit."
@@ -43,6 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("-p", "--prompt", metavar="TEXT", default=PROMPT, help="continue this text")
     parser.add_argument("-n", "--tokens", type=whole(1), default=64, metavar="N",
                         help="generate N tokens (default: 64)")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.gguf",
+                        help="keep the converted model, to try other commands on it")
     parser.add_argument("--json", action="store_true", help="print text, statistics and check as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show the log of the converter and of llama.cpp")
     parser.set_defaults(run=run)
@@ -59,11 +62,14 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.convert import convert
     from pyorch.convert.checkpoint import open_checkpoint
     from pyorch.eval.verify import verify
+    from pyorch.files import check_target
     from pyorch.llama.model import load
 
+    if args.output is not None:
+        check_target(args.output.absolute())
     open_checkpoint(checkpoint)  # before anything is said of it
     with tempfile.TemporaryDirectory(prefix="pyorch-demo-") as directory:
-        gguf = Path(directory) / "small-moe.gguf"
+        gguf = args.output or Path(directory) / "small-moe.gguf"
         say(f"converting {checkpoint}")
         with Progress(live=not args.verbose) as progress:
             convert(checkpoint, gguf, pre_tokenizer="gpt-2", verbose=args.verbose, on_progress=progress.update)
@@ -87,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
         print_json(DemoResult(text, stats, comparison))
     else:
         say(sentence(comparison))
+        if args.output is not None:
+            say(f"the model is kept: pyorch run {shlex.quote(str(args.output))} -p TEXT")
     return 0 if comparison.identical else 1
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.cli import eval_pack, eval_prefetch
+from pyorch.cli.numbers import share
 from pyorch.cli.options import add_command, add_model_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings
-from pyorch.cli.tables import Table, show
+from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO
 from pyorch.settings.option import LOSSY
@@ -106,7 +107,7 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
                         help="cut the text into windows of N tokens, each of which is predicted on its own (default: "
                              "512)")
     parser.add_argument("--tokens", type=int, metavar="N", help="predict at most N tokens (default: all)")
-    parser.add_argument("--cache-rate", type=float, metavar="SHARE",
+    parser.add_argument("--cache-rate", type=share, metavar="SHARE",
                         help="for a lossy setting: keep this share of each layer's experts in memory")
     parser.add_argument("--cache", choices=("static", "dynamic"), default="static",
                         help="see `pyorch eval arc --help` (default: static)")
@@ -175,11 +176,9 @@ def parse_rates(text: str) -> tuple[float, ...]:
     rates = []
     for word in text.split(","):
         try:
-            rate = float(word)
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate <= 1:
-            raise PyorchError(f'cache rate "{word}" is not a share above 0 and at most 1, such as 0.5')
+            rate = share(word)
+        except argparse.ArgumentTypeError as error:
+            raise PyorchError(f"cache rate {error}") from None
         if rate not in rates:
             rates.append(rate)
     return tuple(rates)
@@ -245,11 +244,8 @@ def run_perplexity(args: argparse.Namespace) -> int:
     elif (args.cache_rate is not None) != (substitution is not None):
         raise PyorchError(
             "--cache-rate makes experts absent and --buddies replaces them: give both, or neither")
-    if args.cache_rate is not None:
-        parse_rates(str(args.cache_rate))
-        if args.budget not in (None, "auto"):
-            raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
-
+    if args.cache_rate is not None and args.budget not in (None, "auto"):
+        raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
 
     with Progress(live=not args.verbose) as progress:
         progress.update("loading the model", 0, 0)
@@ -260,18 +256,22 @@ def run_perplexity(args: argparse.Namespace) -> int:
         measured = {name: getattr(result, name) for name in fields}
         print_json(measured | {"substitution": stats, "speculation": speculated})
         return 0
+    facts = []
     if result.kl_divergence is not None:
-        print(f"reference  perplexity {result.reference_perplexity:.3f}")
-    label = "lossy perplexity" if stats is not None or speculated is not None else "perplexity"
-    print(f"{label} {result.perplexity:.3f} over {result.n_tokens} tokens in {counted(result.n_windows, 'window')}")
+        facts.append(("reference", f"perplexity {result.reference_perplexity:.3f}"))
+    label = "lossy" if stats is not None or speculated is not None else "model"
+    facts.append((label, f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in "
+                         f"{counted(result.n_windows, 'window')}"))
     if result.kl_divergence is not None:
-        print(f"compared   KL divergence {result.kl_divergence:.4g} nats, same top token {result.top1_agreement:.1%}")
+        facts.append(("compared", f"KL divergence {result.kl_divergence:.4g} nats, same top token "
+                                  f"{result.top1_agreement:.1%}"))
     if speculated is not None:
-        print(f"lossy      {speculated.slots} expert slots computed as predicted, {speculated.right} of them as "
-              "their routers chose")
+        facts.append(("speculated", f"{speculated.slots} expert slots computed as predicted, {speculated.right} of "
+                                    "them as their routers chose"))
     if stats is not None:
-        print(f"lossy      {stats.substituted / result.n_tokens:.2f} expert slots substituted a token, "
-              f"{stats.dropped / result.n_tokens:.2f} dropped")
+        facts.append(("replaced", f"{stats.substituted / result.n_tokens:.2f} expert slots substituted a token, "
+                                  f"{stats.dropped / result.n_tokens:.2f} dropped"))
+    show([Facts(facts)])
     return 0
 
 

@@ -157,8 +157,8 @@ def _facts(model: Inspection) -> Facts:
         facts.append(("budget", f"from {format_bytes(model.floor_bytes, round_up=True)} ({share:.0%}) "
                                 f"to {format_bytes(model.slots_bytes, round_up=True)} (100%)"))
         if model.layer_bytes > model.floor_bytes:
-            facts.append(("prompts", f"below {format_bytes(model.layer_bytes, round_up=True)} a layer streams its "
-                                     "experts matrix by matrix, at the same width of the ubatch"))
+            facts.append(("prompts", f"with a budget below {format_bytes(model.layer_bytes, round_up=True)} each layer's "
+                                     "experts pass through memory matrix by matrix, without a loss"))
     else:
         facts.append(("budget", "none: a dense model has no experts to manage"))
     if model.disk is not None:

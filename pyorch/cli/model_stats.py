@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def show_stats(stats: ModelStats) -> None:
     """To stderr: the text on stdout may go into a pipe."""
-    from pyorch.sizes import format_bytes
+    from pyorch.sizes import counted, format_bytes
 
-    rows = [
-        ("prefill", f"{stats.prefill_tokens} tokens, {stats.prefill_rate:.1f} tok/s"),
-        ("decode", f"{stats.decode_tokens} tokens, {stats.decode_rate:.1f} tok/s"),
-    ]
+    rows = []
+    if stats.prefill_tokens:  # a prompt of one token is computed as those that follow are
+        rows.append(("prefill", f"{counted(stats.prefill_tokens, 'token')}, {stats.prefill_rate:.1f} tok/s"))
+    rows.append(("decode", f"{counted(stats.decode_tokens, 'token')}, {stats.decode_rate:.1f} tok/s"))
     experts, speculation, substitution = stats.experts, stats.speculation, stats.substitution
     if experts is not None:
         read = format_bytes(round(stats.bytes_read_per_token))

@@ -64,7 +64,8 @@ def run_list(args: argparse.Namespace) -> int:
     elif rows:
         show([_table(rows)])
     else:
-        print(f"no models in {cache.directory()}: pyorch run hf:ORG/NAME fetches one")
+        print(f"no models in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list FOLDER "
+              "lists those of a folder")
     return 0
 
 

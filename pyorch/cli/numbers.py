@@ -6,19 +6,31 @@ import argparse
 from collections.abc import Callable
 
 
-def whole(least: int, most: float = float("inf")) -> Callable[[str], int]:
+def whole(least: float = float("-inf"), most: float = float("inf")) -> Callable[[str], int]:
     """Whole numbers from the least to the most."""
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
-            number = least - 1
-        if not least <= number <= most:
-            bounds = f"of {least} or more" if most == float("inf") else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f'"{text}" is not a whole number {bounds}')
+            number = None
+        if number is None or not least <= number <= most:
+            bounds = f" from {least} to {most}" if most < float("inf") else f" of {least} or more"
+            bounds = "" if least == float("-inf") else bounds
+            raise argparse.ArgumentTypeError(f'"{text}" is not a whole number{bounds}')
         return number
 
     return read
+
+
+def share(text: str) -> float:
+    """A share above 0 and at most 1, such as 0.95, or of a hundred, such as 95%."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a share above 0 and at most 1, such as 0.5 or 50%')
+    return value
 
 
 def number(

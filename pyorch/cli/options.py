@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from pyorch.cli.hub import MODEL
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.settings import add_settings, names
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, texts
@@ -44,13 +45,16 @@ _HANGING = 23  # columns before what a line of such a list goes on with
 
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:
     """A parser whose --help ends with an example."""
-    return subparsers.add_parser(
+    parser = subparsers.add_parser(
         name,
         help=help,
         description=help[0].upper() + help[1:] + ".",
         epilog=f"{_EXAMPLE}  {example}",
         formatter_class=_Formatter,
     )
+    parser.register("type", int, whole())  # argparse would say "invalid int value"
+    parser.register("type", float, number())
+    return parser
 
 
 def add_model(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -46,6 +46,9 @@ def take_server_flags(parser: argparse.ArgumentParser) -> None:
         args = list(args or ())
         end = args.index("--") if "--" in args else len(args)
         namespace, unknown = parse(args[:end], namespace)
+        if unknown:
+            flags = " ".join(unknown)
+            parser.error(f"unrecognized arguments: {flags} (flags of llama-server follow after --, as in -- {flags})")
         namespace.server_flags = args[end + 1 :]
         return namespace, unknown
 

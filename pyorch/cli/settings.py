@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
-from pyorch.settings.option import LOSSY, Option, options
+from pyorch.settings.option import EXPERTS, LOSSY, Option, options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import OFF, Substitution
 
@@ -28,9 +28,15 @@ def add_settings(
     """
     added = [name for name, option in OPTIONS.items() if (name in wanted or option.group in wanted) and name not in without]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
-    for name in added:
-        if OPTIONS[name].group != LOSSY:
+    shown = [name for name in added if OPTIONS[name].group != LOSSY]
+    later = [name for name in shown if OPTIONS[name].group == EXPERTS and name != "budget"]
+    for name in shown:
+        if name not in later:
             _add(parser, OPTIONS[name], name in lists, (defaults or {}).get(name))
+    if later:  # behind what everybody wants to know
+        group = parser.add_argument_group("experts", "How they are kept and read: the defaults suit most.")
+        for name in later:
+            _add(group, OPTIONS[name], name in lists, (defaults or {}).get(name))
     if LOSSY in wanted:
         group = parser.add_argument_group("lossy", _help_of_substitution())
         for option in OPTIONS.values():

@@ -41,7 +41,10 @@ def show(parts: Iterable[str | Table | Facts], file: TextIO | None = None) -> No
     for part in parts:
         if isinstance(part, str):
             print(part, file=file)
-        elif file.isatty():
+            continue
+        if isinstance(part, Table) and part.title:  # rich would break it at the width of the table
+            print(part.title, file=file)
+        if file.isatty():
             _show_on_terminal(part, file)
         else:
             print(_plain(part), file=file)
@@ -64,8 +67,6 @@ def _show_row_by_row(table: Table, console: Console) -> None:
     """A number that is cut in two to fit a narrow column cannot be read."""
     from rich.padding import Padding
 
-    if table.title:
-        console.print(table.title)
     for row in table.rows:
         names = table.left or table.columns[:1]
         heading = [cell for title, cell in zip(table.columns, row) if title in names and cell]
@@ -96,8 +97,7 @@ def _table(table: Table) -> RenderableType:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    rich = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold", title=table.title or None,
-                     title_justify="left", title_style="")
+    rich = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for title in table.columns:
         rich.add_column(Text(title), justify="left" if title in table.left else "right", no_wrap=True)
     for row in table.rows:

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
+from pyorch.cli.numbers import share
 from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
@@ -29,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_question_options(parser)
     parser.add_argument("--cache-rate", metavar="SHARE",
                         help="tune for a cache with this share of the experts; this or --budget must be given")
-    parser.add_argument("--min-accuracy", type=float, metavar="SHARE",
+    parser.add_argument("--min-accuracy", type=share, metavar="SHARE",
                         help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
                              "given)")
     parser.add_argument("--max-kl", type=float, metavar="NATS",
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0. PyorchError if no setting reaches the goal."""
     _check(args)
 
-    from pyorch.eval.method import share
+    from pyorch.eval.method import share as share_of_experts
     from pyorch.sidecars.tuned_setting import default_path, write_tuned
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
     asked = question_arguments(args)
     if args.cache_rate:
-        asked["budget"] = Budget.parse(share(*parse_rates(args.cache_rate)))
+        asked["budget"] = Budget.parse(share_of_experts(*parse_rates(args.cache_rate)))
     request = Request(
         model=args.model,
         goal=Goal(min_accuracy, args.max_kl),
@@ -105,8 +106,6 @@ def _check(args: argparse.Namespace) -> None:
             raise PyorchError(f"--cache-rate {args.cache_rate}: tune for one cache rate at a time")
     elif args.budget in (None, "auto"):
         raise PyorchError("nothing says how many experts are kept: give --cache-rate, such as 0.5, or --budget")
-    if args.min_accuracy is not None and not 0 < args.min_accuracy <= 1:
-        raise PyorchError(f"--min-accuracy {args.min_accuracy:g} is not a share above 0 and at most 1, such as 0.95")
     if args.max_kl is not None and not args.max_kl >= 0:
         raise PyorchError(f"--max-kl {args.max_kl:g} is negative")
     for name, least in (("trials", 5), ("candidates", 1), ("speed_tokens", 0)):

@@ -49,9 +49,10 @@ class Budget:
             raise BudgetError(f'an engine needs a size as its budget, not "{self}"')
         n = self.amount.of(experts.slots_bytes)
         if n < experts.floor_bytes:
+            share = f"; as a share of the experts it is {n}%" if 0 < n <= 100 and str(self) == str(n) else ""
             raise BudgetError(
                 f"budget {format_bytes(n)} is below the floor of {format_bytes(experts.floor_bytes, round_up=True)} "
-                f"(twice the experts of a token, and one): use --budget {as_option(experts.floor_bytes)} or more"
+                f"(twice the experts of a token, and one): use --budget {as_option(experts.floor_bytes)} or more{share}"
             )
         return min(n, experts.slots_bytes)
 

@@ -56,7 +56,11 @@ def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
     """The same. FormatError without a compressed pack, or for one that is damaged."""
     parts = part_sizes(model_map)
     if parts is None:
-        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`")
+        beside = ""
+        if model_map.pack is not None:
+            beside = (f"; {model_map.pack.name} is not compressed, and need not be: 16-bit floats shrink, quantized "
+                      "experts hardly do")
+        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`{beside}")
     return parts
 
 

@@ -133,7 +133,7 @@ def _objects(path: str | os.PathLike[str]) -> Iterator[tuple[dict, str]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where}: not JSON, of which each line of this file must be an object: {error}") from None
+            raise FormatError(f"{where}: not JSON, and each line of this file must be a JSON object: {error}") from None
         if not isinstance(value, dict):
             raise FormatError(f"{where}: not a JSON object")
         yield value, where

@@ -13,6 +13,8 @@ import pytest
 from processes import HANG_SECONDS, pyorch, python
 
 from pyorch.cli import COMMANDS, main
+from pyorch.cli.eval import parse_rates
+from pyorch.cli.numbers import share
 from pyorch.llama.model import load
 from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS, Budget
 
@@ -89,17 +91,53 @@ def test_help_of_exec_leaves_threads_to_the_script(capsys: pytest.CaptureFixture
     assert "compute with N threads (default: as many as the script asks for)" in shown
 
 
+def test_help_begins_with_what_everybody_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    shown = capsys.readouterr().out.partition("\noptions:")[2]
+    places = [shown.index(f"\n{words}") for words in ("  --budget", "  -p TEXT", "experts:", "  --policy", "lossy:")]
+    assert places == sorted(places)
+
+
 def test_help_tells_no_default_where_something_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--help"])
     text = capsys.readouterr().out.partition("options:")[2].partition("--budget SIZE ")[2]
-    assert text and "(default:" not in text.partition("--policy")[0]
+    assert text and "(default:" not in text.partition("--threads")[0]
 
 
 def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dance"]) == 2
+    assert main(["xyz"]) == 2
+    assert capsys.readouterr().err == 'pyorch: error: "xyz" is not a command; pyorch --help lists them all\n'
+    assert main(["simulat", "--json"]) == 2
+    assert '"simulat" is not a command: did you mean simulate?; pyorch --help' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    ("bench m.gguf --repeat often", '--repeat: "often" is not a whole number;'),
+    ("replay m.gguf t.trace --pause-ms long", '--pause-ms: "long" is not a number;'),
+    ("eval arc m.gguf --data d --speed-tokens 1.5", '--speed-tokens: "1.5" is not a whole number;'),
+    ("tune m.gguf --data d --min-accuracy most", '"most" is not a share above 0 and at most 1, such as 0.5 or 50%;'),
+    ("eval perplexity m.gguf --data d --cache-rate 150%", '"150%" is not a share above 0 and at most 1'),
+    ("serve m.gguf -np 4", "unrecognized arguments: -np 4 (flags of llama-server follow after --, as in -- -np 4);"),
+    ("cluster up -np 4", "(flags of llama-server follow after --, as in -- -np 4);"),
+])
+def test_what_an_option_cannot_take_is_refused_in_a_sentence(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words.split()) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pyorch: error: ") and "'dance'" in error and error.count("\n") == 1
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_shares_can_be_given_as_parts_of_a_hundred() -> None:
+    assert share("95%") == share("0.95") == 0.95 and share("100%") == share("1") == 1
+    assert parse_rates("75%,0.5,50%") == (0.75, 0.5)
+
+
+def test_a_bare_number_as_a_budget_is_told_from_a_share(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", str(small_moe), "-p", "x", "--budget", "40"]) == 2
+    assert capsys.readouterr().err.endswith("or more; as a share of the experts it is 40%\n")
 
 
 def test_run_streams_text_to_stdout_and_statistics_to_stderr(

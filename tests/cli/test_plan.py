@@ -375,11 +375,13 @@ def test_a_model_without_a_compressed_pack_is_refused(
     small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bare = Path(shutil.copy(small_moe, tmp_path / "bare.gguf"))
-    for _ in range(2):
+    for has_plain_pack in (False, True):
         assert main(["run", str(bare), "-p", "x", "-n", "1", "--budget", "30%", "--pools", "0.5,0.5,0,0"]) == 2
         assert "has no compressed pack: make one with `pyorch pack --codec auto`" in capsys.readouterr().err
         assert main(["plan", str(bare), "--budget", "30%"]) == 2
-        assert "has no compressed pack: make one with `pyorch pack --codec auto`" in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert "has no compressed pack: make one with `pyorch pack --codec auto`" in error
+        assert ("bare.experts.gguf is not compressed" in error) == has_plain_pack
         pack = packing.pack(bare).path
     assert main(["run", str(pack), "-p", "x"]) == 2
     assert f"{pack} is the pack of a model: name the model" in capsys.readouterr().err

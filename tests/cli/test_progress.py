@@ -170,7 +170,7 @@ def test_json_is_clean_where_a_bar_is_shown(small_moe: Path, terminal: Terminal)
     ("buddies MODEL --trace TRACE -o OUT", ["counting"]),
     ("replay MODEL TRACE --read-bandwidth 1GB/s --policy lru --budget 50%", ["replaying lru"]),
     ("eval perplexity MODEL --data TEXT --tokens 64", ["tokens"]),
-    ("demo --tokens 8", ["converting", "resident model", "budget 50%"]),
+    ("demo --tokens 8 -o OUT", ["converting", "resident model", "budget 50%"]),
 ])
 def test_long_commands_show_how_far_they_are(
     command: str, steps: list[str], small_moe: Path, text: Path, trace: Path, tmp_path: Path, terminal: Terminal,
@@ -185,3 +185,4 @@ def test_long_commands_show_how_far_they_are(
     shown = terminal.text()
     assert status == 0, shown
     assert [step for step in steps if step not in shown] == []
+    assert (tmp_path / "out").is_file() == ("OUT" in command)

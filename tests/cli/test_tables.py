@@ -49,6 +49,11 @@ def test_a_pipe_gets_plain_text_as_wide_as_it_is() -> None:
     ]
 
 
+def test_a_title_is_one_line_however_narrow_its_table_is() -> None:
+    title = "recall of both predictors on 952 tokens that were held out"
+    assert piped(Table(("a", "b"), [("1", "2")], title=title)) == [title, "a  b", "1  2"]
+
+
 def test_a_terminal_that_is_wide_enough_shows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = on_terminal(60, monkeypatch, TABLE)
     assert [line.rstrip() for line in _STYLE.sub("", shown).splitlines()] == piped(TABLE)

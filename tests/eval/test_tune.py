@@ -123,7 +123,7 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "small.tuned.json"
-    assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", 0.9, "-o", path, "--json") == 0
+    assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", "90%", "-o", path, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     with ModelMap(small_moe) as model_map:
         tuned = read_tuned(path, model_map)
@@ -164,7 +164,7 @@ def test_tune_says_what_comes_closest(
     ([], "give --cache-rate, such as 0.5, or --budget"),
     (["--cache-rate", "0.5,0.75"], "one cache rate at a time"),
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
-    (["--cache-rate", "0.5", "--min-accuracy", "95"], "--min-accuracy 95 is not a share"),
+    (["--cache-rate", "0.5", "--min-accuracy", "95"], '--min-accuracy: "95" is not a share above 0 and at most 1'),
     (["--budget", "100%"], "keeps all experts"),
     (["--cache-rate", "0.5", "--trials", "1"], "--trials 1 is less than 5"),
 ])
