@@ -33,8 +33,10 @@ def add_settings(
     for name in shown:
         if name not in later:
             _add(parser, OPTIONS[name], name in lists, (defaults or {}).get(name))
-    if later:  # behind what everybody wants to know
-        group = parser.add_argument_group("experts", "How they are kept and read: the defaults suit most.")
+    if later:
+        group = parser
+        if isinstance(parser, argparse.ArgumentParser):  # behind what everybody wants to know
+            group = parser.add_argument_group("experts", "How they are kept and read: the defaults suit most.")
         for name in later:
             _add(group, OPTIONS[name], name in lists, (defaults or {}).get(name))
     if LOSSY in wanted:

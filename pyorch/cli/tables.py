@@ -41,12 +41,11 @@ def show(parts: Iterable[str | Table | Facts], file: TextIO | None = None) -> No
     for part in parts:
         if isinstance(part, str):
             print(part, file=file)
-            continue
-        if isinstance(part, Table) and part.title:  # rich would break it at the width of the table
-            print(part.title, file=file)
-        if file.isatty():
+        elif file.isatty():
             _show_on_terminal(part, file)
         else:
+            if isinstance(part, Table) and part.title:
+                print(part.title, file=file)
             print(_plain(part), file=file)
     file.flush()
 
@@ -55,6 +54,8 @@ def _show_on_terminal(part: Table | Facts, file: TextIO) -> None:
     from rich.console import Console
 
     console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if isinstance(part, Table) and part.title:  # that of a rich table breaks at the table's width
+        console.print(part.title)
     if isinstance(part, Facts):
         console.print(_grid(part))
     elif _width(part) <= console.width:
