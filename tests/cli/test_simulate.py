@@ -118,6 +118,18 @@ def test_fitted_routing_and_a_file_of_costs(capsys, given, tmp_path):
     assert clinic > 5 * 3 * 1.0 and lab > 5 * 3 * 2.0  # a step of prompt and 4 more, 3 layers
 
 
+def test_servers_on_one_machine_wait_for_its_cores_and_more_of_them_are_on_more_machines(capsys, given, tmp_path):
+    fields = {"kind": "pyorch file of costs", "version": 1, "server": {"layer": 0.02, "step": 0.0}}
+    for name, machines in (("own", []), ("shared", [{"servers": ["clinic", "lab"], "cores": 1}])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**fields, "machines": machines}))
+    own, shared = (report(capsys, *given, "--costs", tmp_path / f"{name}.json", "--arrivals", "poisson:1", "--duration",
+                          60, "--servers", "2,4", "--migration", "off")["rows"] for name in ("own", "shared"))
+    for one, other in zip(own, shared):
+        assert other["latency_s"] > 1.2 * one["latency_s"] > 1.2 * 5 * 3 * 0.02
+        assert other["n_requests"] == one["n_requests"]
+    assert shared[1]["latency_s"] < 2 * shared[0]["latency_s"]  # and not 4 servers on one core
+
+
 def test_a_placement_that_was_written_is_the_one_in_the_beginning(capsys, small_moe, tmp_path):
     (tmp_path / "cluster.toml").write_text(f'model = "{small_moe}"\n{CLUSTER}')
     cluster = read_cluster(tmp_path / "cluster.toml")
