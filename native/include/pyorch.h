@@ -761,6 +761,7 @@ typedef enum pyorch_substitute_mode {
     PYORCH_SUBSTITUTE_NONE    = 0,
     PYORCH_SUBSTITUTE_BUDDIES = 1, // from the lists of pyorch_set_buddies
     PYORCH_SUBSTITUTE_RANDOM  = 2, // any resident expert: the baseline
+    PYORCH_SUBSTITUTE_CACHE   = 3, // the resident expert that the router ranks highest, with its own weight
 } pyorch_substitute_mode;
 
 typedef enum pyorch_substitute_weight {
@@ -786,7 +787,7 @@ typedef struct pyorch_substitution {
     int32_t  mode;          // pyorch_substitute_mode
     int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence
     int32_t  search_rank;   // only the first so many of a buddy list, 0: all
-    int32_t  max_per_token; // substitutions of a token in this layer, 0: no limit
+    int32_t  max_per_token; // slots of a token in this layer that get another expert or lose theirs, 0: no limit
     int32_t  weight;        // pyorch_substitute_weight
     int32_t  order;         // pyorch_substitute_order: in which the absent experts of a token are treated
     int32_t  on_miss;       // pyorch_on_miss, for what the gates allow but no buddy covers
@@ -799,6 +800,9 @@ typedef struct pyorch_substitution {
     double   kappa;         // of the hops in the priority
     double   reuse;         // factor for each time that a buddy was chosen in the ubatch, 1: none
     uint64_t seed;          // of random substitution
+    int32_t  sacred;        // so many of a token's experts, those of the highest weight, are never replaced nor left out
+    int32_t  among;         // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
+    double   bonus;         // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
@@ -830,6 +834,7 @@ typedef struct pyorch_substitution_counts {
     uint64_t rank_sum;             // of the buddies used, in their lists
     uint64_t absent;               // experts that the ubatches asked for and that were absent
     uint64_t avoided;              // of them, those that nobody asked for any more
+    uint64_t refused_sacred;       // absent slots among a token's first
 } pyorch_substitution_counts;
 
 // il -1: all layers. Zeroed by pyorch_reset_stats.

@@ -129,6 +129,7 @@ def apply_substitution(
         "tau": None if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": None if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
         "beta": settings.beta,
+        "bonus": settings.bonus,
     }
     engine.set_substitution(
         il,
@@ -146,6 +147,8 @@ def apply_substitution(
             "kappa": settings.kappa,
             "reuse": settings.reuse,
             "seed": settings.seed,
+            "sacred": settings.sacred or 0,
+            "among": settings.among or 0,
             **{name: value for name, value in gates.items() if value is not None},
         },
     )

@@ -79,6 +79,7 @@ class SubstitutionStats:
     rank_sum: int
     absent: int
     avoided: int
+    refused_sacred: int
 
 
 @dataclass(frozen=True)

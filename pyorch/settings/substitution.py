@@ -51,8 +51,8 @@ class Substitution:
 
     mode: str = option(
         "buddies", str, "a word", group=LOSSY,
-        help="what replaces an absent expert: a buddy (buddies), any resident expert (random, a baseline), or nothing "
-             "(none)")
+        help="what replaces an absent expert: a buddy (buddies), the resident expert that the router ranks highest, with "
+             "its own weight (cache), any resident expert (random, a baseline), or nothing (none)")
     alpha: float | None = option(
         None, _number, "a number", plain="coverage", group=LOSSY, default_text="the sidecar's",
         help="an expert's buddies are those peers it is oftenest selected with that make up this share of all (eq. 5)")
@@ -60,7 +60,7 @@ class Substitution:
         None, int, "a whole number", plain="max_buddies", group=LOSSY, help="most buddies of an expert")
     rho: int | None = option(
         None, int, "a whole number", plain="max_replaced", group=LOSSY,
-        help="most experts of a token that are replaced in a layer")
+        help="most experts of a token that are replaced or left out in a layer")
     tau: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
         help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "
@@ -99,6 +99,16 @@ class Substitution:
     miss: str = option(
         "fetch", str, "a word", group=LOSSY,
         help="an absent expert that may be replaced, but has no resident buddy, is read (fetch) or left out (drop)")
+    sacred: int | None = option(
+        None, int, "a whole number", group=LOSSY,
+        help="so many of a token's experts in a layer, those of the highest weight, are never replaced nor left out")
+    among: int | None = option(
+        None, int, "a whole number", group=LOSSY,
+        help="with mode=cache, only the so many experts that the router ranks highest stand in")
+    bonus: float | None = option(
+        None, _number, "a number", group=LOSSY,
+        help="with mode=cache, an expert stands in only if its logit is lower by no more than this: as if residents had "
+             "so much more")
     prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
     seed: int = option(0, int, "a whole number", group=LOSSY, help="of the random baseline")
 
@@ -157,19 +167,22 @@ def _check(settings: Substitution) -> None:
                               f'use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:
         raise PyorchError(f"substitution setting coverage={settings.alpha:g} is not above 0 and at most 1")
-    for name in ("k", "rho", "rank"):
+    for name in ("k", "rho", "rank", "sacred", "among"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise PyorchError(f"substitution setting {_plain(name)}={value} is below 1: leave it out for no limit")
     if not settings.temperature > 0:
         raise PyorchError(f"substitution setting temperature={settings.temperature:g} is not above 0")
-    for name in ("reuse", "read_ms", "beta", "eta", "kappa"):
+    for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"substitution setting {_plain(name)}={value:g} is negative")
-    if settings.weight == "fitted" and settings.mode == "random":
+    if settings.weight == "fitted" and settings.mode in ("random", "cache"):
         raise PyorchError("substitution setting weight=fitted is for buddies, whose outputs were compared: "
-                          "not for mode=random")
+                          f"not for mode={settings.mode}")
+    for name in ("among", "bonus"):
+        if getattr(settings, name) is not None and settings.mode != "cache":
+            raise PyorchError(f"substitution setting {name} is for mode=cache, not for mode={settings.mode}")
     if settings.beta is not None and settings.read_ms is not None:
         raise PyorchError("substitution settings max_absent and read_ms exclude each other: read_ms chooses max_absent")
     for name in ("tau", "gamma"):

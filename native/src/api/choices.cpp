@@ -55,6 +55,7 @@ std::vector<pyorch_choice> substitute_modes() {
         choice(PYORCH_SUBSTITUTE_NONE, "none", "nothing stands in for an absent expert"),
         choice(PYORCH_SUBSTITUTE_BUDDIES, "buddies", "a resident buddy stands in", PYORCH_NEEDS_BUDDIES),
         choice(PYORCH_SUBSTITUTE_RANDOM, "random", "any resident expert stands in: the baseline"),
+        choice(PYORCH_SUBSTITUTE_CACHE, "cache", "the resident expert that the router ranks highest stands in"),
     };
 }
 

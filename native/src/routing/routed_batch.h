@@ -33,8 +33,8 @@ struct RoutedBatch {
     int32_t * experts; // [n_tokens][n_used]
     float *   weights; // [n_tokens][n_used]
 
-    // Experts that were requested and that others stand in for, for some token at least, ascending: to be read when
-    // nothing else is wanted.
+    // Experts that were requested and that others stand in for, or that are left out, for some token at least, ascending:
+    // to be read when nothing else is wanted.
     std::vector<int> deferred;
 
     // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them computes

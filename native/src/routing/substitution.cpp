@@ -82,7 +82,8 @@ public:
     // The substitute of an absent expert, and its rank in the list; -1 if there is none.
     int choose(int expert, int & rank) {
         const int substitute = settings.mode == PYORCH_SUBSTITUTE_BUDDIES ? choose_buddy(expert, rank) :
-                               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) : -1;
+                               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) :
+                               settings.mode == PYORCH_SUBSTITUTE_CACHE   ? choose_ranked(expert) : -1;
         if (substitute >= 0) {
             taken[substitute] = 1;
             ++chosen[substitute];
@@ -145,6 +146,26 @@ private:
         return settings.reuse != 1 ? psi * std::pow(settings.reuse, chosen[buddy]) : psi;
     }
 
+    // Of the free residents the one with the highest logit, if the router ranks it among so many and its logit is not too
+    // far below that of the absent expert (max-rank routing; with a bonus, as if residents had so much more).
+    int choose_ranked(int expert) const {
+        const float * z    = batch.logits + (size_t) t * batch.n_expert;
+        int           best = -1;
+        for (int id = 0; id < batch.n_expert; ++id) {
+            if (free(id) && (best < 0 || z[id] > z[best])) {
+                best = id;
+            }
+        }
+        if (best < 0 || (double) z[best] + settings.bonus < z[expert]) {
+            return -1;
+        }
+        int above = 0;
+        for (int id = 0; id < batch.n_expert; ++id) {
+            above += z[id] > z[best] || (z[id] == z[best] && id < best);
+        }
+        return settings.among == 0 || above < settings.among ? best : -1;
+    }
+
     // Uniform over the free residents. The number is drawn from what the router said, so it does not
     // depend on how tokens are batched.
     int choose_random(int expert) const {
@@ -173,7 +194,7 @@ void reweigh(const pyorch_substitution & settings, const RoutedBatch & batch, in
     float *   weights = batch.weights + (size_t) t * batch.n_used;
 
     const double offset = largest_logit(batch, t);
-    const bool   own    = settings.weight == PYORCH_WEIGHT_OWN;
+    const bool   own    = settings.weight == PYORCH_WEIGHT_OWN || settings.mode == PYORCH_SUBSTITUTE_CACHE;
     double all  = 0;
     double left = 0;
     thread_local std::vector<double> w;
@@ -223,6 +244,7 @@ pyorch_substitution default_substitution() {
     settings.gamma       = never;
     settings.beta        = never;
     settings.reuse       = 1;
+    settings.bonus       = never;
     return settings;
 }
 
@@ -244,6 +266,8 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
     std::vector<uint8_t> dropped(batch.n_used);
     std::vector<double>  fitted(batch.n_used);
     std::vector<int>     order(batch.n_used);
+    std::vector<int>     by_weight(batch.n_used);
+    std::vector<uint8_t> sacred(batch.n_used);
     for (int t = 0; t < batch.n_tokens; ++t) {
         int32_t * experts = batch.experts + (size_t) t * batch.n_used;
         const float * weights = batch.weights + (size_t) t * batch.n_used;
@@ -254,12 +278,21 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             continue;
         }
         std::iota(order.begin(), order.end(), 0);
+        if (settings.order == PYORCH_ORDER_WEIGHT || settings.sacred > 0) {
+            by_weight = order;
+            std::stable_sort(by_weight.begin(), by_weight.end(), [&](int a, int b) { return weights[a] < weights[b]; });
+        }
+        std::fill(sacred.begin(), sacred.end(), 0);
+        for (int i = 0; i < std::min(settings.sacred, batch.n_used); ++i) {
+            sacred[by_weight[batch.n_used - 1 - i]] = 1;
+        }
         if (settings.order == PYORCH_ORDER_WEIGHT) {
-            std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return weights[a] < weights[b]; });
+            order = by_weight;
         }
         std::fill(dropped.begin(), dropped.end(), 0);
         std::fill(fitted.begin(), fitted.end(), 1);
         int n_substituted = 0;
+        int n_dropped     = 0;
 
         const Sensitivity it = sensitivity(batch, t, experts, settings.temperature);
         if (it.entropy <= settings.tau) {
@@ -274,7 +307,11 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                 if (resident[before[s]]) {
                     continue;
                 }
-                if (settings.max_per_token > 0 && n_substituted == settings.max_per_token) {
+                if (sacred[s]) {
+                    ++counts.refused_sacred;
+                    continue;
+                }
+                if (settings.max_per_token > 0 && n_substituted + n_dropped == settings.max_per_token) {
                     ++counts.refused_rho;
                     continue;
                 }
@@ -282,7 +319,11 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                 const int chosen = chooser.choose(before[s], rank);
                 if (chosen < 0) {
                     ++counts.refused_buddies;
-                    dropped[s] = settings.on_miss == PYORCH_MISS_DROP;
+                    if (settings.on_miss == PYORCH_MISS_DROP) {
+                        dropped[s] = 1;
+                        batch.deferred.push_back(before[s]);
+                        ++n_dropped;
+                    }
                     continue;
                 }
                 experts[s] = chosen;
@@ -297,7 +338,6 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         }
         counts.substituted += n_substituted;
 
-        const int n_dropped = (int) std::count(dropped.begin(), dropped.end(), 1);
         if (n_dropped > 0) {
             // A dropped slot computes something that is there, with weight 0.
             int stand_in = -1;
@@ -338,6 +378,7 @@ void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & fro
     to.rank_sum             += from.rank_sum;
     to.absent               += from.absent;
     to.avoided              += from.avoided;
+    to.refused_sacred       += from.refused_sacred;
 }
 
 void BetaController::passed(double bytes_to_read, double budget_bytes) {
