@@ -58,8 +58,9 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                        help="add a row that computes with predicted experts; PREDICTOR is "
                             f"{listed(predictors().executable)}; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
-                       help="add rows to compare with: original (lossless), random (a random resident expert replaces "
-                            "an absent one) (default: original)")
+                       help="add rows to compare with: original (lossless); and beside each row of --buddies, under its "
+                            "gates, random (a random resident expert replaces an absent one) and drop (it is left out) "
+                            "(default: original)")
     sweep.add_argument("--buddies-file", metavar="FILE",
                        help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
@@ -185,20 +186,23 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 
 def _methods(args: argparse.Namespace) -> tuple:
-    from pyorch.eval.method import BASELINES, lossy_method, speculation
+    from pyorch.eval.method import BASELINES, ORIGINAL, baseline, lossy_method, speculation
     from pyorch.settings.prefetch import Prefetch
     from pyorch.settings.substitution import Substitution
 
-    methods = []
-    for word in args.baseline.split(",") if args.baseline else []:
+    words = args.baseline.split(",") if args.baseline else []
+    for word in words:
         if word not in BASELINES:
-            raise PyorchError(f'baseline "{word}" is not known: use {" or ".join(BASELINES)}')
-        methods.append(BASELINES[word])
-    for settings in args.settings:
-        substitution = Substitution.parse(settings)
+            raise PyorchError(f'baseline "{word}" is not known: use {", ".join(BASELINES[:-1])} or {BASELINES[-1]}')
+    methods = [ORIGINAL] if ORIGINAL.name in words else []
+    gated = [word for word in words if word != ORIGINAL.name]
+    substitutions = [Substitution.parse(settings) for settings in args.settings]
+    for settings, substitution in zip(args.settings, substitutions):
         if not substitution.lossy:
             raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
-        methods.append(lossy_method(substitution))
+        methods += [lossy_method(substitution), *(baseline(word, substitution) for word in gated)]
+    if not substitutions:
+        methods += [baseline(word) for word in gated]
     for predictor in args.speculate:
         Prefetch.parse(predictor).check_executable()
         methods.append(speculation(predictor))

@@ -7,7 +7,9 @@ import sys
 
 from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
 from pyorch.cli.numbers import share
-from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
+from pyorch.cli.options import (
+    add_command, add_model_options, add_output_options, check_output, check_readable, print_json,
+)
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -24,7 +26,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.description += (
         " The command tries many settings of buddies on the questions, measures the speed of the best, and writes the "
         "winner for `pyorch run --tuned`. The best of many settings is also the luckiest one: "
-        "report its accuracy on other questions than those given here."
+        "it must keep the accuracy by two standard errors, and --held-out asks it other questions in the end."
     )
     add_model_options(parser, defaults={"budget": ""})
     add_question_options(parser)
@@ -33,6 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--min-accuracy", type=share, metavar="SHARE",
                         help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
                              "given)")
+    parser.add_argument("--held-out", action="extend", nargs="+", default=[], metavar="FILE.jsonl",
+                        help="other questions, that no setting is chosen by: the winner answers them in the end")
     parser.add_argument("--max-kl", type=float, metavar="NATS",
                         help="the mean KL divergence from the lossless model, on the text of --data, must not be above "
                              "this")
@@ -57,6 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0. PyorchError if no setting reaches the goal."""
     _check(args)
+    check_readable(args.held_out)
 
     from pyorch.eval.method import share as share_of_experts
     from pyorch.sidecars.tuned_setting import default_path, write_tuned
@@ -79,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         max_trials=args.trials,
         n_candidates=args.candidates,
         speed_tokens=args.speed_tokens,
+        held_out=tuple(args.held_out),
         **asked,
     )
     with Progress(live=not args.verbose) as progress:
@@ -118,7 +124,8 @@ def _unreached(tuning, goal) -> str:
     wanted, got = [], []
     if goal.min_accuracy is not None:
         wanted.append(f"{goal.min_accuracy:.1%} of the accuracy")
-        got.append(f"{closest.outcome.accuracy / tuning.original.accuracy:.1%}")
+        got.append(f"{closest.outcome.accuracy / tuning.original.accuracy:.1%} "
+                   f"±{2 * closest.outcome.error / tuning.original.accuracy:.1%}")
     if goal.max_kl is not None:
         wanted.append(f"a KL divergence of {goal.max_kl:g} nats")
         got.append(f"{closest.outcome.kl_divergence:.4g} nats")
@@ -131,6 +138,10 @@ def _sentence(tuned) -> str:
     if tuned.accuracy is not None:
         kept = tuned.accuracy / tuned.original_accuracy
         parts.append(f"{kept:.1%} of the accuracy of {tuned.n_questions} questions")
+    if tuned.n_held_out:
+        error = tuned.held_out_error / tuned.held_out_original_accuracy
+        kept = tuned.held_out_accuracy / tuned.held_out_original_accuracy
+        parts.append(f"{kept:.1%} ±{error:.1%} of that of {tuned.n_held_out} held out")
     if tuned.kl_divergence is not None:
         parts.append(f"KL divergence {tuned.kl_divergence:.4g} nats")
     if tuned.tokens_per_second is not None:

@@ -58,23 +58,52 @@ class Score:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Shares of n questions."""
+    """Of the questions of a file. right, right_norm: whether each counts for acc and for acc_norm, "1" or "0"."""
 
-    n: int
-    acc: float
-    acc_norm: float
+    right: str
+    right_norm: str
+
+    @property
+    def n(self) -> int:
+        return len(self.right)
+
+    @property
+    def acc(self) -> float:
+        return self.right.count("1") / self.n
+
+    @property
+    def acc_norm(self) -> float:
+        return self.right_norm.count("1") / self.n
 
     def stderr(self, metric: str) -> float:
         """Standard error of acc or acc_norm; nan for a single question."""
         share = getattr(self, metric)
         return math.sqrt(share * (1 - share) / (self.n - 1)) if self.n > 1 else float("nan")
 
+    def counts(self, metric: str) -> np.ndarray:
+        """float64[n]: 1 for the questions that count, else 0."""
+        return np.array([float(one) for one in (self.right if metric == "acc" else self.right_norm)])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two averages over the same questions. stderr: of differences in pairs; nan where a file has one question."""
+
+    mean: float
+    stderr: float
+
+
+def difference(one: Sequence[Accuracy], other: Sequence[Accuracy], metric: str) -> Difference:
+    """How much more of the same questions count in one, as the average over files."""
+    pairs = [mine.counts(metric) - its.counts(metric) for mine, its in zip(one, other, strict=True)]
+    errors = [pair.var(ddof=1) / len(pair) if len(pair) > 1 else float("nan") for pair in pairs]
+    return Difference(float(np.mean([pair.mean() for pair in pairs])), math.sqrt(sum(errors)) / len(pairs))
+
 
 def accuracy(scores: Sequence[Score]) -> Accuracy:
-    n = len(scores)
-    acc = sum(score.choice == score.question.answer for score in scores) / n
-    acc_norm = sum(score.choice_norm == score.question.answer for score in scores) / n
-    return Accuracy(n, acc, acc_norm)
+    right = "".join(str(int(score.choice == score.question.answer)) for score in scores)
+    right_norm = "".join(str(int(score.choice_norm == score.question.answer)) for score in scores)
+    return Accuracy(right, right_norm)
 
 
 def read_task(

@@ -15,17 +15,16 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pyorch.errors import BudgetError, PyorchError
+from pyorch.errors import PyorchError
 from pyorch.eval.likelihood import N_BATCH
 from pyorch.llama import memory
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import RESIDENT
+from pyorch.settings.budget import AUTO, RESIDENT
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
-from pyorch.sizes import format_bytes
 
 STATIC, DYNAMIC = CACHES = ("static", "dynamic")
 
@@ -35,11 +34,13 @@ _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 @dataclass(frozen=True)
 class Method:
     """A row of the papers' tables: "original" waits for absent experts, "random" and "buddies" replace them,
-    "speculate" computes with the experts that a predictor, `forecast`, expects."""
+    "speculate" computes with the experts that a predictor, `forecast`, expects. beside: the settings of the row that a
+    baseline stands beside, whose gates it has."""
 
     name: str
     substitution: Substitution | None
     forecast: str = ""
+    beside: Substitution | None = None
 
     @property
     def settings(self) -> str:
@@ -82,13 +83,13 @@ def slots(model: Model) -> Slots:
         + counts.refused_distribution
         + counts.refused_rho
         + counts.refused_buddies
+        + counts.refused_sacred
     )
     return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped)
 
 
 ORIGINAL = Method("original", None)
-RANDOM = Method("random", Substitution(mode="random"))
-BASELINES = {method.name: method for method in (ORIGINAL, RANDOM)}
+BASELINES = (ORIGINAL.name, "random", "drop")
 
 
 def speculation(forecast: str) -> Method:
@@ -97,6 +98,21 @@ def speculation(forecast: str) -> Method:
 
 def lossy_method(substitution: Substitution) -> Method:
     return Method(substitution.mode if substitution.mode != "none" else "drop", substitution)
+
+
+def baseline(name: str, beside: Substitution | None = None) -> Method:
+    """A row to compare with: one of BASELINES. Random residents, and leaving experts out, work under the gates of the row
+    beside which they stand, in its order and within its limits; beside none, under no gates."""
+    if name == ORIGINAL.name:
+        return ORIGINAL
+    treatment = {"mode": "none", "miss": "drop"} if name == "drop" else {"mode": "random"}
+    gated = dataclasses.replace(Substitution() if beside is None else beside, **treatment, **_OF_BUDDIES)
+    return dataclasses.replace(lossy_method(gated), beside=beside)
+
+
+# What only says which expert stands in, and with which weight.
+_OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
+    "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus")}
 
 
 def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
@@ -112,19 +128,15 @@ def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
 
 @contextlib.contextmanager
 def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
-    """The model with all experts in memory, which simulated() can take away. BudgetError where they do not fit."""
+    """A model of whose experts simulated() can take any away. All are in memory where they fit; else as many as do, which
+    takes longer and changes no result."""
     with ModelMap(path) as model_map:
         info = model_map.info
         if not model_map.layers:
             raise PyorchError(f"{path} is a dense model: it has no experts that could be absent")
     limit = memory.memory_limit()
     needed = info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit)
-    if needed > limit.free_bytes:
-        raise BudgetError(
-            f"a static cache needs the whole model in memory, {format_bytes(needed, round_up=True)}, and "
-            f"{format_bytes(limit.free_bytes)} are free ({limit.source}): use --cache dynamic"
-        )
-    with load(path, budget="100%", **{"n_ctx": _N_CTX, **options}) as model:
+    with load(path, budget="100%" if needed <= limit.free_bytes else AUTO, **{"n_ctx": _N_CTX, **options}) as model:
         yield model
 
 
@@ -164,13 +176,17 @@ def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies
                 model.speculate(None)
         return
     model.set_cache(buddies.most_active(rate))
-    # A prompt's tokens are treated as if each had been decoded.
-    model.substitute(dataclasses.replace(method.substitution, prefill=True), buddies)
+    model.substitute(_everywhere(method.substitution), buddies)
     try:
         yield model
     finally:
         model.substitute(None)
         model.set_cache(None)
+
+
+def _everywhere(substitution: Substitution | None) -> Substitution | None:
+    """In prompts too: their tokens are treated as if each had been decoded."""
+    return None if substitution is None else dataclasses.replace(substitution, prefill=True)
 
 
 @contextlib.contextmanager
@@ -189,9 +205,9 @@ def dynamic_model(
             for il, mask in buddies.most_active(rate).items():
                 model.layers[il].prefetch(mask.nonzero()[0])
             model.engine.wait_idle()
-        model.substitute(method.substitution, buddies)
+        model.substitute(_everywhere(method.substitution), buddies)
         if method.forecast:
-            model.speculate(method.forecast)
+            model.speculate(method.forecast, prompts=True)
         model.reset_stats()
         yield model
 

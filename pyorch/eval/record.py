@@ -13,7 +13,7 @@ from pyorch.eval.method import Slots
 from pyorch.eval.speed import Speed
 from pyorch.files import check_target, write_text
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from pyorch.eval.arc import Difference
 from pyorch.eval.sweep import METRICS, Row
 from pyorch.sizes import MiB
 
@@ -55,6 +56,11 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
         columns.append(("average", lambda row: f"{row.judgement.average(metric):.3f}"))
     if swept:
         columns.append(("kept", lambda row: f"{row.kept[metric]:.1%}"))
+        columns.append(("differs", lambda row: _difference(row.differs[metric])))
+    baselines = list(dict.fromkeys(name for row in rows for name in row.leads))
+    for name in baselines:
+        columns.append((f"leads {name}", lambda row, name=name: (
+            _difference(row.leads[name][metric]) if name in row.leads else "-")))
     if any(row.speed is not None for row in rows):
         columns += [
             ("tok/s", lambda row: _number(row.speed, lambda speed: f"{speed.rate:.2f}")),
@@ -78,6 +84,10 @@ def _number(value, form) -> str:
     return "-" if value is None else form(value)
 
 
+def _difference(it: Difference) -> str:
+    return f"{it.mean:+.3f} ±{it.stderr:.3f}"
+
+
 def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]:
     """One flat object for each row; also the columns of the CSV. Accuracies and shares from 0 to 1.
 
@@ -94,6 +104,8 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
         for metric in METRICS:
             flat[f"average {metric}"] = row.judgement.average(metric)
             flat[f"kept {metric}"] = row.kept[metric]
+            for name, it in [("differs", row.differs), *((f"leads {other}", it) for other, it in row.leads.items())]:
+                flat[f"{name} {metric}"], flat[f"{name} {metric} stderr"] = it[metric].mean, it[metric].stderr
         for what in ("absent", "substituted", "dropped"):
             flat[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
         speed = row.speed
@@ -111,7 +123,8 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
 def to_csv(rows: Sequence[Row], data: Sequence[str]) -> str:
     text = io.StringIO()
     objects = to_json(rows, data)
-    writer = csv.DictWriter(text, objects[0], lineterminator="\n")
+    columns = dict.fromkeys(name for flat in objects for name in flat)
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(objects)
     return text.getvalue()

@@ -31,22 +31,30 @@ _ALPHAS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setting does. accuracy: average over the files; None, and kl_divergence None, where not measured."""
+    """What a setting does. accuracy: average over the files; None, and kl_divergence None, where not measured. error: the
+    standard error of how far the accuracy is from the original's, question by question."""
 
     accuracy: float | None
     kl_divergence: float | None
     slots: Slots
+    error: float = 0.0
+
+    @property
+    def least_accuracy(self) -> float:
+        """Which it has, but for chance: two standard errors below what was measured."""
+        return self.accuracy - 2 * self.error
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The asked share of the original's accuracy, and the most divergence, in nats. None: not asked."""
+    """The asked share of the original's accuracy, which settings have to keep beyond chance, and the most divergence, in
+    nats. None: not asked."""
 
     min_accuracy: float | None
     max_kl: float | None
 
     def reached(self, outcome: Outcome, original: Outcome) -> bool:
-        if self.min_accuracy is not None and outcome.accuracy < self.min_accuracy * original.accuracy:
+        if self.min_accuracy is not None and not outcome.least_accuracy >= self.min_accuracy * original.accuracy:
             return False
         return self.max_kl is None or outcome.kl_divergence <= self.max_kl
 
@@ -55,7 +63,7 @@ class Goal:
         losses = [0.0]
         if self.min_accuracy is not None:
             losses.append(
-                (original.accuracy - outcome.accuracy) / max((1 - self.min_accuracy) * original.accuracy, 1e-9)
+                (original.accuracy - outcome.least_accuracy) / max((1 - self.min_accuracy) * original.accuracy, 1e-9)
             )
         if self.max_kl is not None:
             losses.append(outcome.kl_divergence / max(self.max_kl, 1e-9))

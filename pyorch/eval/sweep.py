@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyorch.errors import FormatError
 from pyorch.eval import arc
-from pyorch.eval.arc import Task
+from pyorch.eval.arc import Difference, Task, difference
 from pyorch.eval.method import (
     DYNAMIC, ORIGINAL, STATIC, Method, dynamic_model, n_ubatch, read_buddies, share, simulated, slots, static_model,
 )
@@ -58,7 +58,8 @@ class Plan:
 class Row:
     """A line of the table. rate None: the model as it is loaded. speed None: not measured.
 
-    kept: the average of `metric` as a share of the original's. speedup: over the original at the same rate.
+    By metric: kept, the average as a share of the original's; differs, by how much it is above the original's; leads,
+    of a row with baselines, by their names, by how much it is above theirs. speedup: over the original at the same rate.
     """
 
     rate: float | None
@@ -66,6 +67,8 @@ class Row:
     settings: str
     judgement: Judgement
     kept: dict[str, float]
+    differs: dict[str, Difference]
+    leads: dict[str, dict[str, Difference]]
     speed: Speed | None
     speedup: float | None
 
@@ -83,7 +86,7 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     wanted = [(None, ORIGINAL)] + [
         (rate, method) for rate in plan.rates for method in plan.methods if method != ORIGINAL
     ]
-    wanted = [row for row in wanted if _row_key(*row) not in record.judgements]
+    wanted = list({_row_key(*row): row for row in wanted if _row_key(*row) not in record.judgements}.values())
     if not wanted:
         return
     progress = _Questions(on_progress, len(wanted))
@@ -109,7 +112,7 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
     buddies = _buddies(plan)
-    methods = (ORIGINAL, *(method for method in plan.methods if method != ORIGINAL))
+    methods = {_row_key(None, method): method for method in (ORIGINAL, *plan.methods)}.values()
     order = [
         (rate, method)
         for i in range(plan.n_rounds)
@@ -130,12 +133,12 @@ def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
 
 
 def rows(plan: Plan, record: Record) -> list[Row]:
-    original = record.judgements[_row_key(None, ORIGINAL)]
+    original = _judgement(record, None, ORIGINAL)
     table = []
     for rate in plan.rates or (None,):
         reference = _speed(plan, record, rate, ORIGINAL)
         for method in plan.methods if plan.rates else (ORIGINAL,):
-            judgement = original if method == ORIGINAL else record.judgements[_row_key(rate, method)]
+            judgement = _judgement(record, rate, method)
             kept = {
                 metric: judgement.average(metric) / original.average(metric)
                 if original.average(metric)
@@ -144,8 +147,22 @@ def rows(plan: Plan, record: Record) -> list[Row]:
             }
             speed = _speed(plan, record, rate, method)
             speedup = speed.rate / reference.rate if speed is not None and reference is not None else None
-            table.append(Row(rate, method.name, method.settings, judgement, kept, speed, speedup))
+            leads = {
+                other.name: _differences(judgement, _judgement(record, rate, other))
+                for other in plan.methods
+                if other.beside is not None and method.beside is None and other.beside == method.substitution
+            }
+            differs = _differences(judgement, original)
+            table.append(Row(rate, method.name, method.settings, judgement, kept, differs, leads, speed, speedup))
     return table
+
+
+def _judgement(record: Record, rate: float | None, method: Method) -> Judgement:
+    return record.judgements[_row_key(None if method == ORIGINAL else rate, method)]
+
+
+def _differences(one: Judgement, other: Judgement) -> dict[str, Difference]:
+    return {metric: difference(one.accuracies, other.accuracies, metric) for metric in METRICS}
 
 
 def _judge(

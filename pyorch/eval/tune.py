@@ -4,8 +4,8 @@ Settings are searched (pyorch.eval.search) with a static cache, which judges the
 by what they would read. Then the best few, and the original, are measured as they decode at the real budget, and
 the fastest wins.
 
-The best of many trials is the luckiest, too: its accuracy is a little too good on the questions that chose it. So
-these must be others than those whose accuracy is reported.
+The best of many trials is the luckiest, too: its accuracy is a little too good on the questions that chose it. So a
+setting has to keep the asked accuracy by two standard errors, and the winner answers held-out questions in the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _KL_TOKENS = 4096  # predicted for a divergence
 @dataclass(frozen=True)
 class Request:
     """What to tune for. budget: a share of the experts, or a size. n_candidates: settings whose speed is measured,
-    by n_rounds of speed_tokens; with 0 tokens what is read decides."""
+    by n_rounds of speed_tokens; with 0 tokens what is read decides. held_out: files of questions that the winner answers
+    in the end."""
 
     model: str
     data: tuple[str, ...]
@@ -54,6 +55,11 @@ class Request:
     n_rounds: int = 2
     n_threads: int | None = None
     load_options: dict[str, object] | None = None
+    held_out: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, object]:
+        return {**(self.load_options or {}), "n_threads": self.n_threads}
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,10 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         best = (
             max(reached[: len(speeds) - 1], key=lambda trial: speeds[trial.substitution].rate) if speeds else reached[0]
         )
-    tuned = _tuned(request, rate, n_questions, search.original, best, speeds) if best is not None else None
+    tuned = None
+    if best is not None:
+        held_out = _held_out(request, rate, buddies, best.substitution, on_progress) if request.held_out else None
+        tuned = _tuned(request, rate, n_questions, search.original, best, speeds, held_out)
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
 
@@ -110,10 +119,10 @@ def _judge(
 ) -> Iterator[tuple[Callable[[Substitution | None], Outcome], int]]:
     """What judges a setting, and the number of questions. The model is loaded once for all trials."""
     n_models = 1 + (request.goal.max_kl is not None)
-    options = {**kernels(request.model, n_models), **(request.load_options or {}), "n_threads": request.n_threads}
+    options = {**kernels(request.model, n_models), **request.options}
     with ExitStack() as stack:
         model = stack.enter_context(static_model(request.model, **options))
-        tasks, texts, reference = [], [], None
+        tasks, texts, reference, originals = [], [], None, []
         if request.goal.min_accuracy is not None:
             tasks = [
                 arc.read_task(model, path, request.n_shots, request.shots_data, request.limit) for path in request.data
@@ -133,12 +142,44 @@ def _judge(
                 if texts:
                     kl = perplexity.measure(model, texts, reference, width, request.n_threads).kl_divergence
                 done = slots(model)
-            accuracy = (
-                sum(getattr(average, request.metric) for average in accuracies) / len(accuracies) if tasks else None
-            )
-            return Outcome(accuracy, kl, done)
+            if not tasks:
+                return Outcome(None, kl, done)
+            if substitution is None:
+                originals[:] = accuracies
+            error = arc.difference(accuracies, originals, request.metric).stderr
+            return Outcome(_average(accuracies, request.metric), kl, done, error)
 
         yield judge, sum(len(task.questions) for task in tasks)
+
+
+def _average(accuracies: Sequence[arc.Accuracy], metric: str) -> float:
+    return sum(getattr(accuracy, metric) for accuracy in accuracies) / len(accuracies)
+
+
+@dataclass(frozen=True)
+class _HeldOut:
+    n_questions: int
+    accuracy: float
+    original_accuracy: float
+    error: float
+
+
+def _held_out(
+    request: Request, rate: float, buddies: Buddies, best: Substitution, on_progress: OnProgress
+) -> _HeldOut:
+    found = []
+    with static_model(request.model, **request.options) as model:
+        tasks = [arc.read_task(model, path, request.n_shots, request.shots_data) for path in request.held_out]
+        for done, method in enumerate((ORIGINAL, lossy_method(best))):
+            on_progress("held out", done, 2)
+            width = n_ubatch(method.substitution)
+            with simulated(model, method, rate, buddies):
+                found.append([arc.accuracy(arc.score(model, task, width, n_threads=request.n_threads))
+                              for task in tasks])
+    original, tuned = found
+    return _HeldOut(
+        sum(len(task.questions) for task in tasks), _average(tuned, request.metric),
+        _average(original, request.metric), arc.difference(tuned, original, request.metric).stderr)
 
 
 def _speeds(
@@ -151,15 +192,14 @@ def _speeds(
     for done, method in enumerate(order):
         on_progress("speed", done, len(order))
         rounds[method.substitution].append(measure_speed(
-            request.model, method, request.budget, buddies, request.data, request.speed_tokens, request.n_threads,
-            **(request.load_options or {}),
+            request.model, method, request.budget, buddies, request.data, request.speed_tokens, **request.options,
         ))
     return {substitution: total(them) for substitution, them in rounds.items()}
 
 
 def _tuned(
     request: Request, rate: float, n_questions: int, original: Outcome, best: Trial,
-    speeds: dict[Substitution | None, Speed],
+    speeds: dict[Substitution | None, Speed], held_out: _HeldOut | None,
 ) -> TunedSetting:
     speed = speeds.get(best.substitution)
     return TunedSetting(
@@ -174,4 +214,8 @@ def _tuned(
         tokens_per_second=speed.rate if speed is not None else None,
         original_tokens_per_second=speeds[None].rate if speeds else None,
         bytes_read_per_token=speed.bytes_per_token if speed is not None else None,
+        n_held_out=held_out.n_questions if held_out is not None else 0,
+        held_out_accuracy=held_out.accuracy if held_out is not None else None,
+        held_out_original_accuracy=held_out.original_accuracy if held_out is not None else None,
+        held_out_error=held_out.error if held_out is not None else None,
     )

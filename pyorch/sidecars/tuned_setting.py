@@ -12,7 +12,7 @@ from pyorch.settings.substitution import Substitution
 from pyorch.sidecars import json_file
 
 KIND = "pyorch tuned setting"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class TunedSetting:
     settings: for Substitution.parse(). budget: a share of the experts such as "50%", or a size; cache_rate: the
     share that it is. accuracy and original_accuracy: averages of `metric` over the files of the tuning questions,
     None where only the KL divergence, in nats, was asked for; speeds in tokens per second and bytes_read_per_token,
-    of experts, at the budget, None where not measured.
+    of experts, at the budget, None where not measured. held_out_...: of n_held_out other questions, with the standard
+    error of the difference between the two accuracies; None where there were none.
     """
 
     settings: str
@@ -36,6 +37,10 @@ class TunedSetting:
     tokens_per_second: float | None
     original_tokens_per_second: float | None
     bytes_read_per_token: float | None
+    n_held_out: int = 0
+    held_out_accuracy: float | None = None
+    held_out_original_accuracy: float | None = None
+    held_out_error: float | None = None
 
     @property
     def substitution(self) -> Substitution:

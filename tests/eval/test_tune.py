@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,13 @@ def test_a_divergence_may_be_the_goal() -> None:
     assert not Goal(None, 0.04).reached(outcome, outcome)
 
 
+def test_a_setting_keeps_the_accuracy_beyond_chance() -> None:
+    goal, original = Goal(0.9, None), Outcome(0.8, None, Slots(1, 0, 0, 0))
+    for accuracy, error, reached in ((0.73, 0.0, True), (0.73, 0.02, False), (0.77, 0.02, True), (0.8, math.nan, False)):
+        outcome = Outcome(accuracy, None, Slots(1, 1, 1, 0), error)
+        assert goal.reached(outcome, original) is reached
+
+
 #
 # the command
 #
@@ -123,12 +131,16 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "small.tuned.json"
-    assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", "90%", "-o", path, "--json") == 0
+    held_out = tmp_path / "others.jsonl"
+    held_out.write_text("".join((CHECKPOINT / "facts-test.jsonl").read_text(encoding="utf-8").splitlines(True)[:8]))
+    assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", "50%", "--held-out", held_out,
+                "-o", path, "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     with ModelMap(small_moe) as model_map:
         tuned = read_tuned(path, model_map)
     assert tuned.budget == "75%" and tuned.cache_rate == pytest.approx(0.75) and tuned.n_questions == 12
-    assert tuned.accuracy >= 0.9 * tuned.original_accuracy > 0
+    assert tuned.accuracy >= 0.5 * tuned.original_accuracy > 0
+    assert tuned.n_held_out == 8 and 0 < tuned.held_out_accuracy <= 1 and tuned.held_out_error >= 0
     assert str(tuned.substitution) == tuned.settings == printed["tuned"]["settings"]
     assert tuned.tokens_per_second > 0 and tuned.original_tokens_per_second > 0
     assert printed["trials"][0]["reached"] and printed["trials"][0]["tokens_per_second"] is not None
