@@ -234,8 +234,8 @@ def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
     assert rows == run_sweep(capsys, *arguments)
     assert [(it["cache_rate"], it["method"], it["settings"]) for it in rows] == [
         (rate, name, settings) for rate in (0.75, 0.375) for name, settings in (
-            ("original", ""), ("buddies", "alpha=0.9,rho=2"), ("random", "mode=random,rho=2"),
-            ("drop", "mode=none,rho=2,miss=drop"))
+            ("original", ""), ("buddies", "coverage=0.9,max_replaced=2"), ("random", "mode=random,max_replaced=2"),
+            ("drop", "mode=none,max_replaced=2,miss=drop"))
     ]
     assert rows[0]["kept acc"] == 1 and rows[0]["facts-test acc"] == rows[4]["facts-test acc"]
     changed = [it["judged_substituted_per_token"] + it["judged_dropped_per_token"] for it in rows]
