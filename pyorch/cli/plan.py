@@ -94,8 +94,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--decode-bandwidth", metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
-                        help="threads that decode (default: those that compute and those of the engine, as many as there are cores "
-                             "at most)")
+                        help="threads that decode (default: those that compute and those of the engine, at most as many "
+                             "as there are processors)")
     parser.add_argument("--check", action="store_true",
                         help="plan by the first half of the trace, and play the second half")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
         budget = budget_setting.resolve(model_map.info)
         recording = None if args.trace is None else decoded_recording(Trace(args.trace), model_map)
         if recording is not None and recording.n_requests < args.batch:
-            raise PyorchError(f"{args.trace} has {counted(recording.n_requests, 'request')}: for {args.batch} sequences "
-                              "at once record as many, each of --ctx tokens of the text")
+            raise PyorchError(f"{args.trace} has {counted(recording.n_requests, 'request')}: for {args.batch} "
+                              "sequences at once record as many, each of --ctx tokens of the text")
         planned_by = recording
         if args.check:
             planned_by, rest = recording.divided(len(recording) // 2, args.batch)
@@ -186,9 +186,9 @@ def run(args: argparse.Namespace) -> int:
             tuple(map(tuple, np.asarray(uses).tolist())), args.batch,
         ), model_map)
         picture = None if args.plot is None else _draw(args.plot, planner, planned, model_map, pools, args.step)
-    report = Report(args.model, args.trace, routing, output, budget, args.batch, pools, n_tokens, machine.bytes_per_second,
-                    machine.decoded_per_second, machine.n_workers, planned.n_splits, planned.n_evaluated, seconds,
-                    n_played, n_played_tokens, handicap, rows)
+    report = Report(args.model, args.trace, routing, output, budget, args.batch, pools, n_tokens,
+                    machine.bytes_per_second, machine.decoded_per_second, machine.n_workers, planned.n_splits,
+                    planned.n_evaluated, seconds, n_played, n_played_tokens, handicap, rows)
     if args.json:
         print_json(report)
     else:

@@ -99,7 +99,7 @@ class Planner:
         layers: one for each row of inclusion.
         least_full: bytes that whole experts have in any case, whatever their share; others divide the rest.
         batch: tokens that are decoded at once, of as many sequences. What several of them need is recovered once. They
-            need now more experts, now fewer; so what is taken for the mean wait is the wait of mean hits, a bound below.
+            need now more experts, now fewer; so the mean wait is taken to be that of mean hits, a bound from below.
 
     Raises PyorchError for probabilities that cannot be.
     """

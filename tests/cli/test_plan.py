@@ -124,7 +124,8 @@ def test_a_plan_for_several_sequences_expects_what_their_tokens_need_together(
     with small_model(model, "30%") as loaded:
         assert loaded.stats().pools_from == "model.plan.json"
         logits(loaded, prompt_tokens[:20])
-    assert main(["bench", str(model), "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16"]) == 0
+    args = ("bench", model, "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16")
+    assert main(list(map(str, args))) == 0
     assert "planned" not in capsys.readouterr().out, "it is no plan for one sequence"
 
 

@@ -342,7 +342,8 @@ def test_tokens_of_a_batch_that_share_an_expert_share_its_recovery(
     settings = ReplaySettings("lfu", budget="40%", pools="0.1,0.9,0,0", read_bandwidth=1e9, decode_bandwidth=1e9)
     with ModelMap(model) as packed:
         packed.attach_pack(pack)
-        alone, together = (replay(packed, it, replace(settings, batch=batch)).stats for it, batch in ((one, 1), (alike, 3)))
+        alone = replay(packed, one, settings).stats
+        together = replay(packed, alike, replace(settings, batch=3)).stats
         apart = replay(packed, recording, replace(settings, batch=3)).stats
     assert together.decoded_bytes == alone.decoded_bytes > 0 and together.bytes_read == alone.bytes_read
     assert together.compressed_hits == alone.compressed_hits > 0

@@ -26,8 +26,8 @@ class Pools {
 public:
     explicit Pools(const ModelMap & map);
 
-    // A model without compressed experts has full ones only. fewest: bytes that full experts get in any case; passing: of
-    // these, what a layer needs at once: no rank has them, for what was there would go whenever a layer comes.
+    // A model without compressed experts has full ones only. fewest: bytes that full experts get in any case; passing:
+    // of these, what a layer needs at once: no rank has them, for what was there would go whenever a layer comes.
     // REQUIRES: the budget has room for them, and for the fewest experts on their way
     void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing = 0);
 
