@@ -49,7 +49,7 @@ def check(
     begin = time.monotonic()
     path = Path(path or container.default_path(model, packs.KIND)).absolute()
     with ModelMap(model) as model_map, ModelMap(model) as attached:
-        metadata, arrays = container.read(path, packs.KIND, packs.VERSION, model_map)
+        metadata, arrays = packs.read(path, model_map)
         attached.attach_pack(path)  # which checks the index
         if layout is not None and metadata[packs.LAYOUTS] != layouts_of(model_map, layout):
             raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "

@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from measure_cluster_load import TASKS
 from measure_cluster_parts import PLACES
 from measure_cluster_setups import PARTS, SERVERS, config_of, costs_of, plan_of, pyorch, setups
 
+from pyorch import pictures
 from pyorch.files import write_text
 
 
@@ -53,7 +55,7 @@ def _placements(args: argparse.Namespace, found: dict[str, Any]) -> None:
     _table(rows)
     _csv(args.report / f"{part}.csv", rows)
     curves = {name: _over_time([one["counts"] for one in rounds]) for name, rounds in found["clusters"].items()}
-    _draw_placements(args.report / f"{part}.png", rows, curves)
+    pictures.save_as(partial(_draw_placements, rows=rows, curves=curves), args.report / f"{part}.png")
 
 
 def _simulated(args: argparse.Namespace, found: dict[str, Any], setup, seed: int) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _shift(args: argparse.Namespace, found: dict[str, Any]) -> None:
         curves[f"migration {name.removeprefix('shift-')}"] = (_over_time([one["counts"]]), one["answers"])
     _table(rows)
     _csv(args.report / "shift.csv", rows)
-    _draw_shift(args.report / "shift.png", curves, found)
+    pictures.save_as(partial(_draw_shift, curves=curves, found=found), args.report / "shift.png")
 
 
 def _scaling(args: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -111,7 +113,7 @@ def _kill(args: argparse.Namespace, found: dict[str, Any]) -> None:
         rows.append(row)
     _table(rows)
     _csv(args.report / "kill.csv", rows)
-    _draw_kill(args.report / "kill.png", one["answers"], found)
+    pictures.save_as(partial(_draw_kill, answers=one["answers"], found=found), args.report / "kill.png")
 
 
 def _thirds(args: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -220,15 +222,13 @@ def _line(values: Sequence[Any]) -> str:
     return text.getvalue()
 
 
-def _figure(n: int):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+def _figure(figure_class, n: int):
+    figure = figure_class(figsize=(11, 3.8), layout="constrained")
     return figure, figure.subplots(1, n)
 
 
-def _draw_placements(path: Path, rows: Sequence[dict[str, Any]], curves: dict[str, Any]) -> None:
-    figure, (left, right) = _figure(2)
+def _draw_placements(figure_class, rows: Sequence[dict[str, Any]], curves: dict[str, Any]):
+    figure, (left, right) = _figure(figure_class, 2)
     for i, (label, name) in enumerate((("measured", "mean latency s"), ("simulated", "simulated s"))):
         left.bar([n + 0.4 * i - 0.2 for n in range(len(rows))], [row[name] for row in rows], 0.38, label=label)
     left.set_xticks(range(len(rows)), [row["placement"] for row in rows])
@@ -240,11 +240,11 @@ def _draw_placements(path: Path, rows: Sequence[dict[str, Any]], curves: dict[st
     right.set_xlabel("time, s")
     right.set_ylabel("rows that the server computes itself, %")
     right.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
-def _draw_shift(path: Path, curves: dict[str, Any], found: dict[str, Any]) -> None:
-    figure, (left, right) = _figure(2)
+def _draw_shift(figure_class, curves: dict[str, Any], found: dict[str, Any]):
+    figure, (left, right) = _figure(figure_class, 2)
     for name, (points, answers) in curves.items():
         left.plot([t for t, _ in points], [100 * ratio for _, ratio in points], label=name, linewidth=1.5)
         right.plot(*zip(*_means(answers, found["interval"])), label=name, linewidth=1.5)
@@ -256,7 +256,7 @@ def _draw_shift(path: Path, curves: dict[str, Any], found: dict[str, Any]) -> No
     left.set_ylabel("rows that the server computes itself, %")
     right.set_ylabel("mean latency of a request, s")
     left.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def _means(answers: Sequence[dict], width: float) -> Iterator[tuple[float, float]]:
@@ -267,8 +267,8 @@ def _means(answers: Sequence[dict], width: float) -> Iterator[tuple[float, float
             yield (i + 0.5) * width, mean
 
 
-def _draw_kill(path: Path, answers: Sequence[dict], found: dict[str, Any]) -> None:
-    figure, axis = _figure(1)
+def _draw_kill(figure_class, answers: Sequence[dict], found: dict[str, Any]):
+    figure, axis = _figure(figure_class, 1)
     for i, name in enumerate(SERVERS):
         own = _of(answers, name)
         answered = [answer for answer in own if not answer["error"]]
@@ -281,4 +281,4 @@ def _draw_kill(path: Path, answers: Sequence[dict], found: dict[str, Any]) -> No
     axis.set_xlabel("time of arrival, s")
     axis.set_ylabel("latency of a request, s")
     axis.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    return figure

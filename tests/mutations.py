@@ -330,6 +330,16 @@ def set_metadata(content: bytes, key: str, value: int) -> bytes:
     return bytes(damaged)
 
 
+def retyped(content: bytes, key: str, value_type: int, value: bytes) -> bytes:
+    """A copy of a GGUF in which the metadata of this key have another type, by its number, and value, as it is written."""
+    known = anatomy(content)
+    metadata = [content[begin:end] for _, begin, end in known.metadata]
+    i = [name for name, _, _ in known.metadata].index(key)
+    end_of_key = 8 + struct.unpack_from("<Q", metadata[i])[0]
+    metadata[i] = metadata[i][:end_of_key] + struct.pack("<I", value_type) + value
+    return _joined(content, known, metadata, [content[begin:end] for _, begin, end in known.tensors])
+
+
 def nested(content: bytes, levels: int) -> bytes:
     """A copy of a GGUF with an array in an array in an array."""
     known, key = anatomy(content), b"pyorch.nested"
@@ -376,13 +386,10 @@ def _restructured(content: bytes, known: Anatomy, chance: random.Random) -> tupl
         cut = chance.choice((chance.randrange(len(content)), chance.randrange(known.data)))
         return f"cut off at {cut}", content[:cut]
     if how == "retyped":
-        key, begin, _ = chance.choice(known.metadata)
-        i = [name for name, _, _ in known.metadata].index(key)
+        key = chance.choice(known.metadata)[0]
         value_type, value = chance.choice(_VALUES)
-        end_of_key = 8 + struct.unpack_from("<Q", content, begin)[0]
-        metadata[i] = metadata[i][:end_of_key] + struct.pack("<I", value_type) + value
-        said = f"{key} has the type {value_type} and the bytes {value.hex()}"
-    elif how == "no":
+        return f"{key} has the type {value_type} and the bytes {value.hex()}", retyped(content, key, value_type, value)
+    if how == "no":
         del parts[i]
     elif how == "twice":
         parts.append(parts[i])

@@ -115,15 +115,18 @@ def new_writer(
 
 
 def read(
-    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap
+    path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, until: str = ""
 ) -> tuple[Metadata, dict[str, np.ndarray]]:
     """The metadata and the arrays that write() was given. The arrays are read-only views of the mapped file.
+
+    until: the first of the arrays that are not looked at, such as gigabytes of experts: it and those behind it may be
+    zeros. What is before it is copied into memory: nobody ends this process by cutting off the file.
 
     Raises FormatError: no such file, not a sidecar, of another kind, version or model, damaged or cut off.
     """
     path = Path(path)
     prefix = f"{kind}."
-    contents, arrays = _contents(path, (_KIND, _VERSION, _FINGERPRINT, prefix))
+    contents, arrays = _contents(path, (_KIND, _VERSION, _FINGERPRINT, prefix), until)
     found = contents.get(_KIND)
     if found is None:
         raise FormatError(f"{path} is a GGUF file, but not a sidecar of pyorch: it has no {_KIND}")
@@ -139,8 +142,8 @@ def read(
     return {key.removeprefix(prefix): value for key, value in contents.items() if key.startswith(prefix)}, arrays
 
 
-def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str, np.ndarray]]:
-    """The metadata whose keys begin so, and all arrays."""
+def _contents(path: Path, prefixes: tuple[str, ...], until: str) -> tuple[Metadata, dict[str, np.ndarray]]:
+    """The metadata whose keys begin so, and all arrays; see read()."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise FormatError(f"{path} is no file")  # a pipe would be waited for
@@ -154,14 +157,41 @@ def _contents(path: Path, prefixes: tuple[str, ...]) -> tuple[Metadata, dict[str
         raise FormatError(f"{path} is not a sidecar of pyorch: it does not begin with GGUF")
     try:
         # First by the library: a count that the file cannot hold would keep GGUFReader going for hours.
-        ModelMap(path).close()
-        import gguf
-
-        reader = gguf.GGUFReader(path)
+        with ModelMap(path) as checked:
+            n_bytes = _offset(checked, until)
+        reader = _reader(path, n_bytes)
         return ({key: field.contents() for key, field in reader.fields.items() if key.startswith(prefixes)},
                 {tensor.name: tensor.data for tensor in reader.tensors})
     except (FormatError, OSError, *_DAMAGE):
         raise FormatError(f"{path} is damaged or cut off: make it again") from None
+
+
+def _offset(of_file: ModelMap, tensor: str) -> int | None:
+    """Where a tensor begins; None if there is none of that name."""
+    try:
+        return of_file.tensor_range(tensor).offset if tensor else None
+    except PyorchError:
+        return None
+
+
+def _reader(path: Path, n_bytes: int | None) -> gguf.GGUFReader:
+    """Of a file, or of a copy in memory of its first bytes, with zeros behind them. Raises what GGUFReader does."""
+    import gguf
+
+    if n_bytes is None or not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
+        return gguf.GGUFReader(path)
+    copy = os.memfd_create("pyorch")
+    try:
+        with path.open("rb") as file:
+            os.ftruncate(copy, os.fstat(file.fileno()).st_size)
+            head = file.read(n_bytes)
+        if len(head) < n_bytes:
+            raise FormatError(f"{path} is cut off")
+        while head:
+            head = head[os.write(copy, head) :]
+        return gguf.GGUFReader(f"/proc/self/fd/{copy}")
+    finally:
+        os.close(copy)
 
 
 class _Tensor(np.ndarray):

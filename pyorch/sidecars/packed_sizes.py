@@ -8,7 +8,7 @@ import numpy as np
 
 from pyorch.errors import FormatError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container, packs
+from pyorch.sidecars import packs
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
     """
     if model_map.pack is None:
         return None
-    _, arrays = container.read(model_map.pack, packs.KIND, packs.VERSION, model_map)
+    _, arrays = packs.read(model_map.pack, model_map)
     sizes = {}
     for layer in model_map.layers:
         chunks = np.ascontiguousarray(arrays[packs.index_name(layer.il)]).view(packs.CHUNK).ravel()

@@ -52,6 +52,15 @@ def role_offsets(model_map: ModelMap, layer: LayerInfo) -> tuple[list[int], int]
     return offsets, -(-end // PAGE) * PAGE
 
 
+def read(path: str | os.PathLike[str], model_map: ModelMap) -> tuple[container.Metadata, dict[str, np.ndarray]]:
+    """As container.read(), without the experts. FormatError for what is no pack of this model, or is damaged."""
+    until = data_name(model_map.layers[0].il) if model_map.layers else ""
+    metadata, arrays = container.read(path, KIND, VERSION, model_map, until)
+    if not isinstance(metadata.get(CODECS, []), list):
+        raise FormatError(f"{path} is damaged: its {KIND}.{CODECS} is no list; make it again")
+    return metadata, arrays
+
+
 @dataclass(frozen=True)
 class Contents:
     """Of an attached pack. codecs: that matrices are stored with, () if it is not compressed; stored_bytes: of all."""
@@ -64,7 +73,7 @@ def contents(model_map: ModelMap) -> Contents | None:
     """None without an attached pack. FormatError if it is damaged."""
     if model_map.pack is None:
         return None
-    metadata, arrays = container.read(model_map.pack, KIND, VERSION, model_map)
+    metadata, arrays = read(model_map.pack, model_map)
     schemes = metadata.get(CODECS, [])
     rows = (np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK) for layer in model_map.layers)
     return Contents(tuple(dict.fromkeys(str(scheme).partition("/")[0] for scheme in schemes)),
@@ -99,7 +108,7 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
     if path is None or model_map.pack is not None or not model_map.layers:
         return ""
     try:
-        metadata, _ = container.read(path, KIND, VERSION, model_map)
+        metadata, _ = read(path, model_map)
         layouts = metadata.get(LAYOUTS)
         if plain and not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts)):
             return f"{path} holds experts in an order that the plain kernels do not compute with"

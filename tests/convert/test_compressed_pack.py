@@ -13,7 +13,8 @@ import gguf
 import numpy as np
 import pytest
 from architectures import Zoo
-from mutations import flip
+from mutations import flip, retyped
+from processes import python
 
 from pyorch.cli import main
 from pyorch.convert import compression
@@ -152,6 +153,29 @@ def test_chunks_of_two_experts_may_not_overlap(model: Path, pack_path: Path) -> 
         file.write(rows.tobytes())
     with ModelMap(model) as model_map, pytest.raises(FormatError, match="misplaces expert"):
         model_map.attach_pack(pack_path)
+
+
+def test_a_list_of_codecs_that_is_none_is_refused(model: Path, pack_path: Path) -> None:
+    pack_path.write_bytes(retyped(pack_path.read_bytes(), "experts.codecs", 6, b"\0\0\xc0\x7f"))
+    with ModelMap(model) as model_map:
+        assert packs.attach(model_map) == f"{pack_path} is damaged: its experts.codecs is no list; make it again"
+        assert packs.contents(model_map) is None
+
+
+def test_who_reads_the_index_survives_that_the_pack_is_cut_off_meanwhile(model: Path, pack_path: Path) -> None:
+    """A page of a mapped file that is not there any more ends the process."""
+    program = (
+        "import os\nfrom pyorch.runtime.model_map import ModelMap\nfrom pyorch.sidecars import packs\n"
+        f"with ModelMap({str(model)!r}) as model_map:\n"
+        f"    metadata, arrays = packs.read({str(pack_path)!r}, model_map)\n"
+        f"    os.truncate({str(pack_path)!r}, 0)\n"
+        "    print(sum(int(arrays[packs.index_name(layer.il)].view(packs.CHUNK)['stored'].sum())\n"
+        "              for layer in model_map.layers))\n"
+    )
+    with ModelMap(model) as model_map:
+        stored = sum(int(index_of(pack_path, layer.il)[1]["stored"].sum()) for layer in model_map.layers)
+    done = python("-c", program)
+    assert done.returncode == 0 and int(done.stdout) == stored > 0, done.stderr
 
 
 def test_a_pack_that_is_cut_off_or_another_models_is_refused(

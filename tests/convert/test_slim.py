@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -181,6 +182,30 @@ def test_a_damaged_chunk_of_each_kind_fails_the_decode_and_is_named(
     flip(pack, int(places[7]["offset"]))
     assert main(["pack", str(pair), "--check"]) == 2
     assert re.search(r"is damaged in 1 place: .*expert 7 of blk\.2\.ffn_", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("made", ["slim", "compressed"])
+def test_a_pack_is_read_as_long_as_what_it_holds_is_what_was_packed(
+    made: str, request: pytest.FixtureRequest, resident: Model, tmp_path: Path
+) -> None:
+    """Its times and its mode say nothing of that, its checksums do: who puts back what was there is not noticed."""
+    slim = request.getfixturevalue(made)
+    pair = Path(shutil.copy(slim, tmp_path / "model.gguf"))
+    pack = Path(shutil.copy(container.default_path(slim, packs.KIND), container.default_path(pair, packs.KIND)))
+    content = pack.read_bytes()
+    with Context(resident.llama.model, n_ctx=64, n_threads=1) as it:
+        expected = it.decode(TOKENS)
+    with small_model(pair, "20%", prefetch="none") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
+        pack.chmod(0o640)
+        os.utime(pack, (1, 1))
+        assert_same_bits(it.decode(TOKENS), expected)
+        os.truncate(pack, len(content) // 4)
+        with pytest.raises(PyorchError, match=f"from {pack}: the file was changed after it was loaded"):
+            it.decode(TOKENS)
+        pack.write_bytes(content)
+        model.engine.wait_idle()
+        it.clear()
+        assert_same_bits(it.decode(TOKENS), expected)
 
 
 def test_experts_of_a_compressed_pair_are_compared_as_those_of_the_model(compressed: Path, small_moe: Path) -> None:

@@ -285,10 +285,15 @@ void Loader::fail(Load & load, int role, int file, const std::string & why) {
         map.layers[load.layer].tensors[role].name.c_str(), map.files[file].path.c_str(), why.c_str()));
 }
 
+static constexpr const char * CHANGED = "the file was changed after it was loaded";
+
 // What a request was to bring of a matrix is not there, or damaged: the model's own file has it too.
 void Loader::missing(const ReadRequest & request, int role, const char * why) {
     Load & load = *request.load;
     load.damaged = true;
+    if (request.from_pack && source->changed(request.file)) {
+        why = CHANGED;
+    }
     if (!request.from_pack || map.slim) {
         fail(load, role, request.file, why);
         return;
@@ -311,7 +316,7 @@ void Loader::missing(const ReadRequest & request, int role, const char * why) {
 }
 
 static const char * reason(int64_t result) {
-    return result == -ESTALE ? "the file was changed after it was loaded" :
+    return result == -ESTALE ? CHANGED :
         result < 0 ? strerror((int) -result) : "the file ends before it";
 }
 
