@@ -67,6 +67,7 @@ class Cluster:
         self.up = self.run("up", *map(str, options))
         assert self.up.returncode == 0, self.up.stderr
         self.running = state.find(config)
+        self.has_plan = "--plan" in options
         self._looking = subprocess.Popen([sys.executable, "-c", _LOOK, str(config)], text=True, stdin=subprocess.PIPE,
                                          stdout=subprocess.PIPE)
 
@@ -86,6 +87,18 @@ class Cluster:
             return all(server["state"] != ABSENT for server in found.values())
 
         wait_until(all_answer)
+        return found
+
+    def serving(self) -> dict[str, dict]:
+        """The same when all serve, and with a plan for each other: a busy machine may take its time."""
+        found: dict[str, dict] = {}
+
+        def do_serve() -> bool:
+            found.update(self.glance())
+            return all(server["state"] == SERVING and
+                       (not self.has_plan or server["counters"]["met"] == len(found) - 1) for server in found.values())
+
+        wait_until(do_serve)
         return found
 
     def scheduler(self) -> dict | None:

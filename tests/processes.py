@@ -12,8 +12,9 @@ HANG_SECONDS = 900
 
 
 def heed_ctrl_c() -> None:
-    """A preexec_fn: what runs in the background of a shell ignores Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A preexec_fn: what runs in the background of a shell ignores Ctrl-C, or the end of its terminal."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def is_alive(pid: int | str) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +70,7 @@ def _add_action(actions, name: str, summary: str, run, example: str) -> argparse
 def _up(args: argparse.Namespace) -> int:
     from pyorch.cli.tables import show
 
-    with _started(args) as (_, servers):
+    with _interruptible(), _started(args) as (_, servers):
         show(_table(servers))
     return 0
 
@@ -79,19 +80,27 @@ def _serve(args: argparse.Namespace) -> int:
     from pyorch.cluster import operations
 
     asked = threading.Event()
-    before = signal.signal(signal.SIGTERM, _interrupt)  # while it starts, as Ctrl-C is
-    try:
-        with contextlib.ExitStack() as ending:
-            with _started(args) as (ray, servers):
-                ending.callback(operations.down, args.config)  # one that was up before stays
-                for number in (signal.SIGTERM, signal.SIGINT):
-                    signal.signal(number, lambda *_: asked.set())
-                show(_table(servers))
-                operations.watch(ray, servers, _say, asked.wait)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with _interruptible() as numbers, contextlib.ExitStack() as ending:
+        with _started(args) as (ray, servers):
+            ending.callback(operations.down, args.config)  # one that was up before stays
+            for number in numbers:
+                signal.signal(number, lambda *_: asked.set())
+            show(_table(servers))
+            operations.watch(args.config, ray, servers, _say, asked.wait)
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Whoever tells this command to end, or closes its terminal, does what Ctrl-C does. Gives the signals for that."""
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+               if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, or in the background of a script
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    try:
+        yield numbers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _status(args: argparse.Namespace) -> int:

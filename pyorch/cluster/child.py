@@ -57,6 +57,7 @@ class Serving:
 
     ASKED = ("counters", "activity", "pin", "listen", "connect", "follow", "move", "offer", "hold", "missing",
              "disk_bytes_per_second", "probe", "processors")
+    SLOW = ("connect", "disk_bytes_per_second", "probe")  # others are answered meanwhile
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
@@ -65,7 +66,8 @@ class Serving:
         self._engine: Engine | None = None
         self._address: Address | None = None
         self._pinned: set[tuple[int, int]] = set()  # il and expert
-        self._using = threading.Lock()  # the engine, which the end of the server takes away
+        self._n_using = 0  # the engine, which the end of the server takes away
+        self._used = threading.Condition()
 
     @property
     def _n_threads(self) -> int:
@@ -74,33 +76,44 @@ class Serving:
     @contextlib.contextmanager
     def attached(self, engine: Engine | None, address: Address) -> Iterator[None]:
         """While the server answers requests. engine: None of a model without experts."""
-        with self._using:
-            self._engine, self._address = engine, address
+        self._engine, self._address = engine, address
         with contextlib.suppress(OSError):
             self._channel.send({"ready": address.url})
         try:
             yield
         finally:
-            with self._using:
+            with self._used:
+                self._used.wait_for(lambda: self._n_using == 0)
                 self._engine = None
 
     def answer(self) -> None:
         """Until the channel ends, with the actor. Then this process does, in order if that is soon done."""
         while (message := self._channel.receive()) is not None:
-            try:
-                assert message["ask"] in self.ASKED
-                with self._using:
-                    answer = {"answer": getattr(self, message["ask"])(**message["with"])}
-            except PyorchError as error:
-                answer = {"refused": str(error)}
-            except Exception as error:  # else this thread ends, and the process outlives its actor
-                traceback.print_exc()
-                answer = {"refused": f"{type(error).__name__}: {error}"}
-            with contextlib.suppress(OSError):
-                self._channel.send(answer | {"number": message["number"]})
+            with self._used:
+                self._n_using += 1
+            if message["ask"] in self.SLOW:
+                threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+            else:
+                self._answer(message)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_END_SECONDS)
         os._exit(1)
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        try:
+            assert message["ask"] in self.ASKED
+            answer = {"answer": getattr(self, message["ask"])(**message["with"])}
+        except PyorchError as error:
+            answer = {"refused": str(error)}
+        except Exception as error:  # else the thread that answers ends, and the process outlives its actor
+            traceback.print_exc()
+            answer = {"refused": f"{type(error).__name__}: {error}"}
+        finally:
+            with self._used:
+                self._n_using -= 1
+                self._used.notify_all()
+        with contextlib.suppress(OSError):
+            self._channel.send(answer | {"number": message["number"]})
 
     def counters(self) -> dict[str, Any]:
         """Counters, as a dictionary."""
@@ -118,6 +131,7 @@ class Serving:
             counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
                                            waited_ns=remote.wait_ns, read=remote.read, served=served.slots,
                                            served_messages=served.requests, served_ns=served.compute_ns,
+                                           met=sum(self._exchange.met().values()),
                                            activations=sum(int(row.sum()) for row in self._activations()))
         return dataclasses.asdict(counters)
 

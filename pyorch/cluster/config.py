@@ -238,7 +238,7 @@ class _Table:
         """A whole number within bounds."""
         value = self.take(key, int, default)
         if not low <= value <= high:
-            raise FormatError(f"{self.where}: {key} is {value}, not a whole number from {low} to {high}")
+            raise FormatError(f"{self.where}: {key} is {_show(value)}, not a whole number from {low} to {high}")
         return value
 
     def finish(self) -> None:
@@ -404,6 +404,9 @@ def _seconds(text: str, where: str, like: str) -> float:
 
 def _show(value: Any) -> str:
     """A value of the file, in a line."""
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    try:
+        text = f'"{value}"' if isinstance(value, str) else str(value)
+    except ValueError:  # of whole numbers Python shows no more digits
+        return f"of more than {sys.get_int_max_str_digits()} digits"
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else f"{text[:57]}..."

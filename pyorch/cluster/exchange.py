@@ -66,7 +66,9 @@ class Exchange:
                 self._engine.peer(before.number).joined
             ):
                 return
-            number = self._connect(address, port, timeout)
+        number = self._connect(address, port, timeout)  # which takes long where nobody answers
+        with self._changing:
+            before = self._met.get(name)
             self._met[name] = _Met(address, port, number)
             self._place()
             if before is not None:

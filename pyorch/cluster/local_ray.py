@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from types import ModuleType
 
+from pyorch import ports
 from pyorch.cluster.state import Running, remember
 from pyorch.errors import PyorchError
 from pyorch.sizes import MiB
@@ -24,6 +25,7 @@ from pyorch.sizes import MiB
 MARK = "PYORCH_CLUSTER"  # the environment variable that marks processes of a cluster
 CHILD = "pyorch.cluster.child"  # the module that a serving process runs
 _TEMPORARY = "/tmp"  # paths of sockets have 107 bytes at most, and Ray appends 70: not wherever TMPDIR is
+_ANSWER_SECONDS = 10.0  # for Ray's first word
 _SECONDS_TO_END = 15.0  # for servers whose Ray is gone: they write down what they learned; then they are killed
 
 # No statistics are sent anywhere, no device is hidden from actors that claim none, and nobody who does not answer is
@@ -46,6 +48,11 @@ _START = (
         "health_check_period_ms": 500, "health_check_timeout_ms": 5000, "health_check_failure_threshold": 3,
     }),
 )
+
+
+# Either end of a connection of HTTP/2 says first which settings it has, in a frame whose fourth byte is its kind.
+_SETTINGS, _KIND = b"\x04", 3
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 
 
 def ray_library() -> ModuleType:
@@ -78,10 +85,11 @@ def start(running: Running) -> Running:
     running = dataclasses.replace(running, directory=directory)
     remember(running)
     log = os.path.join(running.directory, "ray.log")
+    client = ports.free()  # for all else Ray asks the system, and keeps what it gets
     with open(log, "wb") as output:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *_START, f"--temp-dir={running.directory}",
-             f"--ray-client-server-port={_free_port()}"],
+             f"--ray-client-server-port={client}"],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=running.directory,
             env=os.environ | _environment(running), start_new_session=True,
         )
@@ -138,30 +146,40 @@ def end(running: Running) -> None:
 
 
 def is_alive(running: Running) -> bool:
-    """Whether the keeper of a cluster with its own Ray is there, and Ray's port open."""
+    """Whether a cluster's Ray answers, and the keeper of one of its own is there."""
     import psutil
 
     try:
-        if not _belongs(psutil.Process(running.keeper), running):
+        if running.has_own_ray and not _belongs(psutil.Process(running.keeper), running):
             return False
     except psutil.Error:
         return False
-    return _answers(running)
+    return answers(running)
 
 
 def _check_answers(running: Running) -> None:
-    if not _answers(running):
+    if not running.ray:
+        raise PyorchError("the cluster is starting; or who started it was interrupted, and `pyorch cluster down` "
+                          "removes what is left of it")
+    if not answers(running):
         ended = ": it has ended; `pyorch cluster down` removes what is left of it" if running.has_own_ray else ""
         raise PyorchError(f"no Ray answers at {running.ray}{ended}")
 
 
-def _answers(running: Running) -> bool:
+def answers(running: Running) -> bool:
+    """Whether somebody speaks HTTP/2 where its Ray is, as Ray does. Ray itself would ask another one for minutes."""
     host, _, port = running.ray.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return True
+            connection.sendall(_GREETING)
+            said = b""
+            while len(said) <= _KIND and (more := connection.recv(_KIND + 1 - len(said))):
+                said += more
+            return said[_KIND:] == _SETTINGS
     except (OSError, ValueError, OverflowError):
         return False
-    return True
 
 
 def _environment(running: Running) -> dict[str, str]:
@@ -210,12 +228,6 @@ def _kill(process) -> None:
 
     with contextlib.suppress(psutil.Error):
         process.kill()  # psutil looks whether the number still is that process's
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _read(path: str) -> str:

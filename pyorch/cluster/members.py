@@ -91,7 +91,7 @@ class Counters:
     other servers were asked for; fallback: of them, those that no server answered; waited_ns: for answers, when its own
     experts were done; read: that none was asked for, because reading their experts was estimated to be faster. served:
     rows times experts that it computed for others, in so many messages and so long; stalled_ns: that its own layers
-    waited for reads.
+    waited for reads. met: other servers that compute for it now.
     """
 
     pid: int
@@ -112,6 +112,7 @@ class Counters:
     served_messages: int = 0
     served_ns: int = 0
     stalled_ns: int = 0
+    met: int = 0
     requests_running: int | None = None
     requests_waiting: int | None = None
     prompt_tokens: int | None = None

@@ -31,11 +31,12 @@ from pyorch.cluster.state import Running
 from pyorch.cluster.tls import Tls
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import Budget
 from pyorch.sidecars.container import fingerprint
+from pyorch.sizes import format_bytes
 
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
+PORTS_TRIED = 3
 STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
 
 
@@ -72,6 +73,9 @@ def brought_up(
     if placement is not None and set(placement.servers) != set(cluster.names):
         raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
                           f"{', '.join(cluster.names)}")
+    for flag in ("--host", "--port"):
+        if flag in flags:
+            raise PyorchError(f"{flag} cannot be one for all servers: {cluster.path} has address and port of each")
     if placement is not None:
         cluster.check_privacy()
     setting = _setting(cluster) if placement is not None and cluster.scheduler.enabled else None
@@ -79,28 +83,23 @@ def brought_up(
         with state.locked(cluster.path):
             before = state.find(cluster.path)
             if before is not None:
-                alive = not before.has_own_ray or local_ray.is_alive(before)
+                alive = local_ray.is_alive(before)
                 what = "is up" if alive else "was up, and ended by itself"
                 raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down --config "
                                   f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
-                found = {server.name: _examined(server, examine(*_asked(cluster, server)))
-                         for server in cluster.servers}
-                _check_same(cluster, found)
+                found = _examined(cluster, lambda server: examine(*_asked(cluster, server)))
             try:
-                if ray_address:
-                    state.remember(running)
-                else:
+                if not ray_address:
                     say("starting Ray")
                     running = local_ray.start(running)
                 ray = connection.enter_context(connected(running))
+                state.remember(running)
                 nodes = {}
                 if ray_address:
                     nodes = _nodes(ray, cluster)
-                    found = {server.name: _examine_there(ray, cluster, server, nodes[server.name])
-                             for server in cluster.servers}
-                    _check_same(cluster, found)
+                    found = _examined(cluster, lambda server: _examine_there(ray, cluster, server, nodes[server.name]))
                 for job in _jobs(cluster, found, running, placement, settings or {}, flags):
                     start_server(ray, job, nodes.get(job.name, ""))
                 servers = _wait(ray, cluster.names, say)
@@ -110,6 +109,7 @@ def brought_up(
                 connection.close()
                 left = state.find(cluster.path)  # what was started may be more than is known here
                 if left is not None:
+                    say("taking down what was started")
                     _take_down(left)
                 raise
         yield ray, servers
@@ -207,11 +207,7 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
             servers[name] = ServerCosts(disk_bytes_per_second=asked(name, "measure_disk"))
 
         def counters() -> dict[str, Counters]:
-            found = {name: asked(name, "status") for name in running.servers}
-            for name, server in found.items():
-                if server.counters is None:
-                    raise PyorchError(f"server {name} does not serve: `pyorch cluster status` shows how it does")
-            return {name: server.counters for name, server in found.items()}
+            return {name: asked(name, "counters") for name in running.servers}
 
         works = Works(running.servers, lambda name, *tokens: asked(name, "probe", *tokens), counters)
         for name in running.servers:
@@ -233,11 +229,21 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
 
 
 def watch(
-    ray: ModuleType, servers: Sequence[Status], say: Callable[[str], None], ended: Callable[[float], bool],
+    config: Path, ray: ModuleType, servers: Sequence[Status], say: Callable[[str], None],
+    ended: Callable[[float], bool],
 ) -> None:
-    """Says what changes in the state of servers, until `ended`, which waits for so many seconds, says so."""
+    """Says what changes in the state of servers, until `ended`, which waits for so many seconds, says so.
+
+    PyorchError when Ray has ended: it would end this process, too, after a while.
+    """
     known = {server.name: server.state for server in servers}
+    running, n_silent = _running(config), 0
     while not ended(0.5):
+        n_silent = 0 if local_ray.is_alive(running) else n_silent + 1
+        if n_silent == 2:
+            raise PyorchError("the cluster has ended: its Ray died, or another command took it down")
+        if n_silent:
+            continue
         for now in statuses(ray, list(known)):
             if now.state != known[now.name]:
                 say(f"server {now.name}: {now.state}" + (f", {now.reason}" if now.reason else ""))
@@ -280,8 +286,9 @@ def examine(
         with ModelMap(model) as model_map:
             info = model_map.info
             budget = sum(amount.of(info.slots_bytes) for amount in memory)
-            if model_map.layers:
-                Budget.parse(budget).resolve(info)
+            if model_map.layers and budget < info.floor_bytes:
+                return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
+                        f"{format_bytes(info.floor_bytes, round_up=True)} (twice the experts of a token, and one)")
             return Examined(fingerprint(model_map), *_free_ports(address, port, peer_port), budget)
     except PyorchError as error:
         return str(error)
@@ -293,17 +300,33 @@ def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, int, tuple,
             server.tls)
 
 
-def _examined(server: Server, found: Examined | str) -> Examined:
-    if isinstance(found, str):
-        raise PyorchError(f"server {server.name}: {found}")
+def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> dict[str, Examined]:
+    """What each server finds. PyorchError where one cannot run, or two of them cannot beside one another."""
+    found: dict[str, Examined] = {}
+    taken: dict[tuple[str, int], str] = {}
+    for server in cluster.servers:
+        for _ in range(PORTS_TRIED):  # free ports of two servers are the same now and then
+            one = examine(server)
+            if isinstance(one, str):
+                raise PyorchError(f"server {server.name}: {one}")
+            where = {(address, port) for address in _addresses(server.address) for port in (one.port, one.peer_port)}
+            clashes = sorted(taken.keys() & where)
+            if not clashes:
+                break
+        else:
+            raise PyorchError(f"server {server.name} and server {taken[clashes[0]]} are both to listen at port "
+                              f"{clashes[0][1]} of {clashes[0][0]}")
+        found[server.name] = one
+        taken |= dict.fromkeys(where, server.name)
+    _check_same(cluster, found)
     return found
 
 
-def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str) -> Examined:
+def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str) -> Examined | str:
     """On the machine of a server."""
     there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
     try:
-        return _examined(server, ray.get(there.remote(*_asked(cluster, server))))
+        return ray.get(there.remote(*_asked(cluster, server)))
     except ray.exceptions.RayError as error:
         raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {_last_line(error)}") from None
 
@@ -403,8 +426,9 @@ def _running(config: Path) -> Running:
 def _take_down(running: Running) -> None:
     if not running.has_own_ray:
         # Its servers are in somebody's Ray cluster. Where that is gone, they are, too.
-        with contextlib.suppress(PyorchError), connected(running) as ray:
-            stop_servers(ray, running)
+        if local_ray.answers(running):
+            with connected(running) as ray:
+                stop_servers(ray, running)
     else:
         local_ray.end(running)
     state.forget(running)

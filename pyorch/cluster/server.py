@@ -47,11 +47,12 @@ from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
-_ACTIVITY_SECONDS = 5.0  # that the scheduler does
+_ACTIVITY_SECONDS = 5.0  # that the scheduler does, and who measures
 _PLAN_SECONDS = 600.0  # for experts to be read
-_MEET_SECONDS = 10.0  # for the others to answer one that comes: who is late is not met until it comes itself
+_MEET_SECONDS = 10.0  # for the others to answer one that comes; who is late is met later
 _PROBE_SECONDS = 130.0  # for one request
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
+_CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
 _LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
@@ -69,6 +70,7 @@ class Server:
         self._job = job
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
+        self._connecting: dict[str, str] = {}  # to whom this server is not connected yet, and why not
         self._planned: tuple[Placement | None, int] = (Placement.from_fields(job.placement) if job.placement else None, 0)
         self._planning = threading.Lock()  # who changes the plan here and in the serving process
         self._memo: Any = None
@@ -93,12 +95,23 @@ class Server:
         if state == SERVING:
             try:
                 counters = Counters(**self._ask("counters"))
-            except TimeoutError as error:
+            except (PyorchError, TimeoutError) as error:
                 state, reason = ABSENT, str(error)
+        with self._answered:
+            reason = "; ".join(filter(None, (reason, *self._connecting.values())))
         return Status(
             self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), *self._placed(),
             tuple(sorted(self._peers)), self._n_fetched, counters,
         )
+
+    def counters(self) -> Counters | str:
+        """Likewise, of the serving process alone, for whoever can wait; a sentence where it does not serve."""
+        if self._state != SERVING:
+            return self._reason or "it starts"
+        try:
+            return Counters(**self._ask("counters", seconds=_ACTIVITY_SECONDS))
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
 
     def plan(self) -> Plan | None:
         """That this server follows; None where it has none."""
@@ -189,7 +202,7 @@ class Server:
             return f"server {self._job.name} refuses server {name}: {reason}", False
         self._peers.add(name)
         if self._listening:
-            threading.Thread(target=self._connect, args=(name,), daemon=True).start()
+            self._connect_soon(name)
         return "", self._listening
 
     def open_link(self) -> tuple[str, int]:
@@ -368,23 +381,51 @@ class Server:
         for name in self._job.peers:
             with contextlib.suppress(ValueError):  # it is not there yet
                 asked[ray.get_actor(name).introduce.remote(self._job.name, self._job.membership)] = name
-        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
         for answer in ready:
-            with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
-                sentence, listening = ray.get(answer)
-                if sentence:
-                    return sentence
-                self._peers.add(asked[answer])
-                if listening:
-                    self._connect(asked[answer])
+            if sentence := self._take_in(asked[answer], answer):
+                return sentence
+        for answer in late:  # it is busy
+            threading.Thread(target=self._take_in, args=(asked[answer], answer), daemon=True).start()
         return ""
 
+    def _take_in(self, name: str, answer: Any) -> str:
+        """What another server says when this one has presented itself. Returns why it refuses, or ""."""
+        ray = ray_library()
+        with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
+            sentence, listening = ray.get(answer)
+            if sentence:
+                self._reason = sentence
+                return sentence
+            self._peers.add(name)
+            if listening:
+                self._connect_soon(name)
+        return ""
+
+    def _connect_soon(self, name: str) -> None:
+        """Usually that is done when this returns."""
+        connecting = threading.Thread(target=self._connect, args=(name,), daemon=True)
+        connecting.start()
+        connecting.join(_ANSWER_SECONDS)
+
     def _connect(self, name: str) -> None:
-        """Another server computes its experts for this one from now on."""
-        try:
-            self._ask("connect", seconds=_PLAN_SECONDS, name=name)
-        except (PyorchError, TimeoutError) as error:
-            self._reason = f"server {name} does not compute for this one: {error}"
+        """Another server computes its experts for this one from now on. Until it does, it is asked again."""
+        with self._answered:
+            if name in self._connecting:
+                return
+            self._connecting[name] = ""
+        pause = _CONNECT_PAUSES[0]
+        while not self._ending:
+            try:
+                self._ask("connect", seconds=_PLAN_SECONDS, name=name)
+                break
+            except (PyorchError, TimeoutError) as error:
+                with self._answered:
+                    self._connecting[name] = f"server {name} does not compute for this one yet: {error}"
+            time.sleep(pause)
+            pause = min(2 * pause, _CONNECT_PAUSES[1])
+        with self._answered:
+            del self._connecting[name]
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
         """One thing of the serving process. TimeoutError where it does not answer, PyorchError where it refuses."""

@@ -67,17 +67,23 @@ def find(config: Path) -> Running | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PyorchError(f"{path}, which says where the cluster is, cannot be read: {error}") from None
+        raise PyorchError(f"{path}, which says where the cluster is, cannot be read: {error}; remove it "
+                          f"when no process of the cluster is left (their environment has PYORCH_CLUSTER)") from None
 
 
 def remember(running: Running) -> None:
     """Writes the file, readable by this user only. It appears whole or not at all."""
     path = _path(Path(running.config))
     part = path.with_suffix(f".{os.getpid()}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(running), file)
-    os.replace(part, path)
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(running), file)
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise PyorchError(f"{path}, which is to say where the cluster is, cannot be written: "
+                          f"{error.strerror}") from None
 
 
 def forget(running: Running) -> None:

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 
+from processes import HANG_SECONDS
+
 _SERVING = """
 import socket, sys
 from pyorch.cluster.channel import Channel
@@ -15,6 +17,37 @@ from pyorch.cluster.child import Serving
 
 Serving(Channel(socket.socket(fileno=int(sys.argv[1]))), {"placement": None, "model": "absent.gguf"}).answer()
 """
+
+
+_SLOW = """
+import socket, sys, threading
+from pyorch.cluster.channel import Channel
+from pyorch.cluster.child import Serving
+
+class Slow(Serving):
+    done = threading.Event()
+
+    def probe(self):
+        return self.done.wait()
+
+    def missing(self):
+        self.done.set()
+
+Slow(Channel(socket.socket(fileno=int(sys.argv[1]))), {}).answer()
+"""
+
+
+def test_what_takes_long_holds_up_no_other_answer() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-c", _SLOW, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
+    ours.settimeout(HANG_SECONDS)
+    with ours, ours.makefile("r") as answers:
+        for number, what in enumerate(("probe", "missing")):
+            ours.sendall(json.dumps({"ask": what, "with": {}, "number": number}).encode() + b"\n")
+        said = [json.loads(answers.readline()) for _ in range(2)]
+        assert {answer["number"]: answer["answer"] for answer in said} == {0: True, 1: None}
+    assert process.wait() == -signal.SIGTERM
 
 
 def test_what_cannot_be_answered_is_said_and_the_process_still_ends_with_its_actor() -> None:

@@ -98,6 +98,8 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("old", "new", "sentence"), [
     ('name = "lab"', "", r"\[\[server\]\] 2: name is missing"),
     ('name = "lab"', 'name = "clinic"', 'two servers have the name "clinic"'),
+    ("port = 8080", f"port = 0x{'f' * 5000}", "port is of more than .* digits, not a whole number from 0 to 65535"),
+    ('name = "lab"', f"name = 0x{'f' * 5000}", "name is of more than .* digits, not a text"),
     ('name = "lab"', 'name = "a lab"', '"a lab" is not made of letters'),
     ('memory = "40%"', "", r"\[\[server\]\] 3: memory is missing"),
     ('memory = "40%"', 'memroy = "40%"', r'3: memory is missing, and "memroy" is not known'),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import assert_same_bits, small_model
+from processes import HANG_SECONDS
 
 from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.placement.placement import ABSENT, Placement
@@ -107,6 +109,26 @@ def test_a_server_that_was_cut_off_is_asked_again_once_it_is_met_again(servers):
     assert not exchange.met()["b"]
     exchange.meet("b", "127.0.0.1", port, timeout=60)
     assert exchange.met()["b"]
+
+
+def test_while_another_server_does_not_answer_placements_change(servers):
+    (model, exchange), *_ = servers
+    refused: list[PyorchError] = []
+
+    def meet(port: int) -> None:
+        try:
+            exchange.meet("c", "127.0.0.1", port, timeout=HANG_SECONDS)
+        except PyorchError as error:
+            refused.append(error)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        meeting = threading.Thread(target=meet, args=(silent.getsockname()[1],))
+        meeting.start()
+        with silent.accept()[0]:
+            exchange.follow(random_placement(model, seed=5))
+            assert exchange.met() == {"b": True, "c": True} and not refused
+    meeting.join()
+    assert "closed the connection" in str(refused[0]) or "was lost" in str(refused[0])
 
 
 def test_a_placement_that_does_not_fit_is_refused(servers):

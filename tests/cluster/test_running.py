@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from clusters import Cluster, assert_nothing_is_left, needs_ray, ports_of, processes_of, wait_until, write_config
 from processes import HANG_SECONDS, heed_ctrl_c, pyorch, python
 
+from pyorch import ports
 from pyorch.cli import main
 from pyorch.cluster import local_ray, members, state
 from pyorch.cluster.costs import read_costs
@@ -25,6 +27,7 @@ from pyorch.cluster.members import SERVING, Membership
 from pyorch.cluster.placement.file import write_placement
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.server import refusal
+from pyorch.errors import PyorchError
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
@@ -90,7 +93,7 @@ def test_status_shows_what_every_server_does(cluster: Cluster) -> None:
 
 @needs_ray
 def test_servers_keep_what_the_plan_gives_them_as_far_as_their_memory_goes(cluster: Cluster) -> None:
-    servers = cluster.status()
+    servers = cluster.serving()
     assert servers["a"]["digest"] == servers["b"]["digest"] != ""
     for server in servers.values():
         assert server["placed"] == 8 * 32
@@ -117,7 +120,7 @@ def test_servers_compute_for_each_other_what_one_would_compute_alone(
 
 @needs_ray
 def test_every_endpoint_gives_the_same_answer_and_counts_it(cluster: Cluster) -> None:
-    servers = cluster.status()
+    servers = cluster.serving()
     answers = {cluster.complete(server["url"]) for server in servers.values()}
     assert len(answers) == 1 and answers.pop().strip()
     # llama-server's own counters are not there while it does not answer within a second.
@@ -136,13 +139,13 @@ def test_nobody_but_this_machine_can_reach_a_cluster_of_its_own(cluster: Cluster
 def test_a_cluster_that_is_up_is_not_started_again(cluster: Cluster) -> None:
     again = cluster.run("up")
     assert again.returncode == 2 and f"is up: `pyorch cluster down --config {cluster.running.config}`" in again.stderr
-    assert cluster.status()["a"]["state"] == "serving"
+    assert cluster.serving()["a"]["state"] == "serving"
 
 
 @needs_ray
 def test_a_killed_server_is_seen_and_serves_again_at_its_address(cluster: Cluster) -> None:
-    before = cluster.status()["b"]
-    a = cluster.status()["a"]["url"]
+    before = cluster.serving()["b"]
+    a = cluster.serving()["a"]["url"]
     answer = cluster.complete(a)
     os.kill(before["counters"]["pid"], signal.SIGKILL)
     assert cluster.complete(a) == answer  # without the experts of b
@@ -155,7 +158,7 @@ def test_a_killed_server_is_seen_and_serves_again_at_its_address(cluster: Cluste
 
 @needs_ray
 def test_with_its_actor_a_serving_process_ends_and_ray_starts_both_again(cluster: Cluster) -> None:
-    before = cluster.status()["a"]
+    before = cluster.serving()["a"]
     os.kill(before["actor_pid"], signal.SIGKILL)
     after = cluster.serving_again("a", before)
     assert after["actor_pid"] != before["actor_pid"] and after["url"] == before["url"]
@@ -165,13 +168,26 @@ def test_with_its_actor_a_serving_process_ends_and_ray_starts_both_again(cluster
 
 @needs_ray
 def test_a_server_that_hangs_is_seen(cluster: Cluster) -> None:
-    pid = cluster.status()["b"]["counters"]["pid"]
+    pid = cluster.serving()["b"]["counters"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
         assert cluster.glance()["b"]["state"] == members.ABSENT
     finally:
         os.kill(pid, signal.SIGCONT)
     assert cluster.status()["b"]["state"] == SERVING
+
+
+@needs_ray
+def test_a_server_that_could_not_be_reached_is_reached_when_it_can(cluster: Cluster) -> None:
+    before = cluster.serving()
+    os.kill(before["b"]["counters"]["pid"], signal.SIGSTOP)
+    try:
+        os.kill(before["a"]["counters"]["pid"], signal.SIGKILL)
+        wait_until(lambda: "server b does not compute for this one yet: " in cluster.glance()["a"]["reason"])
+    finally:
+        os.kill(before["b"]["counters"]["pid"], signal.SIGCONT)
+    after = cluster.serving()
+    assert after["a"]["counters"]["met"] == 1 and "yet" not in after["a"]["reason"]
 
 
 _STRANGERS = """
@@ -268,13 +284,13 @@ def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
 
 
 @needs_ray
-def test_ctrl_c_while_ray_starts_leaves_nothing(small_moe: Path, private_state: None, tmp_path: Path) -> None:
+def test_who_ends_up_while_ray_starts_leaves_nothing(small_moe: Path, private_state: None, tmp_path: Path) -> None:
     config = write_config(tmp_path, small_moe)
     up = subprocess.Popen([sys.executable, "-m", "pyorch", "cluster", "up", "--config", str(config)],
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, preexec_fn=heed_ctrl_c)
     wait_until(lambda: (found := state.find(config)) is not None and len(processes_of(found)) > 1)
     running = state.find(config)
-    up.send_signal(signal.SIGINT)
+    up.terminate()
     assert up.wait(HANG_SECONDS) == 130
     assert_nothing_is_left(running, set())
 
@@ -292,7 +308,7 @@ def test_serve_says_what_happens_and_ends_everything_when_it_is_told_to(
         assert table[1].startswith(b"a ") and table[2].startswith(b"b "), log.read_text()
         running = state.find(config)
         ports = ports_of(processes_of(running))
-        serve.terminate()
+        serve.send_signal(signal.SIGHUP)  # its terminal was closed
         assert serve.wait(HANG_SECONDS) == 0, log.read_text()
         assert_nothing_is_left(running, ports)
     finally:
@@ -308,22 +324,28 @@ def test_what_cannot_serve_is_refused_before_ray_starts(
 ) -> None:
     monkeypatch.setattr(local_ray, "start", lambda running: pytest.fail("Ray was started"))
 
-    def refused(text: str) -> str:
+    def refused(text: str, *flags: str) -> str:
         config = tmp_path / "cluster.toml"
         config.write_text(text)
-        assert main(["cluster", "up", "--config", str(config)]) == 2
+        assert main(["cluster", "up", "--config", str(config), "--", *flags]) == 2
         assert state.find(config) is None
         return capsys.readouterr().err
 
     a = f'model = "{small_moe}"\n[[server]]\nname = "a"\nmemory = "50%"\n'
     assert "server b has another model than server a: its fingerprint is " in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\nmodel = "{small_moe_q4}"\n')
-    assert "server b: budget 1 KiB is below the floor" in refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
+    assert "--port cannot be one for all servers" in refused(a, "--port", "8080")
+    assert "server b: its memory of 1 KiB is below what the model needs at once" in \
+        refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
     assert "server b: cannot listen on 192.0.2.77 port 0: " in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\naddress = "192.0.2.77"\n')
     assert "server a: the certificate " in (expired := refused(a + tls("past"))) and "has expired" in expired
     assert f"server a: the key {CERTIFICATES}/nothing.key cannot be read" in \
         refused(a + tls().replace("server.key", "nothing.key"))
+    port = ports.free()
+    text = a.replace('name = "a"', f'name = "a"\nport = {port}')
+    assert f"server b and server a are both to listen at port {port} of 127.0.0.1" in \
+        refused(f'{text}[[server]]\nname = "b"\nmemory = "50%"\naddress = "localhost"\npeer_port = {port}\n')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"server b: cannot listen on 127.0.0.1 port {port}: Address already in use" in \
@@ -345,6 +367,53 @@ def test_other_commands_never_see_ray() -> None:
     code = "import sys, pyorch.cli\ntry: pyorch.cli.main(['cluster', 'up', '--help'])\nexcept SystemExit: pass\n" \
            "print('ray' in sys.modules, 'psutil' in sys.modules)"
     assert python("-c", code).stdout.splitlines()[-1] == "False False"
+
+
+@needs_ray
+def test_what_is_no_ray_is_not_joined(
+    small_moe: Path, private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    def serve(listening: socket.socket) -> None:
+        with listening.accept()[0] as connection:
+            connection.recv(1)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    config = write_config(tmp_path, small_moe)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        address = "127.0.0.1:{}".format(listening.getsockname()[1])
+        assert main(["cluster", "up", "--config", str(config), "--address", address]) == 2
+        thread.join()
+    assert f"no Ray answers at {address}" in capsys.readouterr().err and state.find(config) is None
+
+
+@needs_ray
+def test_a_cluster_that_is_only_starting_is_not_called_ended(
+    private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    running = replace(state.Running.new(tmp_path / "cluster.toml"), directory=str(tmp_path))
+    state.remember(running)
+    assert main(["cluster", "status", "--config", running.config]) == 2
+    assert "the cluster is starting" in capsys.readouterr().err
+    state.forget(running)
+
+
+def test_where_the_cluster_is_cannot_be_written_or_read(
+    private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:
+    running = state.Running.new(tmp_path / "cluster.toml")
+    state.remember(running)
+    (path,) = (Path(os.environ["XDG_RUNTIME_DIR"]) / "pyorch").glob("cluster-*.json")
+    path.write_text(path.read_text()[:-9])
+    assert main(["cluster", "down", "--config", running.config]) == 2
+    assert "cannot be read" in (said := capsys.readouterr().err) and "remove it" in said
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(PyorchError, match="cannot be written: Is a directory"):
+        state.remember(running)
+    path.rmdir()
+    assert not [left for left in path.parent.iterdir() if left.suffix == ".part"]
 
 
 def test_membership_is_token_and_model() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -78,13 +80,34 @@ def local_ratio(cluster: Cluster, prompt: list[int], answer: str) -> float:
     return 1 - of_request["sent"] / of_request["activations"]
 
 
+@contextlib.contextmanager
+def asking(cluster: Cluster, prompt: list[int], name: str) -> Iterator[list[tuple[str, str]]]:
+    """A server is asked all the time, at least once. Gives who answers, and what."""
+    answers, ended = [], threading.Event()
+
+    def ask(url: str) -> None:
+        while True:
+            answers.append((name, cluster.complete(url, prompt)))
+            if ended.is_set():
+                return
+
+    url = cluster.serving()[name]["url"]
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(ask, url)
+        try:
+            yield answers
+        finally:
+            ended.set()
+        thread.result()
+
+
 def settled(cluster: Cluster) -> dict:
     """The scheduler's report when experts have moved."""
     found = {}
 
     def is_settled() -> bool:
         found.update(cluster.scheduler() or {"moving": "not known"})
-        return found["moving"] is None and len({server["digest"] for server in cluster.status().values()}) == 1
+        return found["moving"] is None and len({server["digest"] for server in cluster.serving().values()}) == 1
 
     wait_until(is_settled)
     return found
@@ -101,27 +124,17 @@ def test_experts_move_to_whose_users_ask_for_them_and_every_answer_stays_that_of
     cluster: Cluster, prompt_tokens: list[int], alone: str,
 ) -> None:
     before = local_ratio(cluster, prompt_tokens, alone)
-    digest = cluster.status()["a"]["digest"]
-    url, answers, ended = cluster.status()["a"]["url"], [], threading.Event()
-
-    def ask() -> None:
-        while not ended.is_set():
-            answers.append(cluster.complete(url, prompt_tokens))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    try:
+    digest = cluster.serving()["a"]["digest"]
+    with asking(cluster, prompt_tokens, "a") as of_a:
         verdict = rebalance(cluster)
         assert verdict["adopted"] and verdict["n_moves"] > 0, verdict
         assert verdict["candidate"] + verdict["migration"] < verdict["current"]
-        report = settled(cluster)
-    finally:
-        ended.set()
-        asking.join()
+        with asking(cluster, prompt_tokens, "b") as of_b:  # not before it is decided where experts go
+            report = settled(cluster)
     assert report["moved"] == verdict["n_moves"] and report["failed"] == "" and report["plan"] > 0
-    assert answers and set(answers) == {alone}
+    assert set(of_a + of_b) == {("a", alone), ("b", alone)}
     assert local_ratio(cluster, prompt_tokens, alone) > before
-    servers = cluster.status()
+    servers = cluster.serving()
     assert servers["a"]["digest"] == servers["b"]["digest"] != digest
     assert cluster.complete(servers["b"]["url"], prompt_tokens) == alone
     assert servers["a"]["fetched"] > 0 == servers["b"]["fetched"]  # b has read them from its disk for a
@@ -135,7 +148,7 @@ def test_experts_move_to_whose_users_ask_for_them_and_every_answer_stays_that_of
 def test_a_server_that_dies_comes_back_with_its_share_of_the_present_placement(
     cluster: Cluster, prompt_tokens: list[int], alone: str,
 ) -> None:
-    before = cluster.status()
+    before = cluster.serving()
     os.kill(before["b"]["counters"]["pid"], signal.SIGKILL)
     assert cluster.complete(before["a"]["url"], prompt_tokens) == alone
     after = cluster.serving_again("b", before["b"])
@@ -147,7 +160,7 @@ def test_a_server_that_dies_comes_back_with_its_share_of_the_present_placement(
 def test_a_scheduler_that_is_killed_while_experts_move_goes_on_where_it_was(
     cluster: Cluster, prompt_tokens: list[int], alone: str,
 ) -> None:
-    servers = cluster.status()
+    servers = cluster.serving()
     other = prompt_tokens[::-1]  # what was asked so far counts, too
     answers = {cluster.complete(servers["a"]["url"], other) for _ in range(6)}
     verdict = rebalance(cluster)
@@ -162,6 +175,25 @@ def test_a_scheduler_that_is_killed_while_experts_move_goes_on_where_it_was(
     assert len(answers) == 1
     for server in servers.values():
         assert cluster.complete(server["url"], prompt_tokens) == alone
+
+
+@needs_ray
+def test_a_server_that_is_killed_while_experts_move_costs_the_other_one_no_request(
+    cluster: Cluster, prompt_tokens: list[int],
+) -> None:
+    before = cluster.serving()
+    other = [8 + 7 * token % 300 for token in prompt_tokens]
+    answers = {("a", cluster.complete(before["b"]["url"], other)) for _ in range(12)}  # b wants others now
+    with asking(cluster, other, "a") as more:
+        verdict = rebalance(cluster)
+        assert verdict["adopted"], verdict
+        os.kill(before["b"]["counters"]["pid"], signal.SIGKILL)
+        cluster.serving_again("b", before["b"])
+        settled(cluster)
+    assert len(answers | set(more)) == 1
+    after = cluster.serving()
+    assert {("a", cluster.complete(server["url"], other)) for server in after.values()} == answers
+    assert rebalance(cluster)["current"] is not None  # both are looked at again
 
 
 @needs_ray

@@ -339,6 +339,7 @@ LIES = {
     "signs of life that nobody asked for": lambda number, size: 100 * frame(PONG),
     "the end": lambda number, size: b"",
     "half an answer": lambda number, size: frame(COMPUTED, bytes(size), number)[:-1],
+    "a refusal": lambda number, size: frame(REFUSED, b"no memory"),
 }
 
 
@@ -367,7 +368,9 @@ def test_a_server_that_lies_is_cut_off_and_the_request_goes_on(client, prompt_to
         thread.join()
         peer = client.engine.peer(number)
     assert peer.failed == peer.requests == 1 and not peer.joined
-    if lie not in ("the end", "half an answer"):
+    if lie == "a refusal":
+        assert "refuses: no memory" in peer.error  # it is asked again, later
+    elif lie not in ("the end", "half an answer"):
         assert "was cut off" in peer.error
 
 

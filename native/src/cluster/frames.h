@@ -7,6 +7,7 @@
 //                           <-  COMPUTED, or FAILED with a sentence; in any order
 //     PING                  ->
 //                           <-  PONG
+//                           <-  REFUSED at any time, with a sentence and the end of the connection
 //
 // Nothing of a frame is believed before it was checked; what follows a header is read only if its length can be right.
 // Numbers are little-endian, as the processors are that llama.cpp's files are for.

@@ -94,7 +94,9 @@ void Listener::accept_all() {
             session->thread.join();
         }
         Socket socket = accept_from(listening);
-        if (!socket.open()) {
+        if (!socket.open()) { // where the system has no descriptor left, it is not to be asked all the time
+            pollfd p = { waker.fd(), POLLIN, 0 };
+            poll(&p, 1, 50);
             continue;
         }
         std::lock_guard<std::mutex> lock(mutex);

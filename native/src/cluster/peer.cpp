@@ -158,9 +158,13 @@ void Peer::run() {
         if (cut_off) {
             return;
         }
-        pollfd p = { waker.fd(), POLLIN, 0 };
-        poll(&p, 1, 250);
-        waker.drain();
+        const auto again = Clock::now() + milliseconds(overloaded ? std::max(config.answer_ms, 250) : 250);
+        overloaded = false;
+        while (!stopping && Clock::now() < again) {
+            pollfd p = { waker.fd(), POLLIN, 0 };
+            poll(&p, 1, (int) std::chrono::ceil<milliseconds>(again - Clock::now()).count());
+            waker.drain();
+        }
     }
 }
 
@@ -222,11 +226,12 @@ std::string Peer::live() {
             std::lock_guard<std::mutex> lock(mutex);
             waits = !out.empty();
             if (!questions.empty()) { // ids ascend, so the first was asked first
-                too_long = Clock::now() - questions.begin()->second.since > std::chrono::seconds(ANSWER_SECONDS);
+                too_long = Clock::now() - questions.begin()->second.since > milliseconds(config.answer_ms);
             }
         }
         if (too_long) {
-            return rubbish(format("an answer takes it more than %d s", ANSWER_SECONDS));
+            overloaded = true;
+            return format("takes more than %g s to answer", config.answer_ms / 1e3);
         }
         pollfd fds[] = { { socket.fd(), (short) (waits ? POLLIN | POLLOUT : POLLIN), 0 }, { waker.fd(), POLLIN, 0 } };
         poll(fds, 2, (int) beat.count());
@@ -306,7 +311,7 @@ std::string Peer::accept_header() {
     const bool says_why = kind == FrameKind::REFUSED || kind == FrameKind::FAILED;
     const bool joins    = kind == FrameKind::WELCOME || kind == FrameKind::REFUSED;
     const bool answers  = kind == FrameKind::COMPUTED || kind == FrameKind::FAILED || kind == FrameKind::PONG;
-    if (is_joined ? !answers : !joins) {
+    if (is_joined ? !answers && kind != FrameKind::REFUSED : !joins) {
         return rubbish(format("a frame of kind %d was not to come", header.kind));
     }
     if (kind == FrameKind::PONG && n_pings-- == 0) { // without end, they would leave no time for anything else
@@ -350,7 +355,7 @@ std::string Peer::accept_payload() {
             break;
         }
         case FrameKind::REFUSED:
-            cut_off = true;
+            (is_joined ? overloaded : cut_off) = true;
             return "refuses: " + sentence_of(payload.data(), header.bytes);
         case FrameKind::COMPUTED: {
             {

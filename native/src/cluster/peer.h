@@ -1,7 +1,7 @@
 // Another server, as one that asks it sees it: a connection that lives as long as it can.
 //
-//     joining --WELCOME--> joined --lost--> joining again, four times a second
-//        |                   |
+//     joining --WELCOME--> joined --lost--> joining again, four times a second; or, when an answer took too long or was
+//        |                   |              refused, after as long as an answer may take
 //        +--REFUSED----------+--rubbish---> cut off, for good
 //
 // One thread connects, receives, and sends what the kernel did not take at once; who asks sends as much as goes without
@@ -32,6 +32,7 @@ struct PeerConfig {
     uint64_t    shape;
     uint64_t    kernels; // ours
     int         timeout_ms;
+    int         answer_ms = 60000; // an answer that takes longer is none, and the server is lost
 };
 
 // What comes of a question.
@@ -63,9 +64,6 @@ struct PeerCounts {
 
 class Peer {
 public:
-    // An answer that takes longer than this is none, and the server is cut off.
-    static constexpr int ANSWER_SECONDS = 60;
-
     // What is known of how long it takes is forgotten after so many times as long: so that trying again costs little.
     static constexpr double FORGOTTEN = 50;
 
@@ -135,6 +133,7 @@ private:
     uint64_t                received = 0; // bytes of the header or, once that is complete, of the payload
     bool                    in_payload = false;
     bool                    cut_off    = false;
+    bool                    overloaded = false; // what asks it so soon again would wait as long
     uint64_t                n_pings    = 0; // without a PONG yet
     Clock::time_point       last_heard;
 

@@ -281,7 +281,37 @@ static void test_who_does_not_join_is_told_why() {
     CHECK(listener.counts().refused == 3 && listener.counts().connections == 0);
 }
 
+static void test_a_server_that_answers_too_late_is_lost_and_asked_again() {
+    std::atomic<bool> waits{true};
+    Listener listener(listener_config(0), [&](const ExpertRows & rows, float * outputs) {
+        while (waits) {
+            std::this_thread::yield();
+        }
+        compute(rows, outputs);
+    });
+    RemoteBank bank(LAYERS);
+    PeerConfig config = peer_config(listener.port());
+    config.answer_ms = 300;
+    const int peer = bank.connect(config);
+    bank.place(0, std::vector<int>(8, peer), 1);
+    const auto asked_and_answered = [&] {
+        const std::vector<int32_t> experts = { 1 };
+        const std::vector<float>   weights(1, 1.0f), inputs(LAYERS[0].n_in, 1.0f);
+        std::vector<uint8_t>       elsewhere;
+        auto rows = bank.send(0, 1, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {},
+            elsewhere);
+        return !rows.empty() && rows[0].answer->wait();
+    };
+    CHECK(!asked_and_answered());
+    CHECK(bank.peer(peer)->error().find("takes more than 0.3 s to answer") != std::string::npos);
+    waits = false;
+    while (!asked_and_answered()) { // also where this machine takes as long
+        std::this_thread::yield();
+    }
+}
+
 int main() {
+    test_a_server_that_answers_too_late_is_lost_and_asked_again();
     test_many_ask_while_servers_come_and_go();
     test_servers_that_have_the_same_experts_share_the_work();
     test_what_is_read_sooner_than_a_server_answers_is_not_asked_for();
