@@ -200,8 +200,8 @@ def _decided(verdict: Verdict) -> str:
 
     if verdict.current is None:
         return f"nothing moves: {verdict.reason}"
-    compared = (f"C(P) {verdict.current:.3g} s, C(P') {verdict.candidate:.3g} s, T_mig {verdict.migration:.3g} s of an "
-                f"interval")
+    compared = (f"other servers take {verdict.current:.3g} s of an interval now and {verdict.candidate:.3g} s then, "
+                f"moving {verdict.migration:.3g} s")
     if verdict.adopted:
         return f"{verdict.n_moves} experts move, {format_bytes(verdict.n_bytes)}: {compared}"
     return f"nothing moves: {verdict.reason} ({compared})"

@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile recorded (default: the requests in MODEL.maps.gguf; without "
                              "them all experts count as used alike)")
-    add_settings(parser, "budget", defaults={"budget": ""})
+    add_settings(parser, "budget", defaults={"budget": "none: a size or a share must be given, not auto"})
     parser.add_argument("--batch", type=whole(1, 512), default=1, metavar="N",
                         help="plan for N sequences that are decoded at once, as a server does; an expert that several "
                              "of their tokens need is recovered once (default: 1)")

@@ -114,9 +114,9 @@ class Verdict:
         if not decision.n_moves:
             reason = "the placement is as good as the one that the algorithm makes now"
         elif decision.adopt:
-            reason = "C(P') + T_mig < C(P)"
+            reason = "it gains more than moving takes: C(P') + T_mig < C(P)"
         else:
-            reason = "C(P') + T_mig is not below C(P)"
+            reason = "it gains no more than moving takes: C(P') + T_mig is not below C(P)"
         return cls(at, decision.adopt, reason, decision.current, decision.candidate, decision.migration,
                    decision.n_moves, decision.n_bytes)
 
