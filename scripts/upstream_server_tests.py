@@ -36,7 +36,10 @@ FILES = (
     "test_metrics.py", "test_security.py", "test_slot_save.py", "test_template.py", "test_tokenize.py",
 )
 # What ends otherwise, and why it should.
-MEANT = {"test_metrics: test_metrics_disabled": "/metrics is always there, with what experts do"}
+MEANT = {
+    "test_basic: test_no_ui": "/ leads to the live view where there is no chat page",
+    "test_metrics: test_metrics_disabled": "/metrics is always there, with what experts do",
+}
 _MODEL_FLAGS = ("--hf-repo", "--hf-file", "--model-url", "--model")  # each has a value
 _HELPERS = {
     "wget.py": "def download(url, out=None):\n    raise OSError(f'{url}: nothing is downloaded here')\n",
