@@ -26,7 +26,9 @@ _VARIABLE = "PYORCH_TESTS_SHARED"  # names the directory to processes that the f
 
 def begin() -> None:
     """Makes the directory of the session. It may grow to gigabytes: nothing is kept for later."""
-    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="pyorch-tests-")
+    directory = tempfile.gettempdir()
+    # The path of a socket may have about a hundred letters.
+    os.environ[_VARIABLE] = tempfile.mkdtemp(prefix="pyorch-tests-", dir=directory if len(directory) < 60 else "/tmp")
 
 
 def end() -> None:

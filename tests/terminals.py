@@ -16,6 +16,7 @@ import time
 
 from processes import HANG_SECONDS
 
+_LOOKS = ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES")  # what users set
 _WHERE = b"\x1b[6n"  # asks a terminal where its cursor is
 
 
@@ -48,7 +49,8 @@ class Dialogue:
     def __init__(self, *command: object, **variables: str) -> None:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 120, 0, 0))
-        environment = {**os.environ, "TERM": "xterm", **variables}
+        inherited = {name: value for name, value in os.environ.items() if name not in _LOOKS}
+        environment = {**inherited, "TERM": "xterm", **variables}
         self._process = subprocess.Popen(
             list(map(str, command)), stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
             preexec_fn=_take_terminal)

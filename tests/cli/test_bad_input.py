@@ -40,7 +40,8 @@ def test_no_such_file(refused, tmp_path: Path, command: tuple[str, ...]) -> None
     assert refused(*command, tmp_path / "absent.gguf") == f"{tmp_path}/absent.gguf: no such file"
 
 
-def test_a_directory_is_no_model(refused, small_moe: Path, tmp_path: Path) -> None:
+def test_a_directory_is_no_model(refused, small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     assert str(tmp_path) in refused("run", tmp_path, "-p", "x")
     assert "is a directory" in refused("pack", ".")
     for directory in (".", "/"):

@@ -244,8 +244,9 @@ def test_convert_compresses_the_pack_that_it_makes(
     (["--slim", "slim.gguf", "--codec", "table", "--level", "1"], "--level is for the codecs zstd and lz4"),
 ])
 def test_options_that_make_no_sense_are_refused(
-    model: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    model: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(model.parent)
     assert main(["pack", str(model), *options]) == 2
     assert sentence in capsys.readouterr().err
     assert sorted(path.name for path in model.parent.iterdir()) == ["model.gguf"]

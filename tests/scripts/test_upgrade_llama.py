@@ -407,7 +407,10 @@ def without(text: bytes, names: Iterable[bytes]) -> bytes:
 
 def test_every_kind_of_name_that_is_used_is_watched():
     pin = llama_source.read_pin()
-    pinned = upgrade_llama.read_release(pin, llama_source.find_sdist(pin))
+    try:
+        pinned = upgrade_llama.read_release(pin, llama_source.find_sdist(pin))
+    except llama_source.SourceError as error:
+        pytest.skip(f"needs the source that was built: {error}")
     lacking = {
         b"llama_model_free": "llama_cpp.llama_cpp.llama_model_free",
         b"n_outputs_max": "llama_context_params.n_outputs_max",

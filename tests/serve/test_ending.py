@@ -11,10 +11,14 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from models import PROMPT
 from processes import HANG_SECONDS
 from servers import WHOLE_PROMPT, ServerProcess, Stream, faulty_serve, pyorch_serve, wait_until
+
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.history import ExpertMaps
 
 ENDLESS = -1  # tokens
 
@@ -63,6 +67,11 @@ def test_a_request_that_runs_is_answered_wholly_and_new_ones_are_not_accepted(st
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_is_left_after_the_grace_is_cut_and_everything_is_written(start, small_moe: Path, tmp_path: Path, number):
     maps, learned = tmp_path / "maps.gguf", tmp_path / "learned.gguf"
+    with ModelMap(small_moe) as model_map:  # something to write, however much of the request its thread has seen
+        store = ExpertMaps.for_model(model_map)
+        store.add_request(np.ones((store.n_layers, store.n_expert)))
+        store.write(maps, model_map)
+    before = maps.stat().st_ino
     server = serve(start, small_moe, "--grace", "0", "--prefetch", "expert-map", "--maps", str(maps),
                    "--learned", str(learned))
     with closing(Stream(server, ENDLESS)) as stream:
@@ -72,7 +81,8 @@ def test_what_is_left_after_the_grace_is_cut_and_everything_is_written(start, sm
         for connection in waiting:
             connection.close()
     assert status == 0, server.log.read_text()
-    assert json.loads(stdout.splitlines()[-1])["misses"] > 0 and maps.stat().st_size and learned.stat().st_size
+    assert json.loads(stdout.splitlines()[-1])["misses"] > 0
+    assert maps.stat().st_ino != before and learned.stat().st_size
 
 
 def test_half_sent_requests_do_not_wait_for_the_grace(start, small_moe: Path):
