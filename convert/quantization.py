@@ -52,6 +52,11 @@ def file_type(name: str) -> FileType:
     raise PyorchError(f"{name} is not a quantization type: use one of {', '.join(names())}")
 
 
+def by_value(value: int) -> FileType:
+    """The type of that number in llama.h. REQUIRES: llama.cpp's converter wrote it."""
+    return next(kind for kind in _TYPES if kind.value == value)
+
+
 def outtype_bits(outtype: str) -> float:
     """Bits of each element as the converter writes it. Raises PyorchError for an unknown type."""
     if outtype not in _OUTTYPE_BITS:

@@ -31,7 +31,7 @@ class Conversion:
 
     files: tuple[Path, ...]  # one, or the shards in order
     architecture: str  # the Hugging Face class, "" where the source was a GGUF
-    file_type: str  # the type that was asked for, such as auto or Q4_K_M
+    file_type: str  # such as Q4_K_M; where auto was asked for, what the converter took
     n_bytes: int  # of all files
     seconds: float
 
@@ -116,12 +116,13 @@ def convert(
                 children.run_quantizer(job, verbose=verbose, on_progress=_step("quantizing", on_progress))
                 made = _files_in(staging / "quantized")
             n_bytes = sum(file.stat().st_size for file in made)
+            file_type = kind or _file_type(made[0])
             published = files.publish(made, target.parent)
         except (OSError, children.WriteError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise PyorchError(f"writing to {target.parent} failed: {reason}; nothing was left there") from None
-    return Conversion(tuple(published), checkpoint.architecture if checkpoint else "", kind.name if kind else outtype,
-                      n_bytes, time.monotonic() - begin)
+    return Conversion(tuple(published), checkpoint.architecture if checkpoint else "", file_type.name, n_bytes,
+                      time.monotonic() - begin)
 
 
 def _directory(staging: Path, name: str) -> Path:
@@ -132,6 +133,12 @@ def _directory(staging: Path, name: str) -> Path:
 def _files_in(directory: Path) -> list[Path]:
     """The one file, or the shards in their order."""
     return sorted(directory.iterdir())
+
+
+def _file_type(path: Path) -> quantization.FileType:
+    """What the header of a converted file, or of its first shard, says."""
+    with ModelMap(path) as model_map:
+        return quantization.by_value(model_map.metadata_int("general.file_type"))
 
 
 def _step(name: str, on_progress: OnProgress | None) -> Callable[[int, int], None] | None:

@@ -82,7 +82,7 @@ def test_auto_keeps_the_type_of_the_checkpoint_and_splits(checkpoint, out, torch
     assert len(result.files) > 2 and sorted(out.iterdir()) == sorted(result.files)
     assert result.n_bytes == sum(file.stat().st_size for file in result.files)
     kinds = {t.tensor_type for file in result.files for t in gguf.GGUFReader(file).tensors if "_exps" in t.name}
-    assert kinds == {gguf.GGMLQuantizationType.BF16}
+    assert kinds == {gguf.GGMLQuantizationType.BF16} and result.file_type == "BF16"
     assert steps and {step for step, _, _ in steps} == {"converting"} and steps[-1][1] == steps[-1][2] > 0
 
 
