@@ -256,15 +256,16 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
         rows.append((name, format_bytes(estimate.budget_bytes), f"{estimate.hit_rate:.1%}",
                      f"{estimate.decode_rate:.1f}", f"{estimate.first_token_seconds:.1f} s",
                      f"{estimate.bytes_per_token / MiB:.0f}", f"{estimate.stall:.0%}"))
-    columns = ("budget", "memory", "hits", "decode tok/s", "first token", "MiB/token", "waiting")
+    columns = ("budget", "memory", "hits", "tok/s", "first token", "MiB/token", "waiting")
     base = advice.estimates[-1].decode_rate
-    gains = [(gain.sidecar, "there" if gain.there else "-", _gain(gain, base), gain.command,
-              ("lossy: " if gain.lossy else "") + gain.why) for gain in advice.gains]
+    columns_of_gains = ("sidecar", "is there", "at the last budget")
+    gains = [(gain.sidecar, "yes" if gain.there else "no", _gain(gain, base)) for gain in advice.gains]
+    reasons = [(gain.sidecar, f"{'lossy: ' if gain.lossy else ''}{gain.why}: {gain.command}") for gain in advice.gains]
     return [
         Facts(facts), "",
         Table(columns, rows, left=("budget",)), "",
-        Table(("sidecar", "", "at the last budget", "command", ""), gains,
-              left=("sidecar", "", "at the last budget", "command")), "",
+        Table(columns_of_gains, gains, left=columns_of_gains), "",
+        Facts(reasons), "",
         *[f"note: {note}" for note in advice.notes],
         *([f"picture: {advice.plot}"] if advice.plot is not None else []),
         f"run it with: {advice.command}",
@@ -272,8 +273,8 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
 
 
 def _names(advice: Advice) -> list[str]:
-    *asked, last = [estimate.budget for estimate in advice.estimates]
-    return [*asked, f"auto ({last})" if advice.auto_bytes is not None else f"least ({last})"]
+    asked = [estimate.budget for estimate in advice.estimates[:-1]]
+    return [*asked, "auto" if advice.auto_bytes is not None else "least"]
 
 
 def _gain(gain: Gain, base: float) -> str:

@@ -197,6 +197,8 @@ def test_command_advises_from_a_trace_and_draws(
     out = capsys.readouterr().out
     assert "1.00 GB/s (as given)" in out and "4096 MiB free (as given)" in out
     assert "run it with: pyorch run" in out and "--budget" in out.splitlines()[-1]
+    tables = out[out.index("\nbudget  ") :].splitlines()[: 2 * 6]  # that of budgets, that of sidecars
+    assert any(line.startswith("sidecar") for line in tables) and max(map(len, tables)) <= 80
 
 
 @pytest.mark.parametrize("options, sentence", [
