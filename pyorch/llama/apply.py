@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from pyorch.errors import PyorchError
 from pyorch.library import choices
@@ -14,9 +13,13 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import AUTO, DISTANCE, Prefetch
 from pyorch.settings.substitution import OFF, Percentile, Substitution
-from pyorch.sidecars.beside import Sidecars
-from pyorch.sidecars.buddies import Buddies, LayerBuddies
-from pyorch.sidecars.predictor import PredictorFile
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pyorch.sidecars.beside import Sidecars
+    from pyorch.sidecars.buddies import Buddies, LayerBuddies
+    from pyorch.sidecars.predictor import PredictorFile
 
 
 def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
@@ -161,8 +164,6 @@ def find_buddies(
 
     Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
     """
-    if isinstance(buddies, Buddies):
-        return buddies
     if buddies is None:
         if substitution is None or not substitution.needs_buddies or not sidecars.map.layers:
             return None
@@ -172,7 +173,9 @@ def find_buddies(
                 "with --buddies-file"
             )
         return sidecars.buddies
-    return Buddies.read(buddies, sidecars.map)
+    from pyorch.sidecars.buddies import Buddies  # see pyorch.sidecars.beside
+
+    return buddies if isinstance(buddies, Buddies) else Buddies.read(buddies, sidecars.map)
 
 
 def _threshold(value: float | Percentile, layer: LayerBuddies | None, distribution: str) -> float:

@@ -15,16 +15,11 @@ from pyorch.llama.apply import apply_prefetch, apply_substitution, apply_uses, f
 from pyorch.llama.context_plan import DEFAULT_CTX, NARROW_UBATCH
 from pyorch.llama.managed import ManagedModel
 from pyorch.llama.originals import original
-from pyorch.llama.pools import best_division, planner_for
 from pyorch.runtime import fatal
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.engine import Engine
 from pyorch.settings.budget import AUTO, RESIDENT
 from pyorch.settings.pools import Pools
-from pyorch.sidecars import eviction, packs
-from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.packed_sizes import part_sizes
-from pyorch.sidecars.tuned_setting import read_tuned
 
 _noted: set[str] = set()  # what people were told
 
@@ -34,6 +29,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
     plain = not managed.params.use_extra_bufts
     if managed.settings.tuned is not None:
+        from pyorch.sidecars.tuned_setting import read_tuned  # see pyorch.sidecars.beside
+
         tuned = read_tuned(managed.settings.tuned, managed.map)
         managed.settings = managed.settings.with_tuned(tuned.substitution, tuned.budget)
     use_pack(managed, plain)
@@ -68,14 +65,21 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             pools=managed.pools or Pools(),
         )
         try:
-            if part_sizes(managed.map) is not None:
-                apply_uses(managed.engine, managed.sidecars)
+            if managed.map.pack is not None:
+                from pyorch.sidecars.packed_sizes import part_sizes
+
+                if part_sizes(managed.map) is not None:
+                    apply_uses(managed.engine, managed.sidecars)
             if settings.maps is not None and os.path.exists(settings.maps):
+                from pyorch.sidecars.history import ExpertMaps
+
                 managed.engine.set_history(ExpertMaps.read(settings.maps, managed.map))
             if (settings.policy or default_policy()) == LEARNED:
                 if settings.learned is None:
                     managed.sidecars.read_learned(managed.engine)
                 elif os.path.exists(settings.learned):
+                    from pyorch.sidecars import eviction
+
                     eviction.read(settings.learned, managed.engine, managed.map)
             apply_prefetch(managed.prefetch, managed.engine, managed.sidecars)
             managed.engine.set_speculation("decode" if settings.speculate else "none")
@@ -112,6 +116,11 @@ def use_pack(managed: ManagedModel, plain: bool) -> None:
     divided = settings.budget != RESIDENT  # else all memory is for whole experts
     if not slim and not (settings.packed and settings.source is None and divided):
         return
+    if not slim and settings.pools is None and "experts" not in model_map.sidecars():
+        return
+    from pyorch.llama.pools import best_division, planner_for
+    from pyorch.sidecars import packs
+
     if divided and settings.pools is None and packs.KIND in model_map.sidecars():
         managed.pool_planner = planner_for(model_map, settings, plain)
         if managed.pool_planner is not None and not slim:

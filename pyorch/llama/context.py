@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama
-import numpy as np
 
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
+from pyorch.library.numerics import np
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+from pyorch.library.numerics import np
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -6,21 +6,23 @@ import functools
 import os
 import threading
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama.apply import speculative
-from pyorch.llama.pools import PoolPlanner
-from pyorch.planning.planner import Split
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
-from pyorch.sidecars import eviction
 from pyorch.sidecars.beside import Sidecars
-from pyorch.sidecars.buddies import Buddies
+
+if TYPE_CHECKING:
+    from pyorch.llama.pools import PoolPlanner
+    from pyorch.planning.planner import Split
+    from pyorch.sidecars.buddies import Buddies
 
 
 @dataclass
@@ -72,6 +74,8 @@ class ManagedModel:
         if self.settings.maps is not None and self.engine.history:
             self.engine.history.write(self.settings.maps, self.map)
         if self.settings.learned is not None:
+            from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
+
             eviction.write(self.settings.learned, self.engine, self.map)
 
     @property

@@ -8,11 +8,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, check, default, ffi, lib, string
 from pyorch.library.choices import policies
+from pyorch.library.numerics import np
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
 from pyorch.runtime.prediction import PredictionCalls

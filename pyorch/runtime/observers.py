@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from pyorch.library.bindings import ffi
+from pyorch.library.numerics import np
 from pyorch.runtime.interrupts import hold
 
 
@@ -36,8 +35,8 @@ class Routing:
 
 # dtype, and the field of pyorch_routing that says how many columns there are
 _ROUTING_ARRAYS = {
-    "experts": (np.int32, "n_expert_used"), "weights": (np.float32, "n_expert_used"), "probs": (np.float32, "n_expert"),
-    "logits": (np.float32, "n_expert"), "inputs": (np.float32, "n_embd"), "residuals": (np.float32, "n_embd"),
+    "experts": ("int32", "n_expert_used"), "weights": ("float32", "n_expert_used"), "probs": ("float32", "n_expert"),
+    "logits": ("float32", "n_expert"), "inputs": ("float32", "n_embd"), "residuals": ("float32", "n_embd"),
 }
 
 

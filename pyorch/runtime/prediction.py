@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
 from pyorch.library.bindings import array, check, default, lib, new
 from pyorch.library.choices import predictors, speculation
+from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
 from pyorch.runtime.routers import Router, from_struct, to_struct
 from pyorch.runtime.statistics import SpeculationStats, read

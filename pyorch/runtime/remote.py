@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, check, default, ffi, lib, new, string
+from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
 from pyorch.runtime.statistics import read
 

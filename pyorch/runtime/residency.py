@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from pyorch.library.bindings import array, check, default, ffi, lib, new
+from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
 from pyorch.runtime.statistics import Residency, Snapshot, Stats, read
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, default, ffi
 from pyorch.library.choices import gatings
+from pyorch.library.numerics import np
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, check, default, lib, new
+from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
 from pyorch.runtime.observers import Routing
 from pyorch.runtime.statistics import SubstitutionStats, read

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp.llama_cpp as llama
-import numpy as np
 
 from pyorch.errors import PyorchError
+from pyorch.library.numerics import np
 from pyorch.llama import measure, memory
 from pyorch.llama.context import Context
 from pyorch.llama.logits import log_softmax

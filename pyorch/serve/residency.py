@@ -38,7 +38,8 @@ def recall(stats: Stats) -> float | None:
 class Residency:
     """The experts of the model that is served.
 
-    concurrency: of the server's slots. local_only: changes are accepted from this machine only, for there is no API key that the server checks.
+    concurrency: of the server's slots. local_only: changes are accepted from this machine only, for there is no API key
+    that the server checks.
     """
 
     def __init__(self, managed: ManagedModel, concurrency: Concurrency, local_only: bool) -> None:

@@ -1,19 +1,22 @@
-"""What lies beside a model: its sidecars, each read once, when something first asks for it."""
+"""What lies beside a model: its sidecars, each read once, when something first asks for it.
+
+What reads a kind is imported then, too: a server without sidecars need not wait for it, nor for numpy.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from pyorch.planning.ranks import fading_uses, inclusion_of_counts
-from pyorch.runtime.engine import Engine
+from pyorch.library.numerics import np
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import eviction
-from pyorch.sidecars.buddies import Buddies
-from pyorch.sidecars.history import DISTANCE, ExpertMaps
-from pyorch.sidecars.plan import Plan, default_path, read_plan
-from pyorch.sidecars.predictor import PredictorFile
+
+if TYPE_CHECKING:
+    from pyorch.runtime.engine import Engine
+    from pyorch.sidecars.buddies import Buddies
+    from pyorch.sidecars.history import ExpertMaps
+    from pyorch.sidecars.plan import Plan
+    from pyorch.sidecars.predictor import PredictorFile
 
 
 class Sidecars:
@@ -26,6 +29,8 @@ class Sidecars:
     @cached_property
     def predictor(self) -> PredictorFile:
         """What predictors are made with; without a file, nothing."""
+        from pyorch.sidecars.predictor import PredictorFile
+
         path = self._paths.get("predictor")
         return PredictorFile.read(path, self.map) if path is not None else PredictorFile()
 
@@ -33,11 +38,17 @@ class Sidecars:
     def buddies(self) -> Buddies | None:
         """The buddy lists, None where there are none."""
         path = self._paths.get("buddies")
-        return Buddies.read(path, self.map) if path is not None else None
+        if path is None:
+            return None
+        from pyorch.sidecars.buddies import Buddies
+
+        return Buddies.read(path, self.map)
 
     @cached_property
     def plan(self) -> Plan | None:
         """How memory is divided between forms of experts, None where nobody planned it."""
+        from pyorch.sidecars.plan import default_path, read_plan
+
         path = default_path(self.map.path)
         return read_plan(path, self.map) if path.is_file() else None
 
@@ -46,12 +57,16 @@ class Sidecars:
 
         By the requests of the expert maps; None without them, or where they never used a layer.
         """
+        from pyorch.planning.ranks import inclusion_of_counts
+
         counts = self._requests
         return inclusion_of_counts(counts, self.map.info.n_expert_used) if counts is not None else None
 
     def uses(self) -> np.ndarray | None:
         """What ranks of experts begin with, of the same layers by expert (Engine.set_uses): by the trace of the plan,
         else by the requests of the expert maps. None without either."""
+        from pyorch.planning.ranks import fading_uses
+
         counts = self._requests if self.plan is None or not self.plan.uses else np.array(self.plan.uses)
         if counts is None:
             return None
@@ -59,6 +74,8 @@ class Sidecars:
 
     @cached_property
     def _requests(self) -> np.ndarray | None:
+        from pyorch.sidecars.history import DISTANCE
+
         counts = self.new_maps(DISTANCE).export().requests.sum(axis=0, dtype=np.float64)
         return counts if (counts.sum(axis=1) > 0).all() else None
 
@@ -66,10 +83,14 @@ class Sidecars:
         """Lets an engine that evicts by what it learns begin with what is beside the model, if there is anything."""
         path = self._paths.get("eviction")
         if path is not None:
+            from pyorch.sidecars import eviction
+
             eviction.read(path, engine, self.map)
 
     def new_maps(self, distance: int) -> ExpertMaps:
         """The expert maps, an empty store where there are none. Read anew: an engine adds to its own."""
+        from pyorch.sidecars.history import ExpertMaps
+
         path = self._paths.get("maps")
         return (
             ExpertMaps.read(path, self.map) if path is not None else ExpertMaps.for_model(self.map, distance=distance)

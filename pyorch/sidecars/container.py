@@ -6,15 +6,14 @@ fingerprint); one that does not fit is refused. Arrays are tensors; metadata of 
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-import numpy as np
-
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, publish, staging
+from pyorch.library.numerics import np
 from pyorch.runtime.model_map import SIDECARS, ModelMap, beside
 
 if TYPE_CHECKING:
@@ -52,6 +51,8 @@ def fingerprint(model_map: ModelMap) -> str:
     """
     if model_map.info.slim:
         return model_map.metadata_str(SLIM, default="")
+    import hashlib  # loads OpenSSL, see new_writer()
+
     digest = hashlib.sha256(model_map.info.arch.encode())
     for layer in model_map.layers:
         for index, role in sorted(enumerate(layer.roles), key=lambda pair: _ROLES.index(pair[1].name)):
@@ -89,7 +90,7 @@ def write(
         try:
             writer = new_writer(directory / path.name, kind, version, model_map, metadata)
             for name, array in arrays.items():
-                writer.add_tensor(name, np.ascontiguousarray(array).view(_Tensor))
+                writer.add_tensor(name, np.ascontiguousarray(array).view(_tensor()))
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
@@ -194,11 +195,15 @@ def _reader(path: Path, n_bytes: int | None) -> gguf.GGUFReader:
         os.close(copy)
 
 
-class _Tensor(np.ndarray):
-    """Python writes it, and says why it cannot: the error of numpy's own tofile() has no reason."""
+@functools.cache
+def _tensor() -> type[np.ndarray]:
+    """Of arrays that Python writes, and says why it cannot: the error of numpy's own tofile() has no reason."""
 
-    def tofile(self, file: BinaryIO) -> None:
-        file.write(memoryview(self).cast("B"))
+    class Tensor(np.ndarray):
+        def tofile(self, file: BinaryIO) -> None:
+            file.write(memoryview(self).cast("B"))
+
+    return Tensor
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:

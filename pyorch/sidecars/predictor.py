@@ -9,9 +9,8 @@ import dataclasses
 import os
 from dataclasses import dataclass
 
-import numpy as np
-
 from pyorch.errors import FormatError
+from pyorch.library.numerics import np
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
