@@ -31,7 +31,7 @@ class Address:
 
     def get(self, path: str) -> str | None:
         """What the server answers, None where it has not done so within a second, or not with status 200."""
-        from pyorch.serve.asking import get  # what it imports is imported while the model is loaded, and not before
+        from pyorch.serve.asking import get  # it takes a hundredth of a second, and is for when the model is loaded
 
         return get({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port, f"{self.prefix}{path}")
 
