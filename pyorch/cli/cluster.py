@@ -20,7 +20,7 @@ from pyorch.errors import PyorchError
 from pyorch.settings.option import CONTEXT, EXPERTS, LOSSY
 
 if TYPE_CHECKING:
-    from pyorch.cluster.members import Status
+    from pyorch.cluster.members import Counters, Status
     from pyorch.cluster.rebalancing import Verdict
     from pyorch.cluster.scheduler import Report
 
@@ -216,7 +216,7 @@ def _table(servers: list[Status], report: Report | None = None) -> list:
         counters = server.counters
         cells = ("",) * 8
         if counters is not None:
-            uses = counters.hits + counters.misses
+            uses = counters.hits + counters.misses if _was_used(counters) else 0
             requests = "busy" if counters.requests_running is None else \
                 f"{counters.requests_running} + {counters.requests_waiting}"
             tokens = "" if counters.generated_tokens is None else \
@@ -243,7 +243,14 @@ def _local(server: Status, report: Report | None) -> str:
     counters = server.counters
     if report is not None and server.name in report.local:
         return f"{report.local[server.name]:.1%}"
-    return f"{1 - (counters.sent - counters.fallback) / counters.activations:.1%}" if server.digest and counters.activations else ""
+    if not (server.digest and counters.activations and _was_used(counters)):
+        return ""
+    return f"{1 - (counters.sent - counters.fallback) / counters.activations:.1%}"
+
+
+def _was_used(counters: Counters) -> bool:
+    """Whether it has computed anything for anybody: llama-server tries its context when it starts."""
+    return counters.prompt_tokens != 0 or counters.generated_tokens != 0 or counters.served > 0
 
 
 def _interrupt(*_: object) -> None:
