@@ -33,6 +33,8 @@ SLIM = "pyorch.slim"
 _SAMPLE_BYTES = 4096
 _ROLES = ("gate_up", "up", "gate", "down")  # in which a fingerprint goes through them, whatever the map's order is
 
+_COPIED_BYTES = 64 << 20
+
 # What GGUFReader raises for text that is not UTF-8, types of another version, and what else cannot be.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError)
 
@@ -118,10 +120,13 @@ def new_writer(
 def read(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, until: str = ""
 ) -> tuple[Metadata, dict[str, np.ndarray]]:
-    """The metadata and the arrays that write() was given. The arrays are read-only views of the mapped file.
+    """The metadata and the arrays that write() was given. The arrays are read-only.
+
+    They are of a copy in memory: nobody ends this process by cutting off the file. Only a file of more than _COPIED_BYTES
+    is mapped.
 
     until: the first of the arrays that are not looked at, such as gigabytes of experts: it and those behind it may be
-    zeros. What is before it is copied into memory: nobody ends this process by cutting off the file.
+    zeros.
 
     Raises FormatError: no such file, not a sidecar, of another kind, version or model, damaged or cut off.
     """
@@ -160,6 +165,8 @@ def _contents(path: Path, prefixes: tuple[str, ...], until: str) -> tuple[Metada
         # First by the library: a count that the file cannot hold would keep GGUFReader going for hours.
         with ModelMap(path) as checked:
             n_bytes = _offset(checked, until)
+        if n_bytes is None and path.stat().st_size <= _COPIED_BYTES:
+            n_bytes = path.stat().st_size
         reader = _reader(path, n_bytes)
         return ({key: field.contents() for key, field in reader.fields.items() if key.startswith(prefixes)},
                 {tensor.name: tensor.data for tensor in reader.tensors})
