@@ -803,6 +803,7 @@ typedef struct pyorch_substitution {
     int32_t  sacred;        // so many of a token's experts, those of the highest weight, are never replaced nor left out
     int32_t  among;         // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
     double   bonus;         // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
+    int32_t  max_all_layers; // as max_per_token, of all layers of a token together, in their order, 0: no limit
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
@@ -829,7 +830,7 @@ typedef struct pyorch_substitution_counts {
     uint64_t refused_tae;          // absent slots, by the first gate that refused
     uint64_t refused_margin;
     uint64_t refused_distribution;
-    uint64_t refused_rho;          // max_per_token was reached
+    uint64_t refused_rho;          // max_per_token or max_all_layers was reached
     uint64_t refused_buddies;      // no buddy was resident and free
     uint64_t rank_sum;             // of the buddies used, in their lists
     uint64_t absent;               // experts that the ubatches asked for and that were absent

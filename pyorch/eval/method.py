@@ -118,11 +118,12 @@ _OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
 def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
     """Tokens that may be computed at once.
 
-    1 with a cache that changes from token to token, and where settings look at all tokens of a micro-batch (eq. 2,
-    reuse in eq. 3), of which decoding has one.
+    1 with a cache that changes from token to token, where settings look at all tokens of a micro-batch (eq. 2, reuse
+    in eq. 3), of which decoding has one, and where they count what all layers do to a token: the last one has other rows.
     """
     by_batch = substitution is not None and (
-        substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1)
+        substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1
+        or substitution.rho_token is not None)
     return 1 if cache == DYNAMIC or by_batch else N_BATCH
 
 

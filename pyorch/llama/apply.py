@@ -141,6 +141,7 @@ def apply_substitution(
             "prefill": settings.prefill,
             "search_rank": settings.rank or 0,
             "max_per_token": settings.rho or 0,
+            "max_all_layers": settings.rho_token or 0,
             "weight": choices.substitution("weight")[settings.weight].value,
             "order": choices.substitution("order")[settings.order].value,
             "on_miss": choices.substitution("miss")[settings.miss].value,

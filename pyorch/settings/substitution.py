@@ -61,6 +61,10 @@ class Substitution:
     rho: int | None = option(
         None, int, "a whole number", plain="max_replaced", group=LOSSY,
         help="most experts of a token that are replaced or left out in a layer")
+    rho_token: int | None = option(
+        None, int, "a whole number", plain="max_replaced_per_token", group=LOSSY,
+        help="most experts of a token that are replaced or left out in all layers together, the first layers first (rho "
+             "as the paper has it)")
     tau: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
         help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "
@@ -167,7 +171,7 @@ def _check(settings: Substitution) -> None:
                               f'use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:
         raise PyorchError(f"substitution setting coverage={settings.alpha:g} is not above 0 and at most 1")
-    for name in ("k", "rho", "rank", "sacred", "among"):
+    for name in ("k", "rho", "rho_token", "rank", "sacred", "among"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise PyorchError(f"substitution setting {_plain(name)}={value} is below 1: leave it out for no limit")

@@ -372,6 +372,31 @@ def test_what_is_not_computed_is_read_behind_everything_else(small_moe: Path, se
             assert stats.experts.misses <= 6 * N_LAYERS, "only of the first token, for which nothing was resident"
 
 
+@pytest.mark.parametrize("settings", ["mode=random", "mode=none,miss=drop,order=weight"])
+def test_a_limit_over_all_layers_is_used_up_by_the_first_of_them(small_moe: Path, settings: str):
+    most = 5
+    with pyorch.load(small_moe, budget="100%", prefetch="none", n_ctx=256, n_threads=1) as model:
+        model.substitute(f"{settings},max_replaced_per_token={most},prefill=1")
+        model.set_cache({il: np.arange(N_EXPERT) % 2 == 0 for il in range(N_LAYERS)})
+        tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:24]
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            for token in tokens:
+                model.reset_stats()
+                context.decode([token])
+                left = most
+                for il in range(N_LAYERS):
+                    counts = model.engine.substitution_stats(il)
+                    changed = counts.substituted + counts.dropped
+                    absent = counts.substituted + counts.refused_rho + (counts.refused_buddies if "drop" in settings else 0)
+                    assert changed == min(left, absent)
+                    left -= changed
+                assert left == 0
+            model.reset_stats()
+            context.decode(tokens, outputs=[len(tokens) - 1])  # the last layer computes one token, and is not told which
+        counts = model.engine.substitution_stats()
+        assert most * (len(tokens) - 1) <= counts.substituted + counts.dropped <= most * len(tokens)
+
+
 def test_an_adaptive_beta_substitutes_only_as_much_as_reading_allows(small_moe: Path):
     def substituted(settings: str) -> int:
         with pyorch.load(small_moe, budget="25%", n_ctx=512, n_threads=1) as model:

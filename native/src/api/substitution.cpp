@@ -20,8 +20,8 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_WEIGHT, s.weight);
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
-        if (s.search_rank < 0 || s.max_per_token < 0 || s.sacred < 0 || s.among < 0 || !(s.temperature > 0) ||
-            !(s.reuse >= 0) || !(s.read_ms >= 0) || !(s.bonus >= 0)) {
+        if (s.search_rank < 0 || s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 ||
+            !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0) || !(s.bonus >= 0)) {
             throw Failure(PYORCH_INVALID,
                 "a substitution needs a temperature above 0, and no negative rank, limit, reuse, bonus or read_ms");
         }

@@ -1,5 +1,6 @@
 #include "routing/contexts.h"
 
+#include <algorithm>
 #include <map>
 
 namespace pyorch {
@@ -24,7 +25,16 @@ void Context::computes(int layer) {
     }
 }
 
+int32_t * Context::changed_of(int n_tokens) {
+    if ((int) changed.size() != n_tokens) {
+        const int32_t most = changed.empty() ? 0 : *std::max_element(changed.begin(), changed.end());
+        changed.assign(n_tokens, most);
+    }
+    return changed.data();
+}
+
 void Context::advance(const int32_t * to, int n_tokens) {
+    changed.clear();
     continues = to && (int) positions.size() == n_tokens;
     for (int t = 0; continues && t < n_tokens; ++t) {
         continues = to[t] == positions[t] + 1;

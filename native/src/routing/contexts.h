@@ -40,12 +40,17 @@ struct Context {
     bool                    prefill = false; // its last ubatch was of a prompt
     std::vector<int32_t>    positions;       // of the tokens of its last ubatch
     bool                    continues = false; // that one had the next token of each sequence of the one before
+    std::vector<int32_t>    changed;         // see RoutedBatch, of the layers of its running ubatch
     std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 
     // A graph of it computes this layer.
     void computes(int layer);
+
+    // `changed`, for a layer of so many tokens. A last layer has fewer than those before, and nobody says which: each then
+    // counts for as many as the one that lost most.
+    int32_t * changed_of(int n_tokens);
 
     // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one
     // that was cut back breaks what went on.

@@ -62,6 +62,7 @@ void substitute(Context & context, RoutedBatch & batch) {
             resident[e] = resident[e] ? HERE : reached[e] ? AT_PEER : ABSENT;
         }
     }
+    batch.changed = context.changed_of(batch.n_tokens);
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
     routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());
 }

@@ -293,6 +293,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         std::fill(fitted.begin(), fitted.end(), 1);
         int n_substituted = 0;
         int n_dropped     = 0;
+        const int n_earlier = batch.changed ? batch.changed[t] : 0;
 
         const Sensitivity it = sensitivity(batch, t, experts, settings.temperature);
         if (it.entropy <= settings.tau) {
@@ -311,7 +312,9 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                     ++counts.refused_sacred;
                     continue;
                 }
-                if (settings.max_per_token > 0 && n_substituted + n_dropped == settings.max_per_token) {
+                const int n_changed = n_substituted + n_dropped;
+                if ((settings.max_per_token > 0 && n_changed == settings.max_per_token) ||
+                    (settings.max_all_layers > 0 && n_changed + n_earlier >= settings.max_all_layers)) {
                     ++counts.refused_rho;
                     continue;
                 }
@@ -354,6 +357,9 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             }
         }
         counts.dropped += n_dropped;
+        if (batch.changed) {
+            batch.changed[t] += n_substituted + n_dropped;
+        }
         if (n_substituted > 0 || n_dropped > 0) {
             ++counts.lossy_tokens;
             reweigh(settings, batch, t, before.data(), dropped, fitted);
