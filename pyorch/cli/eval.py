@@ -61,6 +61,11 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                        help="add rows to compare with: original (lossless); and beside each row of --buddies, under its "
                             "gates, random (a random resident expert replaces an absent one) and drop (it is left out) "
                             "(default: original)")
+    sweep.add_argument("--text", action="extend", nargs="+", default=[], metavar="FILE",
+                       help="also measure the KL divergence of predictions from those of the lossless model, on this text; "
+                            "not the text of the trace")
+    sweep.add_argument("--text-tokens", type=int, default=4000, metavar="N",
+                       help="predict at most N tokens of --text (default: 4000)")
     sweep.add_argument("--buddies-file", metavar="FILE",
                        help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
@@ -132,6 +137,8 @@ def run_arc(args: argparse.Namespace) -> int:
         rates=parse_rates(args.cache_rate) if args.cache_rate else (),
         methods=_methods(args),
         cache=args.cache,
+        texts=tuple(args.text),
+        n_text_tokens=args.text_tokens,
         buddies_file=args.buddies_file,
         speed_tokens=args.speed_tokens,
         n_rounds=args.speed_rounds,
@@ -200,7 +207,8 @@ def _methods(args: argparse.Namespace) -> tuple:
     for settings, substitution in zip(args.settings, substitutions):
         if not substitution.lossy:
             raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
-        methods += [lossy_method(substitution), *(baseline(word, substitution) for word in gated)]
+        beside = [baseline(word, substitution) for word in gated]
+        methods += [lossy_method(substitution), *(row for row in beside if row.substitution != substitution)]
     if not substitutions:
         methods += [baseline(word) for word in gated]
     for predictor in args.speculate:
@@ -222,7 +230,8 @@ def _check_arc(args: argparse.Namespace) -> None:
         raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
     if args.plot is not None and not args.speed_tokens:
         raise PyorchError("a plot of accuracy against throughput needs --speed-tokens")
-    for name in ("speed_tokens", "speed_rounds"):
+    check_readable(args.text)
+    for name in ("speed_tokens", "speed_rounds", "text_tokens"):
         least = 0 if name == "speed_tokens" else 1
         if getattr(args, name) < least:
             raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")

@@ -7,8 +7,11 @@ Each token of a text is predicted once, the very first one only after a BOS toke
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,15 +19,19 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
+from pyorch.eval.difference import Difference
 from pyorch.eval.likelihood import N_BATCH, tokenize
 from pyorch.eval.logits import kl_divergences, log_probabilities, top1_agreements
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.sizes import format_bytes
 from pyorch.traces.data import Document
 
 _OUTPUT_BYTES = 64 << 20  # for logits
 
 OnProgress = Callable[[int, int], None]  # tokens done, total
+
+_BLOCK = 32  # consecutive tokens: their divergences are alike, so errors are estimated from the means of such blocks
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,71 @@ def measure(
     means = [float(mean) for mean in sums / total]
     compared = means[1:] if reference is not None else (None, None, None)
     return Perplexity(total, len(texts), means[0], *compared)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL divergence from the lossless model. mean: in nats, over n_tokens. blocks: means of consecutive tokens."""
+
+    n_tokens: int
+    mean: float
+    blocks: tuple[float, ...]
+
+    @property
+    def stderr(self) -> float:
+        """Of the mean; nan for a single block."""
+        return _stderr(np.array(self.blocks))
+
+
+def difference(one: Divergence, other: Divergence) -> Difference:
+    """How much farther one is from the lossless model, over the same tokens."""
+    return Difference(one.mean - other.mean, _stderr(np.array(one.blocks) - np.array(other.blocks)))
+
+
+def _stderr(blocks: np.ndarray) -> float:
+    return float(blocks.std(ddof=1) / math.sqrt(len(blocks))) if len(blocks) > 1 else float("nan")
+
+
+class Reference:
+    """What a lossless model predicts of some windows: logits, in a temporary file that goes with this object."""
+
+    def __init__(self, model: Model, texts: Sequence[Window], n_ubatch: int = N_BATCH, n_threads: int | None = None) -> None:
+        """n_ubatch: as what is compared is computed: the shape of a batch changes the rounding. PyorchError where there is
+        no room for the file."""
+        self._texts = texts
+        self._n_ubatch = n_ubatch
+        self._n_threads = n_threads
+        shape = (sum(len(window.targets) for window in texts), model.llama.n_vocab())
+        with contextlib.ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(tempfile.TemporaryFile())
+                self._logits = np.memmap(self._file, np.float32, "w+", shape=shape)
+                os.posix_fallocate(self._file.fileno(), 0, self._logits.nbytes)  # else a full disk would be a signal
+            except OSError as error:
+                raise PyorchError(f"there is no room in {tempfile.gettempdir()} for the predictions of {shape[0]} tokens, "
+                                  f"{format_bytes(4 * shape[0] * shape[1])}: {error.strerror}") from None
+            done = 0
+            for logits, _ in _predictions(model, texts, n_ubatch, n_threads):
+                self._logits[done : done + len(logits)] = logits
+                done += len(logits)
+            self._closing = stack.pop_all()
+
+    def close(self) -> None:
+        del self._logits
+        self._closing.close()
+
+    def divergence(self, model: Model, on_progress: OnProgress | None = None) -> Divergence:
+        """How far the predictions of a model, as it computes now, are from these. The model has the same vocabulary."""
+        found: list[np.ndarray] = []
+        done = 0
+        for logits, _ in _predictions(model, self._texts, self._n_ubatch, self._n_threads):
+            found.append(kl_divergences(self._logits[done : done + len(logits)], logits))
+            done += len(logits)
+            if on_progress is not None:
+                on_progress(done, len(self._logits))
+        each = np.concatenate(found)
+        blocks = np.array_split(each, max(1, len(each) // _BLOCK))
+        return Divergence(len(each), float(each.mean()), tuple(float(block.mean()) for block in blocks))
 
 
 def _predictions(

@@ -10,18 +10,20 @@ from pathlib import Path
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval.arc import Accuracy
 from pyorch.eval.method import Slots
+from pyorch.eval.perplexity import Divergence
 from pyorch.eval.speed import Speed
 from pyorch.files import check_target, write_text
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Accuracies, one for each file, and what was done to reach them."""
+    """Accuracies, one for each file, and what was done to reach them. divergence: on other text, None if nobody asked."""
 
     accuracies: tuple[Accuracy, ...]
     slots: Slots
+    divergence: Divergence | None = None
 
     def average(self, metric: str) -> float:
         """Mean over the files, as in the paper."""
@@ -57,10 +59,7 @@ class Record:
         try:
             value = json.loads(self._path.read_text(encoding="utf-8"))
             version, conditions = value["version"], dict(value["conditions"])
-            judgements = {
-                key: Judgement(tuple(Accuracy(**one) for one in judged["accuracies"]), Slots(**judged["slots"]))
-                for key, judged in value["judgements"].items()
-            }
+            judgements = {key: _judgement(judged) for key, judged in value["judgements"].items()}
             speeds = {key: [Speed(**speed) for speed in rounds] for key, rounds in value["speeds"].items()}
         except OSError as error:
             raise FormatError(f"{self._path} cannot be read: {error.strerror}") from None
@@ -85,3 +84,12 @@ class Record:
             "speeds": {key: [asdict(speed) for speed in rounds] for key, rounds in self.speeds.items()},
         }
         write_text(self._path, json.dumps(value, indent=1) + "\n")
+
+
+def _judgement(judged: dict) -> Judgement:
+    divergence = judged["divergence"]
+    return Judgement(
+        tuple(Accuracy(**one) for one in judged["accuracies"]),
+        Slots(**judged["slots"]),
+        None if divergence is None else Divergence(**divergence | {"blocks": tuple(divergence["blocks"])}),
+    )

@@ -7,7 +7,8 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyorch.eval.arc import Difference
+from pyorch.eval.difference import Difference
+from pyorch.eval.perplexity import Divergence
 from pyorch.eval.sweep import METRICS, Row
 from pyorch.sizes import MiB
 
@@ -61,6 +62,11 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
     for name in baselines:
         columns.append((f"leads {name}", lambda row, name=name: (
             _difference(row.leads[name][metric]) if name in row.leads else "-")))
+    if any(row.judgement.divergence is not None for row in rows):
+        columns.append(("KL", lambda row: _nats(row.judgement.divergence)))
+        for name in baselines:
+            columns.append((f"KL above {name}", lambda row, name=name: (
+                _difference(row.farther[name], 4) if name in row.farther else "-")))
     if any(row.speed is not None for row in rows):
         columns += [
             ("tok/s", lambda row: _number(row.speed, lambda speed: f"{speed.rate:.2f}")),
@@ -84,8 +90,12 @@ def _number(value, form) -> str:
     return "-" if value is None else form(value)
 
 
-def _difference(it: Difference) -> str:
-    return f"{it.mean:+.3f} ±{it.stderr:.3f}"
+def _difference(it: Difference, digits: int = 3) -> str:
+    return f"{it.mean:+.{digits}f} ±{it.stderr:.{digits}f}"
+
+
+def _nats(it: Divergence) -> str:
+    return f"{it.mean:.4f} ±{it.stderr:.4f}"
 
 
 def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]:
@@ -106,6 +116,11 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
             flat[f"kept {metric}"] = row.kept[metric]
             for name, it in [("differs", row.differs), *((f"leads {other}", it) for other, it in row.leads.items())]:
                 flat[f"{name} {metric}"], flat[f"{name} {metric} stderr"] = it[metric].mean, it[metric].stderr
+        divergence = row.judgement.divergence
+        flat["kl_divergence"] = divergence.mean if divergence is not None else None
+        flat["kl_divergence stderr"] = divergence.stderr if divergence is not None else None
+        for name, it in row.farther.items():
+            flat[f"kl_divergence above {name}"], flat[f"kl_divergence above {name} stderr"] = it.mean, it.stderr
         for what in ("absent", "substituted", "dropped"):
             flat[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
         speed = row.speed

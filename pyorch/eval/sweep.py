@@ -5,15 +5,18 @@ What is finished is kept in a file, so that a sweep that was interrupted goes on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pyorch.errors import FormatError
-from pyorch.eval import arc
-from pyorch.eval.arc import Difference, Task, difference
+from pyorch.eval import arc, perplexity
+from pyorch.eval.arc import Task, difference
+from pyorch.eval.difference import Difference
 from pyorch.eval.method import (
     DYNAMIC, ORIGINAL, STATIC, Method, dynamic_model, n_ubatch, read_buddies, share, simulated, slots, static_model,
 )
@@ -24,6 +27,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import Buddies
+from pyorch.traces.data import read_documents
 
 METRICS = ("acc_norm", "acc")
 
@@ -35,7 +39,8 @@ class Plan:
     """What a sweep measures: every method at every cache rate, on every file.
 
     Without cache rates only the original is judged, at `budget`. speed_tokens: decoded for each speed, 0 for none;
-    n_rounds: how often, in turns. limit: questions of a file at most.
+    n_rounds: how often, in turns. limit: questions of a file at most. texts: files of n_text_tokens tokens, none for no
+    divergence.
     """
 
     model: str
@@ -47,6 +52,8 @@ class Plan:
     n_shots: int = 0
     shots_data: str | None = None
     limit: int | None = None
+    texts: tuple[str, ...] = ()
+    n_text_tokens: int = 4000
     buddies_file: str | None = None
     speed_tokens: int = 0
     n_rounds: int = 2
@@ -59,7 +66,8 @@ class Row:
     """A line of the table. rate None: the model as it is loaded. speed None: not measured.
 
     By metric: kept, the average as a share of the original's; differs, by how much it is above the original's; leads,
-    of a row with baselines, by their names, by how much it is above theirs. speedup: over the original at the same rate.
+    of a row with baselines, by their names, by how much it is above theirs. farther: likewise, by how much its predictions
+    are farther from the lossless model's. speedup: over the original at the same rate.
     """
 
     rate: float | None
@@ -69,6 +77,7 @@ class Row:
     kept: dict[str, float]
     differs: dict[str, Difference]
     leads: dict[str, dict[str, Difference]]
+    farther: dict[str, Difference]
     speed: Speed | None
     speedup: float | None
 
@@ -89,24 +98,31 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     wanted = list({_row_key(*row): row for row in wanted if _row_key(*row) not in record.judgements}.values())
     if not wanted:
         return
-    progress = _Questions(on_progress, len(wanted))
-    if plan.cache == DYNAMIC or not plan.rates:
-        buddies = _buddies(plan)
-        for rate, method in wanted:
-            budget = plan.budget if rate is None else share(rate)
-            with dynamic_model(
-                plan.model, method, budget, buddies, n_threads=plan.n_threads, **plan.load_options
-            ) as model:
-                width = n_ubatch(method.substitution, plan.cache)
-                record.judged(_row_key(rate, method), _judge(model, _tasks(model, plan), width, plan, progress))
-        return
     buddies = _buddies(plan)
-    with static_model(plan.model, n_threads=plan.n_threads, **plan.load_options) as model:
-        tasks = _tasks(model, plan)
-        for rate, method in wanted:
-            with simulated(model, method, rate, buddies):
+    progress = _Questions(on_progress, len(wanted))
+    with _references(plan, on_progress) as references:
+        if plan.cache == DYNAMIC or not plan.rates:
+            if plan.texts:
+                with dynamic_model(plan.model, ORIGINAL, plan.budget, None, **_options(plan)) as model:
+                    references.prepare(model, n_ubatch(None, plan.cache))
+            for rate, method in wanted:
+                budget = plan.budget if rate is None else share(rate)
+                with dynamic_model(plan.model, method, budget, buddies, **_options(plan)) as model:
+                    width = n_ubatch(method.substitution, plan.cache)
+                    record.judged(_row_key(rate, method),
+                                  _judge(model, _tasks(model, plan), width, plan, references, progress))
+            return
+        with static_model(plan.model, **_options(plan)) as model:
+            tasks = _tasks(model, plan)
+            for rate, method in wanted:
                 width = n_ubatch(method.substitution)
-                record.judged(_row_key(rate, method), _judge(model, tasks, width, plan, progress))
+                references.prepare(model, width)
+                with simulated(model, method, rate, buddies):
+                    record.judged(_row_key(rate, method), _judge(model, tasks, width, plan, references, progress))
+
+
+def _options(plan: Plan) -> dict[str, object]:
+    return {"n_threads": plan.n_threads, **plan.load_options}
 
 
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
@@ -127,7 +143,7 @@ def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     for done, (rate, method) in enumerate(missing):
         on_progress("speed", done, len(missing))
         speed = measure_speed(
-            plan.model, method, share(rate), buddies, plan.data, plan.speed_tokens, plan.n_threads, **plan.load_options
+            plan.model, method, share(rate), buddies, plan.data, plan.speed_tokens, **_options(plan)
         )
         record.timed(_speed_key(plan, rate, method), speed)
 
@@ -148,13 +164,26 @@ def rows(plan: Plan, record: Record) -> list[Row]:
             speed = _speed(plan, record, rate, method)
             speedup = speed.rate / reference.rate if speed is not None and reference is not None else None
             leads = {
-                other.name: _differences(judgement, _judgement(record, rate, other))
-                for other in plan.methods
-                if other.beside is not None and method.beside is None and other.beside == method.substitution
+                name: _differences(judgement, other) for name, other in _baselines(plan, record, rate, method).items()
+            }
+            farther = {
+                name: perplexity.difference(judgement.divergence, other.divergence)
+                for name, other in _baselines(plan, record, rate, method).items()
+                if judgement.divergence is not None
             }
             differs = _differences(judgement, original)
-            table.append(Row(rate, method.name, method.settings, judgement, kept, differs, leads, speed, speedup))
+            table.append(
+                Row(rate, method.name, method.settings, judgement, kept, differs, leads, farther, speed, speedup))
     return table
+
+
+def _baselines(plan: Plan, record: Record, rate: float | None, method: Method) -> dict[str, Judgement]:
+    """Those that stand beside a method, by name."""
+    return {
+        other.name: _judgement(record, rate, other)
+        for other in plan.methods
+        if other.beside is not None and method.beside is None and other.beside == method.substitution
+    }
 
 
 def _judgement(record: Record, rate: float | None, method: Method) -> Judgement:
@@ -166,7 +195,7 @@ def _differences(one: Judgement, other: Judgement) -> dict[str, Difference]:
 
 
 def _judge(
-    model: Model, tasks: Sequence[Task], width: int, plan: Plan, progress: _Questions
+    model: Model, tasks: Sequence[Task], width: int, plan: Plan, references: _References, progress: _Questions
 ) -> Judgement:
     accuracies = []
     progress.begin_row(sum(len(task.questions) for task in tasks))
@@ -174,7 +203,38 @@ def _judge(
         scores = arc.score(model, task, width, n_threads=plan.n_threads, on_progress=progress.update)
         accuracies.append(arc.accuracy(scores))
         progress.end_task(len(task.questions))
-    return Judgement(tuple(accuracies), slots(model))
+    done = slots(model)
+    return Judgement(tuple(accuracies), done, references.divergence(model, width))
+
+
+class _References:
+    """What the lossless model predicts of the plan's texts, for each width of a batch."""
+
+    def __init__(self, plan: Plan, on_progress: OnProgress) -> None:
+        self._plan = plan
+        self._on_progress = on_progress
+        self._by_width: dict[int, perplexity.Reference] = {}
+
+    def prepare(self, model: Model, width: int) -> None:
+        """model: as it is lossless."""
+        plan = self._plan
+        if plan.texts and width not in self._by_width:
+            self._on_progress("lossless predictions", 0, 0)
+            windows = perplexity.windows(model, list(read_documents(plan.texts)), n_tokens=plan.n_text_tokens)
+            self._by_width[width] = perplexity.Reference(model, windows, width, plan.n_threads)
+
+    def divergence(self, model: Model, width: int) -> perplexity.Divergence | None:
+        if not self._plan.texts:
+            return None
+        return self._by_width[width].divergence(model, partial(self._on_progress, "tokens"))
+
+    def close(self) -> None:
+        for reference in self._by_width.values():
+            reference.close()
+
+
+def _references(plan: Plan, on_progress: OnProgress) -> contextlib.closing[_References]:
+    return contextlib.closing(_References(plan, on_progress))
 
 
 def _tasks(model: Model, plan: Plan) -> list[Task]:
@@ -243,6 +303,8 @@ def conditions(plan: Plan) -> dict[str, object]:
         "--shots-data": _digest(plan.shots_data) if plan.shots_data and plan.n_shots else None,
         "--limit": plan.limit,
         "--cache": plan.cache,
+        "--text": [_digest(path) for path in plan.texts],
+        "--text-tokens": plan.n_text_tokens if plan.texts else None,
         "buddies file": _digest(buddies) if buddies else None,
     }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from pyorch.traces.data import Document, Question
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
+from pyorch.eval.difference import Difference
 from pyorch.settings.budget import RESIDENT
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution
@@ -243,6 +246,43 @@ def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
     assert all(0 < it <= 2 * 8 for it in changed[1:4] + changed[5:]), "at most rho in each of 8 layers"
     for row in (rows[1], rows[5]):
         assert row["leads drop acc"] == pytest.approx(row["facts-test acc"] - rows[rows.index(row) + 2]["facts-test acc"])
+
+
+def test_divergence_stands_beside_accuracy(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (
+        small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--buddies", "alpha=1,rho=2", "--buddies",
+        "mode=none,miss=drop", "--baseline", "original,drop", "--buddies-file", buddies_file, "--speed-tokens", 0, "--text",
+        TEXT, "--text-tokens", 200, "--resume", tmp_path / "sweep.json")
+    rows = run_sweep(capsys, *arguments)
+    original, lossy, gated, dropping = rows
+    assert [it["settings"] for it in (gated, dropping)] == ["mode=none,max_replaced=2,miss=drop", "mode=none,miss=drop"]
+    assert original["kl_divergence"] == 0 < lossy["kl_divergence"] and gated["kl_divergence"] < dropping["kl_divergence"]
+    assert lossy["kl_divergence above drop"] == pytest.approx(lossy["kl_divergence"] - gated["kl_divergence"])
+    assert 0 < lossy["kl_divergence above drop stderr"] < lossy["kl_divergence stderr"] + gated["kl_divergence stderr"]
+    assert "kl_divergence above drop" not in dropping, "it is that itself"
+    alone = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--buddies", "alpha=1,rho=2", "--buddies-file",
+                           buddies_file, "--tokens", 200)
+    assert lossy["kl_divergence"] == pytest.approx(alone["kl_divergence"], rel=0.02)  # of other weights, whose bits are alike
+    assert run_sweep(capsys, *arguments) == rows, "from the record"
+
+
+def test_errors_of_divergences_are_those_of_blocks() -> None:
+    one = perplexity.Divergence(96, 2.0, (1.0, 2.0, 3.0))
+    other = perplexity.Divergence(96, 1.0, (0.0, 1.0, 2.0))
+    assert one.stderr == pytest.approx(1 / math.sqrt(3)) and perplexity.difference(one, other) == Difference(1.0, 0.0)
+    assert math.isnan(perplexity.Divergence(9, 1.0, (1.0,)).stderr)
+
+
+def test_a_full_disk_is_named_before_predictions_are_made(whole: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    texts = perplexity.windows(whole, [Document(TEXT.read_text(encoding="utf-8")[:500], "text")])
+    with pytest.raises(PyorchError, match=r"no room in .* for the predictions of \d+ tokens, .*: No space left"):
+        perplexity.Reference(whole, texts)
 
 
 def test_a_dynamic_cache_misses_and_replaces(small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
