@@ -62,8 +62,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                             "gates, random (a random resident expert replaces an absent one) and drop (it is left out) "
                             "(default: original)")
     sweep.add_argument("--text", action="extend", nargs="+", default=[], metavar="FILE",
-                       help="also measure the KL divergence of predictions from those of the lossless model, on this text; "
-                            "not the text of the trace")
+                       help="also measure the KL divergence of predictions from the lossless model's, on this text, "
+                            "which should not be that of the trace")
     sweep.add_argument("--text-tokens", type=int, default=4000, metavar="N",
                        help="predict at most N tokens of --text (default: 4000)")
     sweep.add_argument("--buddies-file", metavar="FILE",

@@ -14,8 +14,6 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
-_SHOWN = 12  # trials of the table
-
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
@@ -24,9 +22,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         '  pyorch run olmoe.gguf --tuned olmoe.tuned.json -p "Once upon a time"',
     )
     parser.description += (
-        " The command tries many settings of buddies on the questions, measures the speed of the best, and writes the "
-        "winner for `pyorch run --tuned`. The best of many settings is also the luckiest one: "
-        "it must keep the accuracy by two standard errors, and --held-out asks it other questions in the end."
+        " All settings answer an eighth of the questions, the better half of them as many again, and so on; the speed "
+        "of the best is measured, and the winner written for `pyorch run --tuned`. The best of many settings is also "
+        "the luckiest one: it must keep the accuracy by two standard errors, and --held-out asks it other questions in "
+        "the end."
     )
     add_model_options(parser, defaults={"budget": ""})
     add_question_options(parser)
@@ -45,8 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--buddies-file", metavar="FILE",
                         help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
-    parser.add_argument("--trials", type=int, default=48, metavar="N",
-                        help="try at most N settings, 5 or more (default: 48)")
+    parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
+                        help="try these settings, with alternatives between bars: mode=none,miss=drop,sacred=1|2 "
+                             "stands for two; may be repeated (default: some of leaving out, of cache-aware routing, "
+                             "and of buddies)")
     parser.add_argument("--candidates", type=int, default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
@@ -65,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.eval.method import share as share_of_experts
     from pyorch.sidecars.tuned_setting import default_path, write_tuned
+    from pyorch.eval.levers import LEVERS
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
     from pyorch.runtime.model_map import ModelMap
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         goal=Goal(min_accuracy, args.max_kl),
         metric=args.metric,
         buddies_file=args.buddies_file,
-        max_trials=args.trials,
+        levers=tuple(args.levers) or LEVERS,
         n_candidates=args.candidates,
         speed_tokens=args.speed_tokens,
         held_out=tuple(args.held_out),
@@ -98,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"output": output, "tuned": tuning.tuned, "trials": _trials(tuning)})
         return 0
     tuned = tuning.tuned
-    show([_table(tuning), *_more(tuning), "", f"{output}: {_sentence(tuned)}"])
+    show([_table(tuning, args.metric), "", f"{output}: {_sentence(tuned)}"])
     if tuned.tokens_per_second is not None and tuned.tokens_per_second < tuned.original_tokens_per_second:
         print("pyorch: note: no setting was faster than lossless decoding here", file=sys.stderr)
     return 0
@@ -114,7 +116,7 @@ def _check(args: argparse.Namespace) -> None:
         raise PyorchError("nothing says how many experts are kept: give --cache-rate, such as 0.5, or --budget")
     if args.max_kl is not None and not args.max_kl >= 0:
         raise PyorchError(f"--max-kl {args.max_kl:g} is negative")
-    for name, least in (("trials", 5), ("candidates", 1), ("speed_tokens", 0)):
+    for name, least in (("candidates", 1), ("speed_tokens", 0)):
         if getattr(args, name) < least:
             raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
 
@@ -124,8 +126,8 @@ def _unreached(tuning, goal) -> str:
     wanted, got = [], []
     if goal.min_accuracy is not None:
         wanted.append(f"{goal.min_accuracy:.1%} of the accuracy")
-        got.append(f"{closest.outcome.accuracy / tuning.original.accuracy:.1%} "
-                   f"±{2 * closest.outcome.error / tuning.original.accuracy:.1%}")
+        of_original = closest.outcome.original_accuracy
+        got.append(f"{closest.outcome.accuracy / of_original:.1%} ±{2 * closest.outcome.error / of_original:.1%}")
     if goal.max_kl is not None:
         wanted.append(f"a KL divergence of {goal.max_kl:g} nats")
         got.append(f"{closest.outcome.kl_divergence:.4g} nats")
@@ -156,7 +158,10 @@ def _trials(tuning) -> list[dict[str, object]]:
         rows.append({
             "settings": str(trial.substitution),
             "reached": trial.reached,
+            "tried_on": trial.outcome.share,
             "accuracy": trial.outcome.accuracy,
+            "original_accuracy": trial.outcome.original_accuracy,
+            "error": trial.outcome.error if trial.outcome.accuracy is not None else None,
             "kl_divergence": trial.outcome.kl_divergence,
             "absent_per_token": trial.outcome.slots.per_token("absent"),
             "experts_read_per_token": trial.outcome.slots.read_per_token,
@@ -165,27 +170,27 @@ def _trials(tuning) -> list[dict[str, object]]:
     return rows
 
 
-def _table(tuning) -> Table:
+def _table(tuning, metric: str) -> Table:
     """Without the columns that say nothing here."""
-    titles = ("settings", "accuracy", "kept", "KL", "reads/token", "tok/s", "")
+    titles = ("settings", "tried on", "accuracy", "kept", "KL", "reads/token", "tok/s", "")
     original = tuning.speeds.get(None)
-    accuracy = tuning.original.accuracy
-    rows = [("lossless", _number(accuracy, ".3f"), "", "", _number(_absent(tuning), ".1f"),
-             _number(original.rate if original else None, ".2f"), "")]
-    for row in _trials(tuning)[:_SHOWN]:
-        kept = row["accuracy"] / accuracy if accuracy else None
+    rows = [("lossless", "100%", _number(tuning.original.accuracy(metric), ".3f"), "", "",
+             _number(_absent(tuning), ".1f"), _number(original.rate if original else None, ".2f"), "")]
+    for row in _trials(tuning):
         rows.append((
-            row["settings"], _number(row["accuracy"], ".3f"), _number(kept, ".1%"),
+            row["settings"], f"{row['tried_on']:.0%}", _number(row["accuracy"], ".3f"), _kept(row),
             _number(row["kl_divergence"], ".4f"), _number(row["experts_read_per_token"], ".1f"),
             _number(row["tokens_per_second"], ".2f"),
-            "" if row["reached"] else "too lossy",
+            "" if row["reached"] else "too lossy" if row["tried_on"] == 1 else "left behind",
         ))
     told = [i for i in range(len(titles)) if any(row[i] for row in rows)]
     return Table([titles[i] for i in told], [[row[i] for i in told] for row in rows], left=("settings", ""))
 
 
-def _more(tuning) -> list[str]:
-    return [f"and {len(tuning.trials) - _SHOWN} more"] if len(tuning.trials) > _SHOWN else []
+def _kept(row: dict) -> str:
+    """With one standard error. Of the same questions."""
+    original = row["original_accuracy"]
+    return f"{row['accuracy'] / original:.1%} ±{row['error'] / original:.1%}" if original else ""
 
 
 def _absent(tuning) -> float:

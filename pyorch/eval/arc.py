@@ -64,6 +64,10 @@ class Accuracy:
     right: str
     right_norm: str
 
+    def __add__(self, more: Accuracy) -> Accuracy:
+        """Of the questions of both."""
+        return Accuracy(self.right + more.right, self.right_norm + more.right_norm)
+
     @property
     def n(self) -> int:
         return len(self.right)
@@ -91,6 +95,11 @@ def difference(one: Sequence[Accuracy], other: Sequence[Accuracy], metric: str) 
     pairs = [mine.counts(metric) - its.counts(metric) for mine, its in zip(one, other, strict=True)]
     errors = [pair.var(ddof=1) / len(pair) if len(pair) > 1 else float("nan") for pair in pairs]
     return Difference(float(np.mean([pair.mean() for pair in pairs])), math.sqrt(sum(errors)) / len(pairs))
+
+
+def average(accuracies: Sequence[Accuracy], metric: str) -> float:
+    """Over files, as in the papers."""
+    return sum(getattr(one, metric) for one in accuracies) / len(accuracies)
 
 
 def accuracy(scores: Sequence[Score]) -> Accuracy:
@@ -169,7 +178,9 @@ def score(
 
     n_ubatch, together: see likelihoods(). Raises ExpertReadError: an expert could not be read.
     """
-    scores = []
+    scores: list[Score] = []
+    if not task.prompts:
+        return scores
     for found in likelihoods(model, task.prompts, n_ubatch, together, n_threads):
         scores.append(Score(task.questions[len(scores)], found.sums))
         if on_progress is not None:

@@ -59,6 +59,9 @@ class Slots:
     substituted: int
     dropped: int
 
+    def __add__(self, more: Slots) -> Slots:
+        return Slots(*(getattr(self, name) + getattr(more, name) for name in Slots.__dataclass_fields__))
+
     def per_token(self, name: str) -> float:
         return getattr(self, name) / self.n_tokens if self.n_tokens else 0.0
 
@@ -119,7 +122,7 @@ def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
     """Tokens that may be computed at once.
 
     1 with a cache that changes from token to token, where settings look at all tokens of a micro-batch (eq. 2, reuse
-    in eq. 3), of which decoding has one, and where they count what all layers do to a token: the last one has other rows.
+    in eq. 3), of which decoding has one, and where they count what all layers do to a token: the last has other rows.
     """
     by_batch = substitution is not None and (
         substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1

@@ -146,6 +146,12 @@ class Divergence:
     mean: float
     blocks: tuple[float, ...]
 
+    def __add__(self, more: Divergence) -> Divergence:
+        """Of the tokens of both."""
+        n = self.n_tokens + more.n_tokens
+        mean = (self.n_tokens * self.mean + more.n_tokens * more.mean) / n
+        return Divergence(n, mean, self.blocks + more.blocks)
+
     @property
     def stderr(self) -> float:
         """Of the mean; nan for a single block."""
@@ -164,9 +170,11 @@ def _stderr(blocks: np.ndarray) -> float:
 class Reference:
     """What a lossless model predicts of some windows: logits, in a temporary file that goes with this object."""
 
-    def __init__(self, model: Model, texts: Sequence[Window], n_ubatch: int = N_BATCH, n_threads: int | None = None) -> None:
-        """n_ubatch: as what is compared is computed: the shape of a batch changes the rounding. PyorchError where there is
-        no room for the file."""
+    def __init__(
+        self, model: Model, texts: Sequence[Window], n_ubatch: int = N_BATCH, n_threads: int | None = None
+    ) -> None:
+        """n_ubatch: as what is compared is computed: the shape of a batch changes the rounding. PyorchError where there
+        is no room for the file."""
         self._texts = texts
         self._n_ubatch = n_ubatch
         self._n_threads = n_threads
@@ -177,8 +185,10 @@ class Reference:
                 self._logits = np.memmap(self._file, np.float32, "w+", shape=shape)
                 os.posix_fallocate(self._file.fileno(), 0, self._logits.nbytes)  # else a full disk would be a signal
             except OSError as error:
-                raise PyorchError(f"there is no room in {tempfile.gettempdir()} for the predictions of {shape[0]} tokens, "
-                                  f"{format_bytes(4 * shape[0] * shape[1])}: {error.strerror}") from None
+                raise PyorchError(
+                    f"there is no room in {tempfile.gettempdir()} for the predictions of {shape[0]} tokens, "
+                    f"{format_bytes(4 * shape[0] * shape[1])}: {error.strerror}"
+                ) from None
             done = 0
             for logits, _ in _predictions(model, texts, n_ubatch, n_threads):
                 self._logits[done : done + len(logits)] = logits

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.eval.arc import Accuracy
+from pyorch.eval.arc import Accuracy, average
 from pyorch.eval.method import Slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.speed import Speed
@@ -19,7 +19,7 @@ VERSION = 3
 
 @dataclass(frozen=True)
 class Judgement:
-    """Accuracies, one for each file, and what was done to reach them. divergence: on other text, None if nobody asked."""
+    """Accuracies, one for each file, and what was done to reach them. divergence: on other text, None if not asked."""
 
     accuracies: tuple[Accuracy, ...]
     slots: Slots
@@ -27,7 +27,7 @@ class Judgement:
 
     def average(self, metric: str) -> float:
         """Mean over the files, as in the paper."""
-        return sum(getattr(accuracy, metric) for accuracy in self.accuracies) / len(self.accuracies)
+        return average(self.accuracies, metric)
 
 
 class Record:

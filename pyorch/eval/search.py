@@ -1,43 +1,68 @@
-"""Searches the setting that reads least among those that keep the accuracy, or the predictions.
+"""Searches the setting that reads least among those that keep the accuracy, or the predictions: successive halving.
 
-Four dials, each from closed (little is substituted) to open (no limit): rho, the most substitutions of a token in
-a layer; tau, below which entropy a token is left alone, as a percentile; alpha, how far down the lists buddies
-are taken; beta, from which share of absent experts on all are fetched. The search assumes that opening a dial
-replaces more and never improves accuracy, which holds but for chance:
-
-1. With all dials open: which weight a buddy gets and in which order absent experts are replaced, by what loses least.
-2. Each dial alone: by bisection, the most open position that reaches the goal. Where no dial does, the one that helps
-   most is closed and the others are tried with it.
-3. From the best of these: a dial as far open as reaches the goal, if need be with another closed by one position;
-   again from there while less is read and trials are left.
+All settings are tried on an eighth of the questions; the better half of them on as many again; and so on, until an
+eighth of the settings has answered all. Better is what promises more: the experts that a setting need not read, times
+how likely it is that it reaches the goal in the end, by what its answers have shown so far.
 
 What a setting reads for a token is one expert for each slot whose expert is absent and not replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from pyorch.eval import arc
+from pyorch.eval.arc import Accuracy
 from pyorch.eval.method import Slots
-from pyorch.library import choices
-from pyorch.settings.substitution import Percentile, Substitution
+from pyorch.eval.perplexity import Divergence
+from pyorch.settings.substitution import Substitution
 
-DIALS = ("rho", "tau", "alpha", "beta")
+PARTS = 8  # of the questions, and of the text
+_RUNGS = (1, 2, 4, 8)  # parts that settings have been tried on, before a half of them goes
+_LEAST_QUESTIONS = 25  # that a setting goes by
 
-_TAU_PERCENTS = (90, 80, 70, 60, 50, 40, 30, 20, 10, 5)
-_ALPHAS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9, 0.95)
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a setting did on some parts. accuracies: by file, none without questions. divergence: None without text."""
+
+    accuracies: tuple[Accuracy, ...]
+    divergence: Divergence | None
+    slots: Slots
+
+    def __add__(self, more: Evidence) -> Evidence:
+        divergence = self.divergence
+        if divergence is None or more.divergence is None:
+            divergence = divergence or more.divergence
+        else:
+            divergence = divergence + more.divergence
+        accuracies = tuple(one + other for one, other in zip(self.accuracies, more.accuracies, strict=True))
+        return Evidence(accuracies, divergence, self.slots + more.slots)
+
+    def accuracy(self, metric: str) -> float | None:
+        """Average over the files."""
+        return arc.average(self.accuracies, metric) if self.accuracies else None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setting does. accuracy: average over the files; None, and kl_divergence None, where not measured. error: the
-    standard error of how far the accuracy is from the original's, question by question."""
+    """What a setting does, by the share of questions and text that it was tried on.
+
+    accuracy: average over the files, beside the original's on the same questions; None, and kl_divergence None, where
+    not measured. error, kl_error: standard errors, of how far the accuracy is from the original's, question by
+    question, and of the divergence.
+    """
 
     accuracy: float | None
+    original_accuracy: float | None
+    error: float
     kl_divergence: float | None
+    kl_error: float
     slots: Slots
-    error: float = 0.0
+    share: float = 1.0
 
     @property
     def least_accuracy(self) -> float:
@@ -53,151 +78,130 @@ class Goal:
     min_accuracy: float | None
     max_kl: float | None
 
-    def reached(self, outcome: Outcome, original: Outcome) -> bool:
-        if self.min_accuracy is not None and not outcome.least_accuracy >= self.min_accuracy * original.accuracy:
+    def reached(self, outcome: Outcome) -> bool:
+        """By all questions."""
+        least = 0.0 if self.min_accuracy is None else self.min_accuracy * outcome.original_accuracy
+        if self.min_accuracy is not None and not outcome.least_accuracy >= least:
             return False
         return self.max_kl is None or outcome.kl_divergence <= self.max_kl
 
-    def loss(self, outcome: Outcome, original: Outcome) -> float:
-        """How much of what may be lost is lost; above 1 the goal is missed. Orders settings that replace alike."""
+    def chance(self, outcome: Outcome) -> float:
+        """How likely it is that this is reached when all questions are answered. 0 or 1 when they are."""
+        if outcome.share == 1:
+            return float(self.reached(outcome))
+        chance, share = 1.0, outcome.share
+        if self.min_accuracy is not None:
+            # The error shrinks by the root of the share, and what is known already cannot change.
+            margin = outcome.accuracy - 2 * outcome.error * math.sqrt(share)
+            margin -= self.min_accuracy * outcome.original_accuracy
+            chance *= _normal(margin, outcome.error * math.sqrt(1 - share))
+        if self.max_kl is not None:
+            chance *= _normal(self.max_kl - outcome.kl_divergence, outcome.kl_error * math.sqrt(1 - share))
+        return chance
+
+    def loss(self, outcome: Outcome) -> float:
+        """How much of what may be lost is lost; above 1 the goal is missed."""
         losses = [0.0]
         if self.min_accuracy is not None:
-            losses.append(
-                (original.accuracy - outcome.least_accuracy) / max((1 - self.min_accuracy) * original.accuracy, 1e-9)
-            )
+            original = outcome.original_accuracy
+            losses.append((original - outcome.least_accuracy) / max((1 - self.min_accuracy) * original, 1e-9))
         if self.max_kl is not None:
             losses.append(outcome.kl_divergence / max(self.max_kl, 1e-9))
         return max(losses)
 
 
+def _normal(margin: float, error: float) -> float:
+    """How likely a number is above 0 that is estimated as margin, with an error."""
+    return statistics.NormalDist(0, error).cdf(margin) if error > 0 else float(margin >= 0)
+
+
 @dataclass(frozen=True)
 class Trial:
+    """reached: the goal, by all questions; no setting that was left behind has."""
+
     substitution: Substitution
     outcome: Outcome
     loss: float
     reached: bool
 
 
-Judge = Callable[["Substitution | None"], Outcome]
+Judge = Callable[["Substitution | None", int, int], Evidence]  # on parts from ... to ..., None: the original
+OnTrial = Callable[[int, int], None]  # parts done, of all
 
 
 class Search:
-    """Tries settings, max_trials at most. judge: what a setting does, None being the original, which replaces
-    nothing; n_expert_used: experts of a token in a layer; weights: of buddies, that may be tried, None: all."""
+    """Tries settings. judge: what one does, None being the original, which replaces nothing; n_questions: of all files,
+    0 where there is only text."""
 
     def __init__(
-        self,
-        judge: Judge,
-        goal: Goal,
-        n_expert_used: int,
-        max_trials: int,
-        on_trial: Callable[[int, int], None] = lambda done, total: None,
-        weights: Sequence[str] | None = None,
+        self, judge: Judge, goal: Goal, settings: Sequence[Substitution], n_questions: int, metric: str = "acc_norm",
+        on_trial: OnTrial = lambda done, total: None,
     ) -> None:
         self._judge = judge
         self._goal = goal
-        self._max_trials = max_trials
+        self._settings = settings
+        self._metric = metric
         self._on_trial = on_trial
-        self._weights = weights if weights is not None else tuple(choices.substitution("weight"))
-        self._trials: dict[Substitution, Trial] = {}
-        self._positions = positions(n_expert_used)
-        self.original = judge(None)
+        least = _LEAST_QUESTIONS * PARTS if n_questions else 0
+        self._rungs = [n for n in _RUNGS if n == PARTS or n * n_questions >= least]
+        self._seen: dict[Substitution | None, Evidence] = {}
+        self._n_done = 0
 
-    def run(self, start: Substitution = Substitution(alpha=1.0)) -> list[Trial]:
-        """Returns all trials, those that reach the goal first, of these the one that reads least first."""
-        self._search(start)
-        return sorted(self._trials.values(), key=lambda trial: (not trial.reached, _reads(trial), trial.loss))
+    def run(self) -> list[Trial]:
+        """All of them, those that reach the goal first, of these the one that reads least first."""
+        trials: dict[Substitution, Trial] = {}
+        left, before = list(self._settings), 0
+        for rung in self._rungs:
+            for setting in (None, *left):
+                self._try(setting, before, rung)
+            for setting in left:
+                trials[setting] = self._trial(setting, rung)
+            left = sorted(left, key=lambda setting: self._order(trials[setting]))[: math.ceil(len(left) / 2)]
+            before = rung
+        return sorted(trials.values(), key=lambda trial: (
+            not trial.reached, -trial.outcome.share, _reads(trial) if trial.reached else trial.loss))
 
-    def _search(self, start: Substitution) -> None:
-        start = self._least_loss(replace(start, weight=weight) for weight in self._weights)
-        # With all dials open every absent expert is replaced, and the order says little: the lowest weight first, then.
-        start = self._least_loss(replace(start, order=order) for order in ("weight", "rank"))
-        if self._trials[start].reached:
-            return
-        best = self._first_reached(start)
-        while best is not None:
-            best = self._exchange(best)
+    @property
+    def original(self) -> Evidence:
+        """On all questions, after run()."""
+        return self._seen[None]
 
-    def _first_reached(self, setting: Substitution) -> Trial | None:
-        """With as few dials closed as possible."""
-        left = list(DIALS)
-        while left:
-            reached = [trial for trial in (self._open(setting, dial) for dial in left) if trial is not None]
-            if reached:
-                return min(reached, key=_reads)
-            closed = {dial: self._set(setting, dial, 0) for dial in left}
-            tried = [dial for dial in left if closed[dial] in self._trials]
-            if not tried:
-                return None
-            dial = min(tried, key=lambda dial: self._trials[closed[dial]].loss)
-            setting = closed[dial]
-            left.remove(dial)
-        return None
+    @property
+    def n_parts(self) -> int:
+        """That all trials together will compute."""
+        n, total, before = len(self._settings), 0, 0
+        for rung in self._rungs:
+            total += (rung - before) * (n + 1)
+            n, before = math.ceil(n / 2), rung
+        return total
 
-    def _exchange(self, best: Trial) -> Trial | None:
-        """A setting that reaches the goal and reads less: a dial more open than the best, perhaps another closed."""
-        closed = [None, *(dial for dial in DIALS if self._position(best.substitution, dial) > 0)]
-        for dial in closed:
-            narrower = best.substitution
-            if dial is not None:
-                narrower = self._set(narrower, dial, self._position(narrower, dial) - 1)
-            for other in DIALS:
-                trial = self._widen(narrower, other) if other != dial else None
-                if trial is not None and _reads(trial) < _reads(best):
-                    return trial
-        return None
+    def _try(self, setting: Substitution | None, begin: int, end: int) -> None:
+        self._on_trial(self._n_done, self.n_parts)
+        found = self._judge(setting, begin, end)
+        self._seen[setting] = self._seen[setting] + found if setting in self._seen else found
+        self._n_done += end - begin
 
-    def _least_loss(self, settings: Iterator[Substitution]) -> Substitution:
-        """Of settings that differ in how they replace, not in how much."""
-        return min((self._try(setting) for setting in settings), key=lambda trial: trial.loss).substitution
+    def _trial(self, setting: Substitution, n_parts: int) -> Trial:
+        found, original = self._seen[setting], self._seen[None]
+        accuracy = error = None
+        if found.accuracies:
+            accuracy = found.accuracy(self._metric)
+            error = arc.difference(found.accuracies, original.accuracies, self._metric).stderr
+            least = 1 / sum(one.n for one in found.accuracies)
+            if n_parts < PARTS and not error >= least:  # of a few questions, that all answers are alike is no proof
+                error = least
+        kl = found.divergence
+        outcome = Outcome(
+            accuracy, original.accuracy(self._metric), error or 0.0, kl.mean if kl is not None else None,
+            kl.stderr if kl is not None else 0.0, found.slots, n_parts / PARTS)
+        return Trial(setting, outcome, self._goal.loss(outcome), n_parts == PARTS and self._goal.reached(outcome))
 
-    def _open(self, setting: Substitution, dial: str) -> Trial | None:
-        """The most open position of the dial that reaches the goal, below the setting's own, which does not."""
-        return self._bisect(setting, dial, -1, self._position(setting, dial))
-
-    def _widen(self, setting: Substitution, dial: str) -> Trial | None:
-        """The most open position of the dial that reaches the goal, above the setting's own, which does."""
-        return self._bisect(setting, dial, self._position(setting, dial), len(self._positions[dial]))
-
-    def _bisect(self, setting: Substitution, dial: str, reached: int, missed: int) -> Trial | None:
-        """Between a position that reaches the goal, as is known or taken for granted, and one that misses it."""
-        best = None
-        while missed - reached > 1 and len(self._trials) < self._max_trials:
-            middle = (reached + missed) // 2
-            trial = self._try(self._set(setting, dial, middle))
-            if trial.reached:
-                best, reached = trial, middle
-            else:
-                missed = middle
-        return best
-
-    def _position(self, setting: Substitution, dial: str) -> int:
-        return self._positions[dial].index(getattr(setting, dial))
-
-    def _set(self, setting: Substitution, dial: str, position: int) -> Substitution:
-        return replace(setting, **{dial: self._positions[dial][position]})
-
-    def _try(self, setting: Substitution) -> Trial:
-        if setting not in self._trials:
-            self._on_trial(len(self._trials), self._max_trials)
-            outcome = self._judge(setting)
-            loss = self._goal.loss(outcome, self.original)
-            reached = self._goal.reached(outcome, self.original)
-            self._trials[setting] = Trial(setting, outcome, loss, reached)
-        return self._trials[setting]
+    def _order(self, trial: Trial) -> tuple[float, float]:
+        """Ascending: what promises most first; where nothing does, what loses least."""
+        slots = trial.outcome.slots
+        saved = slots.per_token("absent") - slots.read_per_token
+        return -self._goal.chance(trial.outcome) * saved, trial.loss
 
 
 def _reads(trial: Trial) -> float:
     return trial.outcome.slots.read_per_token
-
-
-def positions(n_expert_used: int) -> dict[str, list]:
-    """Of each dial, from closed to open. None, the last, is no limit."""
-    return {
-        "rho": [*range(1, n_expert_used), None],
-        "tau": [*(Percentile(float(percent)) for percent in _TAU_PERCENTS), None],
-        # 1: all buddies that there are. None would be the lists' own alpha.
-        "alpha": [*_ALPHAS, 1.0],
-        # Between the shares that one token can have: position i lets i + 1 absent experts pass.
-        "beta": [*(round((i + 1.5) / n_expert_used, 3) for i in range(n_expert_used - 1)), None],
-    }

@@ -66,8 +66,8 @@ class Row:
     """A line of the table. rate None: the model as it is loaded. speed None: not measured.
 
     By metric: kept, the average as a share of the original's; differs, by how much it is above the original's; leads,
-    of a row with baselines, by their names, by how much it is above theirs. farther: likewise, by how much its predictions
-    are farther from the lossless model's. speedup: over the original at the same rate.
+    of a row with baselines, by their names, by how much it is above theirs. farther: likewise, by how much its
+    predictions are farther from the lossless model's. speedup: over the original at the same rate.
     """
 
     rate: float | None

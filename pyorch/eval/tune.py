@@ -10,23 +10,26 @@ setting has to keep the asked accuracy by two standard errors, and the winner an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.eval import arc, perplexity
+from pyorch.eval import arc, levers, perplexity
 from pyorch.eval.method import (
-    ORIGINAL, Method, kernels, lossy_method, n_ubatch, read_buddies, resident_model, simulated, slots, static_model,
+    ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model,
 )
-from pyorch.sidecars.tuned_setting import TunedSetting
-from pyorch.eval.search import Goal, Outcome, Search, Trial
+from pyorch.eval.search import PARTS, Evidence, Goal, Judge, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, total
-from pyorch.library import choices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.buddies import Buddies
+from pyorch.sidecars.tuned_setting import TunedSetting
 from pyorch.traces.data import read_documents
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
@@ -36,9 +39,9 @@ _KL_TOKENS = 4096  # predicted for a divergence
 
 @dataclass(frozen=True)
 class Request:
-    """What to tune for. budget: a share of the experts, or a size. n_candidates: settings whose speed is measured,
-    by n_rounds of speed_tokens; with 0 tokens what is read decides. held_out: files of questions that the winner answers
-    in the end."""
+    """What to tune for. budget: a share of the experts, or a size. levers: see pyorch.eval.levers. n_candidates:
+    settings whose speed is measured, by n_rounds of speed_tokens; with 0 tokens what is read decides. held_out: files
+    of questions that the winner answers in the end."""
 
     model: str
     data: tuple[str, ...]
@@ -49,7 +52,7 @@ class Request:
     shots_data: str | None = None
     limit: int | None = None
     buddies_file: str | None = None
-    max_trials: int = 48
+    levers: tuple[str, ...] = levers.LEVERS
     n_candidates: int = 3
     speed_tokens: int = 256
     n_rounds: int = 2
@@ -67,7 +70,7 @@ class Tuning:
     """trials: those that reach the goal first, the one that reads least first. speeds: of the original (None) and
     of the candidates, empty if not measured. best: None if no setting reaches the goal."""
 
-    original: Outcome
+    original: Evidence
     trials: tuple[Trial, ...]
     speeds: dict[Substitution | None, Speed]
     best: Trial | None
@@ -87,13 +90,9 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         )
     rate = n_bytes / info.slots_bytes
     buddies = read_buddies(request.model, request.buddies_file, needed=True)
-    scaled = any(layer.has_scales for layer in buddies.layers.values())
     with _judge(request, rate, buddies) as (judge, n_questions):
-        search = Search(
-            judge, request.goal, info.n_expert_used, request.max_trials,
-            lambda done, most: on_progress("search", done, most),
-            [weight for weight in choices.substitution("weight") if weight != "fitted" or scaled],
-        )
+        search = Search(judge, request.goal, _settings(request, buddies), n_questions, request.metric,
+                        partial(on_progress, "search"))
         trials = search.run()
     reached = [trial for trial in trials if trial.reached]
     speeds = (
@@ -109,51 +108,67 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     tuned = None
     if best is not None:
         held_out = _held_out(request, rate, buddies, best.substitution, on_progress) if request.held_out else None
-        tuned = _tuned(request, rate, n_questions, search.original, best, speeds, held_out)
+        tuned = _tuned(request, rate, n_questions, best, speeds, held_out)
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
 
+def _settings(request: Request, buddies: Buddies) -> list[Substitution]:
+    """What can be tried with these lists: without scales, weights cannot be fitted."""
+    scaled = any(layer.has_scales for layer in buddies.layers.values())
+    asked = levers.settings(request.levers)
+    possible = [setting for setting in asked if setting.weight != "fitted" or scaled]
+    if not possible:
+        raise PyorchError("weight=fitted needs lists of buddies with scales: make them with `pyorch buddies --compare`")
+    return possible
+
+
 @contextmanager
-def _judge(
-    request: Request, rate: float, buddies: Buddies
-) -> Iterator[tuple[Callable[[Substitution | None], Outcome], int]]:
+def _judge(request: Request, rate: float, buddies: Buddies) -> Iterator[tuple[Judge, int]]:
     """What judges a setting, and the number of questions. The model is loaded once for all trials."""
-    n_models = 1 + (request.goal.max_kl is not None)
-    options = {**kernels(request.model, n_models), **request.options}
     with ExitStack() as stack:
-        model = stack.enter_context(static_model(request.model, **options))
-        tasks, texts, reference, originals = [], [], None, []
+        model = stack.enter_context(static_model(request.model, **request.options))
+        tasks, texts = [], []
         if request.goal.min_accuracy is not None:
             tasks = [
-                arc.read_task(model, path, request.n_shots, request.shots_data, request.limit) for path in request.data
+                _shuffled(arc.read_task(model, path, request.n_shots, request.shots_data, request.limit))
+                for path in request.data
             ]
         if request.goal.max_kl is not None:
-            reference = stack.enter_context(resident_model(request.model, **options))
             texts = perplexity.windows(model, list(read_documents(request.data)), n_tokens=_KL_TOKENS)
+        references: dict[tuple[int, int, int], perplexity.Reference] = {}
 
-        def judge(substitution: Substitution | None) -> Outcome:
+        def judge(substitution: Substitution | None, begin: int, end: int) -> Evidence:
             width = n_ubatch(substitution)
+            windows = _parts(texts, begin, end)
+            key = begin, end, width
+            if windows and key not in references:
+                references[key] = stack.enter_context(
+                    closing(perplexity.Reference(model, windows, width, request.n_threads)))
             method = ORIGINAL if substitution is None else lossy_method(substitution)
             with simulated(model, method, rate, buddies):
-                accuracies = [
-                    arc.accuracy(arc.score(model, task, width, n_threads=request.n_threads)) for task in tasks
-                ]
-                kl = None
-                if texts:
-                    kl = perplexity.measure(model, texts, reference, width, request.n_threads).kl_divergence
-                done = slots(model)
-            if not tasks:
-                return Outcome(None, kl, done)
-            if substitution is None:
-                originals[:] = accuracies
-            error = arc.difference(accuracies, originals, request.metric).stderr
-            return Outcome(_average(accuracies, request.metric), kl, done, error)
+                accuracies = tuple(
+                    arc.accuracy(arc.score(model, part, width, n_threads=request.n_threads))
+                    for part in (_part(task, begin, end) for task in tasks)
+                )
+                divergence = references[key].divergence(model) if windows else None
+                return Evidence(accuracies, divergence, slots(model))
 
         yield judge, sum(len(task.questions) for task in tasks)
 
 
-def _average(accuracies: Sequence[arc.Accuracy], metric: str) -> float:
-    return sum(getattr(accuracy, metric) for accuracy in accuracies) / len(accuracies)
+def _shuffled(task: arc.Task) -> arc.Task:
+    """Always alike. A file may have questions of one kind after those of another."""
+    order = np.random.default_rng(0).permutation(len(task.questions))
+    return arc.Task(task.path, tuple(task.questions[i] for i in order), tuple(task.prompts[i] for i in order))
+
+
+def _part(task: arc.Task, begin: int, end: int) -> arc.Task:
+    return arc.Task(task.path, _parts(task.questions, begin, end), _parts(task.prompts, begin, end))
+
+
+def _parts(items: Sequence, begin: int, end: int) -> Sequence:
+    """Of PARTS, of which the first is not empty."""
+    return items[math.ceil(len(items) * begin / PARTS) : math.ceil(len(items) * end / PARTS)]
 
 
 @dataclass(frozen=True)
@@ -178,8 +193,8 @@ def _held_out(
                               for task in tasks])
     original, tuned = found
     return _HeldOut(
-        sum(len(task.questions) for task in tasks), _average(tuned, request.metric),
-        _average(original, request.metric), arc.difference(tuned, original, request.metric).stderr)
+        sum(len(task.questions) for task in tasks), arc.average(tuned, request.metric),
+        arc.average(original, request.metric), arc.difference(tuned, original, request.metric).stderr)
 
 
 def _speeds(
@@ -198,7 +213,7 @@ def _speeds(
 
 
 def _tuned(
-    request: Request, rate: float, n_questions: int, original: Outcome, best: Trial,
+    request: Request, rate: float, n_questions: int, best: Trial,
     speeds: dict[Substitution | None, Speed], held_out: _HeldOut | None,
 ) -> TunedSetting:
     speed = speeds.get(best.substitution)
@@ -209,7 +224,7 @@ def _tuned(
         metric=request.metric,
         n_questions=n_questions,
         accuracy=best.outcome.accuracy,
-        original_accuracy=original.accuracy,
+        original_accuracy=best.outcome.original_accuracy,
         kl_divergence=best.outcome.kl_divergence,
         tokens_per_second=speed.rate if speed is not None else None,
         original_tokens_per_second=speeds[None].rate if speeds else None,

@@ -63,8 +63,8 @@ class Substitution:
         help="most experts of a token that are replaced or left out in a layer")
     rho_token: int | None = option(
         None, int, "a whole number", plain="max_replaced_per_token", group=LOSSY,
-        help="most experts of a token that are replaced or left out in all layers together, the first layers first (rho "
-             "as the paper has it)")
+        help="most experts of a token that are replaced or left out in all layers together, the first layers first "
+             "(rho of the paper)")
     tau: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
         help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "

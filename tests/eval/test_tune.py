@@ -4,111 +4,150 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from models import CHECKPOINT
 
 from pyorch.cli import main
-from pyorch.errors import FormatError
+from pyorch.errors import FormatError, PyorchError
+from pyorch.eval import levers
+from pyorch.eval.arc import Accuracy
 from pyorch.eval.method import Slots
+from pyorch.eval.perplexity import Divergence
+from pyorch.eval.search import PARTS, Evidence, Goal, Outcome, Search, Trial
 from pyorch.sidecars.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
-from pyorch.eval.search import Goal, Outcome, Search, Trial, positions
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 
-N_USED = 6
 FACTS = CHECKPOINT / "facts-train.jsonl"
+N_QUESTIONS = 400
 
 
 class World:
-    """Settings cost accuracy by how far their dials are open, each dial by its own price."""
+    """Settings by how many experts they read for a token, of ten absent ones, and which share of answers they spoil."""
 
-    def __init__(self, **prices: float) -> None:
-        self.prices = prices
-        self.asked: list[Substitution | None] = []
+    def __init__(self, n_questions: int = N_QUESTIONS) -> None:
+        self.spoil: dict[Substitution | None, float] = {None: 0.0}
+        self.read: dict[Substitution | None, int] = {None: 10}
+        self.asked: list[tuple[Substitution | None, int, int]] = []
+        self.luck = np.random.default_rng(5).random(n_questions)  # below 0.2: also the original is wrong
 
-    def __call__(self, it: Substitution | None) -> Outcome:
-        self.asked.append(it)
-        if it is None:
-            return Outcome(0.8, None, Slots(1, 0, 0, 0))
-        open_share = 1.0
-        cost = 0.02 * (it.weight != "fitted") + 0.01 * (it.order != "weight")
-        for dial, values in positions(N_USED).items():
-            share = (values.index(getattr(it, dial)) + 1) / len(values)
-            open_share *= share
-            cost += self.prices.get(dial, 0.0) * share
-        replaced = round(1000 * open_share)
-        return Outcome(0.8 - cost, None, Slots(10, 1000, replaced, 0))
+    def add(self, reads: int, spoils: float) -> Substitution:
+        setting = Substitution(mode="random", seed=len(self.spoil))
+        self.read[setting], self.spoil[setting] = reads, spoils
+        return setting
 
-
-def search(world: World, max_trials: int = 48, min_accuracy: float = 0.95) -> list[Trial]:
-    return Search(world, Goal(min_accuracy, None), N_USED, max_trials).run()
+    def __call__(self, it: Substitution | None, begin: int, end: int) -> Evidence:
+        self.asked.append((it, begin, end))
+        luck = self.luck[len(self.luck) * begin // PARTS : len(self.luck) * end // PARTS]
+        right = "".join(str(int(one >= 0.2 + self.spoil[it])) for one in luck)
+        n = 10 * len(luck)
+        return Evidence((Accuracy(right, right),), None, Slots(n, 10 * n, 0, (10 - self.read[it]) * n))
 
 
-def test_where_nothing_is_lost_all_dials_stay_open() -> None:
+def search(world: World, min_accuracy: float = 0.95) -> list[Trial]:
+    settings = [setting for setting in world.spoil if setting is not None]
+    return Search(world, Goal(min_accuracy, None), settings, len(world.luck)).run()
+
+
+def test_the_setting_wins_that_reads_least_of_those_that_keep_the_accuracy() -> None:
     world = World()
-    best = search(world)[0]
-    assert best.reached and best.outcome.slots.read_per_token == 0
-    assert (best.substitution.rho, best.substitution.tau, best.substitution.beta) == (None, None, None)
-    assert len(world.asked) <= 5  # the original, three weights, another order
-
-
-def test_what_loses_least_is_chosen_before_the_dials() -> None:
-    best = search(World(rho=0.07))[0]
-    assert best.substitution.weight == "fitted" and best.substitution.order == "weight"
-
-
-@pytest.mark.parametrize("dial", ["rho", "tau", "alpha", "beta"])
-def test_the_dial_that_costs_accuracy_is_closed_just_enough(dial: str) -> None:
-    best = search(World(**{dial: 0.081}))[0]  # half open costs a little more than the 0.04 that may be lost
-    values = positions(N_USED)[dial]
-    position = values.index(getattr(best.substitution, dial))
-    assert best.reached
-    assert (position + 1) / len(values) * 0.081 <= 0.04 < (position + 2) / len(values) * 0.081
-    for other in set(positions(N_USED)) - {dial}:
-        assert getattr(best.substitution, other) == positions(N_USED)[other][-1]
-
-
-def test_two_dials_may_share_the_work() -> None:
-    """Neither alone reaches the goal; of what both may cost, each gets about half."""
-    best = search(World(rho=0.05, tau=0.05), max_trials=80)[0]
-    assert best.reached and best.substitution.alpha == 1.0 and best.substitution.beta is None
-    shares = [(values.index(getattr(best.substitution, dial)) + 1) / len(values)
-              for dial, values in positions(N_USED).items() if dial in ("rho", "tau")]
-    # 2 of 6 and 5 of 11 positions; 3 and 3, or 1 and 6, would read more.
-    assert shares == [2 / 6, 5 / 11]
-
-
-def test_reached_trials_come_first_and_the_one_that_reads_least_before_them_all() -> None:
-    trials = search(World(rho=0.05, tau=0.03, beta=0.02))
+    for reads, spoils in ((1, 0.3), (2, 0.1), (3, 0.06), (5, 0.01), (6, 0.005), (7, 0.0), (8, 0.0), (9, 0.0)):
+        world.add(reads, spoils)
+    trials = search(world)
+    assert trials[0].reached and trials[0].outcome.slots.read_per_token == 5
     assert [it.reached for it in trials] == sorted((it.reached for it in trials), reverse=True)
-    reads = [it.outcome.slots.read_per_token for it in trials if it.reached]
-    assert reads == sorted(reads) and len(reads) > 1
+    assert len(trials) == 8 and {it.outcome.share for it in trials} == {1.0, 0.5, 0.25, 0.125}
 
 
-def test_no_setting_is_tried_twice_and_no_more_than_asked() -> None:
-    world = World(rho=0.05, tau=0.05, alpha=0.05, beta=0.05)
-    trials = search(world, max_trials=20)
-    assert len(world.asked) == len(set(world.asked)) == 1 + len(trials) and len(trials) <= 20
+def test_twenty_four_settings_cost_what_eight_and_a_half_do() -> None:
+    world = World()
+    for i in range(24):
+        world.add(i % 10, 0.01 * (i % 7))
+    search(world)
+    assert sum(end - begin for _, begin, end in world.asked) == 8.5 * PARTS
+    for setting in world.spoil:
+        parts = [(begin, end) for it, begin, end in world.asked if it == setting]
+        assert all(end == begin for (_, end), (begin, _) in zip(parts, parts[1:])), "none is answered twice"
+    told = []
+    Search(World(), Goal(0.9, None), [], N_QUESTIONS, on_trial=lambda *it: told.append(it)).run()
+    assert told == [(0, 8), (1, 8), (2, 8), (4, 8)]
+
+
+def test_a_setting_that_loses_much_is_left_behind_though_it_reads_nothing() -> None:
+    world = World()
+    tempting, modest = world.add(0, 0.25), world.add(8, 0.0)
+    trials = {it.substitution: it for it in search(world)}
+    assert trials[modest].reached and trials[tempting].outcome.share < 1
+
+
+def test_of_few_questions_all_settings_answer_all() -> None:
+    world = World(n_questions=24)
+    for reads in range(6):
+        world.add(reads, 0.0)
+    trials = search(world)
+    assert {it.outcome.share for it in trials} == {1.0} and trials[0].outcome.slots.read_per_token == 0
 
 
 def test_out_of_reach() -> None:
-    assert not any(it.reached for it in search(World(rho=0.5, tau=0.5, alpha=0.5, beta=0.5)))
+    world = World()
+    world.add(0, 0.3), world.add(5, 0.2)
+    trials = search(world)
+    assert not any(it.reached for it in trials)
+    assert trials[0].outcome.slots.read_per_token == 5, "the closest comes first"
+
+
+def outcome(accuracy: float | None = None, error: float = 0.0, kl: float | None = None, share: float = 1.0) -> Outcome:
+    return Outcome(accuracy, 0.8, error, kl, 0.01, Slots(1, 1, 1, 0), share)
 
 
 def test_a_divergence_may_be_the_goal() -> None:
     goal = Goal(None, 0.1)
-    outcome = Outcome(None, 0.05, Slots(1, 1, 1, 0))
-    assert goal.reached(outcome, outcome) and goal.loss(outcome, outcome) == pytest.approx(0.5)
-    assert not Goal(None, 0.04).reached(outcome, outcome)
+    assert goal.reached(outcome(kl=0.05)) and goal.loss(outcome(kl=0.05)) == pytest.approx(0.5)
+    assert not Goal(None, 0.04).reached(outcome(kl=0.05))
+    assert 0.5 < goal.chance(outcome(kl=0.095, share=0.5)) < 0.9 < goal.chance(outcome(kl=0.05, share=0.5))
 
 
 def test_a_setting_keeps_the_accuracy_beyond_chance() -> None:
-    goal, original = Goal(0.9, None), Outcome(0.8, None, Slots(1, 0, 0, 0))
+    goal = Goal(0.9, None)
     for accuracy, error, reached in ((0.73, 0.0, True), (0.73, 0.02, False), (0.77, 0.02, True), (0.8, math.nan, False)):
-        outcome = Outcome(accuracy, None, Slots(1, 1, 1, 0), error)
-        assert goal.reached(outcome, original) is reached
+        assert goal.reached(outcome(accuracy, error)) is reached
+        assert goal.chance(outcome(accuracy, error)) == reached
+    assert goal.loss(outcome(0.72)) == pytest.approx(1) and goal.loss(outcome(0.76, 0.02)) == pytest.approx(1)
+
+
+def test_the_chance_to_reach_the_goal_counts_with_all_questions() -> None:
+    """Of a quarter of them the error is twice what it will be: 0.76 now is 0.76 - 2 * 0.02 then, which is the bound."""
+    goal = Goal(0.9, None)
+    assert goal.chance(outcome(0.76, 0.04, share=0.25)) == pytest.approx(0.5, abs=1e-6)
+    assert goal.chance(outcome(0.76, 0.02, share=0.25)) > 0.8 > 0.2 > goal.chance(outcome(0.72, 0.02, share=0.25))
+
+
+def test_evidence_of_parts_is_that_of_the_whole() -> None:
+    parts = [Evidence((Accuracy("10", "11"),), Divergence(n, mean, (mean,) * blocks), Slots(n, 2, 1, 0))
+             for n, mean, blocks in ((64, 1.0, 2), (32, 4.0, 1))]
+    whole = parts[0] + parts[1]
+    assert whole == Evidence((Accuracy("1010", "1111"),), Divergence(96, 2.0, (1.0, 1.0, 4.0)), Slots(96, 4, 2, 0))
+    text_only = Evidence((), None, Slots(0, 0, 0, 0))
+    assert (text_only + replace(parts[0], accuracies=())).divergence == parts[0].divergence
+
+
+def test_a_lever_stands_for_all_its_alternatives() -> None:
+    found = levers.settings(
+        ["mode=none,miss=drop,sacred=1|2,min_entropy=p5|0.5", "order=weight", "mode=buddies,order=weight"])
+    assert [str(it) for it in found] == [
+        "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
+        "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
+    assert len(levers.settings(levers.LEVERS)) == 25
+    for lever, sentence in (
+        ("mode=none", "replaces nothing"), ("sacred=1|x", "not a whole number"), ("a=1", "is not known"),
+        ("seed=" + "|".join(map(str, range(600))), "more than 512 settings"),
+    ):
+        with pytest.raises(PyorchError, match=sentence):
+            levers.settings([lever])
 
 
 #
@@ -118,7 +157,8 @@ def test_a_setting_keeps_the_accuracy_beyond_chance() -> None:
 
 def tune(small_moe: Path, lists: Path, *arguments: object) -> int:
     return main([str(it) for it in (
-        "tune", small_moe, "--data", FACTS, "--limit", 12, "--buddies-file", lists, "--trials", 12, "--candidates", 1,
+        "tune", small_moe, "--data", FACTS, "--limit", 12, "--buddies-file", lists, "--candidates", 1, "--lever",
+        "mode=none,miss=drop,sacred=1|3", "--lever", "mode=cache,sacred=2", "--lever", "weight=fitted,rho=1|3",
         "--speed-tokens", 8, "--threads", 1, *arguments)])
 
 
@@ -144,6 +184,7 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     assert str(tuned.substitution) == tuned.settings == printed["tuned"]["settings"]
     assert tuned.tokens_per_second > 0 and tuned.original_tokens_per_second > 0
     assert printed["trials"][0]["reached"] and printed["trials"][0]["tokens_per_second"] is not None
+    assert len(printed["trials"]) == 5 and {it["tried_on"] for it in printed["trials"]} == {1.0}
 
 
 def test_tune_for_a_divergence_needs_no_questions(
@@ -151,7 +192,7 @@ def test_tune_for_a_divergence_needs_no_questions(
 ) -> None:
     path, text = tmp_path / "small.tuned.json", write_text(tmp_path / "text.txt", 400)
     assert main([str(it) for it in (
-        "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 5, "--speed-tokens", 0,
+        "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--lever", "rho=1|2", "--speed-tokens", 0,
         "--threads", 1, "--cache-rate", 0.75, "--max-kl", 5, "-o", path)]) == 0
     with ModelMap(small_moe) as model_map:
         tuned = read_tuned(path, model_map)
@@ -165,7 +206,7 @@ def test_tune_says_what_comes_closest(
     path = tmp_path / "small.tuned.json"
     text = write_text(tmp_path / "text.txt", 400)
     assert main([str(it) for it in (
-        "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--trials", 5, "--threads", 1,
+        "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--lever", "rho=1|2", "--threads", 1,
         "--cache-rate", 0.25, "--max-kl", 0, "-o", path)]) == 2
     error = capsys.readouterr().err
     assert "keeps a KL divergence of 0 nats; the closest, " in error and error.count("\n") == 1
@@ -178,7 +219,7 @@ def test_tune_says_what_comes_closest(
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
     (["--cache-rate", "0.5", "--min-accuracy", "95"], '--min-accuracy: "95" is not a share above 0 and at most 1'),
     (["--budget", "100%"], "keeps all experts"),
-    (["--cache-rate", "0.5", "--trials", "1"], "--trials 1 is less than 5"),
+    (["--cache-rate", "0.5", "--lever", "sacred=many"], 'sacred="many" is not a whole number'),
 ])
 def test_mistakes_are_sentences(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str

@@ -48,8 +48,8 @@ struct Context {
     // A graph of it computes this layer.
     void computes(int layer);
 
-    // `changed`, for a layer of so many tokens. A last layer has fewer than those before, and nobody says which: each then
-    // counts for as many as the one that lost most.
+    // `changed`, for a layer of so many tokens. A last layer has fewer than those before, and nobody says which: each
+    // then counts for as many as the one that lost most.
     int32_t * changed_of(int n_tokens);
 
     // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one

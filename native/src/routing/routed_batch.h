@@ -37,8 +37,8 @@ struct RoutedBatch {
     // to be read when nothing else is wanted.
     std::vector<int> deferred;
 
-    // By token: how many of its slots the layers before, and this one when it is done, have replaced or left out in this
-    // ubatch. null: nobody counts.
+    // By token: how many of its slots the layers before, and this one when it is done, have replaced or left out in
+    // this ubatch. null: nobody counts.
     int32_t * changed;
 
     // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them computes
