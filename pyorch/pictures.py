@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.errors import PyorchError
-from pyorch.files import publish, staging
+from pyorch.files import check_target, publish, staging
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,6 +34,14 @@ def check(directory: Path | None = None) -> None:
         raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PyorchError(f"the output directory {directory} is not writable")
+
+
+def check_plot(path: Path) -> None:
+    """PyorchError if no picture can be written at path; asked before anything is measured."""
+    check()
+    check_target(path.absolute())
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise PyorchError(f"{path}: a plot is a .png, .svg or .pdf file")
 
 
 def save(pictures: Mapping[str, Picture], directory: Path, dpi: int = DPI) -> list[Path]:

@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
+import numpy as np
 
-from pyorch.bench.job import ENGINE, Job, Measurement, Phase, from_json, to_json
+from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text, from_json, to_json
 from pyorch.library.bindings import decode_error
 from pyorch.llama import memory
+from pyorch.llama.logits import log_softmax
 
 if TYPE_CHECKING:
     from pyorch.llama.managed import ManagedModel
@@ -63,7 +65,9 @@ def measure(job: Job) -> Measurement:
         for sequence, prompt in enumerate(prompts[1:], start=1):
             run.prefill(prompt, sequence)
         run.decode([text[:n_warm_up] for text in texts], job.max_decode_seconds * _WARM_UP)
+        run.reader = reader = _Reader()
         decode = run.timed(lambda: run.decode([text[n_warm_up:] for text in texts], job.max_decode_seconds))
+        run.reader = None
         run.clear()
         prefill = run.timed(lambda: run.prefill(second_prompt, 0))
         stats = run.engine.stats() if run.engine is not None else None
@@ -77,11 +81,41 @@ def measure(job: Job) -> Measurement:
         stats.budget_bytes if stats is not None else 0,
         stats.peak_bytes if stats is not None else 0,
         run.planned_stall_seconds,
+        reader.text(),
     )
+
+
+class _Reader:
+    """Notes what is said of a text while it is decoded. seconds: that this took, which are nobody's work."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._most_probable: list[int] = []
+        self._log_likelihoods: list[float] = []
+        self._when: list[float] = []
+        self._bytes_read: list[int] = []
+
+    def note(self, run: _Run, follows: int | None) -> None:
+        """After a token of the first sequence. follows: the next one, None for the last."""
+        begin = time.perf_counter()
+        logits = run.logits()
+        self._most_probable.append(int(logits.argmax()))
+        if follows is not None:
+            self._log_likelihoods.append(float(log_softmax(logits)[follows]))
+        self._when.append(begin - self.seconds)
+        self._bytes_read.append(run.bytes_read())
+        self.seconds += time.perf_counter() - begin
+
+    def text(self) -> Text:
+        mean = sum(self._log_likelihoods) / max(1, len(self._log_likelihoods))
+        return Text(self._most_probable, mean, [when - self._when[0] for when in self._when],
+                    [read - self._bytes_read[0] for read in self._bytes_read])
 
 
 class _Run:
     """A loaded model and its sequences."""
+
+    reader: _Reader | None = None  # of the text that is decoded now
 
     def __init__(self, model: int, context: int, record: ManagedModel | None, n_sequences: int) -> None:
         self.engine = record.engine if record is not None else None
@@ -90,6 +124,7 @@ class _Run:
         self.planned_stall_seconds = division.makespan / n_sequences if is_planned else float("nan")
         self._record = record
         self._vocab = llama.llama_model_get_vocab(model)
+        self._n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         self._context = context
 
     def tokenize(self, path: str) -> list[int]:
@@ -115,9 +150,11 @@ class _Run:
         """
         end = time.perf_counter() + max_seconds
         n = 0
-        for tokens in zip(*texts):
+        for i, tokens in enumerate(zip(*texts)):
             self._append(tokens, range(len(texts)), [True] * len(texts))
             n += len(texts)
+            if self.reader is not None:
+                self.reader.note(self, texts[0][i + 1] if i + 1 < len(texts[0]) else None)
             if time.perf_counter() >= end:
                 break
         return n
@@ -135,6 +172,13 @@ class _Run:
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status} {decode_error()}")
 
+    def logits(self) -> np.ndarray:
+        """After the last token of the first sequence, float32[n_vocab]; until the next one."""
+        return np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, 0), (self._n_vocab,))
+
+    def bytes_read(self) -> int:
+        return self.engine.stats().bytes_read if self.engine is not None else _kernel_bytes_read()
+
     def clear(self) -> None:
         llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
 
@@ -145,7 +189,7 @@ class _Run:
         before = _kernel_bytes_read()
         begin = time.perf_counter()
         n_tokens = work()
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin - (self.reader.seconds if self.reader is not None else 0)
         if self.engine is None:
             n = _kernel_bytes_read() - before
             return Phase(n_tokens, seconds, 0, 0, n, n, 0.0)

@@ -82,13 +82,27 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Text:
+    """What a model said of the text that it decoded, and what it read for that, after each token of the first sequence.
+
+    most_probable: the token that it held to be the next one. log_likelihood: of the one that came, mean, in nats.
+    seconds, bytes_read: since the first of them.
+    """
+
+    most_probable: list[int]
+    log_likelihood: float
+    seconds: list[float]
+    bytes_read: list[int]
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What the process answers. All sizes in bytes.
 
     ttft_seconds: from the start of loading, with a cold page cache, to the logits after the prompt.
     prefill, decode: later, in the steady state; tokens of all sequences. peak_memory_bytes: of the process (VmHWM).
     planned_stall_seconds: that a decoded token waits as planned, with a compressed pack beside the model (pyorch plan);
-    nan where nobody planned.
+    nan where nobody planned. text: that was decoded.
     """
 
     load_seconds: float
@@ -99,12 +113,15 @@ class Measurement:
     budget_bytes: int
     peak_expert_bytes: int
     planned_stall_seconds: float = float("nan")
+    text: Text | None = None
 
 
 def from_json(cls: type, value: dict[str, Any]) -> Any:
     """A dataclass of this module from what to_json() made of it."""
-    nested = {"config": Config, "prefill": Phase, "decode": Phase, "settings": Settings}
-    return cls(**{key: from_json(nested[key], item) if key in nested else item for key, item in value.items()})
+    nested = {"config": Config, "prefill": Phase, "decode": Phase, "settings": Settings, "text": Text}
+    return cls(**{
+        key: from_json(nested[key], item) if key in nested and item is not None else item for key, item in value.items()
+    })
 
 
 def to_json(value: Any) -> dict[str, Any]:

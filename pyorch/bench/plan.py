@@ -14,6 +14,7 @@ from pyorch.llama import memory
 from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import AUTO, BENCH_BUDGETS, Budget
+from pyorch.settings.option import LOSSY, options
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sizes import Amount
@@ -26,13 +27,14 @@ BASELINES = ("mmap", "stock", "plain")
 class Plan:
     """What the user asks for.
 
-    settings: of all configurations; if they are lossy, each that reads experts is measured without that too.
+    settings: lossless ones, of all configurations. lossy: each that reads experts is measured with these, too.
     budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
     a share of the file. baselines: of BASELINES. goals: the configurations of the project's speed goals, in place of
     budgets and baselines. busy: each is measured beside so many busy processes.
     """
 
     settings: Settings = Settings()
+    lossy: tuple[Settings, ...] = ()
     budgets: tuple[Budget, ...] = ()
     memory_limit: Amount | None = None
     baselines: tuple[str, ...] = ()
@@ -41,15 +43,11 @@ class Plan:
     prefetches: tuple[Prefetch, ...] = ()
     busy: tuple[int, ...] = (0,)
 
-    @property
-    def lossless(self) -> Settings:
-        return replace(self.settings, substitution=None, buddies=None, speculate=False, tuned=None)
-
     def combined(self) -> Iterator[Settings]:
-        """Lossless settings with each policy and each predictor."""
+        """The settings with each policy and each predictor."""
         for policy, prefetch in itertools.product(
                 self.policies or (self.settings.policy,), self.prefetches or (self.settings.prefetch,)):
-            yield replace(self.lossless, policy=policy, prefetch=prefetch)
+            yield replace(self.settings, policy=policy, prefetch=prefetch)
 
 
 def read_limit(text: str | None) -> Amount | None:
@@ -75,7 +73,7 @@ def check(plan: Plan, info: MapInfo) -> None:
     for baseline in plan.baselines:
         if baseline not in BASELINES:
             raise PyorchError(f'--baseline "{baseline}" is not known: use {", ".join(BASELINES)}')
-    if plan.goals and plan.settings.lossy:
+    if plan.goals and plan.lossy:
         raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
     if plan.goals and (plan.budgets or plan.memory_limit or plan.baselines):
         raise PyorchError("--goals have budgets, memory limits and baselines of their own: leave out --budget, "
@@ -106,7 +104,8 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
     if "plain" in plan.baselines:
         configs += (goals.RESIDENT_PLAIN, goals.STOCK_PLAIN)
     lossy = _lossy_pairs(plan, configs)
-    configs += [changed for changed, _ in lossy]
+    # Behind the lossless one: what is compared is measured at nearly the same time.
+    configs = [row for config in configs for row in (config, *(changed for changed, base in lossy if base == config))]
     pairs = [(goals.beside(n, one), goals.beside(n, other)) for n in plan.busy for one, other in lossy]
     if 0 in plan.busy:
         pairs += [(goals.beside(n, config), config) for config in configs for n in plan.busy if n]
@@ -140,13 +139,13 @@ def _limit_text(plan: Plan) -> str:
 
 
 def _lossy_pairs(plan: Plan, configs: Sequence[Config]) -> list[tuple[Config, Config]]:
-    settings = plan.settings
-    if not settings.lossy:
-        return []
-    label = "speculating" if settings.speculate else str(settings.substitution)
-    change = {"substitution": settings.substitution, "buddies": settings.buddies, "speculate": settings.speculate}
     lossless = [config for config in configs if config.mode == ENGINE and not config.preload]
-    return [
-        (replace(config, label=f"{config.label}, lossy {label}", settings=replace(config.settings, **change)), config)
-        for config in lossless
-    ]
+    return [(_lossy(config, settings), config) for config in lossless for settings in plan.lossy]
+
+
+def _lossy(config: Config, settings: Settings) -> Config:
+    """As a lossless one, but for what is lossy in the settings."""
+    names = [name for name, option in options(Settings).items() if option.group == LOSSY or name == "tuned"]
+    change = {name: getattr(settings, name) for name in names}
+    what = "speculating" if settings.speculate else f"{settings.tuned or settings.substitution}"
+    return replace(config, label=f"{config.label}, lossy {what}", settings=replace(config.settings, **change))

@@ -82,6 +82,36 @@ def ratio(results: Results, config: Config, base: Config, value: Callable[[Measu
     return _median(value(one) / value(other) for one, other in pairs if one is not None and other is not None)
 
 
+@dataclass(frozen=True)
+class TextChange:
+    """What a configuration says of the text that it decodes, against another that says it of the same text.
+
+    agreement: the share of tokens after which both hold the same token to be the most probable. log_likelihood: of the
+    text, in nats per token; base_log_likelihood: the other's. Medians over rounds.
+    """
+
+    agreement: float
+    log_likelihood: float
+    base_log_likelihood: float
+
+
+def text_change(results: Results, config: Config, base: Config) -> TextChange | None:
+    """None where no round measured both."""
+    of_base = {run.round: run.measurement for run in results.of(base)}
+    pairs = [(run.measurement.text, of_base[run.round].text) for run in results.of(config)
+             if run.measurement is not None and of_base.get(run.round) is not None]
+    pairs = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if not pairs:
+        return None
+    # One of them may have run out of time before the text ended.
+    same = [[a == b for a, b in zip(one.most_probable, other.most_probable)] for one, other in pairs]
+    return TextChange(
+        _median(sum(each) / len(each) for each in same),
+        _median(one.log_likelihood for one, _ in pairs),
+        _median(other.log_likelihood for _, other in pairs),
+    )
+
+
 def _roofline(
     results: Results, runs: list[Run], reference: Config | None, phase: Callable[[Measurement], Phase]
 ) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pyorch.bench.job import Config, Measurement
 from pyorch.bench.rounds import Results
-from pyorch.bench.summary import Summary, ratio
+from pyorch.bench.summary import Summary, TextChange, ratio, text_change
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB, MiB, counted, format_bytes
@@ -103,8 +103,17 @@ def _decode_rate(measurement: Measurement) -> float:
 def ratio_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
     """What substitution brings, or busy processes cost. pairs: configurations that differ in nothing else."""
     return [
-        f"{one.label}: decode {ratio(results, one, other, _decode_rate):.2f}x {other.label}" for one, other in pairs
+        f"{one.label}: decode {ratio(results, one, other, _decode_rate):.2f}x {other.label}"
+        + (_of_text(text_change(results, one, other)) if one.lossy else "")
+        for one, other in pairs
     ]
+
+
+def _of_text(change: TextChange | None) -> str:
+    if change is None:
+        return ""
+    return (f"; same most probable token {change.agreement:.1%}, text worth {change.log_likelihood:.3f} nats a token, "
+            f"lossless {change.base_log_likelihood:.3f}")
 
 
 def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:

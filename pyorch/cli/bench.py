@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 from pyorch.cli import bench_serve
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.settings import add_settings, given_settings, listed
+from pyorch.cli.settings import add_settings, given_settings, listed, one_by_one
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import BENCH_BUDGETS
@@ -20,6 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "bench", summary,
         "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap\n"
+        "  pyorch bench olmoe.gguf --budget 25%,50% --buddies mode=none,miss=drop,sacred=2 --plot read.png\n"
         "  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2",
     )
     parser.description += (
@@ -28,7 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "server under load."
     )
     add_model(parser)
-    add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget", "policy", "prefetch"),
+    add_settings(parser, EXPERTS, "n_threads", LOSSY, "tuned", lists=("budget", "policy", "prefetch"),
+                 repeated=("substitution",),
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
@@ -50,6 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="stop decoding after S seconds, but not before the first token (default: 30)")
     parser.add_argument("--busy", type=_numbers, default=(0,), metavar="N,...",
                         help="measure beside N processes that keep a processor busy each (default: 0)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png",
+                        help="with a lossy setting, draw into this file what is read over time, lossless and lossy")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
     _take_serve(parser)
@@ -72,8 +78,10 @@ def _take_serve(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.bench import goals, plan, rounds, table
+    from pyorch.bench.plot import draw
     from pyorch.bench.job import Config, Job
     from pyorch.bench.summary import summarize
+    from pyorch.pictures import check_plot
     from pyorch.llama.memory import cache_bytes, physical_cores
     from pyorch.sidecars import packs
     from pyorch.settings.settings import Settings
@@ -82,11 +90,14 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
     check_readable([args.data])
-    settings = given_settings(args, "budget", "policy", "prefetch")
-    n_threads = settings.pop("n_threads", None) or physical_cores()
+    if args.plot is not None:
+        check_plot(args.plot)
+    each = [Settings(**given_settings(one, "budget", "policy", "prefetch")) for one in one_by_one(args, "substitution")]
+    n_threads = each[0].n_threads or physical_cores()
+    lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
     asked = plan.Plan(
-        Settings(**settings), listed(args, "budget"), plan.read_limit(args.memory_limit), _words(args.baseline),
-        args.goals,
+        lossless, tuple(settings for settings in each if settings.lossy), listed(args, "budget"),
+        plan.read_limit(args.memory_limit), _words(args.baseline), args.goals,
         listed(args, "policy"), listed(args, "prefetch"), args.busy,
     )
 
@@ -104,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
                   "there is no reference for the roofline", file=sys.stderr)
             configs = [config for config in configs if not config.preload]
         rounds.check_limits(configs)
+        if args.plot is not None and not asked.lossy:
+            raise PyorchError("--plot draws what lossy settings read: give one with --buddies")
         with Progress() as progress:
             results = rounds.run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
         if not any(run.measurement for run in results.runs):
@@ -112,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         summaries = [summarize(results, config, None if cached else goals.beside(config.n_busy, goals.RESIDENT))
                      for config in configs]
         reached = list(goals.goals(results, model_map.info.file_bytes, next(asked.combined()))) if args.goals else []
+        if args.plot is not None:
+            draw(results, [pair for pair in pairs if pair[0].lossy], args.plot)
         if args.json:
             print_json({
                 "machine": table.machine(), "model": model_map.path, "info": model_map.info,

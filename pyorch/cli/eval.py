@@ -129,8 +129,9 @@ def run_arc(args: argparse.Namespace) -> int:
 
     from pyorch.files import write_text
     from pyorch.eval import report, sweep
-    from pyorch.eval.plot import check_plot, draw
+    from pyorch.eval.plot import draw
     from pyorch.eval.record import Record
+    from pyorch.pictures import check_plot
 
     plan = sweep.Plan(
         model=args.model,

@@ -19,12 +19,13 @@ _SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight
 
 def add_settings(
     parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None,
-    without: Collection[str] = (),
+    without: Collection[str] = (), repeated: Collection[str] = (),
 ) -> None:
     """Adds flags for groups of options, and single ones, by name. What is not given is None.
 
     lists: options that take several values, with commas between them; see listed(). defaults: what --help says of
     options for which the command chooses, by name; "" is nothing. without: options that would do nothing here.
+    repeated: options that may be given several times; see one_by_one().
     """
     added = [name for name, option in OPTIONS.items() if (name in wanted or option.group in wanted) and name not in without]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
@@ -43,7 +44,7 @@ def add_settings(
         group = parser.add_argument_group("lossy", _help_of_substitution())
         for option in OPTIONS.values():
             if option.group == LOSSY:
-                _add(group, option, several=False)
+                _add(group, option, several=False, repeated=option.name in repeated)
         for flag, name in _SHORT.items():
             part = options(Substitution)[name]
             group.add_argument(flag, metavar=name.upper(), help=_escaped(f"{part.help} (default: {part.default})"))
@@ -83,6 +84,11 @@ def listed(args: argparse.Namespace, name: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(map(OPTIONS[name].parse, given.split(",")))) if given else ()
 
 
+def one_by_one(args: argparse.Namespace, name: str) -> list[argparse.Namespace]:
+    """The arguments with each value of an option that may be repeated; once without it, if it was not given."""
+    return [argparse.Namespace(**{**vars(args), name: value}) for value in getattr(args, name) or (None,)]
+
+
 def names() -> dict[str, str]:
     """What stands between braces in help texts: names that the library knows."""
     from pyorch.library.choices import Needs, default_policy, listed, policies, predictors
@@ -94,7 +100,9 @@ def names() -> dict[str, str]:
     }
 
 
-def _add(parser: Any, option: Option, several: bool, default: str | None = None) -> None:
+def _add(
+    parser: Any, option: Option, several: bool, default: str | None = None, repeated: bool = False
+) -> None:
     flag = option.flag or "--" + option.name.replace("_", "-")
     if option.metavar is None:
         parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
@@ -104,8 +112,9 @@ def _add(parser: Any, option: Option, several: bool, default: str | None = None)
         default = option.default_text or ("" if option.default is None else str(option.default))
     text = option.help + (f" (default: {default})" if default else "")
     metavar = option.metavar + (",..." if several else "")
-    parser.add_argument(flag, dest=option.name, metavar=metavar,
-                        help=_escaped(("several, with commas between them; each: " if several else "") + text))
+    before = "several, with commas between them; each: " if several else "may be repeated; each: " if repeated else ""
+    parser.add_argument(flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
+                        help=_escaped(before + text))
 
 
 def _escaped(text: str) -> str:

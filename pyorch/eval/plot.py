@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pyorch import pictures
 from pyorch.errors import PyorchError
 from pyorch.eval.sweep import Row
-from pyorch.files import check_target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,14 +17,6 @@ if TYPE_CHECKING:
 _LOOKS = {"original": ("black", "s"), "random": ("tab:red", "X")}
 _COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:cyan", "tab:brown", "tab:pink", "tab:olive")
 _MARKERS = "o^vDP*"
-
-
-def check_plot(path: Path) -> None:
-    """PyorchError if no picture can be written at path; asked before anything is measured."""
-    pictures.check()
-    check_target(path.absolute())
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise PyorchError(f"{path}: a plot is a .png, .svg or .pdf file")
 
 
 def draw(rows: Sequence[Row], metric: str, path: Path) -> None:

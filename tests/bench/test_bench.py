@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from processes import HANG_SECONDS, is_alive
 
 from pyorch.bench import cgroup, goals, plan, table
 from pyorch.runtime import disk
+from pyorch.settings.budget import Budget
 from pyorch.settings.settings import Settings
 from pyorch.bench.busy import busy_processes
-from pyorch.bench.job import ENGINE, UNMANAGED, Config, Job, Measurement, Phase, to_json
+from pyorch.bench.job import ENGINE, UNMANAGED, Config, Job, Measurement, Phase, Text, to_json
+from pyorch.bench.plot import bandwidth
 from pyorch.bench.rounds import Results, Run
-from pyorch.bench.summary import ratio, summarize
+from pyorch.bench.summary import TextChange, ratio, summarize, text_change
 from pyorch.cli import main
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
@@ -106,6 +109,54 @@ def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(sm
     results = Results(tuple(run_of(it, 1.0 + it.n_busy) for it in configs), ())
     assert table.ratio_lines(results, pairs) == [
         f"{label}, beside 2 busy processes: decode 0.33x {label}" for label in ("all resident", "budget 40%")]
+
+
+def test_lossy_settings_stand_behind_the_lossless_one(small_moe: Path):
+    lossy = tuple(Settings(substitution=it) for it in ("mode=none,miss=drop", "mode=random"))
+    with ModelMap(small_moe) as model_map:
+        asked = plan.Plan(Settings(policy="lru"), lossy, tuple(map(Budget.parse, ("40%", "30%"))))
+        configs, pairs = plan.configurations(asked, model_map.info)
+    assert [it.label for it in configs[1:]] == [
+        f"budget {budget}{change}" for budget in ("40%", "30%") for change in (
+            "", ", lossy mode=none,miss=drop", ", lossy mode=random")]
+    assert [(configs.index(one), configs.index(base)) for one, base in pairs] == [(2, 1), (3, 1), (5, 4), (6, 4)]
+    assert all(it.settings.policy == "lru" for it in configs[1:])
+    tuned, = (it for it in plan.configurations(
+        plan.Plan(Settings(), (Settings(tuned="a.json"),), (Budget.parse("40%"),)), model_map.info)[0] if it.lossy)
+    assert str(tuned.settings.tuned) == "a.json" and tuned.label == "budget 40%, lossy a.json"
+
+
+def test_the_text_that_is_timed_is_judged(small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Accuracy and speed are of the same text and the same cache."""
+    pytest.importorskip("matplotlib")
+    command = ["bench", str(small_moe), "--budget", "25%", "--tokens", "24", "--prompt-tokens", "16", "--repeat", "1",
+               "--threads", "1", "--buddies", "mode=none,miss=drop", "--buddies", "mode=none,miss=drop,sacred=4"]
+    assert main([*command, "--plot", str(tmp_path / "read.png")]) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if "same most probable token" in line]
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"budget 25%, lossy mode=none,miss=drop{more}" for more in ("", ",sacred=4")]
+    assert (tmp_path / "read.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*command, "--json"]) == 0
+    resident, lossless, *lossy = json.loads(capfd.readouterr().out)["runs"]
+    said = [it["measurement"]["text"] for it in (resident, lossless, *lossy)]
+    assert said[0]["most_probable"] == said[1]["most_probable"] != said[2]["most_probable"], "lossless is lossless"
+    assert said[0]["log_likelihood"] == said[1]["log_likelihood"] != said[2]["log_likelihood"]
+    for it in said:
+        assert len(it["most_probable"]) == len(it["seconds"]) == len(it["bytes_read"]) == 24
+        assert it["seconds"] == sorted(it["seconds"]) and it["bytes_read"] == sorted(it["bytes_read"])
+
+
+def test_changes_of_a_text_are_counted_where_both_decoded_it():
+    text = {BUDGET: Text([1, 2, 3, 4], -2.0, [], []), RESIDENT: Text([1, 5, 3], -1.0, [], [])}
+    runs = tuple(replace(run, measurement=replace(run.measurement, text=text[run.config]))
+                 for run in (run_of(BUDGET, 1.0), run_of(RESIDENT, 2.0)))
+    assert text_change(Results(runs, ()), BUDGET, RESIDENT) == TextChange(pytest.approx(2 / 3), -2.0, -1.0)
+    assert text_change(Results((run_of(BUDGET, 1.0), run_of(RESIDENT, 1.0)), ()), BUDGET, RESIDENT) is None
+
+
+def test_bandwidth_over_time_is_all_that_was_read():
+    seconds, rates = bandwidth(Text([], 0, [0.0, 1.0, 2.0, 4.0], [0, 100, 100, 700]), n_bins=4)
+    assert seconds.tolist() == [0.5, 1.5, 2.5, 3.5] and rates.tolist() == [100, 0, 300, 300]
 
 
 def children(pid: int | str = "self") -> set[str]:
