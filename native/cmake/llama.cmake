@@ -56,6 +56,9 @@ if(PYORCH_PORTABLE)
         set(GGML_CPU_VARIANTS x64 sse42 sandybridge haswell alderlake skylakex cascadelake icelake zen4)
     endif()
 endif()
+# A device behind a socket: another machine's, and the one that tests of the device tier have everywhere.
+set(GGML_RPC      ON)
+set(GGML_RPC_RDMA OFF) # whether it is there must not depend on the machine
 # Models are local files: nothing here needs TLS, and the wheel needs no system library for it.
 option(LLAMA_OPENSSL "llama: use openssl to support HTTPS" OFF)
 # The tree is no git checkout: without these it takes the commit of the repository around it for its

@@ -267,7 +267,16 @@ typedef struct pyorch_config {
     uint64_t       plain;        // nonzero: experts stay as they lie in the file; default: they are repacked when they
                                  // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
     double         pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    void *         device;         // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
+    uint64_t       device_bytes;   // of its memory for them, default 0; see pyorch_set_device_budget
+    uint64_t       device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
 } pyorch_config;
+
+// What becomes of an expert that is not in the memory of the device when its layer needs it.
+typedef enum pyorch_device_misses {
+    PYORCH_PROCESSOR = 0, // computes it from host memory; it is uploaded meanwhile if it is worth more than another
+    PYORCH_UPLOAD    = 1, // it is uploaded first and computed on the device, as long as there are slots for the layer
+} pyorch_device_misses;
 
 pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);
 
@@ -292,6 +301,10 @@ pyorch_status pyorch_decode_error(char * buf, size_t size);
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
+
+// Bytes of the device's memory for experts, at most; they are taken when the first context is made: PYORCH_INVALID
+// then. Where the device refuses so many, fewer are taken, and a line on stderr says it.
+pyorch_status pyorch_set_device_budget(pyorch_engine * engine, uint64_t bytes);
 
 // How the budget is divided among the forms in which experts of a compressed pack are kept: full, compressed, signs and
 // mantissas only, exponents only (ZipMoE, section 3.2: the pools F, C, S, E). shares[4]: 0 to 1, their sum is 1. Full
@@ -322,6 +335,24 @@ pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learne
 
 // Goes on from there. Copied. PYORCH_INVALID under another policy, for other sizes, and for numbers that cannot be.
 pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * learned);
+
+//
+// devices
+//
+
+typedef struct pyorch_device_info {
+    uint64_t struct_size;
+    uint64_t free_bytes, total_bytes; // of its memory
+    char     name[64];
+    char     description[192];
+} pyorch_device_info;
+
+// A device (ggml_backend_dev_t) by its name in ggml's registry, such as CUDA0, "auto" for the first one that there is,
+// or "rpc:HOST:PORT" for that of a process which serves ggml's RPC there. It stays as long as the process.
+// PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
+pyorch_status pyorch_find_device(const char * name, void ** device);
+
+pyorch_status pyorch_get_device(void * device, pyorch_device_info * info);
 
 //
 // disk
@@ -355,6 +386,7 @@ enum {
     PYORCH_LOADING  = 2,
     PYORCH_PINNED   = 4, // by pyorch_pin
     PYORCH_IN_USE   = 8, // by a running layer
+    PYORCH_ON_DEVICE = 16, // in the memory of the device, whether or not it is in host memory too
 };
 
 // mask[n]: flags of each expert of the layer; n is n_expert.
@@ -406,6 +438,15 @@ typedef struct pyorch_stats {
     uint64_t stored_bytes;    // of parts of compressed experts that stay, now
     uint64_t decoded_bytes;   // of compressed experts, as kernels compute with them
     uint64_t decode_ns;       // that took, the sum over threads
+    uint64_t device_hits;     // uses that found the expert in the memory of the device: they are no hits above
+    uint64_t device_misses;   // all others
+    uint64_t device_loads;    // experts uploaded
+    uint64_t device_evictions;
+    uint64_t device_bytes;    // uploaded
+    uint64_t device_upload_ns; // that took, the sum over threads
+    uint64_t device_experts;  // there now
+    uint64_t device_used_bytes; // of its memory, for slots
+    uint64_t device_budget_bytes;
 } pyorch_stats;
 
 // il -1: the whole engine. Of one layer: counters of uses, loads, evictions, stalls and residency only.

@@ -83,6 +83,10 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
         remote(shapes_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
+    if (config.device && !simulated) {
+        device = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config);
+        routing.device = device.get();
+    }
     remote.on_change([this](int layer, const std::vector<uint8_t> & elsewhere) {
         table.set_elsewhere(layer, elsewhere);
     });

@@ -8,6 +8,7 @@
 #include "loading/reader.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
+#include "routing/device_tier.h"
 #include "routing/expert_worker.h"
 #include "routing/routing.h"
 
@@ -25,6 +26,9 @@ struct pyorch_engine {
     pyorch::RemoteBank     remote;
     pyorch::Routing        routing;
     std::unique_ptr<pyorch::Reader> reader; // stops before the table goes; none in a simulated engine
+
+    // Goes before the reader, for which it may wait. Null: no device.
+    std::unique_ptr<pyorch::DeviceTier> device;
 
     // Last, because it needs all of them.
     struct Server {

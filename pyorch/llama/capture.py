@@ -27,7 +27,7 @@ _noted: set[str] = set()  # what people were told
 @contextlib.contextmanager
 def capture(managed: ManagedModel) -> Iterator[None]:
     """While the model is loaded: makes its engine, or leaves its experts to llama.cpp."""
-    plain = not managed.params.use_extra_bufts
+    plain = not managed.params.use_extra_bufts or managed.device is not None  # which takes them as the file has them
     if managed.settings.tuned is not None:
         from pyorch.sidecars.tuned_setting import read_tuned  # see pyorch.sidecars.beside
 
@@ -62,7 +62,9 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             managed.pools = Pools(*managed.division.shares)
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
-            pools=managed.pools or Pools(),
+            pools=managed.pools or Pools(), device=managed.device,
+            device_bytes=0 if settings.vram_budget == AUTO else settings.vram_budget.amount.of(info.expert_bytes),
+            device_misses=settings.device_misses,
         )
         try:
             if managed.map.pack is not None:

@@ -22,6 +22,7 @@ from pyorch.llama import logs, measure
 from pyorch.llama.capture import capture
 from pyorch.llama.closed import closing
 from pyorch.llama.context_plan import default_ubatch, plan_context
+from pyorch.llama.device import place, plan_device
 from pyorch.llama.managed import ManagedModel, find, is_forked, lock, models
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
@@ -95,6 +96,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
     if settings.use_extra_bufts is not None:
         params.use_extra_bufts = settings.use_extra_bufts
     managed = ManagedModel(path, _map(path), settings, params)
+    place(managed)
     logs.forget_errors()
     with capture(managed), fatal.refused():
         model = call()
@@ -145,6 +147,9 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     n_ubatch = settings.n_ubatch or (default_ubatch(managed) if settings.widen else None)
     if n_ubatch is not None:
         params.n_ubatch = min(n_ubatch, params.n_batch)
+    if managed.engine is not None:
+        params.op_offload = False  # a device would copy experts from where they are not
+        plan_device(managed, params)
     widen = settings.widen and n_ubatch is None
     reserved = plan_context(managed, params, widen) if managed.automatic else 0
     logs.forget_errors()

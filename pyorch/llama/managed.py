@@ -6,11 +6,12 @@ import functools
 import os
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama.apply import speculative
+from pyorch.runtime.devices import Device
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
@@ -34,6 +35,9 @@ class ManagedModel:
     settings: Settings
     params: llama.llama_model_params
     engine: Engine | None = None
+    device: Device | None = None  # its dense weights are there, and experts, as far as there is room
+    device_list: Any = None  # what params point to
+    device_planned: bool = False  # how much of its memory experts get
     buddies: Buddies | None = None
     speculating: bool = False  # layers execute what is forecast for them
     pool_planner: PoolPlanner | None = None  # of a compressed pack, where the settings do not divide its memory

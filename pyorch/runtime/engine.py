@@ -12,6 +12,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, check, default, ffi, lib, string
 from pyorch.library.choices import policies
 from pyorch.library.numerics import np
+from pyorch.runtime.devices import Device
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, observer_callback, prediction_callback
 from pyorch.runtime.prediction import PredictionCalls
@@ -20,6 +21,7 @@ from pyorch.runtime.residency import ResidencyCalls
 from pyorch.runtime.sources import Source, read_callback
 from pyorch.runtime.substitution import SubstitutionCalls
 from pyorch.settings.budget import Budget
+from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
 
@@ -40,6 +42,9 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
         plain: compute with experts as they lie in the file, not repacked for faster kernels (Role.layout).
         pools: how the budget is divided among the forms of compressed experts.
+        device: computes with experts that lie in its memory; needs plain.
+        device_bytes: of its memory for them, at most; see set_device_budget.
+        device_misses: what computes an expert that is not there, one of DEVICE_MISSES.
     """
 
     def __init__(
@@ -53,6 +58,9 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         simulated: bool = False,
         plain: bool = False,
         pools: Pools | str = Pools(),
+        device: Device | None = None,
+        device_bytes: int = 0,
+        device_misses: str = PROCESSOR,
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
@@ -64,8 +72,11 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
             "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info),
             reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes,
             direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
-            pool_shares=Pools.parse(pools).shares,
+            pool_shares=Pools.parse(pools).shares, device_bytes=device_bytes,
+            device_misses=DEVICE_MISSES.index(device_misses),
         )
+        if device is not None:
+            config.device = device.handle
         if policy is not None:
             config.policy = policies().choose(policy, simulated).value
         out = ffi.new("pyorch_engine **")
@@ -112,6 +123,10 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
     def set_budget(self, n_bytes: int) -> None:
         """BudgetError below the floor, or below what is pinned."""
         check(lib.pyorch_set_budget(self.handle, n_bytes))
+
+    def set_device_budget(self, n_bytes: int) -> None:
+        """Of the device's memory for experts, at most. It is taken when the first context is made: PyorchError then."""
+        check(lib.pyorch_set_device_budget(self.handle, n_bytes))
 
     def set_policy(self, policy: str) -> None:
         """Which expert goes first from now on: one of policies()."""

@@ -18,10 +18,10 @@ class ResidencyCalls(EngineHandle):
         check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
 
     def residency(self, il: int) -> Residency:
-        """Which experts of a layer are resident, being read, pinned and in use, now."""
+        """Which experts of a layer are resident, being read, pinned, in use and in the memory of the device, now."""
         flags = np.empty(self.n_expert[il], np.uint8)
         check(lib.pyorch_get_residency(self.handle, il, array("uint8_t[]", flags), flags.size))
-        states = (lib.PYORCH_RESIDENT, lib.PYORCH_LOADING, lib.PYORCH_PINNED, lib.PYORCH_IN_USE)
+        states = (lib.PYORCH_RESIDENT, lib.PYORCH_LOADING, lib.PYORCH_PINNED, lib.PYORCH_IN_USE, lib.PYORCH_ON_DEVICE)
         return Residency(*((flags & state) != 0 for state in states))
 
     def prefetch(self, il: int, experts: Iterable[int]) -> None:

@@ -43,12 +43,27 @@ class Stats:
     stored_bytes: int
     decoded_bytes: int
     decode_ns: int
+    device_hits: int
+    device_misses: int
+    device_loads: int
+    device_evictions: int
+    device_bytes: int
+    device_upload_ns: int
+    device_experts: int
+    device_used_bytes: int
+    device_budget_bytes: int
 
     @property
     def hit_rate(self) -> float:
         """Share of the uses of experts that found the expert resident; nan without any."""
         uses = self.hits + self.misses
         return self.hits / uses if uses else float("nan")
+
+    @property
+    def device_hit_rate(self) -> float:
+        """Share of the uses of experts that found the expert in the memory of the device; nan without any."""
+        uses = self.device_hits + self.device_misses
+        return self.device_hits / uses if uses else float("nan")
 
     @property
     def unused_loads(self) -> int:
@@ -104,14 +119,16 @@ class Residency:
     loading: np.ndarray
     pinned: np.ndarray
     in_use: np.ndarray
+    on_device: np.ndarray
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """All layers at one moment. Layers are in the order of il.
 
-    flags: uint8[n_layers, n_expert] of PYORCH_RESIDENT 1, PYORCH_LOADING 2, PYORCH_PINNED 4 and PYORCH_IN_USE 8. uses:
-    uint64[n_layers, n_expert], how often each expert was used. Rows of layers with fewer experts end with zeros.
+    flags: uint8[n_layers, n_expert] of PYORCH_RESIDENT 1, PYORCH_LOADING 2, PYORCH_PINNED 4, PYORCH_IN_USE 8 and
+    PYORCH_ON_DEVICE 16. uses: uint64[n_layers, n_expert], how often each expert was used. Rows of layers with fewer
+    experts end with zeros.
     """
 
     flags: np.ndarray

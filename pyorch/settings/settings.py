@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.errors import PyorchError
-from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.budget import AUTO, RESIDENT, Budget
+from pyorch.settings.device import DEVICE_MISSES, NONE, PROCESSOR, device_misses, device_name
 from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
@@ -75,6 +76,21 @@ class Settings:
         default_text="what MODEL.plan.json says, else planned when the model is loaded, from the use counts in "
                      "MODEL.maps.gguf",
     )
+    device: str = option(
+        NONE, device_name, "the name of a device", metavar="NAME",
+        help="compute dense layers on this device, and experts that lie in its memory: none, auto for the first one, a "
+             "name such as CUDA0, or rpc:HOST:PORT for one that another process serves",
+    )
+    vram_budget: Budget = option(
+        AUTO, Budget.parse, "a size or a share", metavar="SIZE",
+        help="memory of the device for experts: a share of them such as 60%, a size such as 6GiB, or auto, which takes "
+             "what dense layers and context leave",
+    )
+    device_misses: str = option(
+        PROCESSOR, device_misses, " or ".join(DEVICE_MISSES), metavar="WHO",
+        help="what computes experts that the device lacks: processor, from host memory, while they are uploaded if "
+             "they are worth it; or upload, so that the device computes them as soon as they are there",
+    )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
         help="make room for N tokens of context",
@@ -138,6 +154,10 @@ class Settings:
         if self.pools is not None and not self.packed:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
+        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != PROCESSOR):
+            raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
+        if self.vram_budget == RESIDENT:
+            raise PyorchError("--vram-budget is a size, a share of the experts, or auto")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 

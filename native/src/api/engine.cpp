@@ -64,6 +64,14 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
         if (map->map.slim && !map->map.layers[0].pack && !given.simulated) {
             throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
         }
+        if (given.device_misses > PYORCH_UPLOAD) {
+            throw Failure(PYORCH_INVALID, format("there is no way %llu to treat what a device lacks",
+                (unsigned long long) given.device_misses));
+        }
+        if (given.device && !given.plain) {
+            throw Failure(PYORCH_INVALID,
+                "a device needs experts as they lie in the model, not repacked for the processor");
+        }
         for (const MoeLayer & layer : map->map.layers) {
             if (given.plain && layer.pack && std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
                 throw Failure(PYORCH_INVALID, format("experts are to be computed as they lie in the model, and %s holds them "
@@ -106,6 +114,15 @@ pyorch_status pyorch_decode_error(char * buf, size_t size) {
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
     return guarded_outside_callbacks(__func__, [&] { engine->table.set_budget(budget_bytes); });
+}
+
+pyorch_status pyorch_set_device_budget(pyorch_engine * engine, uint64_t bytes) {
+    return guarded_outside_callbacks(__func__, [&] {
+        if (!engine->device) {
+            throw Failure(PYORCH_INVALID, "the engine was made without a device");
+        }
+        engine->device->set_budget(bytes);
+    });
 }
 
 pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares) {

@@ -4,6 +4,14 @@
 
 using namespace pyorch;
 
+static void add_device_flags(pyorch_engine & engine, int layer, uint8_t * flags) {
+    std::vector<uint8_t> there(engine.table.map.layers[layer].n_expert);
+    engine.device->mark(layer, there);
+    for (size_t expert = 0; expert < there.size(); ++expert) {
+        flags[expert] |= there[expert] ? PYORCH_ON_DEVICE : 0;
+    }
+}
+
 extern "C" {
 
 pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
@@ -11,7 +19,12 @@ pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_
 }
 
 pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t * mask, int32_t n) {
-    return guarded([&] { engine->table.get_residency(il, mask, n); });
+    return guarded([&] {
+        engine->table.get_residency(il, mask, n);
+        if (engine->device) {
+            add_device_flags(*engine, engine->table.layer_index(il), mask);
+        }
+    });
 }
 
 pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
@@ -38,6 +51,9 @@ pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
         engine->prefetcher.wait_idle();
         engine->table.wait_idle();
+        if (engine->device) {
+            engine->device->wait_idle();
+        }
     });
 }
 
@@ -45,6 +61,9 @@ pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats 
     return guarded([&] {
         pyorch_stats out = {};
         engine->table.get_stats(il, out);
+        if (engine->device) {
+            engine->device->add_stats(il < 0 ? -1 : engine->table.layer_index(il), out);
+        }
         write_struct(stats, "pyorch_stats", out);
     });
 }
@@ -57,6 +76,13 @@ pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snap
     return guarded([&] {
         pyorch_snapshot out = read_struct(snapshot, "pyorch_snapshot", pyorch_snapshot {});
         engine->table.get_snapshot(out);
+        if (engine->device) {
+            engine->device->add_stats(-1, out.stats);
+            for (int layer = 0; out.flags && layer < out.n_layers; ++layer) {
+                engine->device->add_stats(layer, out.layers[layer]);
+                add_device_flags(*engine, layer, out.flags + (size_t) layer * out.n_expert);
+            }
+        }
         out.stats.struct_size = sizeof(pyorch_stats);
         write_struct(snapshot, "pyorch_snapshot", out);
     });
@@ -76,6 +102,9 @@ pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_
 pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
         engine->table.reset_stats();
+        if (engine->device) {
+            engine->device->reset_stats();
+        }
         engine->routing.substitutions.reset_counts();
         engine->routing.speculation.reset_counts();
     });

@@ -398,6 +398,27 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
     return ready & bit ? e.addr[role] : zeros;
 }
 
+bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Expert & e = layers[layer].experts[expert];
+    if (std::find(owner.held.begin(), owner.held.end(), &e) == owner.held.end()) {
+        return false;
+    }
+    hold(e);
+    other.held.push_back(&e);
+    return true;
+}
+
+void Table::unshare(Owner & other) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        bool ignored;
+        release_held(other, ignored);
+    }
+    space.notify_all();
+    loads.wake();
+}
+
 void Table::resident(int layer, std::vector<uint8_t> & mask) {
     std::lock_guard<std::mutex> lock(mutex);
     mask = layers[layer].is_resident;

@@ -91,6 +91,14 @@ public:
     const char * address(const Owner & owner, int layer, int expert, int role, bool wait,
         const void * thread = nullptr);
 
+    // other holds an expert beside owner, until unshare(): its bytes stay where they are. False, and nothing is held,
+    // where owner does not hold it whole.
+    bool share(const Owner & owner, int layer, int expert, Owner & other);
+    void unshare(Owner & other);
+
+    // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.
+    bool readable(const char * address) const { return address != zeros; }
+
     // mask[n_expert]: 1 for each expert of the layer that is resident.
     void resident(int layer, std::vector<uint8_t> & mask);
 

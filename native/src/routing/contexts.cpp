@@ -62,6 +62,9 @@ void end_context(const void * id, bool freed) {
     if (!context) {
         return;
     }
+    if (context->routing.device) {
+        context->routing.device->release(context->on_device);
+    }
     if (!freed) {
         context->routing.table.release(context->owner);
     } else {

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "routing/device_tier.h"
 #include "routing/routing.h"
 
 #include <vector>
@@ -28,6 +29,12 @@ struct GraphLayer {
     bool                    portable  = false; // they can
     std::vector<uint8_t>    elsewhere = {};    // by expert: this one does not; empty: all are computed here
     std::vector<RemoteRows> remote    = {};
+
+    // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
+    // outputs.
+    bool                 on_device    = false; // it takes part
+    std::vector<int32_t> device_slots = {};
+    std::vector<int32_t> joined_rows  = {};
 };
 
 struct Context {
@@ -41,6 +48,7 @@ struct Context {
     std::vector<int32_t>    positions;       // of the tokens of its last ubatch
     bool                    continues = false; // that one had the next token of each sequence of the one before
     std::vector<int32_t>    changed;         // see RoutedBatch, of the layers of its running ubatch
+    DeviceHold              on_device;       // what its latest layer computes with there
     std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }

@@ -2,13 +2,16 @@
 
 #include "base/callback.h"
 #include "base/status.h"
+#include "routing/device_chain.h"
 #include "routing/expert_worker.h"
 #include "routing/router_facts.h"
 #include "routing/stages.h"
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama-moe.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -19,8 +22,9 @@ namespace {
 // Set on compute thread 0, and asked for by the same thread after that very node.
 thread_local bool failed = false;
 
-// The sources of a route node, all but the ids contiguous.
-enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT, RESIDUAL };
+// The sources of a route node, all but the ids contiguous. A weight that the processor has, PLACE, has our nodes
+// computed by it, whatever a device says that it could do.
+enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT, PLACE, RESIDUAL };
 
 const float * floats(const ggml_tensor * ids, int source) {
     return ids->src[source] ? (const float *) ids->src[source]->data : nullptr;
@@ -72,12 +76,23 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.experts           = (int32_t *) ids->data;
     batch.weights           = g.weights.data();
     batch.portable          = g.portable;
+    batch.on_device         = g.on_device;
     run_stages(*g.context, batch);
     g.elsewhere = std::move(batch.elsewhere);
     g.remote    = std::move(batch.remote);
+    if (g.on_device) {
+        set_device_rows(g, batch.experts, batch.n_used, batch.n_tokens, batch.device_slots,
+            g.context->routing.device->bank.n_slots(g.layer));
+        for (size_t expert = 0; expert < batch.device_slots.size(); ++expert) {
+            if (batch.device_slots[expert] >= 0) {
+                g.elsewhere.resize(batch.n_expert);
+                g.elsewhere[expert] = 1;
+            }
+        }
+    }
 }
 
-// weights in place, after the route node of its layer
+// [1, n_used, n_tokens], after the route node of its layer
 void weights_op(ggml_tensor * weights, int ith, int, void * user) {
     const GraphLayer & g = *(const GraphLayer *) user;
     if (ith == 0) {
@@ -145,10 +160,13 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     return why;
 }
 
-// experts [n_embd, n_used, n_tokens], src[1] their ids
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids
 void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (ith != 0) {
         return;
+    }
+    if (experts->data != experts->src[0]->data) {
+        memcpy(experts->data, experts->src[0]->data, ggml_nbytes(experts));
     }
     GraphLayer & g       = *(GraphLayer *) user;
     Routing &    routing = g.context->routing;
@@ -187,23 +205,37 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
         contiguous(route.ctx, route.probs),
         contiguous(route.ctx, route.logits),
         contiguous(route.ctx, route.inp),
+        route.down_exps,
         residual ? contiguous(route.ctx, residual) : nullptr, // as a source it is kept until this node is computed
     };
     const ggml_tensor * selected = route.selected;
     // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have.
     route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
-        args, residual ? 6 : 5, route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
+        args, residual ? 7 : 6, route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);
     route.selected->extra = &layer;
     if (!route.warmup) {
-        route.weights = ggml_custom_inplace(route.ctx, args[WEIGHTS], &route.selected, 1, weights_op, 1, &layer);
+        ggml_tensor * after[] = { route.selected, route.down_exps };
+        route.weights = ggml_custom_4d(route.ctx, GGML_TYPE_F32, 1, selected->ne[0], selected->ne[1], 1, after, 2,
+            weights_op, 1, &layer);
         ggml_format_name(route.weights, "pyorch_weights-%d", route.il);
     }
 }
 
+// Whether the processor computes a node, and so its output is in host memory: operations are where their weights are.
+static bool has_host_weights(const ggml_tensor * node) {
+    return std::any_of(std::begin(node->src), std::end(node->src), [](const ggml_tensor * source) {
+        return source && source->op == GGML_OP_NONE && source->buffer && ggml_backend_buffer_is_host(source->buffer) &&
+            ggml_backend_buffer_get_usage(source->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
+    });
+}
+
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer) {
-    ggml_tensor * args[] = { route.selected };
-    ggml_tensor * released = ggml_custom_inplace(route.ctx, experts, args, 1, release_op, 1, &layer);
+    ggml_tensor * args[] = { experts, route.selected, route.down_exps };
+    ggml_tensor * released = has_host_weights(experts) ?
+        ggml_custom_inplace(route.ctx, experts, args + 1, 2, release_op, 1, &layer) :
+        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 3,
+            release_op, 1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
     return released;
 }

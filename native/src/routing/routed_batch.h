@@ -46,6 +46,14 @@ struct RoutedBatch {
     bool                    portable;
     std::vector<uint8_t>    elsewhere;
     std::vector<RemoteRows> remote;
+
+    // on_device: a device takes part. By expert: the slot of the device in which it is computed now, -1: it is not
+    // there; empty: none is. Those that come there before the layer is computed, and those that come while it is and
+    // serve the next time.
+    bool             on_device;
+    std::vector<int> device_slots;
+    std::vector<int> uploads;
+    std::vector<int> uploads_behind;
 };
 
 } // namespace pyorch

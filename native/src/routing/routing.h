@@ -19,6 +19,7 @@
 namespace pyorch {
 
 struct Routing;
+class DeviceTier;
 
 // What tensor->extra of a managed expert tensor points to. Other backends keep their own things there, so it begins
 // with a number that no pointer has.
@@ -54,6 +55,7 @@ struct Routing {
     Prefetcher & prefetcher;
     Routers &    routers;
     RemoteBank & remote;
+    DeviceTier * device = nullptr; // null: none
 
     Observer      observer;
     Activations   activations;

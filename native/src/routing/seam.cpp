@@ -3,6 +3,7 @@
 #include "base/cpu_backend.h"
 #include "base/status.h"
 #include "routing/contexts.h"
+#include "routing/device_chain.h"
 #include "routing/graph.h"
 #include "routing/router_facts.h"
 
@@ -163,7 +164,12 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
         layer.portable = m->routing->recipes.learn(m->layer, *route, experts).empty() &&
             route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
     }
-    return add_release(*route, experts, layer);
+    ggml_tensor * released = add_release(*route, experts, layer);
+    if (!m->routing->device) {
+        return released;
+    }
+    m->routing->device->open();
+    return add_device_chain(*route, experts, released, layer);
 }
 
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine can

@@ -1,7 +1,9 @@
 #include "routing/stages.h"
 
 #include "base/callback.h"
+#include "routing/device_tier.h"
 
+#include <algorithm>
 #include <climits>
 
 namespace pyorch {
@@ -54,6 +56,9 @@ void substitute(Context & context, RoutedBatch & batch) {
     }
     thread_local std::vector<uint8_t> resident;
     routing.table.resident(batch.layer, resident);
+    if (batch.on_device) {
+        routing.device->mark(batch.layer, resident);
+    }
     if (routing.remote.active() && batch.portable) {
         thread_local std::vector<uint8_t> reached;
         reached = resident;
@@ -72,6 +77,9 @@ void place(Context & context, RoutedBatch & batch) {
     if (remote.active() && batch.portable) {
         thread_local std::vector<uint8_t> resident; // they cost nothing here
         context.routing.table.resident(batch.layer, resident);
+        if (batch.on_device) {
+            context.routing.device->mark(batch.layer, resident);
+        }
         ReadCost read;
         if (remote.reads_allowed()) {
             context.routing.table.read_time(batch.layer, read.queued, read.expert);
@@ -97,9 +105,23 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
     return experts;
 }
 
+// Experts in the slots of a device are not wanted in host memory, neither now nor for having been used: what is there
+// has no copy here, unless there is room for it.
+void offload(Context & context, RoutedBatch & batch) {
+    if (batch.on_device && !context.routing.calibration.active()) {
+        context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts),
+            distinct(batch, batch.requested));
+    }
+}
+
 void acquire(Context & context, RoutedBatch & batch) {
-    const std::vector<int> experts = distinct(batch, batch.experts);
-    const std::vector<int> asked   = distinct(batch, batch.requested);
+    std::vector<int> experts = distinct(batch, batch.experts);
+    std::vector<int> asked   = distinct(batch, batch.requested);
+    if (!batch.device_slots.empty()) {
+        const auto there = [&](int e) { return batch.device_slots[e] >= 0; };
+        experts.erase(std::remove_if(experts.begin(), experts.end(), there), experts.end());
+        asked.erase(std::remove_if(asked.begin(), asked.end(), there), asked.end());
+    }
     Table &                table   = context.routing.table;
     table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens, context.continues });
     if (!batch.deferred.empty()) {
@@ -149,6 +171,12 @@ void predict(Context & context, RoutedBatch & batch) {
     prefetcher.routed(context.id, std::move(layer));
 }
 
+void upload(Context & context, RoutedBatch & batch) {
+    if (!batch.device_slots.empty()) {
+        context.routing.device->bring(context.owner, context.on_device, batch);
+    }
+}
+
 using Stage = void (*)(Context & context, RoutedBatch & batch);
 
 constexpr Stage STAGES[] = {
@@ -156,8 +184,10 @@ constexpr Stage STAGES[] = {
     speculate,
     substitute,
     place,
+    offload,
     acquire,
     predict,
+    upload,
 };
 
 } // namespace

@@ -1,0 +1,58 @@
+#include "banks/device.h"
+
+#include "base/cpu_backend.h"
+#include "base/status.h"
+#include "model/fatal.h"
+
+#include <exception>
+
+namespace pyorch {
+namespace {
+
+bool computes(ggml_backend_dev_t device) {
+    const auto type = ggml_backend_dev_type(device);
+    return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
+ggml_backend_dev_t find_remote(const std::string & endpoint) {
+    const ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
+    const auto add = rpc ? (ggml_backend_reg_t (*)(const char *))
+        ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server") : nullptr;
+    if (!add) {
+        throw Failure(PYORCH_INVALID, "this build has no devices of other processes: build it with -DGGML_RPC=ON");
+    }
+    ggml_backend_reg_t server = nullptr;
+    try {
+        FatalGuard guard; // what cannot be reached is a fatal error there
+        server = add(endpoint.c_str());
+    } catch (const std::exception & failure) {
+        throw Failure(PYORCH_IO, format("no device can be reached at %s: %s", endpoint.c_str(), failure.what()));
+    }
+    if (!server || ggml_backend_reg_dev_count(server) == 0) {
+        throw Failure(PYORCH_IO, format("the process at %s has no device", endpoint.c_str()));
+    }
+    return ggml_backend_reg_dev_get(server, 0);
+}
+
+} // namespace
+
+ggml_backend_dev_t find_device(const std::string & name) {
+    cpu_backend(); // loads all that there are
+    constexpr char REMOTE[] = "rpc:";
+    if (name.rfind(REMOTE, 0) == 0) {
+        return find_remote(name.substr(sizeof(REMOTE) - 1));
+    }
+    std::string names;
+    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        const ggml_backend_dev_t device = ggml_backend_dev_get(i);
+        if (computes(device) && (name == "auto" || name == ggml_backend_dev_name(device))) {
+            return device;
+        }
+        names += computes(device) ? std::string(names.empty() ? "" : ", ") + ggml_backend_dev_name(device) : "";
+    }
+    const std::string there = names.empty() ? "this build finds none" : "there are " + names;
+    throw Failure(PYORCH_INVALID, name == "auto" ? "there is no device: " + there + "; use none, or rpc:HOST:PORT" :
+        format("there is no device %s: %s; rpc:HOST:PORT is one of another process", name.c_str(), there.c_str()));
+}
+
+} // namespace pyorch

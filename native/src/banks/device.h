@@ -1,0 +1,16 @@
+// Devices of ggml's backends, by the names that people give.
+
+#pragma once
+
+#include "ggml-backend.h"
+
+#include <string>
+
+namespace pyorch {
+
+// "auto": the first one that is no processor; "rpc:HOST:PORT": that of a process which serves ggml's RPC there; else a
+// name of ggml's registry, such as CUDA0. They live as long as this process. Throws Failure where there is none, with
+// the names of those that there are.
+ggml_backend_dev_t find_device(const std::string & name);
+
+} // namespace pyorch

@@ -1,0 +1,84 @@
+// Experts in the memory of a device.
+//
+// Kernels there cannot ask where an expert is. They are given tensors of slots in place of the model's tensors, and the
+// numbers of slots in place of those of experts. Layers whose experts are alike share their slots, as many layers as
+// such a tensor has room for: together they are a *pool*. So a layer has as many slots as its experts are worth, and
+// none lies idle.
+//
+// Memory is taken once and kept. What is uploaded is as the model's file has it: no device knows the order of the
+// processor's kernels.
+
+#pragma once
+
+#include "model/model_map.h"
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+namespace pyorch {
+
+class DeviceBank {
+public:
+    // Some backends count elements with 32 bits, others have no larger buffers.
+    static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
+
+    struct Pool {
+        std::vector<int>           layers;  // indices into those with experts, ascending
+        int                        n_experts; // of all of them
+        uint64_t                   slot_bytes;
+        int                        n_slots = 0;
+        std::vector<ggml_tensor *> roles   = {}; // [n_in, n_out, n_slots] each
+    };
+
+    DeviceBank(const ModelMap & map, ggml_backend_dev_t device);
+
+    DeviceBank(const DeviceBank &) = delete;
+    DeviceBank & operator=(const DeviceBank &) = delete;
+
+    // Takes memory for slots: at most so many bytes, and no more than all experts need. What the device refuses is
+    // asked for again, by a quarter less, and that is said once; it may come to nothing. Called once.
+    void allocate(uint64_t budget);
+
+    const ggml_backend_dev_t device;
+
+    const std::vector<Pool> & all() const { return pools; }
+    int  pool_of(int layer) const { return pool_by_layer[layer]; }
+    int  n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
+    uint64_t used() const { return used_bytes; } // of the device
+
+    // The slots for one matrix of a layer's experts.
+    ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }
+
+    // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. Waits until it is there. Any
+    // number of threads.
+    void upload(int layer, int slot, int role, const char * bytes);
+
+    // Bytes that went to the device, and the time that took, summed over threads.
+    uint64_t bytes_uploaded() const { return uploaded; }
+    uint64_t upload_ns() const { return uploading_ns; }
+    void     reset_counts();
+
+private:
+    struct Deleter {
+        void operator()(ggml_context * ctx) const { ggml_free(ctx); }
+        void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+    };
+
+    const ModelMap &      map;
+    std::vector<Pool>     pools;
+    std::vector<int>      pool_by_layer;
+    uint64_t              used_bytes = 0;
+    std::atomic<uint64_t> uploaded{0};
+    std::atomic<uint64_t> uploading_ns{0};
+    std::unique_ptr<ggml_context, Deleter>                                  tensors;
+    std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> buffer;
+
+    void     form_pools(double share);
+    uint64_t make_tensors();
+};
+
+} // namespace pyorch

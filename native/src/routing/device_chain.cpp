@@ -1,0 +1,178 @@
+#include "routing/device_chain.h"
+
+#include "base/notice.h"
+#include "base/status.h"
+
+#include "ggml.h"
+#include "llama-moe.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+
+namespace pyorch {
+namespace {
+
+void copy_numbers(ggml_tensor * to, const std::vector<int32_t> & numbers) {
+    memcpy(to->data, numbers.data(), std::min(ggml_nbytes(to), numbers.size() * sizeof(int32_t)));
+}
+
+// [n_used, n_tokens] each, after the route node of their layer
+void slots_op(ggml_tensor * slots, int ith, int, void * user) {
+    if (ith == 0) {
+        copy_numbers(slots, ((const GraphLayer *) user)->device_slots);
+    }
+}
+
+void rows_op(ggml_tensor * rows, int ith, int, void * user) {
+    if (ith == 0) {
+        copy_numbers(rows, ((const GraphLayer *) user)->joined_rows);
+    }
+}
+
+// Copies the nodes that depend on the experts' matrices. All others serve both ways.
+class ChainCopier {
+public:
+    ChainCopier(const llama_moe_route & route, const DeviceBank & bank, int layer, ggml_tensor * slots) :
+            route(route), bank(bank), layer(layer), slots(slots) {}
+
+    ggml_tensor * copy(ggml_tensor * t) {
+        const auto found = copies.find(t);
+        return found != copies.end() ? found->second : copies[t] = depends(t) ? make(t) : t;
+    }
+
+private:
+    const llama_moe_route &                route;
+    const DeviceBank &                     bank;
+    const int                              layer;
+    ggml_tensor * const                    slots;
+    std::map<ggml_tensor *, ggml_tensor *> copies;
+    std::map<const ggml_tensor *, bool>    dependent;
+
+    bool is_experts(const ggml_tensor * t) const {
+        const ManagedTensor * m = t->op == GGML_OP_MUL_MAT_ID ? managed(t->src[0]) : nullptr;
+        return m && m->layer == layer;
+    }
+
+    // What lies before the router's choice is before all experts; and the graph is long.
+    bool depends(const ggml_tensor * t) {
+        if (t == route.inp || t == route.selected || t == route.weights || t->op == GGML_OP_NONE) {
+            return false;
+        }
+        const auto found = dependent.find(t);
+        if (found != dependent.end()) {
+            return found->second;
+        }
+        bool any = is_experts(t);
+        for (int i = 0; i < GGML_MAX_SRC && !any; ++i) {
+            any = t->src[i] && depends(t->src[i]);
+        }
+        return dependent[t] = any;
+    }
+
+    void check(const ggml_tensor * t) const {
+        if (t->ne[1] != route.selected->ne[0] || t->ne[2] != route.selected->ne[1] || t->ne[3] != 1) {
+            throw Failure(PYORCH_INVALID, format("%s has not a row for each expert of a token", ggml_get_name(t)));
+        }
+        switch (t->op) {
+            case GGML_OP_MUL_MAT_ID:
+            case GGML_OP_ADD_ID:
+            case GGML_OP_ADD:
+            case GGML_OP_GLU:
+            case GGML_OP_UNARY:
+            case GGML_OP_MUL:
+            case GGML_OP_SCALE:
+            case GGML_OP_CLAMP:
+            case GGML_OP_SQR:
+            case GGML_OP_CONT:
+            case GGML_OP_VIEW:
+                return;
+            default:
+                throw Failure(PYORCH_INVALID,
+                    format("%s (%s) is not known to work row by row", ggml_get_name(t), ggml_op_desc(t)));
+        }
+    }
+
+    ggml_tensor * make(ggml_tensor * t) {
+        check(t);
+        ggml_tensor * made;
+        if (t->op == GGML_OP_VIEW) {
+            ggml_tensor * of = t->src[0];
+            made = ggml_view_3d(route.ctx, copy(of), t->ne[0], t->ne[1], t->ne[2], t->nb[1], t->nb[2],
+                t->view_offs - (of->view_src ? of->view_offs : 0));
+        } else if (t->view_src) {
+            throw Failure(PYORCH_INVALID, format("%s is written in place", ggml_get_name(t)));
+        } else {
+            made = ggml_new_tensor_3d(route.ctx, t->type, t->ne[0], t->ne[1], t->ne[2]);
+            made->op = t->op;
+            memcpy(made->op_params, t->op_params, sizeof(made->op_params));
+            for (int i = 0; i < GGML_MAX_SRC; ++i) {
+                made->src[i] = t->src[i] ? copy(t->src[i]) : nullptr;
+            }
+            if (is_experts(t)) {
+                made->src[0] = bank.slots(layer, managed(t->src[0])->role);
+                made->src[2] = slots;
+            }
+        }
+        ggml_format_name(made, "pyorch_device.%s", ggml_get_name(t));
+        return made;
+    }
+};
+
+ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_custom_op_t op, const char * name) {
+    ggml_tensor * args[] = { route.selected, route.down_exps }; // the second is what has it computed by the processor
+    ggml_tensor * numbers = ggml_custom_4d(route.ctx, GGML_TYPE_I32, route.selected->ne[0], route.selected->ne[1], 1, 1,
+        args, 2, op, 1, &layer);
+    ggml_format_name(numbers, "%s-%d", name, route.il);
+    return numbers;
+}
+
+} // namespace
+
+ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, ggml_tensor * released,
+    GraphLayer & layer) {
+    DeviceTier & tier = *layer.context->routing.device;
+    layer.on_device = false;
+    if (route.warmup || tier.bank.n_slots(layer.layer) == 0) {
+        return released;
+    }
+    try {
+        ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
+        ggml_tensor * rows  = add_numbers(route, layer, rows_op, "pyorch_rows");
+        // The device's way is the first source, so that it has begun when the processor begins.
+        ggml_tensor * both  = ggml_concat(route.ctx,
+            ChainCopier(route, tier.bank, layer.layer, slots).copy(computed), released, 1);
+        layer.on_device = true;
+        return ggml_get_rows(route.ctx, both, rows);
+    } catch (const Failure & failure) {
+        static bool said = false;
+        if (!said) {
+            said = true;
+            notice(format("note: the experts of block %d stay off the device: %s", route.il, failure.what()));
+        }
+        return released;
+    }
+}
+
+void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, int n_tokens,
+    const std::vector<int> & device_slots, int n_device_slots) {
+    // A row that the processor computes goes through a slot that no other row is in: so no kernel gets more rows for an
+    // expert than the model has.
+    std::vector<uint8_t> used(n_device_slots);
+    for (int slot : device_slots) {
+        if (slot >= 0) {
+            used[slot] = 1;
+        }
+    }
+    const auto idle  = std::find(used.begin(), used.end(), 0);
+    const int  other = idle != used.end() ? (int) (idle - used.begin()) : 0;
+    layer.device_slots.resize((size_t) n_used * n_tokens);
+    layer.joined_rows.resize((size_t) n_used * n_tokens);
+    for (int s = 0; s < n_used * n_tokens; ++s) {
+        const int slot = device_slots.empty() ? -1 : device_slots[experts[s]];
+        layer.device_slots[s] = slot >= 0 ? slot : other;
+        layer.joined_rows[s]  = s % n_used + (slot >= 0 ? 0 : n_used);
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,225 @@
+#include "routing/device_tier.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+DeviceTier::DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config) :
+        bank(table.map, device), table(table), policy((pyorch_policy) config.policy),
+        brings_first(config.device_misses == PYORCH_UPLOAD), budget(config.device_bytes) {}
+
+DeviceTier::~DeviceTier() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        stopping = true;
+    }
+    wanted.notify_all();
+    if (uploader.joinable()) {
+        uploader.join();
+    }
+}
+
+void DeviceTier::set_budget(uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (opened) {
+        throw Failure(PYORCH_INVALID,
+            "the memory of the device is taken when the first context is made, and stays as it is");
+    }
+    budget = bytes;
+}
+
+void DeviceTier::open() {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (opened) {
+        return;
+    }
+    opened = true;
+    bank.allocate(budget);
+    std::vector<int> n_experts, pool_of, n_slots;
+    for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
+        n_experts.push_back(table.map.layers[layer].n_expert);
+        pool_of.push_back(bank.pool_of((int) layer));
+    }
+    for (const auto & pool : bank.all()) {
+        n_slots.push_back(pool.n_slots);
+    }
+    seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
+    uploader = std::thread([this] { work(); });
+}
+
+void DeviceTier::give_back(DeviceHold & hold) {
+    for (int expert : hold.experts) {
+        seats->unhold(hold.layer, expert);
+    }
+    hold.experts.clear();
+}
+
+void DeviceTier::release(DeviceHold & hold) {
+    std::lock_guard<std::mutex> lock(mutex);
+    give_back(hold);
+}
+
+// What was to come for the layer is there now, or is waited for.
+void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
+    const auto is_seen = [&](const Upload & u) { return u.layer != layer || u.ended; };
+    ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
+    uploads.remove_if([&](const Upload & u) {
+        if (u.layer != layer) {
+            return false;
+        }
+        u.came ? seats->arrived(layer, u.expert) : seats->abandon(layer, u.expert);
+        return true;
+    });
+}
+
+void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts,
+    const std::vector<int> & asked) {
+    std::unique_lock<std::mutex> lock(mutex);
+    give_back(hold);
+    settle(lock, batch.layer);
+    const bool scan = batch.n_tokens >= Demand::SCAN_TOKENS;
+    if (!scan) {
+        seats->pass(batch.layer, asked);
+    }
+    hold.layer = batch.layer;
+    batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
+    DeviceCounts & counts = seats->counts(batch.layer);
+    for (int expert : experts) {
+        const int slot = seats->slot(batch.layer, expert);
+        if (slot != DeviceTable::NONE) {
+            ++counts.hits;
+            seats->hold(batch.layer, expert);
+            hold.experts.push_back(expert);
+            batch.device_slots[expert] = slot;
+        }
+    }
+    // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
+    int n_replaceable = batch.n_tokens;
+    for (int expert : experts) {
+        if (batch.device_slots[expert] != DeviceTable::NONE) {
+            continue;
+        }
+        ++counts.misses;
+        bool took = false;
+        if ((scan && !brings_first) || seats->known(batch.layer, expert) || (!brings_first && n_replaceable == 0) ||
+            seats->admit(batch.layer, expert, brings_first, took) == DeviceTable::NONE) {
+            continue;
+        }
+        n_replaceable -= took;
+        (brings_first ? batch.uploads : batch.uploads_behind).push_back(expert);
+    }
+}
+
+// One that could not be read is not uploaded.
+bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot) {
+    for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
+        const char * bytes = table.address(owner, layer, expert, role, true);
+        if (!table.readable(bytes)) {
+            return false;
+        }
+        bank.upload(layer, slot, role, bytes);
+    }
+    return true;
+}
+
+void DeviceTier::bring(const Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
+    // What passes through a window cannot be taken out of its order: the processor computes it.
+    const auto passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
+    for (int expert : batch.uploads) {
+        std::unique_lock<std::mutex> lock(mutex);
+        const int slot = seats->coming_to(batch.layer, expert);
+        lock.unlock();
+        const bool came = !passes_by(expert) && upload(owner, batch.layer, expert, slot);
+        lock.lock();
+        if (came) {
+            seats->arrived(batch.layer, expert);
+            seats->hold(batch.layer, expert);
+            hold.experts.push_back(expert);
+            batch.device_slots[expert] = slot;
+        } else {
+            seats->abandon(batch.layer, expert);
+        }
+    }
+    for (int expert : batch.uploads_behind) {
+        Upload u = { batch.layer, expert, DeviceTable::NONE };
+        const bool held = table.share(owner, batch.layer, expert, u.owner);
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!held) {
+            seats->abandon(batch.layer, expert);
+            continue;
+        }
+        u.slot = seats->coming_to(batch.layer, expert);
+        uploads.push_back(std::move(u));
+        queue.push_back(&uploads.back());
+    }
+    if (!batch.uploads_behind.empty()) {
+        wanted.notify_one();
+    }
+}
+
+void DeviceTier::work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+        wanted.wait(lock, [&] { return stopping || !queue.empty(); });
+        if (queue.empty()) {
+            return;
+        }
+        Upload & u = *queue.front();
+        queue.pop_front();
+        const bool wants = !stopping;
+        lock.unlock();
+        const bool came = wants && upload(u.owner, u.layer, u.expert, u.slot);
+        table.unshare(u.owner);
+        lock.lock();
+        u.came  = came;
+        u.ended = true;
+        ended.notify_all();
+    }
+}
+
+void DeviceTier::wait_idle() {
+    std::unique_lock<std::mutex> lock(mutex);
+    const auto has_ended = [](const Upload & u) { return u.ended; };
+    ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), has_ended); });
+}
+
+void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (seats) {
+        seats->mark(layer, mask);
+    }
+}
+
+void DeviceTier::add_stats(int only, pyorch_stats & stats) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (only < 0) {
+        stats.device_upload_ns    = bank.upload_ns();
+        stats.device_used_bytes   = bank.used();
+        stats.device_budget_bytes = budget;
+    }
+    for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
+        if (only >= 0 && layer != only) {
+            continue;
+        }
+        const DeviceCounts & counts = seats->counts(layer);
+        stats.device_hits      += counts.hits;
+        stats.device_misses    += counts.misses;
+        stats.device_loads     += counts.loads;
+        stats.device_evictions += counts.evictions;
+        stats.device_experts   += seats->n_there(layer);
+        stats.device_bytes     += counts.loads * table.map.layers[layer].expert_bytes();
+    }
+    if (only < 0) {
+        stats.device_bytes = bank.bytes_uploaded();
+    }
+}
+
+void DeviceTier::reset_stats() {
+    std::lock_guard<std::mutex> lock(mutex);
+    bank.reset_counts();
+    if (seats) {
+        seats->reset_counts();
+    }
+}
+
+} // namespace pyorch

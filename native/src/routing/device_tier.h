@@ -1,0 +1,104 @@
+// The tier above host memory: experts in slots of a device (banks/device_bank.h), who is there
+// (residency/device_table.h), and what moves them.
+//
+// What is there is computed there. What is not is computed by the processor, from host memory, and comes behind that if
+// it is worth more than what must go for it: it serves when its layer comes again, and not before, however soon it
+// came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
+// (PYORCH_UPLOAD).
+//
+// When a slot may be overwritten: a context holds the experts that its latest layer computes with on the device. When
+// the next layer's node asks, which needs what that one computed, the device is done with them.
+
+#pragma once
+
+#include "banks/device_bank.h"
+#include "residency/device_table.h"
+#include "residency/table.h"
+#include "routing/routed_batch.h"
+
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+namespace pyorch {
+
+// What a context computes with on the device.
+struct DeviceHold {
+    int              layer   = -1;
+    std::vector<int> experts = {};
+};
+
+class DeviceTier {
+public:
+    // REQUIRES: the table outlives it, and its reader.
+    DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config);
+    ~DeviceTier();
+
+    DeviceTier(const DeviceTier &) = delete;
+    DeviceTier & operator=(const DeviceTier &) = delete;
+
+    // Throws Failure once memory was taken.
+    void set_budget(uint64_t bytes);
+
+    // A graph is made: takes the memory, the first time.
+    void open();
+
+    DeviceBank bank;
+
+    // experts: those that the layer computes with here, asked: those that its router chose; ascending. Says which of
+    // them are computed on the device, and what is to come there. hold: of the context, what it held is given back.
+    void choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts,
+        const std::vector<int> & asked);
+
+    // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
+    void bring(const Owner & owner, DeviceHold & hold, RoutedBatch & batch);
+
+    // Nothing is computed there any more.
+    void release(DeviceHold & hold);
+
+    // mask[n_expert]: becomes 1 for each expert of the layer that is there.
+    void mark(int layer, std::vector<uint8_t> & mask);
+
+    // Adds what was counted of a layer, -1: of all.
+    void add_stats(int layer, pyorch_stats & stats);
+    void reset_stats();
+
+    // Until nothing comes any more.
+    void wait_idle();
+
+private:
+    // What comes behind the computing.
+    struct Upload {
+        int   layer;
+        int   expert;
+        int   slot;
+        Owner owner = {};    // holds it in host memory
+        bool  ended = false;
+        bool  came  = false;
+    };
+
+    Table &                      table;
+    const pyorch_policy          policy;
+    const bool                   brings_first;
+    uint64_t                     budget;
+
+    std::mutex                   mutex;
+    std::condition_variable      wanted;
+    std::condition_variable      ended;
+    std::unique_ptr<DeviceTable> seats;    // null until there are slots
+    bool                         opened   = false;
+    bool                         stopping = false;
+    std::list<Upload>            uploads;  // under way, or not yet seen by their layer
+    std::deque<Upload *>         queue;
+    std::thread                  uploader;
+
+    void give_back(DeviceHold & hold);
+    void settle(std::unique_lock<std::mutex> & lock, int layer);
+    void work();
+    bool upload(const Owner & owner, int layer, int expert, int slot);
+};
+
+} // namespace pyorch

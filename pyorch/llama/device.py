@@ -1,0 +1,48 @@
+"""Where a model computes: its dense layers on a device, and how much of that one's memory is left for experts."""
+
+from __future__ import annotations
+
+import ctypes
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch.llama import measure
+from pyorch.llama.managed import ManagedModel
+from pyorch.llama.originals import original
+from pyorch.runtime.devices import find_device
+from pyorch.settings.budget import AUTO
+from pyorch.settings.device import NONE
+from pyorch.sizes import MiB
+
+# Of the device's memory, what stays free under the automatic budget: for what its driver and others take, and for what
+# llama.cpp makes beside the buffers that it reports.
+MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
+
+
+def place(managed: ManagedModel) -> None:
+    """Sets the parameters with which llama.cpp loads the model: all dense layers on the device, unless the caller chose
+    how many; without one, and without such a choice, everything on the processor. PyorchError for a device that there
+    is not."""
+    params = managed.params
+    devices = []
+    if managed.settings.device != NONE:
+        managed.device = find_device(managed.settings.device)
+        devices = [managed.device.address]
+        params.n_gpu_layers = params.n_gpu_layers or -1
+    if devices or params.n_gpu_layers == 0:
+        managed.device_list = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+        params.devices = ctypes.addressof(managed.device_list)
+
+
+def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> None:
+    """Under the automatic budget, experts get what a first context with these parameters will leave of the device."""
+    device = managed.device
+    if device is None or managed.settings.vram_budget != AUTO or managed.device_planned:
+        return
+    with managed.engine.capture(), measure.twin(
+        original("llama_model_load_from_file"), managed.path, managed.params
+    ) as twin:
+        needed = measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+    margin = max(MARGIN_BYTES, round(MARGIN_SHARE * device.total_bytes()))
+    managed.engine.set_device_budget(max(0, device.free_bytes() - needed - margin))
+    managed.device_planned = True

@@ -1,0 +1,45 @@
+"""Devices that compute with experts in their own memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pyorch.library.bindings import check, ffi, lib, new, string
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of one of ggml's backends. handle: its ggml_backend_dev_t, valid as long as the process."""
+
+    name: str
+    description: str
+    handle: Any
+
+    @property
+    def address(self) -> int:
+        return int(ffi.cast("uintptr_t", self.handle))
+
+    def free_bytes(self) -> int:
+        """Of its memory, now."""
+        return _info(self.handle).free_bytes
+
+    def total_bytes(self) -> int:
+        return _info(self.handle).total_bytes
+
+
+def find_device(name: str) -> Device:
+    """By its name in ggml's registry, such as "CUDA0"; "auto": the first that there is; or "rpc:HOST:PORT".
+
+    PyorchError, with the names of those that there are, where there is none of this name, or none can be reached.
+    """
+    handle = ffi.new("void **")
+    check(lib.pyorch_find_device(name.encode(), handle))
+    info = _info(handle[0])
+    return Device(string(info.name), string(info.description), handle[0])
+
+
+def _info(handle: Any) -> Any:
+    info = new("pyorch_device_info")
+    check(lib.pyorch_get_device(handle, info))
+    return info
