@@ -121,12 +121,14 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Built:
-    """Buddy lists and what there is to report on them. agreement: a layer each, empty without outputs."""
+    """Buddy lists and what there is to report on them. agreement, cosines [n_expert, n_expert]: of each layer, none
+    without outputs."""
 
     buddies: Buddies
     sizes: tuple[ListSizes, ...]
     agreement: tuple[Agreement, ...]
     n_inputs: int  # sampled tokens whose outputs were compared
+    cosines: dict[int, np.ndarray]
 
 
 def build(
@@ -149,7 +151,7 @@ def build(
     report = on_progress or (lambda *_: None)
     counts = count(trace, settings.warm_up, report)
     inputs = _Inputs(trace) if compare else None
-    layers, sizes, agreement = {}, [], []
+    layers, sizes, agreement, cosines = {}, [], [], {}
     alphas = dict(zip((layer.il for layer in model_map.layers), settings.alphas(len(model_map.layers)).tolist()))
     for done, (layer, counted) in enumerate(zip(model_map.layers, counts)):
         outputs = None
@@ -162,10 +164,11 @@ def build(
         sizes.append(list_sizes(layers[layer.il], alphas[layer.il]))
         if outputs is not None:
             agreement.append(_agreement(layer.il, counted.activations, q, outputs))
+            cosines[layer.il] = outputs.cosine
     if inputs is not None:
         report("comparing", len(counts), len(counts))
     buddies = Buddies(layers, alphas, settings.similarity, len(trace))
-    return Built(buddies, tuple(sizes), tuple(agreement), 0 if inputs is None else len(inputs))
+    return Built(buddies, tuple(sizes), tuple(agreement), 0 if inputs is None else len(inputs), cosines)
 
 
 def count(trace: Trace, warm_up: int = 0, on_progress: OnProgress | None = None) -> list[LayerCounts]:

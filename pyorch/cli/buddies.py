@@ -61,6 +61,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--compare", action="store_true",
                         help="also show whether experts that are selected together compute similar outputs, and store "
                              "how to scale the output of a buddy; needs a trace with --inputs")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png",
+                        help="draw how alike experts compute into this file; with --compare, or by --similarity")
     add_output_options(parser, "MODEL.buddies.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -68,16 +70,24 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.convert.buddies import Settings, build
+    from pyorch.convert.similarity_plot import draw
+    from pyorch.pictures import check_plot
     from pyorch.sidecars import container, packs
     from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
+    if args.plot is not None:
+        check_plot(args.plot)
+        if not args.compare and args.similarity == "coactivation":
+            raise PyorchError("--plot draws how alike the outputs of experts are: give --compare")
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_output(path, args.model, [args.trace])
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, args.compare, progress.update)
         built.buddies.write(path, model_map)
+    if args.plot is not None:
+        draw(built.cosines, args.plot)
     report = Report(path, built.buddies.n_tokens, built.n_inputs, settings, built.sizes, built.agreement)
     if args.json:
         print_json(report)

@@ -405,8 +405,10 @@ def test_the_command_writes_the_sidecar_beside_the_model(
 def test_the_command_says_whether_selected_together_means_alike(
     small_moe: Path, trace_path: Path, model_map: ModelMap, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     arguments = ["buddies", str(small_moe), "--trace", str(trace_path), "--compare", "-o", str(tmp_path / "b.gguf")]
-    assert main(arguments) == 0
+    assert main([*arguments, "--plot", str(tmp_path / "alike.png")]) == 0
+    assert (tmp_path / "alike.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "most co-activated" in printed and printed.splitlines()[-1].split()[0] == "mean"
     assert main([*arguments, "--json", "--weighting", "probability"]) == 0
@@ -424,6 +426,7 @@ def test_the_command_says_whether_selected_together_means_alike(
     (["--k-max", "0"], "k-max 0 is below 1: a list holds at least one buddy"),
     (["--smoothing", "-1"], "smoothing -1 is not a number of 0 or more"),
     (["--warm-up", "-1"], "warm-up -1 is below 0"),
+    (["--plot", "a.png"], "--plot draws how alike the outputs of experts are: give --compare"),
 ])
 def test_options_that_cannot_be_are_refused(
     small_moe: Path, trace_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
