@@ -37,7 +37,7 @@ def place(managed: ManagedModel) -> None:
 def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> None:
     """Under the automatic budget, experts get what a first context with these parameters will leave of the device."""
     device = managed.device
-    if device is None or managed.settings.vram_budget != AUTO or managed.device_planned:
+    if managed.engine is None or device is None or managed.settings.vram_budget != AUTO or managed.device_planned:
         return
     with managed.engine.capture(), measure.twin(
         original("llama_model_load_from_file"), managed.path, managed.params

@@ -10,6 +10,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
+from pyorch.runtime.devices import Device
 from pyorch.serve.library import chat_page, ffi, lib
 from pyorch.sizes import MiB
 
@@ -36,6 +37,8 @@ PORT = Option(("--port",), "LLAMA_ARG_PORT")
 CTX_SIZE = Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 BATCH = Option(("-b", "--batch-size"), "LLAMA_ARG_BATCH")
 UBATCH = Option(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH")
+DEVICE = Option(("-dev", "--device"), "LLAMA_ARG_DEVICE")
+GPU_LAYERS = Option(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
 THREADS = Option(("-t", "--threads"), "LLAMA_ARG_THREADS")
 PARALLEL = Option(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
 KV_UNIFIED = Option(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), "LLAMA_ARG_KV_UNIFIED")
@@ -116,6 +119,18 @@ class Flags:
         self.default(TIMEOUT, "--timeout", SILENT_SECONDS)
         self.default(METRICS, "--metrics")  # a part of ours
         self.default(THREADS, "-t", memory.physical_cores())
+
+    def place(self, name: str, device: Device | None) -> None:
+        """Dense layers on the device of this name, see pyorch.settings.device; None: on the processor."""
+        self.arguments.append("--no-op-offload")  # a device would copy experts from where they are not
+        if device is None:
+            self.default(DEVICE, "--device", "none")
+            return
+        remote = name.removeprefix("rpc:")
+        if remote != name:
+            self.arguments += ("--rpc", remote)
+        self.replace(DEVICE, device.name)
+        self.default(GPU_LAYERS, "-ngl", "all")
 
     @property
     def n_slots(self) -> int:

@@ -18,6 +18,7 @@ from pyorch.errors import PyorchError
 from pyorch.llama import logs
 from pyorch.llama.capture import capture
 from pyorch.llama.context_plan import default_ubatch, plan_context, try_context
+from pyorch.llama.device import place, plan_device
 from pyorch.llama.managed import ManagedModel
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -118,10 +119,13 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params(), placed=placed)
+    place(record)
+    server.place(settings.device, record.device)
     with capture(record):
         try:
             ubatch = default_ubatch(record)
             params = server.context_params()
+            plan_device(record, params)
             if record.automatic:
                 widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import batches
+from architectures import Zoo, types_of
 from devices import DeviceProcess
 from models import assert_same_bits, small_model
 
+import pyorch
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
@@ -31,13 +35,13 @@ def on_device(small_moe: Path, device: DeviceProcess) -> Iterator[Model]:
 
 
 def context(model: Model) -> Context:
-    return Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_seq_max=2, n_threads=1)
+    return Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=32, n_seq_max=2, n_threads=1)
 
 
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
-    """Of a prompt in several ubatches, one token after another, a few at once, and two sequences at once."""
+    """Of a prompt of a wide ubatch and a narrower one, one token after another, a few at once, two sequences at once."""
     with context(model) as it:
-        made = [it.decode(tokens[:40])] + [it.decode([token]) for token in tokens[:12]] + [it.decode(tokens[:5])]
+        made = [it.decode(tokens[:50])] + [it.decode([token]) for token in tokens[:12]] + [it.decode(tokens[:5])]
         made += [it.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 4)]
         return np.concatenate(made)
 
@@ -62,6 +66,46 @@ def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
         assert experts.device_used_bytes <= experts.device_budget_bytes
         scarce = experts.device_budget_bytes < model.map.info.expert_bytes
         assert (experts.device_evictions > 0) == scarce
+
+
+# Memory of the device: for two areas, for one, for none. The host's: all, half, and the least that works.
+@pytest.mark.parametrize(("vram_budget", "budget"), [("80%", "100%"), ("80%", "312KiB"), ("40%", "50%"), ("20%", "312KiB")])
+def test_a_prompt_passes_through_the_device_whatever_fits_where(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str, budget: str
+) -> None:
+    with small_model(small_moe, budget, device=device.name, vram_budget=vram_budget) as model:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        experts = model.stats().experts
+        in_slots = experts.device_loads * model.map.layers[0].expert_bytes
+        through_areas = experts.device_bytes - in_slots
+        assert (through_areas > model.map.info.expert_bytes / 4) == (vram_budget != "20%")
+        assert experts.device_used_bytes <= experts.device_budget_bytes and experts.peak_bytes <= experts.budget_bytes
+
+
+def test_two_contexts_share_a_device(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray
+) -> None:
+    with small_model(small_moe, "50%", device=device.name, vram_budget="60%") as model, ThreadPoolExecutor(2) as threads:
+        for run in [threads.submit(logits, model, prompt_tokens) for _ in range(4)]:
+            assert_same_bits(run.result(), expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-next-fused", "deepseek-v3", "llama4", "granite-moe-hybrid"])
+def test_every_layout_of_experts_is_computed_on_the_device(zoo: Zoo, device: DeviceProcess, name: str) -> None:
+    """Apart, with biases, in one matrix, beside a shared one, weighted before."""
+    def digests(budget: str, **options: object) -> tuple[dict[str, str], pyorch.Model]:
+        path = zoo.path(name, "Q8_0" if "Q8_0" in types_of(name) else types_of(name)[0])
+        arguments = {"n_ctx": 64, "n_batch": 64, "n_ubatch": batches.N_UBATCH, "device": device.name}
+        with pyorch.load(path, budget=budget, **arguments | options) as model:
+            with Context(model.llama.model, n_threads=1, **batches.CONTEXT) as it:
+                made = batches.digests(it.decode, it.clear)
+            return made, model.engine and model.engine.stats()
+
+    expected, _ = digests("resident")
+    for vram_budget, misses in (("30%", "processor"), ("60%", "upload")):
+        made, experts = digests("50%", vram_budget=vram_budget, device_misses=misses)
+        assert made == expected
+        assert experts.device_hits > 0
 
 
 def test_what_is_on_the_device_costs_no_transfer(

@@ -92,10 +92,78 @@ uint64_t DeviceBank::make_tensors() {
     return bytes;
 }
 
+// Two of them, or one, where they leave most of the memory to slots.
+void DeviceBank::allocate_areas(uint64_t budget) {
+    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
+    const size_t alignment = ggml_backend_buft_get_alignment(type);
+    std::vector<int> kinds; // the first layer of each
+    kind_by_layer.clear();
+    for (int i = 0; i < (int) map.layers.size(); ++i) {
+        const auto kind = std::find_if(kinds.begin(), kinds.end(), [&](int of) {
+            return alike(map.layers[of], map.layers[i]) && map.layers[of].n_expert == map.layers[i].n_expert;
+        });
+        kind_by_layer.push_back((int) (kind - kinds.begin()));
+        if (kind == kinds.end()) {
+            kinds.push_back(i);
+        }
+    }
+    constexpr int MOST = 2;
+    size_t n_tensors = 0;
+    for (int of : kinds) {
+        n_tensors += MOST * map.layers[of].tensors.size();
+    }
+    area_tensors.reset(ggml_init({ (n_tensors + 1) * ggml_tensor_overhead(), nullptr, true }));
+    std::vector<Area> made(MOST);
+    uint64_t          bytes = 0; // of one
+    for (Area & area : made) {
+        for (int of : kinds) {
+            uint64_t all = 0;
+            area.emplace_back();
+            for (const auto & tensor : map.layers[of].tensors) {
+                ggml_tensor * t = ggml_new_tensor_3d(area_tensors.get(), type_of(tensor), tensor.n_in, tensor.n_out,
+                    map.layers[of].n_expert);
+                ggml_format_name(t, "pyorch_area.%s", tensor.name.c_str());
+                all += round_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
+                area.back().push_back(t);
+            }
+            bytes = std::max(bytes, all);
+        }
+    }
+    constexpr int LEAST_SHARE = 3; // of the memory, one part in so many
+    for (int n = MOST; n > 0; --n) {
+        if (n * bytes * LEAST_SHARE > budget || n * bytes > ggml_backend_buft_get_max_size(type)) {
+            continue;
+        }
+        area_buffer.reset(ggml_backend_buft_alloc_buffer(type, n * bytes));
+        if (!area_buffer) {
+            continue;
+        }
+        ggml_backend_buffer_clear(area_buffer.get(), 0);
+        ggml_backend_buffer_set_usage(area_buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        auto * base = (char *) ggml_backend_buffer_get_base(area_buffer.get());
+        for (int number = 0; number < n; ++number) {
+            for (auto & kind : made[number]) { // all of them in the same memory
+                char * at = base + number * bytes;
+                for (ggml_tensor * t : kind) {
+                    ggml_backend_tensor_alloc(area_buffer.get(), t, at);
+                    at += round_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
+                }
+            }
+        }
+        areas.assign(made.begin(), made.begin() + n);
+        used_bytes += ggml_backend_buffer_get_size(area_buffer.get());
+        return;
+    }
+}
+
 void DeviceBank::allocate(uint64_t budget) {
     uint64_t all = 0;
     for (const auto & layer : map.layers) {
         all += layer.n_expert * layer.expert_bytes();
+    }
+    if (budget < all) {
+        allocate_areas(budget);
+        budget -= used_bytes;
     }
     double         share   = std::min(1.0, (double) budget / (double) all);
     bool           refused = false;
@@ -114,7 +182,7 @@ void DeviceBank::allocate(uint64_t budget) {
         if (buffer) {
             ggml_backend_buffer_clear(buffer.get(), 0); // rows that nobody wants are computed too: no trap lies in wait
             ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-            used_bytes = ggml_backend_buffer_get_size(buffer.get());
+            used_bytes += ggml_backend_buffer_get_size(buffer.get());
             break;
         }
         refused = true;
@@ -126,16 +194,42 @@ void DeviceBank::allocate(uint64_t budget) {
     }
     if (refused || (!buffer && budget > 0)) {
         notice(format("note: %s has no memory for %s of experts: %s is taken", ggml_backend_dev_name(device),
-            mebibytes(wanted).c_str(), mebibytes(used_bytes).c_str()));
+            mebibytes(wanted).c_str(), mebibytes(buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0).c_str()));
     }
 }
 
 void DeviceBank::upload(int layer, int slot, int role, const char * bytes) {
-    ggml_tensor *  to    = slots(layer, role);
+    set(slots(layer, role), slot, bytes);
+}
+
+void DeviceBank::upload_to_area(int number, int layer, int expert, int role, const char * bytes) {
+    set(area(number, layer, role), expert, bytes);
+}
+
+void DeviceBank::set(ggml_tensor * to, int index, const char * bytes) {
     const uint64_t begin = clock_ns();
-    ggml_backend_tensor_set(to, bytes, slot * to->nb[2], to->nb[2]);
+    ggml_backend_tensor_set(to, bytes, index * to->nb[2], to->nb[2]);
     uploading_ns += clock_ns() - begin;
     uploaded     += to->nb[2];
+}
+
+// One matrix of those that a tensor has.
+static ggml_tensor matrix_of(ggml_tensor * tensor, int index) {
+    ggml_tensor matrix = *tensor;
+    matrix.ne[2]     = 1;
+    matrix.nb[3]     = matrix.nb[2];
+    matrix.view_src  = tensor;
+    matrix.view_offs = index * tensor->nb[2];
+    matrix.data      = (char *) tensor->data + matrix.view_offs;
+    return matrix;
+}
+
+void DeviceBank::copy_to_area(int number, int layer, int expert, int slot) {
+    for (int role = 0; role < (int) map.layers[layer].tensors.size(); ++role) {
+        ggml_tensor from = matrix_of(slots(layer, role), slot);
+        ggml_tensor to   = matrix_of(area(number, layer, role), expert);
+        ggml_backend_tensor_copy(&from, &to);
+    }
 }
 
 void DeviceBank::reset_counts() {

@@ -5,6 +5,9 @@
 // such a tensor has room for: together they are a *pool*. So a layer has as many slots as its experts are worth, and
 // none lies idle.
 //
+// A prompt wants nearly all experts of each layer, so they pass through *areas* that have room for a whole layer: there
+// an expert lies where the model's tensor has it. One layer after another has its turn.
+//
 // Memory is taken once and kept. What is uploaded is as the model's file has it: no device knows the order of the
 // processor's kernels.
 
@@ -39,7 +42,7 @@ public:
     DeviceBank(const DeviceBank &) = delete;
     DeviceBank & operator=(const DeviceBank &) = delete;
 
-    // Takes memory for slots: at most so many bytes, and no more than all experts need. What the device refuses is
+    // Takes memory: at most so many bytes, and no more than all experts need. What the device refuses is
     // asked for again, by a quarter less, and that is said once; it may come to nothing. Called once.
     void allocate(uint64_t budget);
 
@@ -52,6 +55,16 @@ public:
 
     // The slots for one matrix of a layer's experts.
     ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }
+
+    // Areas of which each has room for any layer: 0 where memory is short, or all experts have slots.
+    int n_areas() const { return (int) areas.size(); }
+
+    // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
+    ggml_tensor * area(int number, int layer, int role) const { return areas[number][kind_by_layer[layer]][role]; }
+
+    // As upload(), to the place of the expert in an area; and from a slot.
+    void upload_to_area(int number, int layer, int expert, int role, const char * bytes);
+    void copy_to_area(int number, int layer, int expert, int slot);
 
     // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. Waits until it is there. Any
     // number of threads.
@@ -77,8 +90,18 @@ private:
     std::unique_ptr<ggml_context, Deleter>                                  tensors;
     std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> buffer;
 
+    // By kind of layers and role.
+    using Area = std::vector<std::vector<ggml_tensor *>>;
+
+    std::vector<Area> areas;
+    std::vector<int>  kind_by_layer;
+    std::unique_ptr<ggml_context, Deleter>                                 area_tensors;
+    std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> area_buffer;
+
+    void     allocate_areas(uint64_t budget);
     void     form_pools(double share);
     uint64_t make_tensors();
+    void     set(ggml_tensor * to, int index, const char * bytes);
 };
 
 } // namespace pyorch

@@ -409,6 +409,17 @@ bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
     return true;
 }
 
+bool Table::share_resident(int layer, int expert, Owner & other) {
+    std::lock_guard<std::mutex> lock(mutex);
+    Expert & e = layers[layer].experts[expert];
+    if (!e.resident() || e.failed()) {
+        return false;
+    }
+    hold(e);
+    other.held.push_back(&e);
+    return true;
+}
+
 void Table::unshare(Owner & other) {
     {
         std::lock_guard<std::mutex> lock(mutex);

@@ -94,6 +94,7 @@ public:
     // other holds an expert beside owner, until unshare(): its bytes stay where they are. False, and nothing is held,
     // where owner does not hold it whole.
     bool share(const Owner & owner, int layer, int expert, Owner & other);
+    bool share_resident(int layer, int expert, Owner & other); // the same of any that is resident
     void unshare(Owner & other);
 
     // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.

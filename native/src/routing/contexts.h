@@ -33,6 +33,7 @@ struct GraphLayer {
     // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
     // outputs.
     bool                 on_device    = false; // it takes part
+    bool                 through_area = false; // with all experts of the layer
     std::vector<int32_t> device_slots = {};
     std::vector<int32_t> joined_rows  = {};
 };

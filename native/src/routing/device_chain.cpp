@@ -33,8 +33,9 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
 // Copies the nodes that depend on the experts' matrices. All others serve both ways.
 class ChainCopier {
 public:
-    ChainCopier(const llama_moe_route & route, const DeviceBank & bank, int layer, ggml_tensor * slots) :
-            route(route), bank(bank), layer(layer), slots(slots) {}
+    // slots: null: the experts are in an area.
+    ChainCopier(const llama_moe_route & route, const DeviceTier & tier, int layer, ggml_tensor * slots) :
+            route(route), tier(tier), layer(layer), slots(slots) {}
 
     ggml_tensor * copy(ggml_tensor * t) {
         const auto found = copies.find(t);
@@ -43,7 +44,7 @@ public:
 
 private:
     const llama_moe_route &                route;
-    const DeviceBank &                     bank;
+    const DeviceTier &                     tier;
     const int                              layer;
     ggml_tensor * const                    slots;
     std::map<ggml_tensor *, ggml_tensor *> copies;
@@ -110,8 +111,9 @@ private:
                 made->src[i] = t->src[i] ? copy(t->src[i]) : nullptr;
             }
             if (is_experts(t)) {
-                made->src[0] = bank.slots(layer, managed(t->src[0])->role);
-                made->src[2] = slots;
+                const int role = managed(t->src[0])->role;
+                made->src[0] = slots ? tier.bank.slots(layer, role) : tier.area(layer, role);
+                made->src[2] = slots ? slots : t->src[2];
             }
         }
         ggml_format_name(made, "pyorch_device.%s", ggml_get_name(t));
@@ -132,16 +134,18 @@ ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggm
 ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, ggml_tensor * released,
     GraphLayer & layer) {
     DeviceTier & tier = *layer.context->routing.device;
-    layer.on_device = false;
-    if (route.warmup || tier.bank.n_slots(layer.layer) == 0) {
+    layer.on_device    = false;
+    layer.through_area = tier.takes_area((int) route.selected->ne[1], route.decode);
+    if (route.warmup || (!layer.through_area && tier.bank.n_slots(layer.layer) == 0)) {
         return released;
     }
     try {
-        ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
+        ggml_tensor * slots =
+            layer.through_area ? nullptr : add_numbers(route, layer, slots_op, "pyorch_slots");
         ggml_tensor * rows  = add_numbers(route, layer, rows_op, "pyorch_rows");
         // The device's way is the first source, so that it has begun when the processor begins.
         ggml_tensor * both  = ggml_concat(route.ctx,
-            ChainCopier(route, tier.bank, layer.layer, slots).copy(computed), released, 1);
+            ChainCopier(route, tier, layer.layer, slots).copy(computed), released, 1);
         layer.on_device = true;
         return ggml_get_rows(route.ctx, both, rows);
     } catch (const Failure & failure) {

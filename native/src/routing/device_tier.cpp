@@ -44,6 +44,7 @@ void DeviceTier::open() {
         n_slots.push_back(pool.n_slots);
     }
     seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
+    areas    = std::make_unique<DeviceAreas>(table, bank);
     uploader = std::thread([this] { work(); });
 }
 
@@ -57,6 +58,9 @@ void DeviceTier::give_back(DeviceHold & hold) {
 void DeviceTier::release(DeviceHold & hold) {
     std::lock_guard<std::mutex> lock(mutex);
     give_back(hold);
+    if (areas) {
+        areas->release(&hold);
+    }
 }
 
 // What was to come for the layer is there now, or is waited for.
@@ -77,11 +81,16 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
+    hold.layer = batch.layer;
+    if (batch.through_area) {
+        choose_for_area(hold, batch, experts);
+        return;
+    }
+    areas->release(&hold);
     const bool scan = batch.n_tokens >= Demand::SCAN_TOKENS;
     if (!scan) {
         seats->pass(batch.layer, asked);
     }
-    hold.layer = batch.layer;
     batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
     DeviceCounts & counts = seats->counts(batch.layer);
     for (int expert : experts) {
@@ -110,6 +119,31 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     }
 }
 
+void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) {
+    std::vector<int> slots(batch.n_expert, DeviceTable::NONE);
+    for (int expert : experts) {
+        slots[expert] = seats->slot(batch.layer, expert);
+        if (slots[expert] != DeviceTable::NONE) {
+            seats->hold(batch.layer, expert);
+            hold.experts.push_back(expert);
+        }
+    }
+    DeviceCounts & counts = seats->counts(batch.layer);
+    if (!areas->begin(&hold, batch.layer, experts, slots, batch.uploads)) {
+        counts.misses += experts.size();
+        return;
+    }
+    counts.misses += batch.uploads.size();
+    counts.hits   += experts.size() - batch.uploads.size();
+    batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
+    for (int expert : experts) {
+        batch.device_slots[expert] = expert;
+    }
+    for (int expert : batch.uploads) {
+        batch.device_slots[expert] = DeviceTable::NONE; // until it was brought
+    }
+}
+
 // One that could not be read is not uploaded.
 bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot) {
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
@@ -122,7 +156,19 @@ bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot) {
     return true;
 }
 
-void DeviceTier::bring(const Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
+void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
+    if (batch.through_area) {
+        std::vector<uint8_t> has_slot;
+        if (batch.layer + 1 < (int) table.map.layers.size()) {
+            has_slot.resize(table.map.layers[batch.layer + 1].n_expert);
+            mark(batch.layer + 1, has_slot);
+        }
+        areas->bring(owner, batch.layer, batch.uploads, has_slot);
+        for (int expert : batch.uploads) {
+            batch.device_slots[expert] = expert;
+        }
+        return;
+    }
     // What passes through a window cannot be taken out of its order: the processor computes it.
     const auto passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
     for (int expert : batch.uploads) {
@@ -140,6 +186,10 @@ void DeviceTier::bring(const Owner & owner, DeviceHold & hold, RoutedBatch & bat
             seats->abandon(batch.layer, expert);
         }
     }
+    bring_behind(owner, batch);
+}
+
+void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
     for (int expert : batch.uploads_behind) {
         Upload u = { batch.layer, expert, DeviceTable::NONE };
         const bool held = table.share(owner, batch.layer, expert, u.owner);

@@ -6,6 +6,8 @@
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
 // (PYORCH_UPLOAD).
 //
+// A prompt takes another way: device_areas.h.
+//
 // When a slot may be overwritten: a context holds the experts that its latest layer computes with on the device. When
 // the next layer's node asks, which needs what that one computed, the device is done with them.
 
@@ -14,6 +16,7 @@
 #include "banks/device_bank.h"
 #include "residency/device_table.h"
 #include "residency/table.h"
+#include "routing/device_areas.h"
 #include "routing/routed_batch.h"
 
 #include <condition_variable>
@@ -54,10 +57,14 @@ public:
         const std::vector<int> & asked);
 
     // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
-    void bring(const Owner & owner, DeviceHold & hold, RoutedBatch & batch);
+    void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
 
     // Nothing is computed there any more.
     void release(DeviceHold & hold);
+
+    // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
+    bool takes_area(int n_tokens, bool decode) const { return areas->take(n_tokens, decode); }
+    ggml_tensor * area(int layer, int role) const { return bank.area(areas->number(layer), layer, role); }
 
     // mask[n_expert]: becomes 1 for each expert of the layer that is there.
     void mark(int layer, std::vector<uint8_t> & mask);
@@ -88,7 +95,8 @@ private:
     std::mutex                   mutex;
     std::condition_variable      wanted;
     std::condition_variable      ended;
-    std::unique_ptr<DeviceTable> seats;    // null until there are slots
+    std::unique_ptr<DeviceTable> seats;    // null until there is memory
+    std::unique_ptr<DeviceAreas> areas;    // the same
     bool                         opened   = false;
     bool                         stopping = false;
     std::list<Upload>            uploads;  // under way, or not yet seen by their layer
@@ -96,6 +104,8 @@ private:
     std::thread                  uploader;
 
     void give_back(DeviceHold & hold);
+    void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
+    void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
     void work();
     bool upload(const Owner & owner, int layer, int expert, int slot);

@@ -77,12 +77,13 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.weights           = g.weights.data();
     batch.portable          = g.portable;
     batch.on_device         = g.on_device;
+    batch.through_area      = g.through_area;
     run_stages(*g.context, batch);
     g.elsewhere = std::move(batch.elsewhere);
     g.remote    = std::move(batch.remote);
     if (g.on_device) {
         set_device_rows(g, batch.experts, batch.n_used, batch.n_tokens, batch.device_slots,
-            g.context->routing.device->bank.n_slots(g.layer));
+            g.through_area ? layer.n_expert : g.context->routing.device->bank.n_slots(g.layer));
         for (size_t expert = 0; expert < batch.device_slots.size(); ++expert) {
             if (batch.device_slots[expert] >= 0) {
                 g.elsewhere.resize(batch.n_expert);

@@ -51,6 +51,7 @@ struct RoutedBatch {
     // there; empty: none is. Those that come there before the layer is computed, and those that come while it is and
     // serve the next time.
     bool             on_device;
+    bool             through_area; // of the device: an expert's slot there is its own number
     std::vector<int> device_slots;
     std::vector<int> uploads;
     std::vector<int> uploads_behind;

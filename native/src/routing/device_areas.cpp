@@ -1,0 +1,138 @@
+#include "routing/device_areas.h"
+
+namespace pyorch {
+
+DeviceAreas::DeviceAreas(Table & table, DeviceBank & bank) : table(table), bank(bank), areas(bank.n_areas()) {
+    if (bank.n_areas() > 1) {
+        thread = std::thread([this] { work(); });
+    }
+}
+
+DeviceAreas::~DeviceAreas() {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        ending = true;
+    }
+    changed.notify_all();
+    if (thread.joinable()) {
+        thread.join();
+    }
+}
+
+DeviceAreas::Area & DeviceAreas::area_for(int layer) {
+    Area & area = areas[number(layer)];
+    if (area.layer != layer) {
+        area.layer = layer;
+        area.there.assign(table.map.layers[layer].n_expert, 0);
+    }
+    return area;
+}
+
+bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> & experts,
+    const std::vector<int> & slots, std::vector<int> & from_host) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (owner && owner != context) {
+        return false;
+    }
+    owner = context;
+    ahead = -1;
+    changed.wait(lock, [&] { return !busy; });
+    const Area & area = area_for(layer);
+    copies.clear();
+    from_host.clear();
+    for (int expert : experts) {
+        if (area.there[expert]) {
+            continue;
+        }
+        if (slots[expert] >= 0) {
+            copies.push_back({ expert, slots[expert] });
+        } else {
+            from_host.push_back(expert);
+        }
+    }
+    return true;
+}
+
+void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from_host,
+    const std::vector<uint8_t> & has_slot) {
+    // Nobody else touches the area of this layer now.
+    Area & area = areas[number(layer)];
+    for (const auto & [expert, slot] : copies) {
+        bank.copy_to_area(number(layer), layer, expert, slot);
+        area.there[expert] = 1;
+    }
+    // In the order in which a layer passes that does not fit into host memory; and it is one thread that asks.
+    const char marker = 0;
+    holder.n_threads  = 1;
+    std::vector<uint8_t> came(area.there.size(), 1);
+    for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
+        for (int expert : from_host) {
+            const char * bytes = table.address(holder, layer, expert, role, true, &marker);
+            if (table.readable(bytes)) {
+                bank.upload_to_area(number(layer), layer, expert, role, bytes);
+            } else {
+                came[expert] = 0; // and the decode fails, where the layer gives its experts back
+            }
+        }
+    }
+    for (int expert : from_host) {
+        area.there[expert] = came[expert];
+    }
+    const int next = layer + 1;
+    if (areas.size() < 2 || next == (int) table.map.layers.size()) {
+        return;
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    area_for(next);
+    not_ahead = has_slot;
+    ahead     = next;
+    changed.notify_all();
+}
+
+void DeviceAreas::release(const void * context) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (owner == context) {
+        owner = nullptr;
+        ahead = -1;
+    }
+}
+
+void DeviceAreas::work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (!ending) {
+        if (ahead >= 0) {
+            bring_ahead(lock, ahead);
+        } else {
+            changed.wait(lock, [&] { return ending || ahead >= 0; });
+        }
+    }
+}
+
+// Those that are in host memory, until the layer comes.
+void DeviceAreas::bring_ahead(std::unique_lock<std::mutex> & lock, int layer) {
+    const int number = this->number(layer);
+    for (int expert = 0; expert < table.map.layers[layer].n_expert && ahead == layer && !ending; ++expert) {
+        if (areas[number].there[expert] || not_ahead[expert]) {
+            continue;
+        }
+        busy = true;
+        lock.unlock();
+        Owner      holder;
+        const bool held = table.share_resident(layer, expert, holder);
+        if (held) {
+            for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
+                bank.upload_to_area(number, layer, expert, role, table.address(holder, layer, expert, role, true));
+            }
+            table.unshare(holder);
+        }
+        lock.lock();
+        areas[number].there[expert] = held;
+        busy = false;
+        changed.notify_all();
+    }
+    if (ahead == layer) {
+        ahead = -1;
+    }
+}
+
+} // namespace pyorch

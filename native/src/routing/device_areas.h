@@ -1,0 +1,77 @@
+// Prompts on a device: each layer's experts pass through an area that has room for all of them (banks/device_bank.h).
+//
+// While a layer computes, those of the next one that are in host memory go to the other area. That layer brings what
+// has not come by then. An area is free when the layer that computed in it has been followed by another one: a layer's
+// node asks when all before it is computed.
+//
+// One context at a time has the areas, from the first layer of its prompt until it decodes. Others' prompts are computed
+// by the processor meanwhile.
+
+#pragma once
+
+#include "banks/device_bank.h"
+#include "residency/table.h"
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace pyorch {
+
+class DeviceAreas {
+public:
+    // Of fewer tokens the processor computes sooner than their experts are uploaded.
+    static constexpr int LEAST_TOKENS = 32;
+
+    // REQUIRES: the bank has its memory.
+    DeviceAreas(Table & table, DeviceBank & bank);
+    ~DeviceAreas();
+
+    DeviceAreas(const DeviceAreas &) = delete;
+    DeviceAreas & operator=(const DeviceAreas &) = delete;
+
+    bool take(int n_tokens, bool decode) const {
+        return !decode && n_tokens >= LEAST_TOKENS && bank.n_areas() > 0;
+    }
+
+    int number(int layer) const { return layer % bank.n_areas(); }
+
+    // A layer comes that computes with these experts, ascending. slots: by expert, -1: it has none. Says which have to be
+    // brought from host memory. False: another context has the areas.
+    bool begin(const void * context, int layer, const std::vector<int> & experts, const std::vector<int> & slots,
+        std::vector<int> & from_host);
+
+    // Brings them, and what is in slots; owner holds the former, and computes with none of them itself. Then the next
+    // layer begins to come, but for those experts of it that have slots: has_slot[n_expert].
+    void bring(Owner & owner, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot);
+
+    // The context computes no prompt.
+    void release(const void * context);
+
+private:
+    struct Area {
+        int                  layer = -1;
+        std::vector<uint8_t> there = {}; // by expert
+    };
+
+    Table &                          table;
+    DeviceBank &                     bank;
+    std::mutex                       mutex;
+    std::condition_variable          changed;
+    const void *                     owner = nullptr;
+    std::vector<Area>                areas;
+    std::vector<std::pair<int, int>> copies;      // experts of the layer at hand, and their slots
+    int                              ahead  = -1; // the layer that is coming
+    bool                             busy   = false; // one of its experts is on its way
+    bool                             ending = false;
+    std::vector<uint8_t>             not_ahead; // experts of it that have slots
+    std::thread                      thread;
+
+    Area & area_for(int layer);
+    void   work();
+    void   bring_ahead(std::unique_lock<std::mutex> & lock, int layer);
+};
+
+} // namespace pyorch
