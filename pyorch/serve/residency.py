@@ -68,12 +68,9 @@ class Residency:
         if self._local_only and not request.is_from_here():
             return refusal(403, "settings are changed from the machine that serves, at its loopback address, or from "
                                 "anywhere with an API key (start the server with -- --api-key KEY)")
-        try:
-            body = json.loads(request.body)
-        except ValueError:
-            return refusal(400, "the body is not JSON")
+        body = request.json()
         if not isinstance(body, dict) or not body:
-            return refusal(400, f"the body is not an object with some of {', '.join(self._changes())}")
+            return refusal(400, f"the body is no JSON object with some of {', '.join(self._changes())}")
         with self._changing:
             self.change(body)
         return as_json(self.state())

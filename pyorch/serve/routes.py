@@ -36,6 +36,13 @@ class Request:
     own_status: int
     local: bool
 
+    def json(self) -> Any:
+        """What the body holds; None where that is no JSON, or brackets in brackets without end."""
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError):
+            return None
+
     def is_from_here(self) -> bool:
         """Whether a program of this machine sent it, or a page of this server in a browser of this machine.
 

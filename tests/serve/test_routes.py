@@ -112,8 +112,9 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
 
 
 @pytest.mark.parametrize(("body", "sentence"), [
-    (b"{", "is not JSON"),
-    ([], "is not an object"),
+    (b"{", "is no JSON object"),
+    ([], "is no JSON object"),
+    (b"[" * 100_000, "is no JSON object"),
     ({"budge": 1}, 'setting "budge" is not known: use budget'),
     ({"budget": "1KiB"}, "below the floor"),
     ({"budget": "much"}, 'budget "much" is not understood'),
