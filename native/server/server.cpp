@@ -6,6 +6,8 @@
 #include "server-http.h"
 #include "ui.h"
 
+#include <algorithm>
+#include <map>
 #include <memory>
 
 int  llama_server(int argc, char ** argv);
@@ -22,21 +24,52 @@ struct Route {
     void *           user;
 };
 
+struct Explanation {
+    pyorch_answer_fn answer;
+    void *           user;
+};
+
 // Lives as long as the process: threads of the server may end after pyorch_server_run().
 Connections & connections() {
     static auto * all = new Connections;
     return *all;
 }
 
-std::vector<Route>          routes;
-std::mutex                  serving;        // guards:
-const server_http_context * http = nullptr; // while the server runs
+std::vector<Route>                 routes;
+std::map<std::string, Explanation> explanations;   // by path
+std::mutex                         serving;        // guards:
+const server_http_context *        http = nullptr; // while the server runs
 
 // What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
 server_http_context::handler_t own_handler(const std::string & path) {
     std::lock_guard<std::mutex> lock(serving);
     const auto found = http ? http->handlers.find(path) : decltype(http->handlers.end()) {};
     return http && found != http->handlers.end() ? found->second : nullptr;
+}
+
+// Shows the request and the answer, which may be replaced.
+void show(pyorch_answer_fn answer, void * user, const char * method, const std::string & path, const server_http_req & request,
+        server_http_res & response) {
+    std::string headers;
+    for (const auto & [name, value] : request.headers) {
+        headers += name + ": " + value + "\n";
+    }
+    const pyorch_exchange exchange = {
+        sizeof(exchange), method, path.c_str(), request.path.c_str(), request.query_string.c_str(), headers.c_str(),
+        request.body.data(), request.body.size(), response.data.data(), response.data.size(), response.status,
+        connections().is_local(), &response,
+    };
+    answer(user, &exchange);
+}
+
+// What llama-server itself answers, with why where it failed.
+server_http_res_ptr own_answer(const server_http_context::handler_t & own, const std::string & path, const server_http_req & request) {
+    auto response = own(request);
+    const auto found = explanations.find(path);
+    if (found != explanations.end() && response->status >= 500) {
+        show(found->second.answer, found->second.user, "POST", path, request, *response);
+    }
+    return response;
 }
 
 server_http_res_ptr answer(const Route & route, const server_http_req & request) {
@@ -47,20 +80,24 @@ server_http_res_ptr answer(const Route & route, const server_http_req & request)
     if (!own || first) {
         response->status = first ? 0 : 404;
     }
-    std::string headers;
-    for (const auto & [name, value] : request.headers) {
-        headers += name + ": " + value + "\n";
-    }
-    const pyorch_exchange exchange = {
-        sizeof(exchange), route.method.c_str(), route.path.c_str(), request.path.c_str(), request.query_string.c_str(), headers.c_str(),
-        request.body.data(), request.body.size(), response->data.data(), response->data.size(), response->status,
-        connections().is_local(), response.get(),
-    };
-    route.answer(route.user, &exchange);
-    return response->status ? std::move(response) : own(request);
+    show(route.answer, route.user, route.method.c_str(), route.path, request, *response);
+    return response->status ? std::move(response) : own_answer(own, route.path, request);
+}
+
+bool has_route(const std::string & path) {
+    return std::any_of(routes.begin(), routes.end(), [&](const Route & route) { return route.path == path; });
 }
 
 void add_routes(const server_http_context & context) {
+    for (const auto & explanation : explanations) {
+        const std::string & path = explanation.first;
+        if (!has_route(path)) {
+            context.post(path, [&path](const server_http_req & request) {
+                return own_answer(own_handler(path), path, request);
+            });
+            context.handlers.erase(path); // as below
+        }
+    }
     for (const Route & route : routes) {
         const auto handler = [&route](const server_http_req & request) { return answer(route, request); };
         route.method == "POST" ? context.post(route.path, handler) : context.get(route.path, handler);
@@ -91,6 +128,10 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
 
 void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user) {
     routes.push_back({ method, path, first != 0, answer, user });
+}
+
+void pyorch_server_explain(const char * path, pyorch_answer_fn answer, void * user) {
+    explanations[path] = { answer, user };
 }
 
 void pyorch_server_make_public(const char * path) {

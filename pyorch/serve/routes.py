@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pyorch.errors import PyorchError
@@ -93,6 +93,8 @@ class Routes:
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
         self._handlers: dict[tuple[str, str], Handler] = {}
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)
+        self._explain: Handler | None = None
+        self._explaining = ffi.callback("pyorch_answer_fn", self._answer_failed)
 
     def add(self, method: str, path: str, handler: Handler, public: bool = False, first: bool = False) -> None:
         """public: needs no API key. first: llama-server is asked only where the handler gives no answer."""
@@ -101,23 +103,37 @@ class Routes:
         if public:
             lib.pyorch_server_make_public(f"{self._prefix}{path}".encode())
 
+    def explain(self, paths: Iterable[str], handler: Handler) -> None:
+        """Where llama-server itself failed to answer a POST at these paths, of its own, the handler may give another
+        answer."""
+        self._explain = handler
+        for path in paths:
+            lib.pyorch_server_explain(path.encode(), self._explaining, ffi.NULL)
+
     def _answer(self, _user: object, exchange: Any) -> None:
-        answer = self._answer_to(exchange)
+        self._give(exchange, lambda request: self._handlers[request.method, ffi.string(exchange.route).decode()])
+
+    def _answer_failed(self, _user: object, exchange: Any) -> None:
+        self._give(exchange, lambda _: self._explain)
+
+    def _give(self, exchange: Any, handler: Callable[[Request], Handler]) -> None:
+        answer = _answer_of(handler, exchange)
         if answer is None:
             return
         body = answer.body.encode()
         lib.pyorch_server_answer(exchange, answer.status, answer.type.encode(),
                                  answer.location.encode() if answer.location else ffi.NULL, body, len(body))
 
-    def _answer_to(self, exchange: Any) -> Answer | None:
-        try:
-            request = _read(exchange)
-            return self._handlers[request.method, ffi.string(exchange.route).decode()](request)
-        except PyorchError as error:
-            return refusal(400, str(error))
-        except Exception as error:  # noqa: BLE001: the server goes on
-            traceback.print_exc(file=sys.stderr)
-            return refusal(500, f"{type(error).__name__}: {error}")
+
+def _answer_of(handler: Callable[[Request], Handler], exchange: Any) -> Answer | None:
+    try:
+        request = _read(exchange)
+        return handler(request)(request)
+    except PyorchError as error:
+        return refusal(400, str(error))
+    except Exception as error:  # noqa: BLE001: the server goes on
+        traceback.print_exc(file=sys.stderr)
+        return refusal(500, f"{type(error).__name__}: {error}")
 
 
 def _read(exchange: Any) -> Request:

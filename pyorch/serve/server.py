@@ -27,6 +27,7 @@ from pyorch.serve import live, llama_server
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
+from pyorch.serve.failures import PATHS, explained
 from pyorch.serve.library import served_context
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.metrics import Metrics
@@ -108,6 +109,7 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Co
     routes.add("GET", "/tokenizer_info", tokenizer.info)
     routes.add("POST", "/tokenize", tokenizer.tokenize, first=True)
     routes.add("POST", "/detokenize", tokenizer.detokenize)
+    routes.explain(PATHS, explained(record))
     live.add_to(routes, server.has_api_key, server.has_chat_page)
     return routes
 
