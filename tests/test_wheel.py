@@ -9,12 +9,15 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from models import PROMPT
 from processes import HANG_SECONDS
+from servers import ServerProcess, pyorch_serve
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -94,7 +97,8 @@ class Installed:
         self.environment = {"PATH": str(directory / "bin"), "HOME": str(directory), "LANG": "C.UTF-8"}
         assert [tool for tool in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake")
                 if shutil.which(tool, path=self.environment["PATH"])] == []
-        done = self.run("-m", "pip", "install", "--no-cache-dir", "-c", ROOT / "constraints.txt", wheel)
+        done = self.run("-m", "pip", "install", "--no-cache-dir", "--only-binary", ":all:", "-c",
+                        ROOT / "constraints.txt", wheel)
         assert done.returncode == 0, done.stdout + done.stderr
         site, = directory.glob("lib/python3*/site-packages")
         self.site = site
@@ -103,6 +107,11 @@ class Installed:
         command = [*under, str(self.python), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=self.python.parent,
                               env={**self.environment, **variables})
+
+    def serve(self, model: Path, log: Path, *options: str) -> ServerProcess:
+        python, *arguments = pyorch_serve(model, *options)
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        return ServerProcess([shutil.which("env"), "-i", *variables, str(self.python), *arguments], log)
 
     def probe(self, models: list[Path], under: tuple[str, ...] = (), **variables: str) -> dict:
         done = self.run("-c", PROBE, *models, under=under, **variables)
@@ -169,6 +178,32 @@ def test_commands_run_and_stay_lossless(installed: Installed, models: list[Path]
     done = installed.run("-m", "pyorch", "run", models[0], "-p", "import ", "-n", "4", "--budget", "40%")
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     assert "load_backend" not in done.stderr, "which kernels suit is told to nobody who did not ask"
+
+
+def test_the_demo_says_what_it_needs(installed: Installed) -> None:
+    done = installed.run("-m", "pyorch", "demo")
+    assert done.returncode == 2 and "is in the source tree only: name one" in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_it_serves_answers_pages_and_ends_when_told(
+    wheel: Path, installed: Installed, models: list[Path], tmp_path: Path
+) -> None:
+    server = installed.serve(models[0], tmp_path / "log", "--budget", "40%", "--threads", "1")
+    try:
+        assert server.get("/health") == {"status": "ok"}
+        assert server.complete(PROMPT)
+        assert server.get("/residency")["totals"]["hits"] > 0
+        with urllib.request.urlopen(f"{server.url}/", timeout=HANG_SECONDS) as answer:
+            page, url = answer.read().decode(), answer.url
+        with zipfile.ZipFile(wheel) as archive:
+            has_chat_page = f"{NOTICES}chat-page" in archive.namelist()
+        assert "<!doctype html>" in page.lower()
+        assert url == (f"{server.url}/" if has_chat_page else f"{server.url}/pyorch")
+        assert server.stop()[0] == 0
+    finally:
+        server.process.kill()
+        server.process.communicate()
 
 
 def test_llama_cpp_alone_finds_the_kernels(installed: Installed, models: list[Path]) -> None:
