@@ -30,6 +30,7 @@ class Summary:
     decode_bytes_per_token: float
     prefill_stall_seconds: float
     decode_stall_seconds_per_token: float
+    decode_stall_seconds_per_miss: float
     planned_stall_seconds_per_token: float
     decode_changed_slots_per_token: float
     ttft_seconds: float
@@ -61,6 +62,10 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
         prefill_stall_seconds=median(lambda measured: measured.prefill.stall_seconds),
         decode_stall_seconds_per_token=median(
             lambda measured: measured.decode.stall_seconds / measured.decode.n_tokens
+        ),
+        decode_stall_seconds_per_miss=median(
+            lambda measured: measured.decode.stall_seconds / measured.decode.misses
+            if measured.decode.misses else float("nan")
         ),
         planned_stall_seconds_per_token=median(lambda measured: measured.planned_stall_seconds),
         decode_changed_slots_per_token=median(

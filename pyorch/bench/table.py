@@ -86,6 +86,10 @@ def footer(
             "compute", f"decode {1000 / resident.decode_rate:.1f} ms/token, prefill "
                        f"{1000 / resident.prefill_rate:.1f} ms/token, {resident.config.label}"
         ))
+    waited = [f"{summary.config.label}: {1000 * summary.decode_stall_seconds_per_miss:.2f} ms" for summary in summaries
+              if summary.decode_stall_seconds_per_miss == summary.decode_stall_seconds_per_miss]
+    if waited:
+        rows.append(("miss", "decoding waited for an expert that was not there: " + "; ".join(waited)))
     busy = [run.busy_elsewhere for run in results.runs if run.busy_elsewhere == run.busy_elsewhere]
     if busy and max(busy) > _DISTURBED:
         rows.append((
@@ -112,8 +116,8 @@ def ratio_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> lis
 def _of_text(change: TextChange | None) -> str:
     if change is None:
         return ""
-    return (f"; same most probable token {change.agreement:.1%}, text worth {change.log_likelihood:.3f} nats a token, "
-            f"lossless {change.base_log_likelihood:.3f}")
+    return (f"; same most probable token {change.agreement:.1%}, text costs {-change.log_likelihood:.3f} nats a token, "
+            f"lossless {-change.base_log_likelihood:.3f}")
 
 
 def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:

@@ -120,6 +120,8 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
     parser.add_argument("--compare", metavar="MODEL.gguf",
                         help="measure the KL divergence from this model (default: with a lossy setting, from the model "
                              "itself)")
+    parser.add_argument("--each-window", action="store_true",
+                        help="also print a row for each window: what changes while a dynamic cache fills")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run_perplexity)
 
@@ -250,6 +252,8 @@ def run_perplexity(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise PyorchError(f"--{name} {value} is less than 1")
+    from pyorch.eval import over_time
+
     settings = given_settings(args)
     substitution = settings.get("substitution")
     if settings.get("speculate"):
@@ -263,17 +267,19 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
     with Progress(live=not args.verbose) as progress:
         progress.update("loading the model", 0, 0)
-        result, stats, speculated = _perplexity(args, settings, substitution, progress)
+        stretches, done, speculated = _perplexity(args, settings, substitution, progress)
+    result = over_time.together(stretches)
     if args.json:
         fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",
                   "reference_log_likelihood", "kl_divergence", "top1_agreement")
         measured = {name: getattr(result, name) for name in fields}
-        print_json(measured | {"substitution": stats, "speculation": speculated})
+        print_json(measured | {"substitution": done, "speculation": speculated} | (
+            {"windows": [_window(stretch) for stretch in stretches]} if args.each_window else {}))
         return 0
     facts = []
     if result.kl_divergence is not None:
         facts.append(("reference", f"perplexity {result.reference_perplexity:.3f}"))
-    label = "lossy" if stats is not None or speculated is not None else "model"
+    label = "lossy" if done is not None or speculated is not None else "model"
     facts.append((label, f"perplexity {result.perplexity:.3f} over {result.n_tokens} tokens in "
                          f"{counted(result.n_windows, 'window')}"))
     if result.kl_divergence is not None:
@@ -282,19 +288,37 @@ def run_perplexity(args: argparse.Namespace) -> int:
     if speculated is not None:
         facts.append(("speculated", f"{speculated.slots} expert slots computed as predicted, {speculated.right} of "
                                     "them as their routers chose"))
-    if stats is not None:
-        facts.append(("replaced", f"{stats.substituted / result.n_tokens:.2f} expert slots substituted a token, "
-                                  f"{stats.dropped / result.n_tokens:.2f} dropped"))
-    show([Facts(facts)])
+    if done is not None:
+        facts.append(("replaced", f"{done.substituted / result.n_tokens:.2f} expert slots substituted a token, "
+                                  f"{done.dropped / result.n_tokens:.2f} dropped"))
+    show([Facts(facts), *(["", _windows(stretches)] if args.each_window else [])])
     return 0
 
 
+def _window(stretch) -> dict[str, object]:
+    slots = stretch.slots
+    return {
+        "first_token": stretch.first, "n_tokens": stretch.perplexity.n_tokens,
+        "perplexity": stretch.perplexity.perplexity, "kl_divergence": stretch.perplexity.kl_divergence,
+        "absent_per_token": slots.per_token("absent"),
+        "changed_per_token": slots.per_token("substituted") + slots.per_token("dropped"),
+        "read_per_token": slots.read_per_token, "resident_experts": stretch.resident,
+    }
+
+
+def _windows(stretches) -> Table:
+    titles = ("token", "perplexity", "KL", "absent/token", "changed/token", "waited for/token", "resident")
+    forms = ("d", ".2f", ".4f", ".2f", ".2f", ".2f", "d")
+    rows = [[value for name, value in _window(stretch).items() if name != "n_tokens"] for stretch in stretches]
+    return Table(titles, [["-" if cell is None else format(cell, form) for cell, form in zip(row, forms)] for row in rows])
+
+
 def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution, progress):
-    """The result, and the statistics of substitution and speculation, or None."""
+    """What each window gave, and the statistics of substitution and speculation, or None."""
     import contextlib
 
     from pyorch.traces.data import read_documents
-    from pyorch.eval import method, perplexity
+    from pyorch.eval import method, over_time, perplexity
     from pyorch.settings.prefetch import Prefetch
     from pyorch.llama.model import load
 
@@ -322,8 +346,9 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
         if compared:
             reference = stack.enter_context(method.resident_model(args.compare or args.model, **options))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
-        result = perplexity.measure(
+        stretches = over_time.measure(
             model, texts, reference, method.n_ubatch(substitution, args.cache), settings.get("n_threads"),
             partial(progress.update, "tokens"),
         )
-        return result, model.stats().substitution, model.stats().speculation
+        return stretches, model.stats().substitution, model.stats().speculation
+

@@ -62,6 +62,10 @@ class Slots:
     def __add__(self, more: Slots) -> Slots:
         return Slots(*(getattr(self, name) + getattr(more, name) for name in Slots.__dataclass_fields__))
 
+    def __sub__(self, before: Slots) -> Slots:
+        """What was done since then."""
+        return Slots(*(getattr(self, name) - getattr(before, name) for name in Slots.__dataclass_fields__))
+
     def per_token(self, name: str) -> float:
         return getattr(self, name) / self.n_tokens if self.n_tokens else 0.0
 

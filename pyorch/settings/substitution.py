@@ -7,12 +7,16 @@ native/src/routing/substitution.cpp.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
+
+# By what they do. "heaviest" waits for a token's heaviest experts and leaves out the other absent ones: of all settings
+# it lost least for what it read (docs/lossy.md).
+PRESETS = {"heaviest": "mode=none,order=weight,miss=drop,sacred=2"}
 
 _THRESHOLD = "a number, or a percentile such as p15"
 
@@ -130,13 +134,20 @@ class Substitution:
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
         """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3"; "" or "default" is all
-        defaults. PyorchError for what cannot be one."""
+        defaults. It may begin with one of PRESETS, as "heaviest" or "heaviest,sacred=1". PyorchError for what cannot be
+        one."""
         if isinstance(text, Substitution):
             return text
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is not text")
         known, values = options(cls), {}
         plain = {option.plain: name for name, option in known.items() if option.plain}
+        first, _, rest = text.partition(",")
+        if first.strip() in PRESETS:
+            preset = cls.parse(PRESETS[first.strip()])
+            changes = cls.parse(rest)
+            given = {plain.get(key, key) for key in (item.partition("=")[0].strip() for item in rest.split(",") if item)}
+            return replace(preset, **{name: getattr(changes, name) for name in given})
         for item in (text.split(",") if text not in ("", "default") else ()):
             key, equals, value = (part.strip() for part in item.partition("="))
             key = plain.get(key, key)

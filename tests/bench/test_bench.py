@@ -88,7 +88,7 @@ def test_table_names_machine_model_and_what_the_roofline_is(small_moe: Path, cap
     columns = next(line for line in lines if "decode tok/s" in line)
     rows = lines[lines.index(columns) + 1 :][:2]
     assert [row[: columns.index("prefill")].strip() for row in rows] == ["all resident", "budget 40%"]
-    assert {"disk", "compute", "roofline"} <= {line.split()[0] for line in lines[-4:] if line}
+    assert {"disk", "compute", "miss", "roofline"} <= {line.split()[0] for line in lines[-5:] if line}
     assert "round 1 of 1: budget 40%" in progress
 
 
@@ -311,6 +311,15 @@ def test_runs_are_compared_with_those_of_their_own_round():
     noisy = run_of(RESIDENT, 3.0, round=1), run_of(BUDGET, 6.0, round=1)
     assert decode_roofline(*quiet, *noisy) == pytest.approx(0.5)
     assert ratio(Results((*quiet, *noisy), ()), RESIDENT, BUDGET, lambda it: it.decode.rate) == pytest.approx(2.0)
+
+
+def test_a_miss_costs_what_was_waited_for_it():
+    phase = Phase(10, 1.0, 60, 20, 0, 0, 0.5)
+    run = run_of(BUDGET, 1.0)
+    runs = (replace(run, measurement=replace(run.measurement, decode=phase)),)
+    assert summarize(Results(runs, ()), BUDGET, None).decode_stall_seconds_per_miss == 0.025
+    runs = (replace(run, measurement=replace(run.measurement, decode=replace(phase, misses=0))),)
+    assert math.isnan(summarize(Results(runs, ()), BUDGET, None).decode_stall_seconds_per_miss)
 
 
 def test_roofline_is_unknown_without_the_reference():

@@ -457,6 +457,23 @@ def test_lossless_under_a_budget_diverges_by_nothing(small_moe: Path, capsys: py
     assert it["perplexity"] == it["reference_perplexity"] and it["substitution"] is None
 
 
+def test_less_is_lost_as_the_cache_fills(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = tmp_path / "alone.gguf"  # no lists lie beside it, so the cache begins empty
+    os.link(small_moe, alone)
+    it = run_perplexity(capsys, alone, "--cache-rate", 0.75, "--cache", "dynamic", "--buddies", "mode=none,miss=drop",
+                        "--window", 32, "--tokens", 320, "--each-window")
+    windows = it["windows"]
+    assert [each["first_token"] for each in windows] == list(range(0, 320, 32))
+    assert windows[0]["resident_experts"] <= windows[-1]["resident_experts"] <= 384
+    assert windows[0]["changed_per_token"] > windows[-1]["changed_per_token"]
+    changed = sum(each["changed_per_token"] for each in windows) / len(windows)
+    assert changed * 320 == pytest.approx(it["substitution"]["dropped"])
+    assert it["kl_divergence"] == pytest.approx(sum(each["kl_divergence"] for each in windows) / len(windows))
+    assert main([*map(str, ("eval", "perplexity", alone, "--data", TEXT, "--tokens", 64, "--window", 32, "--each-window"))]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[-3].split()[:2] == ["token", "perplexity"] and [line.split()[0] for line in table[-2:]] == ["0", "32"]
+
+
 def test_divergence_grows_as_the_cache_shrinks(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +157,17 @@ def test_a_budget_that_no_number_holds_is_refused(text: str) -> None:
 def test_manage_leaves_the_context_to_its_maker() -> None:
     with pytest.raises(PyorchError, match="n_ctx is an argument of llama_cpp.Llama"):
         pyorch.manage(n_ctx=64)
+
+
+def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
+    heaviest = Substitution.parse("heaviest")
+    assert heaviest == Substitution(mode="none", order="weight", miss="drop", sacred=2) and heaviest.lossy
+    assert not heaviest.needs_buddies and Substitution.parse(str(heaviest)) == heaviest
+    assert Substitution.parse("heaviest,sacred=1,max_replaced=3") == replace(heaviest, sacred=1, rho=3)
+    for text, sentence in (("sacred=1,heaviest", '"heaviest" is not known'), ("heaviest,x=1", '"x" is not known'),
+                           ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known')):
+        with pytest.raises(PyorchError, match=sentence):
+            Substitution.parse(text)
 
 
 def test_settings_of_buddies_have_plain_names() -> None:
