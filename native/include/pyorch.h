@@ -79,6 +79,7 @@ enum {
     PYORCH_NEEDS_FORECASTS       = 128, // a predictor
     PYORCH_NEEDS_BUDDIES         = 256, // pyorch_set_buddies
     PYORCH_NEEDS_FUTURE          = 512, // what comes: only a replay knows
+    PYORCH_NEEDS_GHOSTS          = 1024, // pyorch_set_ghosts
 };
 
 typedef struct pyorch_choice {
@@ -819,6 +820,8 @@ typedef enum pyorch_substitute_order {
 typedef enum pyorch_on_miss {
     PYORCH_MISS_FETCH = 0, // wait for what no substitute covers
     PYORCH_MISS_DROP  = 1, // leave it out
+    PYORCH_MISS_GHOST = 2, // its ghost computes in its place; what has none is left out
+    PYORCH_MISS_AUTO  = 3, // whichever of buddy, ghost and leaving out is expected to err least, within max_error
 } pyorch_on_miss;
 
 // How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
@@ -845,6 +848,8 @@ typedef struct pyorch_substitution {
     int32_t  among;         // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
     double   bonus;         // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
     int32_t  max_all_layers; // as max_per_token, of all layers of a token together, in their order, 0: no limit
+    double   max_error;     // PYORCH_MISS_AUTO: most expected squared error of a token in this layer, as a share of the
+                            // layer's squared output; what would exceed it is waited for
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
@@ -877,12 +882,42 @@ typedef struct pyorch_substitution_counts {
     uint64_t absent;               // experts that the ubatches asked for and that were absent
     uint64_t avoided;              // of them, those that nobody asked for any more
     uint64_t refused_sacred;       // absent slots among a token's first
+    uint64_t ghosts;               // slots that ghosts computed
+    uint64_t refused_error;        // absent slots that would have exceeded max_error
 } pyorch_substitution_counts;
 
 // il -1: all layers. Zeroed by pyorch_reset_stats.
 pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts);
 
-// What substitution would make of a routing; counts and changes nothing but experts and weights.
+// What stands in for absent experts of a layer: the mean output of each, and a linear map of low rank of the router's
+// input x for what differs from it, y = mean + sum over its rows r of up[r] <down[r], x>. Rows are those of expert 0, then
+// those of expert 1, and so on.
+typedef struct pyorch_ghosts {
+    uint64_t struct_size;
+    int32_t  n_expert;
+    int32_t  n_in;           // values of x
+    int32_t  n_out;          // of y: of what the expert gives, before the router's weight
+    int32_t  n_rows;         // sum of the ranks
+    const int32_t * rank;    // [n_expert], -1: no ghost
+    const float *   mean;    // [n_expert][n_out]
+    const float *   down;    // [n_rows][n_in]
+    const float *   up;      // [n_rows][n_out]
+    const float *   error;   // [n_expert] expected square of what the ghost misses, as a share of the layer's squared output
+    const float *   energy;  // [n_expert] expected square of the whole output, likewise
+} pyorch_ghosts;
+
+pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size); // all zero
+
+// Copies them, with 8 bits for each number. PYORCH_INVALID for ghosts of other experts. They are used where
+// pyorch_set_substitution says so.
+pyorch_status pyorch_set_ghosts(pyorch_engine * engine, int32_t il, const pyorch_ghosts * ghosts);
+
+// What ghosts give: outputs[n][n_out] for inputs[n][n_in] of experts[n]. PYORCH_INVALID for one that has none.
+pyorch_status pyorch_apply_ghosts(pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n,
+                                  float * outputs);
+
+// What substitution would make of a routing; counts and changes nothing but experts and weights. A slot that a ghost
+// computes keeps both.
 // routing: its context and decode are not looked at; resident: [n_expert]; normalized, softmax_selected: how the
 // model makes weights of probs (see RoutedBatch).
 pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,

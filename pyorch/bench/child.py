@@ -197,7 +197,7 @@ class _Run:
         useful = round(stats.bytes_read * stats.useful_share) if stats.loads else stats.bytes_read
         lossy = self.engine.substitution_stats()
         speculated = self.engine.speculation_stats()
-        changed = lossy.substituted + lossy.dropped + speculated.slots - speculated.right
+        changed = lossy.changed + speculated.slots - speculated.right
         return Phase(
             n_tokens, seconds, stats.hits, stats.misses, stats.bytes_read, useful, stats.stall_ns / 1e9, changed
         )

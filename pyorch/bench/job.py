@@ -54,7 +54,7 @@ class Phase:
     """Prefill or decode. Without an engine hits and misses are 0, and the bytes are what the kernel read.
 
     useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
-    slots that were substituted, dropped, or forecast otherwise than the router chose.
+    slots that were substituted, dropped, computed by ghosts, or forecast otherwise than the router chose.
     """
 
     n_tokens: int

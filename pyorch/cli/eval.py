@@ -290,7 +290,8 @@ def run_perplexity(args: argparse.Namespace) -> int:
                                     "them as their routers chose"))
     if done is not None:
         facts.append(("replaced", f"{done.substituted / result.n_tokens:.2f} expert slots substituted a token, "
-                                  f"{done.dropped / result.n_tokens:.2f} dropped"))
+                                  f"{done.dropped / result.n_tokens:.2f} dropped, "
+                                  f"{done.ghosts / result.n_tokens:.2f} computed by ghosts"))
     show([Facts(facts), *(["", _windows(stretches)] if args.each_window else [])])
     return 0
 

@@ -40,7 +40,7 @@ def show_stats(stats: ModelStats) -> None:
                               "their routers chose"))
     if substitution is not None:
         rows.append(("lossy", f"{substitution.lossy_tokens} of {substitution.tokens} token-layers changed, "
-                              f"{substitution.substituted} expert slots substituted, {substitution.dropped} dropped; "
+                              f"{substitution}; "
                               f"{substitution.avoided} of {substitution.absent} absent experts not needed"))
     show([Facts(rows)], sys.stderr)
 

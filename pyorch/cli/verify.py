@@ -63,7 +63,7 @@ def sentence(comparison) -> str:
         return (f"{where}: the logits of {comparison.n_positions} tokens are bit-identical to the resident model's"
                 f"{managed}")
     if substituted is not None or speculated is not None:
-        done = (f"{substituted.substituted} expert slots substituted, {substituted.dropped} dropped"
+        done = (f"{substituted}"
                 if substituted is not None else
                 f"{speculated.slots} expert slots computed as predicted, {speculated.right} of them as their routers "
                 "chose")

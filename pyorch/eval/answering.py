@@ -142,6 +142,7 @@ class Answering:
             "token_layers": lossy.tokens if lossy else None,
             "substituted_slots": lossy.substituted if lossy else None,
             "dropped_slots": lossy.dropped if lossy else None,
+            "ghost_slots": lossy.ghosts if lossy else None,
             "speculated_slots": speculated.slots - speculated.right if speculated else None,
         }
 

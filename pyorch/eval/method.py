@@ -58,6 +58,7 @@ class Slots:
     absent: int
     substituted: int
     dropped: int
+    ghosts: int = 0  # estimated
 
     def __add__(self, more: Slots) -> Slots:
         return Slots(*(getattr(self, name) + getattr(more, name) for name in Slots.__dataclass_fields__))
@@ -72,7 +73,7 @@ class Slots:
     @property
     def read_per_token(self) -> float:
         """Experts that have to be read for a token."""
-        return (self.absent - self.substituted - self.dropped) / self.n_tokens if self.n_tokens else 0.0
+        return (self.absent - self.substituted - self.dropped - self.ghosts) / self.n_tokens if self.n_tokens else 0.0
 
 
 def slots(model: Model) -> Slots:
@@ -91,8 +92,9 @@ def slots(model: Model) -> Slots:
         + counts.refused_rho
         + counts.refused_buddies
         + counts.refused_sacred
+        + counts.refused_error
     )
-    return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped)
+    return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped, counts.ghosts)
 
 
 ORIGINAL = Method("original", None)
@@ -104,7 +106,7 @@ def speculation(forecast: str) -> Method:
 
 
 def lossy_method(substitution: Substitution) -> Method:
-    return Method(substitution.mode if substitution.mode != "none" else "drop", substitution)
+    return Method(substitution.mode if substitution.mode != "none" else substitution.miss, substitution)
 
 
 def baseline(name: str, beside: Substitution | None = None) -> Method:
@@ -112,14 +114,17 @@ def baseline(name: str, beside: Substitution | None = None) -> Method:
     beside which they stand, in its order and within its limits; beside none, under no gates."""
     if name == ORIGINAL.name:
         return ORIGINAL
+    gates = Substitution() if beside is None else beside
     treatment = {"mode": "none", "miss": "drop"} if name == "drop" else {"mode": "random"}
-    gated = dataclasses.replace(Substitution() if beside is None else beside, **treatment, **_OF_BUDDIES)
+    if name != "drop" and gates.needs_ghosts:
+        treatment["miss"] = "fetch"
+    gated = dataclasses.replace(gates, **treatment, **_OF_BUDDIES)
     return dataclasses.replace(lossy_method(gated), beside=beside)
 
 
-# What only says which expert stands in, and with which weight.
+# What only says which expert stands in, with which weight, and how much that may err.
 _OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
-    "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus")}
+    "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus", "max_error")}
 
 
 def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:

@@ -13,7 +13,7 @@ from pyorch.eval.sweep import METRICS, Row
 from pyorch.sizes import MiB
 
 
-_CHANGED = "changed slots/token"  # substituted or dropped
+_CHANGED = "changed slots/token"  # substituted, dropped or computed by ghosts
 
 
 def names(data: Sequence[str]) -> list[str]:
@@ -75,13 +75,13 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
             (
                 _CHANGED,
                 lambda row: _number(
-                    row.speed, lambda speed: f"{(speed.substituted + speed.dropped) / speed.n_tokens:.2f}"
+                    row.speed, lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}"
                 ),
             ),
         ]
     elif swept:
         columns.append(
-            (_CHANGED, lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped'))):.2f}")
+            (_CHANGED, lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}")
         )
     return columns
 
@@ -121,7 +121,7 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
         flat["kl_divergence stderr"] = divergence.stderr if divergence is not None else None
         for name, it in row.farther.items():
             flat[f"kl_divergence above {name}"], flat[f"kl_divergence above {name} stderr"] = it.mean, it.stderr
-        for what in ("absent", "substituted", "dropped"):
+        for what in ("absent", "substituted", "dropped", "ghosts"):
             flat[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
         speed = row.speed
         flat["tokens_per_second"] = speed.rate if speed is not None else None
@@ -129,7 +129,7 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
         flat["bytes_read_per_token"] = speed.bytes_per_token if speed is not None else None
         flat["stall_seconds_per_token"] = speed.stall_seconds / speed.n_tokens if speed is not None else None
         flat["hit_rate"] = speed.hits / (speed.hits + speed.misses) if speed is not None and speed.hits else None
-        for what in ("substituted", "dropped"):
+        for what in ("substituted", "dropped", "ghosts"):
             flat[f"decoded_{what}_per_token"] = getattr(speed, what) / speed.n_tokens if speed is not None else None
         result.append(flat)
     return result

@@ -25,7 +25,7 @@ _WARM_UP = 0.5  # of the tokens to measure, before them
 
 @dataclass(frozen=True)
 class Speed:
-    """Of n_tokens that were decoded one by one. substituted, dropped: expert slots, of all layers."""
+    """Of n_tokens that were decoded one by one. substituted, dropped, ghosts: expert slots, of all layers."""
 
     n_tokens: int
     seconds: float
@@ -35,6 +35,7 @@ class Speed:
     stall_seconds: float
     substituted: int
     dropped: int
+    ghosts: int
 
     @property
     def rate(self) -> float:
@@ -79,6 +80,7 @@ def measure_speed(
         experts.stall_ns / 1e9,
         lossy.substituted if lossy is not None else 0,
         lossy.dropped if lossy is not None else 0,
+        lossy.ghosts if lossy is not None else 0,
     )
 
 

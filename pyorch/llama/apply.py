@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sidecars.buddies import Buddies, LayerBuddies
+    from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.predictor import PredictorFile
 
 
@@ -133,6 +134,7 @@ def apply_substitution(
         "gamma": None if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
         "beta": settings.beta,
         "bonus": settings.bonus,
+        "max_error": settings.max_error,
     }
     engine.set_substitution(
         il,
@@ -156,6 +158,25 @@ def apply_substitution(
             **{name: value for name, value in gates.items() if value is not None},
         },
     )
+
+
+def find_ghosts(substitution: Substitution | None, sidecars: Sidecars) -> Ghosts | None:
+    """The ghosts that a substitution needs: those beside the model.
+
+    Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
+    """
+    if substitution is None or not substitution.needs_ghosts or not sidecars.map.layers:
+        return None
+    if sidecars.ghosts is None:
+        raise PyorchError(f"there are no ghosts beside {sidecars.map.path}: make them with `pyorch ghosts`")
+    return sidecars.ghosts
+
+
+def apply_ghosts(engine: Engine, il: int, substitution: Substitution | None, sidecars: Sidecars) -> None:
+    """Gives the engine the ghosts of a layer, if a substitution needs them. Raises as find_ghosts() does."""
+    ghosts = find_ghosts(substitution, sidecars)
+    if ghosts is not None:
+        ghosts.apply(engine, il)
 
 
 def find_buddies(

@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import measure, memory
-from pyorch.llama.apply import apply_prefetch, apply_substitution, apply_uses, find_buddies
+from pyorch.llama.apply import apply_ghosts, apply_prefetch, apply_substitution, apply_uses, find_buddies
 from pyorch.llama.context_plan import DEFAULT_CTX, NARROW_UBATCH
 from pyorch.llama.managed import ManagedModel
 from pyorch.llama.originals import original
@@ -87,6 +87,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             managed.engine.set_speculation("decode" if settings.speculate else "none")
             managed.speculating = settings.speculate
             for layer in managed.map.layers:
+                apply_ghosts(managed.engine, layer.il, settings.substitution, managed.sidecars)
                 apply_substitution(managed.engine, layer.il, settings.substitution, managed.buddies,
                                    placed=managed.placed)
         except PyorchError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.llama.apply import apply_prefetch, apply_substitution
+from pyorch.llama.apply import apply_ghosts, apply_prefetch, apply_substitution
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.prefetch import Prefetch
@@ -71,6 +71,7 @@ class Layer:
         try:
             self._engine.set_layer_limits(self.il, policy.min_experts, limit)
             if policy.substitution != self._policy.substitution:
+                apply_ghosts(self._engine, self.il, policy.substitution, self._record.sidecars)
                 apply_substitution(self._engine, self.il, policy.substitution, self.buddies)
             if policy.prefetch != self._policy.prefetch:
                 prefetch = self._record.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
@@ -98,6 +99,7 @@ class Layer:
         """
         if substitution is not None and self._record.speculating:
             raise PyorchError(NOTHING_ABSENT)
+        apply_ghosts(self._engine, self.il, substitution, self._record.sidecars)
         apply_substitution(self._engine, self.il, substitution, buddies, hops)
         self.buddies = buddies
         self._policy = dataclasses.replace(self._policy, substitution=substitution)

@@ -16,7 +16,7 @@ import numpy as np
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.hub.reference import Reference, is_reference
 from pyorch.llama import interception, logs, memory
-from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, speculative
+from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
 from pyorch.llama.closed import ClosedLlama
 from pyorch.llama.context_plan import DEFAULT_CTX, WIDE_UBATCH
 from pyorch.llama.layer import NOTHING_ABSENT, Layer, ResidencyView
@@ -189,6 +189,8 @@ class Model:
         settings = Substitution.parse(substitution) if substitution is not None else None
         in_use = next((layer.buddies for layer in self.layers.values()), None)
         lists = find_buddies(settings, buddies if buddies is not None else in_use, self._record.sidecars)
+        if self.layers:
+            find_ghosts(settings, self._record.sidecars)
         for il in self.layers:  # all before any is changed
             check_substitution(settings or OFF, il, lists, (hops or {}).get(il))
         for il, layer in self.layers.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from pyorch.errors import FormatError
 from pyorch.library.bindings import check, ffi, lib, new, string
 
-SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction")
+SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction", "ghosts")
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,18 @@ class SubstitutionStats:
     absent: int
     avoided: int
     refused_sacred: int
+    ghosts: int
+    refused_error: int
+
+    @property
+    def changed(self) -> int:
+        """Slots in which something else was computed than the router chose."""
+        return self.substituted + self.dropped + self.ghosts
+
+    def __str__(self) -> str:
+        """For people."""
+        by_ghosts = f", {self.ghosts} computed by ghosts" if self.ghosts else ""
+        return f"{self.substituted} expert slots substituted, {self.dropped} dropped{by_ghosts}"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,40 @@ class SubstitutionCalls(EngineHandle):
             )
         )
 
+    def set_ghosts(
+        self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray, error: np.ndarray,
+        energy: np.ndarray,
+    ) -> None:
+        """What estimates the outputs of a layer's experts; see pyorch.sidecars.ghosts.LayerGhosts.
+
+        Args:
+            rank: int32[n_expert], -1: no ghost. mean: float32[n_expert, n_out]. down, up: float32[sum of ranks, n_in]
+                and [sum of ranks, n_out]. error, energy: float32[n_expert].
+
+        Raises PyorchError for ghosts of other experts.
+        """
+        rank = np.ascontiguousarray(rank, np.int32)
+        arrays = {name: np.ascontiguousarray(values, np.float32) for name, values in (
+            ("mean", mean), ("down", down), ("up", up), ("error", error), ("energy", energy))}
+        (n_expert, n_out), (n_rows, n_in) = arrays["mean"].shape, arrays["down"].shape
+        if (arrays["up"].shape != (n_rows, n_out)
+                or any(array.shape != (n_expert,) for array in (rank, arrays["error"], arrays["energy"]))):
+            raise PyorchError(f"the arrays of ghosts of {n_expert} experts do not fit together")
+        check(lib.pyorch_set_ghosts(self.handle, il, default(
+            "pyorch_ghosts", n_expert=n_expert, n_in=n_in, n_out=n_out, n_rows=n_rows, rank=array("int32_t[]", rank),
+            **{name: array("float[]", values) for name, values in arrays.items()})))
+
+    def apply_ghosts(self, il: int, inputs: np.ndarray, experts: np.ndarray, n_out: int) -> np.ndarray:
+        """What ghosts give: float32[n, n_out] for router inputs float32[n, n_in] of experts int32[n].
+
+        PyorchError for an expert that has none.
+        """
+        inputs, experts = np.ascontiguousarray(inputs, np.float32), np.ascontiguousarray(experts, np.int32)
+        outputs = np.empty((len(experts), n_out), np.float32)
+        check(lib.pyorch_apply_ghosts(self.handle, il, array("float[]", inputs), array("int32_t[]", experts),
+                                      len(experts), array("float[]", outputs)))
+        return outputs
+
     def set_cache(self, il: int, mask: np.ndarray | None) -> None:
         """Substitution takes exactly the experts of mask, bool[n_expert], for resident; None: those that are."""
         raw = None if mask is None else np.ascontiguousarray(mask, np.uint8)

@@ -23,6 +23,7 @@ _COUNTERS = (
     ("prefetch_wasted", "Experts read ahead on a guess that did not come true.", "prefetch_wasted", 1),
     ("substituted_slots", "Expert slots that another expert stood in for (lossy).", "substituted", 1),
     ("dropped_slots", "Expert slots that were left out (lossy).", "dropped", 1),
+    ("ghost_slots", "Expert slots that ghosts computed (lossy).", "ghosts", 1),
 )
 _GAUGES = (
     ("resident_experts", "Experts in memory.", "resident_experts"),

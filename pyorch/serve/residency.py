@@ -12,7 +12,7 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.library.choices import default_policy, policies, predictors
-from pyorch.llama.apply import apply_prefetch, apply_substitution, check_prefetch, find_buddies
+from pyorch.llama.apply import apply_prefetch, apply_substitution, check_prefetch, find_buddies, find_ghosts
 from pyorch.llama.managed import ManagedModel
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -88,7 +88,7 @@ class Residency:
                 "layer": il, "states": flags[i * width : i * width + n_expert],
                 "uses": snapshot.uses[i, :n_expert].tolist(),
                 **{name: getattr(snapshot.layers[i], name) for name in LAYER_COUNTS},
-                "substituted": lossy.substituted, "dropped": lossy.dropped,
+                "substituted": lossy.substituted, "dropped": lossy.dropped, "ghosts": lossy.ghosts,
             })
         lossy, speculated = engine.substitution_stats(), engine.speculation_stats()
         return {
@@ -105,7 +105,7 @@ class Residency:
                 "policies": list(policies().present), "predictors": [AUTO, *predictors().present],
             },
             "totals": {**dataclasses.asdict(snapshot.stats), "recall": recall(snapshot.stats),
-                       "substituted": lossy.substituted, "dropped": lossy.dropped,
+                       "substituted": lossy.substituted, "dropped": lossy.dropped, "ghosts": lossy.ghosts,
                        "speculated": speculated.slots},
             "layers": layers,
         }
@@ -225,10 +225,13 @@ class Residency:
             wanted = None
         if wanted is not None and self._managed.speculating:
             raise PyorchError("with speculative execution nothing is absent that could be substituted")
+        ghosts = find_ghosts(wanted, self._managed.sidecars)
         lists = self._buddies or find_buddies(wanted, self._managed.settings.buddies, self._managed.sidecars)
 
         def set_to(substitution: Substitution | None) -> None:
             for il in self.engine.n_expert:
+                if ghosts is not None:
+                    ghosts.apply(self.engine, il)
                 apply_substitution(self.engine, il, substitution, lists)
             self._substitution, self._buddies = substitution, lists
 

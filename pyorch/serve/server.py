@@ -241,8 +241,7 @@ class _Watch(threading.Thread):
                       f"{speculated.right} of them as their routers chose")
         if lossy.tokens:
             self._say(
-                f"lossy: {lossy.lossy_tokens} of {lossy.tokens} token-layers changed, {lossy.substituted} expert slots "
-                f"substituted, {lossy.dropped} dropped"
+                f"lossy: {lossy.lossy_tokens} of {lossy.tokens} token-layers changed, {lossy}"
             )
 
     @staticmethod

@@ -106,7 +106,13 @@ class Substitution:
              "first (weight)")
     miss: str = option(
         "fetch", str, "a word", group=LOSSY,
-        help="an absent expert that may be replaced, but has no resident buddy, is read (fetch) or left out (drop)")
+        help="an absent expert that may be replaced, but has no resident buddy, is read (fetch), left out (drop), or "
+             "estimated by its ghost (ghost, see pyorch ghosts); auto takes whichever of buddy, ghost and leaving out is "
+             "expected to err least, and reads what would exceed max_error")
+    max_error: float | None = option(
+        None, _number, "a number", group=LOSSY,
+        help="with miss=auto, most expected squared error of a token in a layer, as a share of the layer's squared "
+             "output, such as 0.02")
     sacred: int | None = option(
         None, int, "a whole number", group=LOSSY,
         help="so many of a token's experts in a layer, those of the highest weight, are never replaced nor left out")
@@ -167,7 +173,11 @@ class Substitution:
 
     @property
     def lossy(self) -> bool:
-        return self.mode != "none" or self.miss == "drop"
+        return self.mode != "none" or self.miss != "fetch"
+
+    @property
+    def needs_ghosts(self) -> bool:
+        return self.miss in ("ghost", "auto")
 
     @property
     def needs_buddies(self) -> bool:
@@ -188,7 +198,7 @@ def _check(settings: Substitution) -> None:
             raise PyorchError(f"substitution setting {_plain(name)}={value} is below 1: leave it out for no limit")
     if not settings.temperature > 0:
         raise PyorchError(f"substitution setting temperature={settings.temperature:g} is not above 0")
-    for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus"):
+    for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus", "max_error"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"substitution setting {_plain(name)}={value:g} is negative")
@@ -198,6 +208,8 @@ def _check(settings: Substitution) -> None:
     for name in ("among", "bonus"):
         if getattr(settings, name) is not None and settings.mode != "cache":
             raise PyorchError(f"substitution setting {name} is for mode=cache, not for mode={settings.mode}")
+    if settings.max_error is not None and settings.miss != "auto":
+        raise PyorchError(f"substitution setting max_error is for miss=auto, not for miss={settings.miss}")
     if settings.beta is not None and settings.read_ms is not None:
         raise PyorchError("substitution settings max_absent and read_ms exclude each other: read_ms chooses max_absent")
     for name in ("tau", "gamma"):

@@ -14,6 +14,7 @@ from pyorch.runtime.model_map import ModelMap
 if TYPE_CHECKING:
     from pyorch.runtime.engine import Engine
     from pyorch.sidecars.buddies import Buddies
+    from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.plan import Plan
     from pyorch.sidecars.predictor import PredictorFile
@@ -43,6 +44,16 @@ class Sidecars:
         from pyorch.sidecars.buddies import Buddies
 
         return Buddies.read(path, self.map)
+
+    @cached_property
+    def ghosts(self) -> Ghosts | None:
+        """What estimates the outputs of absent experts, None where there is nothing."""
+        path = self._paths.get("ghosts")
+        if path is None:
+            return None
+        from pyorch.sidecars.ghosts import Ghosts
+
+        return Ghosts.read(path, self.map)
 
     @cached_property
     def plan(self) -> Plan | None:

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from buddy_lists import K_MAX, N_EXPERT, N_LAYERS, complete_buddies, random_buddies
+from ghost_layers import random_ghosts
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import pyorch
 from pyorch.sidecars.buddies import LayerBuddies
+from pyorch.sidecars.ghosts import LayerGhosts
 from pyorch.llama.context import Context
 from pyorch.runtime.statistics import SubstitutionStats
 from pyorch.runtime.observers import Routing
@@ -40,7 +42,10 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident, normalized: bool, softmax_selected: bool):
+def reference(
+    it: Substitution, lists: LayerBuddies, routing: Routing, resident, normalized: bool, softmax_selected: bool,
+    ghosts: LayerGhosts | None = None,
+):
     """BuddyMoE section 3.1 and algorithm 1, token by token in plain Python."""
     experts, weights = routing.experts.copy(), routing.weights.copy()
     counts = dict.fromkeys(SubstitutionStats.__dataclass_fields__, 0)
@@ -51,6 +56,7 @@ def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident,
     counts["absent"] = len(absent)
     crowded = it.beta is not None and len(absent) / len(requested) >= it.beta
     chosen_before: dict[int, int] = {}
+    estimated: set[tuple[int, int]] = set()  # slots that ghosts compute
     own = it.weight == "own" or it.mode == "cache"
 
     def raw(t: int, e: int) -> float:
@@ -74,7 +80,7 @@ def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident,
             entropy -= x * math.log(x) if x > 0 else 0.0
         entropy = entropy / math.log(n_used) if n_used > 1 else 0.0
         first, second = (sorted(p, reverse=True) + [0.0])[:2]
-        uncovered, fitted = set(), [1.0] * n_used
+        uncovered, by_ghosts, fitted = set(), set(), [1.0] * n_used
         n_substituted = 0
         tau = it.tau.percent / 100 if isinstance(it.tau, Percentile) else it.tau
         if tau is not None and entropy <= tau:
@@ -86,12 +92,22 @@ def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident,
         else:
             taken = set(before)
             order = sorted(missing, key=lambda s: weights[t, s]) if it.order == "weight" else missing
+            spent, all_weights = 0.0, 0.0
+            for x in weights[t]:
+                all_weights += float(x)
+
+            def expected(s: int, share: float) -> float:
+                has = ghosts.rank[before[s]] >= 0
+                return share * share * float((ghosts.error if has else ghosts.energy)[before[s]])
+
+            if it.miss == "auto":
+                order = sorted(order, key=lambda s: expected(s, float(weights[t, s])))
             sacred = sorted(range(n_used), key=lambda s: weights[t, s])[max(0, n_used - (it.sacred or 0)):]
             for s in order:
                 if s in sacred:
                     counts["refused_sacred"] += 1
                     continue
-                if it.rho is not None and n_substituted + len(uncovered) == it.rho:
+                if it.rho is not None and n_substituted + len(uncovered) + len(by_ghosts) == it.rho:
                     counts["refused_rho"] += 1
                     continue
                 e, pick, pick_rank = before[s], None, 0
@@ -124,9 +140,18 @@ def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident,
                         if resident[j] and j not in taken:
                             pick, pick_rank = j, r
                             break
+                if it.miss == "auto":
+                    share = float(weights[t, s]) / all_weights if all_weights > 0 else 1 / n_used
+                    if it.max_error is not None and spent + expected(s, share) > it.max_error:
+                        counts["refused_error"] += 1
+                        continue
+                    spent += expected(s, share)
+                    pick = None  # nobody knows how much its output errs
                 if pick is None:
                     counts["refused_buddies"] += 1
-                    if it.miss == "drop":
+                    if it.miss in ("ghost", "auto") and ghosts.rank[e] >= 0:
+                        by_ghosts.add(s)
+                    elif it.miss != "fetch":
                         uncovered.add(s)
                     continue
                 experts[t, s] = pick
@@ -138,12 +163,14 @@ def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident,
                     fitted[s] = float(lists.scale[e, pick_rank])
         counts["substituted"] += n_substituted
         counts["dropped"] += len(uncovered)
+        counts["ghosts"] += len(by_ghosts)
+        estimated |= {(t, s) for s in by_ghosts}
         if uncovered:
             there = [int(e) for e in experts[t] if resident[e]] + [e for e in range(len(resident)) if resident[e]]
             for s in uncovered:
                 if there:
                     experts[t, s] = there[0]
-        if not n_substituted and not uncovered:
+        if not n_substituted and not uncovered and not by_ghosts:
             continue
         counts["lossy_tokens"] += 1
         all_before, left, w = 0.0, 0.0, []
@@ -159,7 +186,8 @@ def reference(it: Substitution, lists: LayerBuddies, routing: Routing, resident,
             w.append(x)
         norm = all_before / left if normalized and (own or uncovered) and left > 0 else 1.0
         weights[t] = [np.float32(w[s] * norm * fitted[s]) for s in range(n_used)]
-    counts["avoided"] = len(absent) - len({e for e in experts.ravel().tolist() if not resident[e]})
+    computed = {int(experts[t, s]) for t in range(n_tokens) for s in range(n_used) if (t, s) not in estimated}
+    counts["avoided"] = len(absent) - len({e for e in computed if not resident[e]})
     return experts, weights, SubstitutionStats(**counts)
 
 
@@ -177,6 +205,8 @@ def random_routing(rng: np.random.Generator, n_tokens: int, n_used: int, il: int
 
 
 def settings_that_can_be(**settings) -> Substitution:
+    if settings.get("miss") != "auto":
+        settings.pop("max_error", None)
     try:
         return Substitution(**settings)
     except PyorchError:  # some exclude each other
@@ -199,7 +229,8 @@ SETTINGS = st.builds(
     reuse=st.sampled_from([1.0, 0.5]),
     weight=st.sampled_from(["keep", "own", "fitted"]),
     order=st.sampled_from(["rank", "weight"]),
-    miss=st.sampled_from(["fetch", "drop"]),
+    miss=st.sampled_from(["fetch", "drop", "ghost", "auto"]),
+    max_error=st.sampled_from([None, None, 0.0, 0.05, 0.5]),
     seed=st.integers(0, 2**32),
 )
 
@@ -221,11 +252,14 @@ def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n
     il = int(rng.integers(N_LAYERS))
     routing = random_routing(rng, n_tokens, n_used, il, softmax_selected)
     resident = rng.random(N_EXPERT) < rate
+    ghosts = random_ghosts(seed % 5)
+    ghosts.apply(model.engine, il)
     apply_substitution(model.engine, il, it, buddies)
     normalized = normalized or softmax_selected
 
     experts, weights, stats = model.engine.substitute(routing, resident, normalized, softmax_selected)
-    expected = reference(it, buddies.layers[il], routing, resident, normalized, softmax_selected)
+    expected = reference(
+        it, buddies.layers[il], routing, resident, normalized, softmax_selected, ghosts.layers[il])
     assert experts.tolist() == expected[0].tolist()
     assert weights.tobytes() == expected[1].tobytes()
     assert stats == expected[2]

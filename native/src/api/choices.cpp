@@ -79,6 +79,10 @@ std::vector<pyorch_choice> misses() {
     return {
         choice(PYORCH_MISS_FETCH, "fetch", "what no substitute covers is read"),
         choice(PYORCH_MISS_DROP, "drop", "what no substitute covers is left out"),
+        choice(PYORCH_MISS_GHOST, "ghost", "what no substitute covers is computed by its ghost", PYORCH_NEEDS_GHOSTS),
+        choice(PYORCH_MISS_AUTO, "auto",
+            "what is expected to err least covers it: a buddy, its ghost or leaving it out, within max_error",
+            PYORCH_NEEDS_GHOSTS, PYORCH_NEEDS_BUDDIES),
     };
 }
 

@@ -21,9 +21,9 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
         if (s.search_rank < 0 || s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 ||
-            !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0) || !(s.bonus >= 0)) {
+            !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0) || !(s.bonus >= 0) || !(s.max_error >= 0)) {
             throw Failure(PYORCH_INVALID,
-                "a substitution needs a temperature above 0, and no negative rank, limit, reuse, bonus or read_ms");
+                "a substitution needs a temperature above 0, and no negative rank, limit, reuse, bonus, error or read_ms");
         }
         engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });
@@ -56,6 +56,39 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
             lists.hops.assign(hops, hops + n);
         }
         engine->routing.substitutions.set_buddies(layer, std::move(lists));
+    });
+}
+
+pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size) {
+    return guarded([&] { write_default(ghosts, struct_size, "pyorch_ghosts", pyorch_ghosts {}); });
+}
+
+pyorch_status pyorch_set_ghosts(pyorch_engine * engine, int32_t il, const pyorch_ghosts * ghosts) {
+    return guarded_outside_callbacks(__func__, [&] {
+        const pyorch_ghosts given = read_struct(ghosts, "pyorch_ghosts", pyorch_ghosts {});
+        const int           layer = engine->table.layer_index(il);
+        const LayerShape &  shape = engine->remote.layers[layer];
+        check_experts(engine, layer, given.n_expert);
+        if (given.n_in != shape.n_in || given.n_out != shape.n_out) {
+            throw Failure(PYORCH_INVALID, format("experts of layer %d make %d values of %d, their ghosts %d of %d", il,
+                shape.n_out, shape.n_in, given.n_out, given.n_in));
+        }
+        engine->routing.substitutions.set_ghosts(layer, std::make_shared<const GhostLayer>(given));
+    });
+}
+
+pyorch_status pyorch_apply_ghosts(pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n,
+                                  float * outputs) {
+    return guarded([&] {
+        const auto ghosts = engine->routing.substitutions.ghosts(engine->table.layer_index(il));
+        for (int i = 0; i < n; ++i) {
+            if (!ghosts || experts[i] < 0 || experts[i] >= ghosts->n_expert || !ghosts->has(experts[i])) {
+                throw Failure(PYORCH_INVALID, format("expert %d of layer %d has no ghost", experts[i], il));
+            }
+        }
+        for (int i = 0; i < n; ++i) {
+            ghosts->compute(experts[i], { inputs + (size_t) i * ghosts->n_in }, { outputs + (size_t) i * ghosts->n_out });
+        }
     });
 }
 

@@ -25,6 +25,11 @@ struct GraphLayer {
     std::vector<int32_t> requested = {};
     std::vector<float>   weights   = {};
 
+    // Slots of it that ghosts compute, and the expert with which nothing is computed, -1: none. See RoutedBatch.
+    std::vector<int>                  ghosts      = {};
+    std::shared_ptr<const GhostLayer> ghost_layer = {};
+    int                               hole        = -1;
+
     // What other servers compute of it.
     bool                    portable  = false; // they can
     std::vector<uint8_t>    elsewhere = {};    // by expert: this one does not; empty: all are computed here

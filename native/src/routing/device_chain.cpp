@@ -172,8 +172,12 @@ void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, in
     const int  other = idle != used.end() ? (int) (idle - used.begin()) : 0;
     layer.device_slots.resize((size_t) n_used * n_tokens);
     layer.joined_rows.resize((size_t) n_used * n_tokens);
+    auto ghost = layer.ghosts.begin();
     for (int s = 0; s < n_used * n_tokens; ++s) {
-        const int slot = device_slots.empty() ? -1 : device_slots[experts[s]];
+        // What a ghost computes stands in the processor's rows, whatever expert its slot names meanwhile.
+        const bool is_ghost = ghost != layer.ghosts.end() && *ghost == s;
+        ghost += is_ghost;
+        const int slot = is_ghost || device_slots.empty() ? -1 : device_slots[experts[s]];
         layer.device_slots[s] = slot >= 0 ? slot : other;
         layer.joined_rows[s]  = s % n_used + (slot >= 0 ? 0 : n_used);
     }

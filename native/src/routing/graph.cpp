@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <map>
 #include <thread>
 
 namespace pyorch {
@@ -38,6 +39,15 @@ void copy_ids(ggml_tensor * ids) {
     }
 }
 
+// What was decided for the ubatch before: nothing of it holds for this one.
+void forget_batch(GraphLayer & g) {
+    g.elsewhere.clear();
+    g.remote.clear();
+    g.ghosts.clear();
+    g.ghost_layer.reset();
+    g.hole = -1;
+}
+
 void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
@@ -54,8 +64,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     }
     g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + n_slots);
     g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
-    g.elsewhere.clear();
-    g.remote.clear();
+    forget_batch(g);
 
     RoutedBatch batch = {};
     batch.layer             = g.layer;
@@ -79,8 +88,11 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.on_device         = g.on_device;
     batch.through_area      = g.through_area;
     run_stages(*g.context, batch);
-    g.elsewhere = std::move(batch.elsewhere);
-    g.remote    = std::move(batch.remote);
+    g.elsewhere   = std::move(batch.elsewhere);
+    g.remote      = std::move(batch.remote);
+    g.ghosts      = std::move(batch.ghosts);
+    g.ghost_layer = std::move(batch.ghost_layer);
+    g.hole        = batch.hole;
     if (g.on_device) {
         set_device_rows(g, batch.experts, batch.n_used, batch.n_tokens, batch.device_slots,
             g.through_area ? layer.n_expert : g.context->routing.device->bank.n_slots(g.layer));
@@ -107,8 +119,7 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
         return;
     }
     GraphLayer & g = *(GraphLayer *) user;
-    g.elsewhere.clear();
-    g.remote.clear();
+    forget_batch(g);
     memset(ids->data, 0, ggml_nbytes(ids));
     const std::vector<int> one = { 0 }, nothing;
     g.context->routing.table.acquire(g.context->owner, g.layer, { one, nothing, 1 });
@@ -161,7 +172,25 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     return why;
 }
 
-// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids
+// Puts what ghosts estimate of inputs [n_embd, n_tokens] into experts [n_embd, n_used, n_tokens].
+void join_ghosts(const GraphLayer & g, const ggml_tensor * inputs, ggml_tensor * experts) {
+    std::map<int, std::vector<int>> slots_of; // an expert's rows are read once
+    for (int slot : g.ghosts) {
+        slots_of[g.requested[slot]].push_back(slot);
+    }
+    const int64_t n_used = experts->ne[1];
+    for (const auto & [expert, slots] : slots_of) {
+        std::vector<const float *> from;
+        std::vector<float *>       to;
+        for (int slot : slots) {
+            from.push_back((const float *) ((const char *) inputs->data + slot / n_used * inputs->nb[1]));
+            to.push_back((float *) ((char *) experts->data + slot / n_used * experts->nb[2] + slot % n_used * experts->nb[1]));
+        }
+        g.ghost_layer->compute(expert, from, to);
+    }
+}
+
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids, src[3] the router's input
 void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (ith != 0) {
         return;
@@ -188,6 +217,9 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
+    }
+    if (!g.ghosts.empty()) { // behind the servers' answers: what one gave for such a slot is overwritten
+        join_ghosts(g, experts->src[3], experts);
     }
 }
 
@@ -232,10 +264,10 @@ static bool has_host_weights(const ggml_tensor * node) {
 }
 
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer) {
-    ggml_tensor * args[] = { experts, route.selected, route.down_exps };
+    ggml_tensor * args[] = { experts, route.selected, route.down_exps, route.selected->src[INPUT] };
     ggml_tensor * released = has_host_weights(experts) ?
-        ggml_custom_inplace(route.ctx, experts, args + 1, 2, release_op, 1, &layer) :
-        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 3,
+        ggml_custom_inplace(route.ctx, experts, args + 1, 3, release_op, 1, &layer) :
+        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4,
             release_op, 1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
     return released;

@@ -3,8 +3,10 @@
 #pragma once
 
 #include "cluster/remote_bank.h"
+#include "routing/ghosts.h"
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace pyorch {
@@ -40,6 +42,11 @@ struct RoutedBatch {
     // By token: how many of its slots the layers before, and this one when it is done, have replaced or left out in
     // this ubatch. null: nobody counts.
     int32_t * changed;
+    // Slots that ghosts compute, ascending; their experts are those that the router asked for. While the graph computes,
+    // their rows name hole, with which nothing is computed, or where it is -1 an expert whose output is not wanted.
+    std::vector<int>                  ghosts;
+    std::shared_ptr<const GhostLayer> ghost_layer;
+    int                               hole = -1;
 
     // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them computes
     // now; empty: none.

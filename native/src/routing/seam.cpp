@@ -78,7 +78,7 @@ const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
         return (const char *) src0->data + expert * src0->nb[2];
     }
     const GraphLayer * layer = layer_of(op->src[2]);
-    if (layer && !layer->elsewhere.empty() && layer->elsewhere[expert]) {
+    if (layer && (expert == layer->hole || (!layer->elsewhere.empty() && layer->elsewhere[expert]))) {
         return op;
     }
     const Owner * owner = layer ? &layer->context->owner : &nobody;

@@ -49,6 +49,39 @@ void speculate(Context & context, RoutedBatch & batch) {
     }
 }
 
+// Nothing needs to be computed for slots of ghosts: they get the number of an expert that no other slot names, if rows of the
+// layer do not mix and there is one. Else they are computed with an expert that is, for nothing.
+void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
+    if (batch.ghosts.empty()) {
+        return;
+    }
+    thread_local std::vector<uint8_t> named;
+    named.assign(batch.n_expert, 0);
+    auto ghost = batch.ghosts.begin();
+    for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
+        if (ghost != batch.ghosts.end() && *ghost == s) {
+            ++ghost;
+        } else {
+            named[batch.experts[s]] = 1;
+        }
+    }
+    const auto unnamed = std::find(named.begin(), named.end(), 0);
+    int        id      = -1;
+    if (batch.portable && unnamed != named.end()) {
+        id = batch.hole = (int) (unnamed - named.begin());
+    } else {
+        const auto first = [](const std::vector<uint8_t> & flags) {
+            const auto found = std::find_if(flags.begin(), flags.end(), [](uint8_t flag) { return flag != 0; });
+            return found != flags.end() ? (int) (found - flags.begin()) : -1;
+        };
+        const int computed = first(named);
+        id = computed >= 0 ? computed : first(resident);
+    }
+    for (int s : batch.ghosts) {
+        batch.experts[s] = id >= 0 ? id : batch.experts[s];
+    }
+}
+
 void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
     if (!routing.substitutions.active(batch.layer, batch.decode) || speculative(routing, batch)) {
@@ -70,6 +103,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     batch.changed = context.changed_of(batch.n_tokens);
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
     routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());
+    vacate(batch, resident);
 }
 
 void place(Context & context, RoutedBatch & batch) {
@@ -80,6 +114,9 @@ void place(Context & context, RoutedBatch & batch) {
         if (batch.on_device) {
             context.routing.device->mark(batch.layer, resident);
         }
+        if (batch.hole >= 0) {
+            resident[batch.hole] = HERE; // nobody is asked for it
+        }
         ReadCost read;
         if (remote.reads_allowed()) {
             context.routing.table.read_time(batch.layer, read.queued, read.expert);
@@ -89,8 +126,8 @@ void place(Context & context, RoutedBatch & batch) {
     }
 }
 
-// The experts of all slots that are this server's business, ascending, each once.
-std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
+// The experts of all slots that are this server's business, ascending, each once. hole: but this one.
+std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int hole = -1) {
     thread_local std::vector<uint8_t> named;
     named.assign(batch.n_expert, 0);
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
@@ -98,7 +135,7 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
     }
     std::vector<int> experts;
     for (int e = 0; e < batch.n_expert; ++e) {
-        if (named[e] && (batch.elsewhere.empty() || !batch.elsewhere[e])) {
+        if (named[e] && e != hole && (batch.elsewhere.empty() || !batch.elsewhere[e])) {
             experts.push_back(e);
         }
     }
@@ -109,13 +146,13 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots) {
 // has no copy here, unless there is room for it.
 void offload(Context & context, RoutedBatch & batch) {
     if (batch.on_device && !context.routing.calibration.active()) {
-        context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts),
+        context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
             distinct(batch, batch.requested));
     }
 }
 
 void acquire(Context & context, RoutedBatch & batch) {
-    std::vector<int> experts = distinct(batch, batch.experts);
+    std::vector<int> experts = distinct(batch, batch.experts, batch.hole);
     std::vector<int> asked   = distinct(batch, batch.requested);
     if (!batch.device_slots.empty()) {
         const auto there = [&](int e) { return batch.device_slots[e] >= 0; };
@@ -153,6 +190,9 @@ void predict(Context & context, RoutedBatch & batch) {
     layer.experts.assign(batch.requested, batch.requested + n_slots);
     if (speculates || (predicts && reach > 0)) {
         layer.computed.assign(batch.experts, batch.experts + n_slots);
+        for (int s : batch.ghosts) {
+            layer.computed[s] = batch.requested[s];
+        }
         layer.weights.assign(batch.weights, batch.weights + n_slots);
         if ((needs & NEEDS_RESIDUALS) && batch.residuals) {
             layer.residuals.assign(batch.residuals, batch.residuals + n_state);

@@ -80,15 +80,16 @@ public:
     }
 
     // The substitute of an absent expert, and its rank in the list; -1 if there is none.
-    int choose(int expert, int & rank) {
-        const int substitute = settings.mode == PYORCH_SUBSTITUTE_BUDDIES ? choose_buddy(expert, rank) :
-                               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) :
-                               settings.mode == PYORCH_SUBSTITUTE_CACHE   ? choose_ranked(expert) : -1;
-        if (substitute >= 0) {
-            taken[substitute] = 1;
-            ++chosen[substitute];
-        }
-        return substitute;
+    int find(int expert, int & rank) const {
+        return settings.mode == PYORCH_SUBSTITUTE_BUDDIES ? choose_buddy(expert, rank) :
+               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) :
+               settings.mode == PYORCH_SUBSTITUTE_CACHE   ? choose_ranked(expert) : -1;
+    }
+
+    // It stands in for an expert of the token.
+    void take(int substitute) {
+        taken[substitute] = 1;
+        ++chosen[substitute];
     }
 
 private:
@@ -103,7 +104,7 @@ private:
 
     bool free(int expert) const { return resident[expert] && !taken[expert]; }
 
-    int choose_buddy(int expert, int & rank) {
+    int choose_buddy(int expert, int & rank) const {
         const int32_t * ids = lists.ids.data() + (size_t) expert * lists.k_max;
         const int       end = settings.search_rank > 0 ? std::min(settings.search_rank, lists.k_max) : lists.k_max;
         int             n   = 0;
@@ -187,6 +188,31 @@ private:
     }
 };
 
+// What is expected to be missed of a slot's squared output, as a share of the layer's.
+class Errors {
+public:
+    Errors(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts) :
+        fitted(settings.mode == PYORCH_SUBSTITUTE_BUDDIES && settings.weight == PYORCH_WEIGHT_FITTED && !lists.error.empty()),
+        lists(lists), ghosts(ghosts) {}
+
+    // With its ghost, or left out where it has none. share: of the token's weights. REQUIRES: ghosts
+    double without_buddy(int expert, double share) const {
+        return share * share * (ghosts->has(expert) ? ghosts->error_with(expert) : ghosts->error_without(expert));
+    }
+
+    // With the buddy of that rank; infinite where nobody knows. REQUIRES: ghosts
+    double with_buddy(int expert, int rank, double share) const {
+        const float left = fitted ? lists.error[(size_t) expert * lists.k_max + rank] : NAN;
+        return std::isnan(left) ? std::numeric_limits<double>::infinity() :
+            share * share * ghosts->error_without(expert) * left;
+    }
+
+private:
+    const bool         fitted;
+    const BuddyLists & lists;
+    const GhostLayer * ghosts;
+};
+
 // The weights of a token whose experts were changed: slots that were dropped contribute nothing.
 void reweigh(const pyorch_substitution & settings, const RoutedBatch & batch, int t, const int32_t * before,
              const std::vector<uint8_t> & dropped, const std::vector<double> & fitted) {
@@ -221,8 +247,13 @@ void reweigh(const pyorch_substitution & settings, const RoutedBatch & batch, in
 int count_absent(const RoutedBatch & batch, const uint8_t * resident, int & n_requested) {
     thread_local std::vector<uint8_t> requested;
     requested.assign(batch.n_expert, 0);
+    auto ghost = batch.ghosts.begin();
     for (int i = 0; i < batch.n_tokens * batch.n_used; ++i) {
-        requested[batch.experts[i]] = 1;
+        if (ghost != batch.ghosts.end() && *ghost == i) {
+            ++ghost;
+        } else {
+            requested[batch.experts[i]] = 1;
+        }
     }
     int n_absent = 0;
     n_requested  = 0;
@@ -245,11 +276,12 @@ pyorch_substitution default_substitution() {
     settings.beta        = never;
     settings.reuse       = 1;
     settings.bonus       = never;
+    settings.max_error   = never;
     return settings;
 }
 
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
-                                      const uint8_t * resident) {
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts,
+                                      RoutedBatch & batch, const uint8_t * resident) {
     pyorch_substitution_counts counts = {};
     counts.tokens = batch.n_tokens;
 
@@ -261,7 +293,9 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
     }
     const bool crowded = (double) n_absent / n_requested >= settings.beta; // eq. 2
 
-    Chooser chooser(settings, lists, batch, resident);
+    Chooser      chooser(settings, lists, batch, resident);
+    const Errors errors(settings, lists, ghosts);
+    const bool   automatic = settings.on_miss == PYORCH_MISS_AUTO && ghosts;
     std::vector<int32_t> before(batch.n_used);
     std::vector<uint8_t> dropped(batch.n_used);
     std::vector<double>  fitted(batch.n_used);
@@ -289,11 +323,19 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         if (settings.order == PYORCH_ORDER_WEIGHT) {
             order = by_weight;
         }
+        if (automatic) {
+            std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+                return errors.without_buddy(before[a], weights[a]) < errors.without_buddy(before[b], weights[b]);
+            });
+        }
         std::fill(dropped.begin(), dropped.end(), 0);
         std::fill(fitted.begin(), fitted.end(), 1);
-        int n_substituted = 0;
-        int n_dropped     = 0;
-        const int n_earlier = batch.changed ? batch.changed[t] : 0;
+        int    n_substituted = 0;
+        int    n_dropped     = 0;
+        int    n_ghosts      = 0;
+        double error         = 0; // expected, automatic
+        const int    n_earlier = batch.changed ? batch.changed[t] : 0;
+        const double total     = std::accumulate(weights, weights + batch.n_used, 0.0);
 
         const Sensitivity it = sensitivity(batch, t, experts, settings.temperature);
         if (it.entropy <= settings.tau) {
@@ -312,23 +354,39 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                     ++counts.refused_sacred;
                     continue;
                 }
-                const int n_changed = n_substituted + n_dropped;
+                const int n_changed = n_substituted + n_dropped + n_ghosts;
                 if ((settings.max_per_token > 0 && n_changed == settings.max_per_token) ||
                     (settings.max_all_layers > 0 && n_changed + n_earlier >= settings.max_all_layers)) {
                     ++counts.refused_rho;
                     continue;
                 }
-                int       rank   = 0;
-                const int chosen = chooser.choose(before[s], rank);
+                int rank   = 0;
+                int chosen = chooser.find(before[s], rank);
+                if (automatic) {
+                    const double share   = total > 0 ? weights[s] / total : 1.0 / batch.n_used;
+                    const double without = errors.without_buddy(before[s], share);
+                    const double with    = chosen >= 0 ? errors.with_buddy(before[s], rank, share) : without;
+                    if (error + std::min(with, without) > settings.max_error) {
+                        ++counts.refused_error;
+                        continue;
+                    }
+                    error += std::min(with, without);
+                    chosen = with < without ? chosen : -1;
+                }
                 if (chosen < 0) {
                     ++counts.refused_buddies;
-                    if (settings.on_miss == PYORCH_MISS_DROP) {
+                    if (ghosts && settings.on_miss >= PYORCH_MISS_GHOST && ghosts->has(before[s])) {
+                        batch.ghosts.push_back(t * batch.n_used + s);
+                        batch.deferred.push_back(before[s]);
+                        ++n_ghosts;
+                    } else if (settings.on_miss == PYORCH_MISS_DROP || (ghosts && settings.on_miss >= PYORCH_MISS_GHOST)) {
                         dropped[s] = 1;
                         batch.deferred.push_back(before[s]);
                         ++n_dropped;
                     }
                     continue;
                 }
+                chooser.take(chosen);
                 experts[s] = chosen;
                 batch.deferred.push_back(before[s]);
                 ++n_substituted;
@@ -357,10 +415,12 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             }
         }
         counts.dropped += n_dropped;
+        counts.ghosts  += n_ghosts;
+        std::sort(batch.ghosts.end() - n_ghosts, batch.ghosts.end());
         if (batch.changed) {
-            batch.changed[t] += n_substituted + n_dropped;
+            batch.changed[t] += n_substituted + n_dropped + n_ghosts;
         }
-        if (n_substituted > 0 || n_dropped > 0) {
+        if (n_substituted > 0 || n_dropped > 0 || n_ghosts > 0) {
             ++counts.lossy_tokens;
             reweigh(settings, batch, t, before.data(), dropped, fitted);
         }
@@ -385,6 +445,8 @@ void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & fro
     to.absent               += from.absent;
     to.avoided              += from.avoided;
     to.refused_sacred       += from.refused_sacred;
+    to.ghosts               += from.ghosts;
+    to.refused_error        += from.refused_error;
 }
 
 void BetaController::passed(double bytes_to_read, double budget_bytes) {
@@ -410,6 +472,16 @@ void Substitutions::set_buddies(int layer, BuddyLists lists) {
     layers[layer].lists = std::move(lists);
 }
 
+void Substitutions::set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts) {
+    std::lock_guard<std::mutex> lock(mutex);
+    layers[layer].ghosts = std::move(ghosts);
+}
+
+std::shared_ptr<const GhostLayer> Substitutions::ghosts(int layer) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return layers[layer].ghosts;
+}
+
 void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
     std::lock_guard<std::mutex> lock(mutex);
     layers[layer].cache = std::move(mask);
@@ -422,7 +494,10 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, uint64_
     if (settings.read_ms > 0) {
         settings.beta = l.controller.beta();
     }
-    const pyorch_substitution_counts counts = substitute(settings, l.lists, batch, l.cache.empty() ? resident : l.cache.data());
+    // A router may see something else than its experts.
+    batch.ghost_layer = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
+    const pyorch_substitution_counts counts =
+        substitute(settings, l.lists, batch.ghost_layer.get(), batch, l.cache.empty() ? resident : l.cache.data());
     if (settings.read_ms > 0) {
         l.controller.passed((double) (counts.absent - counts.avoided) * slot_bytes,
             settings.read_ms / 1000 * read_bytes_per_second / layers.size());
@@ -432,7 +507,8 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, uint64_
 
 pyorch_substitution_counts Substitutions::preview(RoutedBatch & batch, const uint8_t * resident) {
     std::lock_guard<std::mutex> lock(mutex);
-    return substitute(layers[batch.layer].settings, layers[batch.layer].lists, batch, resident);
+    const Layer & l = layers[batch.layer];
+    return substitute(l.settings, l.lists, l.ghosts.get(), batch, resident);
 }
 
 pyorch_substitution_counts Substitutions::counts(int layer) {

@@ -8,10 +8,12 @@
 #pragma once
 
 #include "pyorch.h"
+#include "routing/ghosts.h"
 #include "routing/routed_batch.h"
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -23,6 +25,7 @@ struct BuddyLists {
     std::vector<int32_t> ids;   // [n_expert][k_max], -1 after the last
     std::vector<float>   q;     // [n_expert][k_max] eq. 4
     std::vector<float>   scale; // [n_expert][k_max] factor of the buddy's output, nan: unknown. May be empty
+    std::vector<float>   error; // [n_expert][k_max] what is left then of the squared output, 1: all. nan: unknown. May be empty
     std::vector<uint8_t> hops;  // [n_expert] to where the expert is. Empty: none where it is HERE, one AT_PEER
 };
 
@@ -37,8 +40,9 @@ enum : uint8_t {
 pyorch_substitution default_substitution();
 
 // resident: [n_expert], of the values above. Returns what was done; settings.beta is taken as given.
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, RoutedBatch & batch,
-                                      const uint8_t * resident);
+// ghosts: null where there are none, and then none computes.
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts,
+                                      RoutedBatch & batch, const uint8_t * resident);
 
 void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from);
 
@@ -61,6 +65,10 @@ public:
 
     void set(int layer, const pyorch_substitution & settings);
     void set_buddies(int layer, BuddyLists lists);
+    void set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts);
+
+    // Null: none were set.
+    std::shared_ptr<const GhostLayer> ghosts(int layer);
 
     // Exactly these experts count as resident; empty: those that are.
     void set_cache(int layer, std::vector<uint8_t> mask);
@@ -87,6 +95,7 @@ private:
         std::atomic<int>           active{NEVER};
         pyorch_substitution        settings = default_substitution();
         BuddyLists                 lists;
+        std::shared_ptr<const GhostLayer> ghosts;
         std::vector<uint8_t>       cache;
         BetaController             controller;
         pyorch_substitution_counts counts = {};

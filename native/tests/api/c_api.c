@@ -52,7 +52,7 @@ static void test_the_library_says_what_it_is(void) {
 static void test_choices_are_listed_in_the_order_of_their_values(void) {
     const int lasts[] = {
         PYORCH_MARKING, PYORCH_PREDICT_ORACLE, PYORCH_SPECULATE_ALL, PYORCH_SUBSTITUTE_CACHE, PYORCH_WEIGHT_FITTED,
-        PYORCH_ORDER_WEIGHT, PYORCH_MISS_DROP, PYORCH_GATING_SQRT_SOFTPLUS,
+        PYORCH_ORDER_WEIGHT, PYORCH_MISS_AUTO, PYORCH_GATING_SQRT_SOFTPLUS,
     };
     pyorch_choice choice;
     choice.struct_size = sizeof(choice);

@@ -71,7 +71,7 @@ function show(now) {
   $("budget-note").textContent = NOTES[now.settings.substitution || now.totals.speculated ? "lossy" : "lossless"];
   $("advice").textContent = now.settings.advice;
   const { policy, prefetch, substitution } = now.settings;
-  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read`;
+  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read`;
   last = now;
 }
 

@@ -1,0 +1,76 @@
+#include "routing/ghosts.h"
+
+#include "base/status.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace pyorch {
+namespace {
+
+const pyorch_ghosts & checked(const pyorch_ghosts & g) {
+    if (g.n_expert < 1 || g.n_in < 1 || g.n_out < 1 || g.n_rows < 0) {
+        throw Failure(PYORCH_INVALID, format("there are no ghosts of %d experts from %d to %d values with %d rows", g.n_expert,
+            g.n_in, g.n_out, g.n_rows));
+    }
+    if (!g.rank || !g.mean || !g.error || !g.energy || (g.n_rows > 0 && (!g.down || !g.up))) {
+        throw Failure(PYORCH_INVALID, "ghosts need ranks, means, matrices and errors");
+    }
+    int64_t n_rows = 0;
+    for (int e = 0; e < g.n_expert; ++e) {
+        if (g.rank[e] < -1 || g.rank[e] > std::min(g.n_in, g.n_out)) {
+            throw Failure(PYORCH_INVALID, format("the ghost of expert %d cannot have the rank %d", e, g.rank[e]));
+        }
+        n_rows += std::max(g.rank[e], 0);
+        if (!(g.error[e] >= 0 && g.energy[e] >= 0 && std::isfinite(g.error[e]) && std::isfinite(g.energy[e]))) {
+            throw Failure(PYORCH_INVALID, format("the ghost of expert %d cannot have the error %g of %g", e, g.error[e],
+                g.energy[e]));
+        }
+    }
+    if (n_rows != g.n_rows) {
+        throw Failure(PYORCH_INVALID, format("ghosts whose ranks sum up to %lld cannot have %d rows", (long long) n_rows,
+            g.n_rows));
+    }
+    const auto check_numbers = [](const float * values, size_t n) {
+        if (!std::all_of(values, values + n, [](float x) { return std::isfinite(x); })) {
+            throw Failure(PYORCH_INVALID, "ghosts do not hold numbers only");
+        }
+    };
+    check_numbers(g.mean, (size_t) g.n_expert * g.n_out);
+    check_numbers(g.down, (size_t) g.n_rows * g.n_in);
+    check_numbers(g.up, (size_t) g.n_rows * g.n_out);
+    return g;
+}
+
+} // namespace
+
+GhostLayer::GhostLayer(const pyorch_ghosts & g) :
+        n_expert(checked(g).n_expert), n_in(g.n_in), n_out(g.n_out), rank(g.rank, g.rank + n_expert), begin(n_expert),
+        error(g.error, g.error + n_expert), energy(g.energy, g.energy + n_expert), mean(g.mean, n_expert, n_out),
+        down(g.down, g.n_rows, n_in), up(g.up, g.n_rows, n_out) {
+    for (int e = 0, row = 0; e < n_expert; ++e) {
+        begin[e] = row;
+        row += std::max(rank[e], 0);
+    }
+}
+
+void GhostLayer::compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const {
+    const int                  n_rows = rank[expert];
+    std::vector<CompactVector> compact;
+    std::vector<float>         latent(inputs.size() * n_rows);
+    if (n_rows > 0) {
+        for (const float * input : inputs) {
+            compact.emplace_back(input, n_in);
+        }
+        down.multiply(compact, begin[expert], n_rows, latent.data());
+    }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        std::fill(outputs[i], outputs[i] + n_out, 0.0f);
+        mean.add_row(expert, 1, outputs[i]);
+        for (int r = 0; r < n_rows; ++r) {
+            up.add_row(begin[expert] + r, latent[i * n_rows + r], outputs[i]);
+        }
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,42 @@
+// Ghosts: what an absent expert would have given, estimated from what its router saw. Lossy.
+//
+// A ghost is the mean output of its expert, and a linear map of low rank of the router's input for what differs from it:
+// output = mean + up^T (down input). All ghosts of a model stay in memory, where they take a few hundredths of what the
+// experts do. How they are fitted: convert/ghosts.py.
+
+#pragma once
+
+#include "prediction/compact_matrix.h"
+#include "pyorch.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace pyorch {
+
+// The ghosts of one layer. Does not change once it is made.
+class GhostLayer {
+public:
+    // Copies the arrays. Throws Failure for what cannot be.
+    explicit GhostLayer(const pyorch_ghosts & ghosts);
+
+    const int n_expert, n_in, n_out;
+
+    bool has(int expert) const { return rank[expert] >= 0; }
+
+    // Of a slot with the weight 1, squared and as a share of the squared output of the layer: what is left of the expert's
+    // output beside its ghost's, and all of it.
+    float error_with(int expert) const { return error[expert]; }
+    float error_without(int expert) const { return energy[expert]; }
+
+    // outputs[i][n_out] of a ghost for inputs[i][n_in]. REQUIRES: has(expert)
+    void compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const;
+
+private:
+    std::vector<int>   rank;  // [n_expert], -1: no ghost
+    std::vector<int>   begin; // [n_expert]: its rows in down and up
+    std::vector<float> error, energy;
+    CompactMatrix      mean, down, up;
+};
+
+} // namespace pyorch

@@ -1,0 +1,113 @@
+"""Ghosts: what estimates the output of an absent expert, in the sidecar model.ghosts.gguf.
+
+`pyorch ghosts` fits them (pyorch.convert.ghosts) and writes the file; here they are read, checked and given to an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.errors import FormatError
+from pyorch.runtime.engine import Engine
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+
+KIND = "ghosts"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LayerGhosts:
+    """The ghosts of one layer: of the router's input x, an expert gives about mean + up^T (down x), of its own rows.
+
+    Rows of down and up are those of expert 0, then those of expert 1, and so on.
+    """
+
+    rank: np.ndarray  # int32[n_expert], -1: the expert has no ghost
+    mean: np.ndarray  # float32[n_expert, n_out]
+    down: np.ndarray  # float32[sum of the ranks, n_in]
+    up: np.ndarray  # float32[sum of the ranks, n_out]
+    error: np.ndarray  # float32[n_expert], the mean square of what the ghost misses, on inputs that it was not fitted on,
+    #                    as a share of the layer's mean squared output; of an expert that has the whole weight of a token
+    energy: np.ndarray  # float32[n_expert], the mean square of the expert's output, likewise
+
+    def rows(self, expert: int) -> slice:
+        """Its rows in down and up."""
+        begin = int(np.maximum(self.rank[:expert], 0).sum())
+        return slice(begin, begin + max(int(self.rank[expert]), 0))
+
+    def outputs(self, expert: int, inputs: np.ndarray) -> np.ndarray:
+        """float32[n, n_out] of an expert's ghost for router inputs float32[n, n_in]. REQUIRES: rank[expert] >= 0"""
+        rows = self.rows(expert)
+        return self.mean[expert] + inputs @ self.down[rows].T @ self.up[rows]
+
+
+@dataclass(frozen=True)
+class Ghosts:
+    """The ghosts of a model: its layers with routed experts, by their il. n_inputs: that they were fitted on."""
+
+    layers: dict[int, LayerGhosts]
+    n_inputs: int
+
+    def apply(self, engine: Engine, il: int) -> None:
+        """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for others'."""
+        layer = self.layers[il]
+        engine.set_ghosts(il, layer.rank, layer.mean, layer.down, layer.up, layer.error, layer.energy)
+
+    def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""
+        arrays = {}
+        for il, layer in self.layers.items():
+            for name, dtype in _ARRAYS.items():
+                values = getattr(layer, name)
+                if values.size:
+                    limit = np.finfo(dtype).max if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
+                    arrays[f"blk.{il}.{name}"] = np.clip(values, -limit, limit).astype(dtype)
+        metadata = {"layers": list(self.layers), "n_inputs": self.n_inputs}
+        container.write(path, KIND, VERSION, model_map, metadata, arrays)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Ghosts:
+        """Reads and checks a sidecar. Raises FormatError, also for ghosts that cannot be this model's."""
+        metadata, arrays = container.read(path, KIND, VERSION, model_map)
+        path = os.fspath(path)
+        expected = [layer.il for layer in model_map.layers]
+        if metadata.get("layers") != expected:
+            raise FormatError(f"{path} has ghosts for other layers than the {len(expected)} of {model_map.path} with "
+                              "routed experts: make it again")
+        if not isinstance(metadata.get("n_inputs"), int):
+            raise FormatError(f"{path} does not say what its ghosts were fitted on: make it again")
+        layers = {layer.il: _layer(path, layer.il, layer.n_expert, arrays) for layer in model_map.layers}
+        return cls(layers, metadata["n_inputs"])
+
+
+_ARRAYS = {"rank": np.int32, "mean": np.float16, "down": np.float16, "up": np.float16, "error": np.float32,
+           "energy": np.float32}
+
+
+def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> LayerGhosts:
+    found = {name: arrays.get(f"blk.{il}.{name}") for name in _ARRAYS}
+    rank, mean = found["rank"], found["mean"]
+    if rank is None or rank.dtype != np.int32 or rank.shape != (n_expert,) or (rank < -1).any():
+        raise FormatError(f"{path}: layer {il} has no ranks of {n_expert} ghosts: make it again")
+    n_rows = int(np.maximum(rank, 0).sum(dtype=np.int64))
+    n_out = mean.shape[-1] if mean is not None else 0
+    n_in = found["down"].shape[-1] if found["down"] is not None else n_out
+    if n_rows == 0:  # a file holds no empty arrays
+        found["down"], found["up"] = np.zeros((0, n_in), np.float16), np.zeros((0, n_out), np.float16)
+    shapes = {"mean": (n_expert, n_out), "down": (n_rows, n_in), "up": (n_rows, n_out), "error": (n_expert,),
+              "energy": (n_expert,)}
+    for name, shape in shapes.items():
+        values = found[name]
+        if values is None or values.dtype != _ARRAYS[name] or values.shape != shape:
+            what = "nothing" if values is None else f"the shape {list(values.shape)}"
+            raise FormatError(f"{path}: {name} of layer {il} has {what}, its ranks need {list(shape)}: make it again")
+        if not np.isfinite(values).all():
+            raise FormatError(f"{path}: {name} of layer {il} does not hold numbers only: make it again")
+    if (found["error"] < 0).any() or (found["energy"] < 0).any():
+        raise FormatError(f"{path}: the errors of layer {il} are not all 0 or more: make it again")
+    matrices = {name: np.asarray(found[name], np.float32) for name in ("mean", "down", "up")}
+    return LayerGhosts(np.array(rank), **matrices, error=np.array(found["error"]), energy=np.array(found["energy"]))

@@ -1,0 +1,27 @@
+"""Ghosts for the small model that nobody fitted."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from pyorch.sidecars.ghosts import Ghosts, LayerGhosts
+
+N_EXPERT, N_LAYERS, N_EMBD = 64, 8, 128
+
+
+@functools.cache
+def random_ghosts(seed: int) -> Ghosts:
+    """Some experts have none. Not to be changed: whoever asks for the same has the same."""
+    rng = np.random.default_rng(seed)
+    layers = {}
+    for il in range(N_LAYERS):
+        rank = rng.integers(-1, 4, N_EXPERT).astype(np.int32)
+        n_rows = int(np.maximum(rank, 0).sum())
+        # As a file of 16 bits holds them.
+        mean, down, up = (rng.normal(0, 0.1, shape).astype(np.float16).astype(np.float32)
+                          for shape in ((N_EXPERT, N_EMBD), (n_rows, N_EMBD), (n_rows, N_EMBD)))
+        energy = rng.uniform(0.5, 2, N_EXPERT).astype(np.float32)
+        layers[il] = LayerGhosts(rank, mean, down, up, energy * rng.uniform(0, 1, N_EXPERT).astype(np.float32), energy)
+    return Ghosts(layers, 1000)

@@ -1,0 +1,167 @@
+"""Ghosts in an engine: what they give, where their outputs go, and what is counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ghost_layers import N_EMBD, N_EXPERT, random_ghosts
+
+import pyorch
+from pyorch.errors import PyorchError
+from pyorch.llama.apply import apply_substitution
+from pyorch.llama.context import Context
+from pyorch.runtime.observers import Routing
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.ghosts import Ghosts, LayerGhosts
+
+TEXT = "def read(path):\n    with open(path) as file:\n        return file.readlines()\n"
+N_PROMPT = 8
+
+
+@pytest.fixture(scope="module")
+def model(small_moe: Path):
+    with pyorch.load(small_moe, budget="100%", n_ctx=512, n_threads=2) as model:
+        yield model
+
+
+def decode(model, n_prompt: int = N_PROMPT, n_threads: int = 1) -> np.ndarray:
+    """Logits of a prompt, then of one token after the other."""
+    tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
+    with Context(model.llama.model, n_ctx=256, n_threads=n_threads) as context:
+        logits = [context.decode(tokens[:n_prompt])] + [context.decode([token]) for token in tokens[n_prompt:]]
+    return np.concatenate(logits)
+
+
+def set_ghosts(model, ghosts: Ghosts, substitution: str | None, absent: np.ndarray | None) -> None:
+    """absent: bool[n_expert] of every layer."""
+    settings = None if substitution is None else Substitution.parse(substitution)
+    for il in model.layers:
+        ghosts.apply(model.engine, il)
+        apply_substitution(model.engine, il, settings, None)
+        model.engine.set_cache(il, None if absent is None else ~absent)
+    model.reset_stats()
+
+
+def same(factor: float) -> Ghosts:
+    """Every expert gives the same for every input: factor in each value."""
+    none = np.zeros((0, N_EMBD), np.float32)
+    ones = np.ones(N_EXPERT, np.float32)
+    layer = LayerGhosts(np.zeros(N_EXPERT, np.int32), np.full((N_EXPERT, N_EMBD), factor, np.float32), none, none, ones, ones)
+    return Ghosts(dict.fromkeys(range(8), layer), 1)
+
+
+def test_ghosts_give_what_numpy_computes(model) -> None:
+    ghosts = random_ghosts(1)
+    rng = np.random.default_rng(0)
+    for il, layer in ghosts.layers.items():
+        ghosts.apply(model.engine, il)
+        experts = rng.choice(np.flatnonzero(layer.rank >= 0), 30)
+        inputs = rng.normal(size=(30, N_EMBD)).astype(np.float32)
+        expected = np.concatenate([layer.outputs(e, x[None]) for e, x in zip(experts, inputs)])
+        given = model.engine.apply_ghosts(il, inputs, experts, N_EMBD)
+        assert np.abs(given - expected).max() < 0.02 * np.abs(expected).max(), "numbers have 8 bits"
+
+
+def test_an_expert_without_a_ghost_is_refused_by_name(model) -> None:
+    ghosts = random_ghosts(1)
+    ghosts.apply(model.engine, 0)
+    without = int(np.flatnonzero(ghosts.layers[0].rank < 0)[0])
+    for expert in (without, -1, N_EXPERT):
+        with pytest.raises(PyorchError, match=f"expert {expert} of layer 0 has no ghost"):
+            model.engine.apply_ghosts(0, np.zeros((1, N_EMBD)), [expert], N_EMBD)
+
+
+@pytest.mark.parametrize("change, why", [
+    ({"rank": np.full(N_EXPERT, N_EMBD + 1)}, "cannot have the rank 129"),
+    ({"rank": np.full(N_EXPERT, 1)}, "sum up to 64 cannot have"),
+    ({"error": np.full(N_EXPERT, np.nan)}, "cannot have the error nan"),
+    ({"mean": np.full((N_EXPERT, N_EMBD), np.inf)}, "do not hold numbers only"),
+    ({"mean": np.zeros((N_EXPERT, 32)), "up": np.zeros((0, 32)), "down": np.zeros((0, N_EMBD)),
+      "rank": np.zeros(N_EXPERT)}, "make 128 values of 128, their ghosts 32 of 128"),
+    ({"mean": np.zeros((3, N_EMBD)), "rank": np.zeros(3), "error": np.zeros(3), "energy": np.zeros(3)},
+     "layer 0 has 64 experts, not 3"),
+    ({"error": np.zeros(3)}, "do not fit together"),
+])
+def test_ghosts_that_cannot_be_are_refused(model, change: dict, why: str) -> None:
+    with pytest.raises(PyorchError, match=why):
+        model.engine.set_ghosts(0, **{**vars(random_ghosts(1).layers[0]), **change})
+
+
+@pytest.mark.parametrize("rest", ["", ",sacred=2", ",sacred=2,max_replaced=1"])
+def test_ghosts_change_nothing_where_nothing_is_absent_or_they_are_off(model, rest: str) -> None:
+    set_ghosts(model, random_ghosts(1), None, None)
+    lossless = decode(model)
+    set_ghosts(model, random_ghosts(1), f"mode=none,miss=ghost{rest}", np.zeros(N_EXPERT, bool))
+    assert decode(model).tobytes() == lossless.tobytes()
+    assert model.engine.substitution_stats().ghosts == 0
+    set_ghosts(model, random_ghosts(1), "mode=none,miss=fetch", np.ones(N_EXPERT, bool))
+    assert decode(model).tobytes() == lossless.tobytes()
+
+
+def test_prompts_are_left_alone_unless_asked(model) -> None:
+    everything = np.ones(N_EXPERT, bool)
+    set_ghosts(model, random_ghosts(1), None, None)
+    lossless = decode(model)
+    set_ghosts(model, random_ghosts(1), "mode=none,miss=ghost", everything)
+    assert decode(model)[:N_PROMPT].tobytes() == lossless[:N_PROMPT].tobytes()
+    set_ghosts(model, random_ghosts(1), "mode=none,miss=ghost,prefill=1", everything)
+    assert decode(model)[:N_PROMPT].tobytes() != lossless[:N_PROMPT].tobytes()
+
+
+def test_ghosts_that_give_nothing_are_slots_of_weight_zero(model) -> None:
+    """The rows of ghosts are written, whatever lay there: with other experts computing, and with none."""
+    for absent in (np.arange(N_EXPERT) % 2 == 0, np.ones(N_EXPERT, bool)):
+        set_ghosts(model, same(0.0), "mode=none,miss=ghost,prefill=1", absent)
+        zero = decode(model)
+        assert np.isfinite(zero).all()
+        counts = model.engine.substitution_stats()
+        assert counts.ghosts > 0 and counts.dropped == 0 and counts.changed == counts.ghosts
+        set_ghosts(model, same(-0.0), "mode=none,miss=ghost,prefill=1", absent)
+        assert np.abs(decode(model) - zero).max() < 1e-3
+        set_ghosts(model, same(0.5), "mode=none,miss=ghost,prefill=1", absent)
+        assert np.abs(decode(model) - zero).max() > 0.01
+
+
+def test_a_prompt_at_once_gives_what_single_tokens_give_with_any_number_of_threads(model) -> None:
+    """In a prompt some tokens wait for an expert, others have it estimated; alone, each has rows of its own."""
+    absent = np.random.default_rng(3).random(N_EXPERT) < 0.7
+    ghosts = random_ghosts(2)
+    set_ghosts(model, ghosts, "mode=none,miss=ghost,sacred=2,prefill=1", absent)
+    single = decode(model, n_prompt=1)
+    counts = model.engine.substitution_stats()
+    for n_prompt, n_threads in ((40, 1), (40, 2), (1, 2)):
+        set_ghosts(model, ghosts, "mode=none,miss=ghost,sacred=2,prefill=1", absent)
+        logits = decode(model, n_prompt, n_threads)
+        assert model.engine.substitution_stats().ghosts == counts.ghosts
+        assert np.abs(logits - single).max() < 0.02 * np.abs(single).max()
+
+
+def test_a_real_cache_reads_what_ghosts_computed_behind_everything_else(small_moe: Path) -> None:
+    with pyorch.load(small_moe, budget="30%", n_ctx=256, n_threads=1, prefetch="none") as model:
+        set_ghosts(model, random_ghosts(1), "mode=none,miss=ghost,sacred=1", None)
+        decode(model)
+        model.engine.wait_idle()
+        counts, stats = model.engine.substitution_stats(), model.engine.stats()
+        assert counts.ghosts > 0 and counts.refused_sacred > 0
+        assert stats.loads > counts.refused_sacred / 2
+
+
+def test_errors_are_spent_on_the_slots_where_they_are_least(model) -> None:
+    """One token, all experts absent: the cheapest slots first, and no more than the bound allows."""
+    rng = np.random.default_rng(5)
+    n_used = 6
+    weights = np.sort(rng.dirichlet(np.ones(n_used)))[::-1].astype(np.float32)[None]
+    probs = np.zeros((1, N_EXPERT), np.float32)
+    probs[0, :n_used] = weights
+    routing = Routing(0, 0, True, np.arange(n_used, dtype=np.int32)[None], weights, probs, probs, np.empty((1, 0), np.float32))
+    ghosts = random_ghosts(1)
+    layer = ghosts.layers[0]
+    ghosts.apply(model.engine, 0)
+    costs = np.sort(weights[0] ** 2 * np.where(layer.rank >= 0, layer.error, layer.energy)[:n_used])
+    for bound in (0.0, float(costs[0]) * 1.01, float(costs[:3].sum()) * 1.001, float(costs.sum()) * 1.001):
+        apply_substitution(model.engine, 0, Substitution(mode="none", miss="auto", max_error=bound), None)
+        _, _, counts = model.engine.substitute(routing, np.zeros(N_EXPERT, bool))
+        assert counts.changed == int((np.cumsum(costs) <= bound).sum())
+        assert counts.refused_error == n_used - counts.changed
