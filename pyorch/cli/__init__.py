@@ -38,6 +38,7 @@ COMMANDS = {
                         "train a predictor of the next layer's experts, on text (needs torch)"),
     "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
     "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
+    "ghosts": ("pyorch.cli.ghosts", "fit small estimates of what absent experts would compute, from a trace"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
     "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
     "exec": ("pyorch.cli.exec", "run a script or module written for llama_cpp under a memory budget"),

@@ -1,0 +1,374 @@
+"""Ghosts from a trace: for each expert a mean output and a linear map of low rank of the router's input.
+
+Of an expert, the samples are the router inputs x that selected it, its outputs y on them, and the squares w^2 of its
+routing weights: what an error there adds to the squared error of the layer. A ghost of rank r is the reduced-rank ridge
+regression of y on x, both centered at their weighted means: with X and Y the rows w (x - mean) and w (y - mean), and the
+singular value decomposition X = Q S R, the matrix of rank r with the least |Y - X B^T|^2 + lambda |B|^2 is the projection
+of the one of full rank, B = Y^T Q diag(S / (S^2 + lambda)) R, on the first r right singular vectors of
+diag(S / sqrt(S^2 + lambda)) Q^T Y. Where there are fewer samples than inputs, Q S R has as many rows as there are samples,
+which is the dual form.
+
+All that is chosen is chosen by what is left on samples that were held out, in turns: lambda for a layer, and how many
+rows each expert of the model gets. Of all bytes, each expert first gets its mean, and then those rows are added that leave
+less for their bytes than all others do, where the expert is absent: in a cache of half of the experts, as often as Che's
+approximation says by how often the trace uses it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.convert import expert_outputs
+from pyorch.convert.expert_outputs import LayerExperts
+from pyorch.errors import FormatError, PyorchError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+from pyorch.sidecars.ghosts import Ghosts, LayerGhosts
+from pyorch.sizes import Amount, as_option, format_bytes
+from pyorch.traces.file import Trace
+from pyorch.traces.routing_statistics import activation_counts, renormalized
+
+SHARE = Amount(share=0.02)  # of the experts' bytes
+
+MOST_ROWS = 64  # of a ghost: it would not be small any more
+_FOLDS = 5
+_LEAST_SAMPLES = 4  # an expert with fewer is fitted on what other experts were selected for
+_MOST_SAMPLES = 1024  # of one expert
+_JUDGES = 4  # of so many experts one has a say in lambda
+_RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # lambda, as multiples of the mean square of X's singular values
+
+OnProgress = Callable[[str, int, int], None]  # what, done, total
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How large ghosts are. rank: of each, where it is useful; None: as many rows as n_bytes allow, where they are most
+    useful. Raises PyorchError for values that cannot be."""
+
+    n_bytes: Amount = SHARE
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and not 0 <= self.rank <= MOST_ROWS:
+            raise PyorchError(f"rank {self.rank} is not from 0 to {MOST_ROWS}")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What ghosts leave of the squared outputs of a layer's experts, weighted, on samples they were not fitted on.
+
+    left: of all; left_by_means: with means alone. n_ghosts: experts that have one; mean_rank: of those. ridge: lambda.
+    """
+
+    il: int
+    n_expert: int
+    n_ghosts: int
+    mean_rank: float
+    ridge: float
+    left_by_means: float
+    left: float
+
+
+@dataclass(frozen=True)
+class Built:
+    """Ghosts, and what there is to report on them. n_bytes: that they take in memory."""
+
+    ghosts: Ghosts
+    layers: tuple[LayerReport, ...]
+    n_bytes: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of one expert. inputs: float[n, n_in]; outputs: float[n, n_out]; weights: float[n], of the squared errors."""
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    weights: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, which: np.ndarray) -> Samples:
+        return Samples(self.inputs[which], self.outputs[which], self.weights[which])
+
+    @property
+    def energy(self) -> float:
+        """The weighted sum of the squared outputs."""
+        return float(self.weights @ (self.outputs**2).sum(axis=1))
+
+
+class Regression:
+    """The ridge regression of one expert's outputs on its inputs, of any lambda and rank. REQUIRES: a sample."""
+
+    def __init__(self, samples: Samples) -> None:
+        weights = samples.weights / samples.weights.sum()
+        self._x_mean, self._y_mean = weights @ samples.inputs, weights @ samples.outputs
+        roots = np.sqrt(weights)[:, None]
+        q, self._s, self._r = _thin_svd(roots * (samples.inputs - self._x_mean))
+        self._qy = q.T @ (roots * (samples.outputs - self._y_mean))
+
+    def ridge(self, strength: float) -> float:
+        """lambda, of a multiple of the mean square of the inputs' singular values."""
+        return strength * float((self._s**2).mean()) if len(self._s) else 0.0
+
+    def directions(self, ridge: float) -> np.ndarray:
+        """float[n_out, r]: orthonormal, in which the outputs can be foretold best."""
+        gains = self._s / np.sqrt(self._s**2 + ridge)
+        return _thin_svd(gains[:, None] * self._qy)[2].T
+
+    def map(self, ridge: float, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """mean float[n_out], down float[r, n_in] and up float[r, n_out], r at most rank: y is about mean + up^T down x."""
+        up = self.directions(ridge)[:, :rank]
+        down = (up.T @ self._qy.T) * (self._s / (self._s**2 + ridge)) @ self._r
+        return self._y_mean - up @ (down @ self._x_mean), down, up.T
+
+    def left(self, held_out: Samples, ridges: list[float]) -> np.ndarray:
+        """float[len(ridges)]: the weighted sum of squares that the maps of full rank leave of other samples."""
+        foretold = (held_out.inputs - self._x_mean) @ self._r.T
+        y = held_out.outputs - self._y_mean
+        maps = (self._qy * (self._s / (self._s**2 + ridge))[:, None] for ridge in ridges)
+        return np.array([held_out.weights @ ((y - foretold @ b) ** 2).sum(axis=1) for b in maps])
+
+    def left_by_rank(self, held_out: Samples, ridge: float, most: int) -> np.ndarray:
+        """float[most + 1]: the same of the maps of rank 0, 1, ...; higher ranks than there are leave what the last does."""
+        p = self.directions(ridge)[:, :most]
+        b = self._qy * (self._s / (self._s**2 + ridge))[:, None]
+        foretold = (held_out.inputs - self._x_mean) @ self._r.T @ (b @ p)
+        y = held_out.outputs - self._y_mean
+        true = y @ p
+        steps = held_out.weights @ (foretold**2 - 2 * foretold * true)
+        left = held_out.weights @ (y**2).sum(axis=1) + np.concatenate([[0.0], np.cumsum(steps)])
+        return np.concatenate([left, np.full(most + 1 - len(left), left[-1])])
+
+
+def _thin_svd(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The singular value decomposition, without singular values that are nearly 0. By the smaller matrix of products, which is
+    several times as fast, and exact enough beside a ridge."""
+    wide = a.shape[0] <= a.shape[1]
+    squares, vectors = np.linalg.eigh(a @ a.T if wide else a.T @ a)
+    kept = (squares > max(float(squares.max(initial=0)), 1e-60) * 1e-10).nonzero()[0][::-1]
+    s, vectors = np.sqrt(squares[kept]), vectors[:, kept]
+    return (vectors, s, (vectors / s).T @ a) if wide else (a @ (vectors / s), s, vectors.T)
+
+
+def folds(samples: Samples) -> Iterator[tuple[Samples, Samples]]:
+    """Each sample is held out once: what is fitted on, and what is held out."""
+    n = min(_FOLDS, len(samples))
+    fold = np.random.default_rng(0).permutation(len(samples)) % n
+    for held_out in range(n):
+        yield samples[fold != held_out], samples[fold == held_out]
+
+
+def build(
+    model_map: ModelMap, trace: Trace, settings: Settings = Settings(), on_progress: OnProgress | None = None
+) -> Built:
+    """Fits the ghosts of a model to its outputs on the router inputs that a trace sampled.
+
+    Raises:
+        FormatError: the trace is of another model, or damaged.
+        PyorchError: the trace has no router inputs, it is not known how the experts compute, or the bytes are too few.
+    """
+    _check(model_map, trace)
+    report = on_progress or (lambda *_: None)
+    n_experts = sum(layer.n_expert for layer in model_map.layers)
+    fits = []
+    done = 0
+    for layer in model_map.layers:
+        fit = _LayerFit(model_map, trace, layer.il)
+        for _ in fit.steps():
+            done += 1
+            report("fitting", done // 2, n_experts)  # each expert is gone through twice
+        fits.append(fit)
+    expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in model_map.layers)
+    if settings.rank is not None:
+        for fit in fits:
+            fit.ranks = fit.left[:, : settings.rank + 1].argmin(axis=1)
+    else:
+        _divide(fits, settings.n_bytes.of(expert_bytes))
+    layers = {}
+    for done, fit in enumerate(fits):
+        report("writing down", done, len(fits))
+        layers[fit.il] = fit.ghosts()
+    n_bytes = sum(fit.base_bytes + fit.row_bytes * int(np.maximum(fit.ranks, 0).sum()) for fit in fits)
+    return Built(Ghosts(layers, len(trace.inputs[0])), tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
+
+
+class _LayerFit:
+    """One layer: how much is left of its experts' outputs by rank, then its ghosts."""
+
+    def __init__(self, model_map: ModelMap, trace: Trace, il: int) -> None:
+        self.il = il
+        self._experts = LayerExperts(model_map, il)
+        index = trace.layer_index(il)
+        records, inputs = trace.inputs
+        self._inputs = np.asarray(inputs[:, index], np.float32)
+        chosen = trace.records[records]
+        experts = chosen["experts"][:, index].astype(np.int64)
+        if experts.max() >= self.n_expert:
+            raise FormatError(f"{trace.path} is damaged: it names expert {experts.max()} of {self.n_expert}")
+        self._weights = np.zeros((len(self._inputs), self.n_expert))
+        np.put_along_axis(self._weights, experts, renormalized(chosen["probs"][:, index]), axis=1)
+        self._samples: list[Samples] = []
+        self.ridge = 0.0  # as a multiple
+        self.left = np.zeros((self.n_expert, 0))  # [n_expert, rank + 1], as a share of the layer's squared output
+        self.ranks = np.full(self.n_expert, -1)
+        self.absence = absence(activation_counts(trace.records["experts"][:, index], self.n_expert) / len(trace))
+
+    @property
+    def n_expert(self) -> int:
+        return self._experts.n_expert
+
+    @property
+    def base_bytes(self) -> int:
+        return self.n_expert * _bytes(self._samples[0].outputs.shape[1])
+
+    @property
+    def row_bytes(self) -> int:
+        return _bytes(self._inputs.shape[1]) + _bytes(self._samples[0].outputs.shape[1])
+
+    def steps(self) -> Iterator[None]:
+        """Goes through all experts twice."""
+        output = None
+        left = np.zeros(len(_RIDGES))
+        for expert in range(self.n_expert):
+            selected = self._weights[:, expert].nonzero()[0]
+            few = len(selected) < _LEAST_SAMPLES
+            rows = _spread(np.arange(len(self._inputs)) if few else selected)
+            weights = np.full(len(rows), 1 / self.n_expert) if few else self._weights[rows, expert]
+            samples = Samples(self._inputs[rows].astype(np.float64),
+                              self._experts.outputs(expert, self._inputs[rows]).astype(np.float64), weights**2)
+            if output is None:
+                output = np.zeros((len(self._inputs), samples.outputs.shape[1]))
+            if not few:
+                output[rows] += weights[:, None] * samples.outputs
+            self._samples.append(samples)
+            judges = len(samples) > 1 and expert % _JUDGES == 0
+            for fitted, held_out in folds(samples) if judges else ():
+                regression = Regression(fitted)
+                left += regression.left(held_out, [regression.ridge(strength) for strength in _RIDGES])
+            yield
+        self.ridge = _RIDGES[int(left.argmin())]
+        most = min(MOST_ROWS, *(size for size in self._samples[0].inputs.shape[1:] + self._samples[0].outputs.shape[1:]))
+        squared = max(float((output**2).sum(axis=1).mean()), np.finfo(np.float32).tiny)
+        self.left = np.zeros((self.n_expert, most + 1))
+        for expert, samples in enumerate(self._samples):
+            for fitted, held_out in folds(samples) if len(samples) > 1 else ():
+                regression = Regression(fitted)
+                self.left[expert] += regression.left_by_rank(held_out, regression.ridge(self.ridge), most)
+            if len(samples) < 2:
+                self.left[expert] = samples.energy
+            yield
+        self.left /= squared
+        self.energies = np.array([samples.energy for samples in self._samples]) / squared
+        self._norms = np.array([samples.weights.sum() for samples in self._samples])
+
+    def leaves(self, expert: int, rank: int) -> float:
+        """Of the weighted squares of its samples; rank -1: without a ghost."""
+        return self.energies[expert] if rank < 0 else self.left[expert, rank]
+
+    def ghosts(self) -> LayerGhosts:
+        n_in, n_out = self._inputs.shape[1], self._samples[0].outputs.shape[1]
+        mean = np.zeros((self.n_expert, n_out), np.float32)
+        downs, ups = [np.zeros((0, n_in), np.float32)], [np.zeros((0, n_out), np.float32)]
+        ranks = self.ranks.astype(np.int32)
+        for expert, samples in enumerate(self._samples):
+            if ranks[expert] < 0:
+                continue
+            regression = Regression(samples)
+            mean[expert], down, up = regression.map(regression.ridge(self.ridge), int(ranks[expert]))
+            ranks[expert] = len(down)
+            # The same size on both sides: so 16 bits have room for either.
+            sizes = np.sqrt(np.linalg.norm(down, axis=1, keepdims=True))
+            scale = np.where(sizes > 0, sizes, 1)
+            downs.append((down / scale).astype(np.float32))
+            ups.append((up * scale).astype(np.float32))
+        norms = np.maximum(self._norms, np.finfo(np.float32).tiny)
+        left = np.array([self.leaves(expert, int(rank)) for expert, rank in enumerate(self.ranks)])
+        return LayerGhosts(ranks, mean, np.concatenate(downs), np.concatenate(ups),
+                           np.maximum(left / norms, 0).astype(np.float32), (self.energies / norms).astype(np.float32))
+
+    def report(self) -> LayerReport:
+        has = self.ranks >= 0
+        left = sum(self.leaves(expert, int(rank)) for expert, rank in enumerate(self.ranks))
+        all_of_it = max(float(self.energies.sum()), np.finfo(np.float32).tiny)
+        by_means = float(np.minimum(self.left[:, 0], self.energies).sum())
+        return LayerReport(self.il, self.n_expert, int(has.sum()), float(self.ranks[has].mean()) if has.any() else 0.0,
+                           self.ridge, by_means / all_of_it, float(left) / all_of_it)
+
+
+def absence(uses: np.ndarray, rate: float = 0.5) -> np.ndarray:
+    """float64[n_expert]: how often each expert is absent from a cache of so large a share of the experts (Che, Tung and
+    Wang, "Hierarchical Web caching systems", 2002, eq. 5): exp(-u T) of its uses u for a token, with the T that fits."""
+    used = uses[uses > 0]
+    if not len(used) or len(used) <= rate * len(uses):  # all that are used have room
+        return np.where(uses > 0, np.exp(-1.0), 1.0)
+    low, high = 0.0, 1.0
+    while (1 - np.exp(-uses * high)).mean() < rate:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if (1 - np.exp(-uses * middle)).mean() < rate else (low, middle)
+    return np.exp(-uses * high)
+
+
+def _divide(fits: list[_LayerFit], n_bytes: int) -> None:
+    """Sets the ranks of all ghosts: of what is left for each byte, the steepest descents first, along the lower convex hull
+    of each expert's curve. PyorchError for too few bytes."""
+    room = n_bytes - sum(fit.base_bytes for fit in fits)
+    if room < 0:
+        needed = n_bytes - room
+        raise PyorchError(f"{format_bytes(n_bytes)} are too few for the ghosts of this model: their means alone need "
+                          f"{format_bytes(needed, round_up=True)}: allow {as_option(needed)}")
+    queue: list[tuple[float, int, int, int]] = []  # gain for a byte (negative), fit, expert, rank
+
+    def offer(at: int, expert: int, rank: int) -> None:
+        gains = (fits[at].left[expert, rank] - fits[at].left[expert, rank + 1 :]) / np.arange(
+            1, fits[at].left.shape[1] - rank)
+        if len(gains) and gains.max() > 0:
+            further = int(gains.argmax())
+            gain = fits[at].absence[expert] * float(gains[further]) / fits[at].row_bytes
+            heapq.heappush(queue, (-gain, at, expert, rank + 1 + further))
+
+    for at, fit in enumerate(fits):
+        fit.ranks = np.where(fit.left.min(axis=1) < fit.energies, 0, -1)
+        for expert in np.flatnonzero(fit.ranks == 0):
+            offer(at, int(expert), 0)
+    while queue:
+        _, at, expert, rank = heapq.heappop(queue)
+        fit = fits[at]
+        needed = (rank - int(fit.ranks[expert])) * fit.row_bytes
+        if needed <= room:
+            room -= needed
+            fit.ranks[expert] = rank
+            offer(at, expert, rank)
+    for fit in fits:  # a mean may be worse than nothing, where rows would have made it better
+        worse = (fit.ranks >= 0) & (fit.left[np.arange(fit.n_expert), np.maximum(fit.ranks, 0)] >= fit.energies)
+        fit.ranks[worse] = -1
+
+
+def _bytes(n: int) -> int:
+    """Of so many numbers in memory: 8 bits each, and a scale of 16 for 32; 16 bits where they are no whole blocks."""
+    return n // 32 * 34 if n % 32 == 0 else 2 * n
+
+
+def _spread(rows: np.ndarray) -> np.ndarray:
+    """At most _MOST_SAMPLES of them, evenly."""
+    if len(rows) <= _MOST_SAMPLES:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, _MOST_SAMPLES).astype(np.int64)]
+
+
+def _check(model_map: ModelMap, trace: Trace) -> None:
+    if not model_map.layers:
+        raise PyorchError(f"{model_map.path} has no routed experts, so none can have a ghost")
+    if trace.header.fingerprint != container.fingerprint(model_map):
+        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+    expert_outputs.check_known(model_map)
+    if not len(trace.inputs[0]):
+        raise PyorchError(f"{trace.path} has no router inputs to fit ghosts to: record it with --inputs 1000")

@@ -1,0 +1,89 @@
+"""`pyorch ghosts`: what estimates the outputs of absent experts, from a trace."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.cli.options import add_command, add_model, add_output_options, check_output, print_json
+from pyorch.cli.progress import Progress
+from pyorch.cli.tables import Table, show
+from pyorch.errors import PyorchError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What --json prints. n_bytes: of the ghosts in memory; layers: pyorch.convert.ghosts.LayerReport of each."""
+
+    path: Path
+    n_inputs: int
+    n_bytes: int
+    expert_bytes: int
+    layers: tuple[object, ...]
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "ghosts", summary, "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%")
+    parser.description += (
+        " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the output "
+        "of an absent expert, where the user allows it (--buddies mode=none,miss=ghost). Ghosts are written into a file "
+        "beside the model, and all of them stay in memory."
+    )
+    add_model(parser)
+    parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
+                        help="a trace that pyorch profile recorded, with --inputs")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--bytes", metavar="SIZE",
+                      help="memory for all ghosts: a share of the experts such as 3%%, or a size such as 200MiB; experts "
+                           "that gain more get more of it (default: 2%%)")
+    size.add_argument("--rank", type=int, metavar="R",
+                      help="rows of the map of each expert instead, fewer where more would be worse")
+    add_output_options(parser, "MODEL.ghosts.gguf beside the model")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from pyorch.convert.ghosts import SHARE, Settings, build
+    from pyorch.sidecars import container, packs
+    from pyorch.sizes import Amount
+    from pyorch.traces.file import Trace
+
+    try:
+        n_bytes = SHARE if args.bytes is None else Amount.parse(args.bytes)
+    except ValueError:
+        raise PyorchError(f'--bytes "{args.bytes}" is not understood: use a share of the experts such as 3%, or a size '
+                          "such as 200MiB") from None
+    settings = Settings(n_bytes, args.rank)
+    path = (args.output or container.default_path(args.model, "ghosts")).absolute()
+    check_output(path, args.model, [args.trace])
+    with packs.open_model(args.model) as model_map:
+        with Progress() as progress:
+            built = build(model_map, Trace(args.trace), settings, progress.update)
+        built.ghosts.write(path, model_map)
+    report = Report(path, built.ghosts.n_inputs, built.n_bytes, built.expert_bytes, built.layers)
+    if args.json:
+        print_json(report)
+    else:
+        show(_parts(report))
+    return 0
+
+
+def _parts(report: Report) -> list[str | Table]:
+    from pyorch.sizes import format_bytes
+
+    rows = [(str(layer.il), f"{layer.n_ghosts}/{layer.n_expert}", f"{layer.mean_rank:.1f}", f"{layer.ridge:g}",
+             f"{layer.left_by_means:.3f}", f"{layer.left:.3f}") for layer in report.layers]
+    n = len(report.layers)
+    rows.append(("mean", "", f"{sum(layer.mean_rank for layer in report.layers) / n:.1f}", "",
+                 f"{sum(layer.left_by_means for layer in report.layers) / n:.3f}",
+                 f"{sum(layer.left for layer in report.layers) / n:.3f}"))
+    share = report.n_bytes / report.expert_bytes
+    return [
+        f"{report.path}: ghosts of {n} layers from {report.n_inputs} router inputs, {format_bytes(report.n_bytes)} in "
+        f"memory, {share:.1%} of the experts",
+        "",
+        Table(("layer", "ghosts", "mean rank", "ridge", "left by means", "left"), rows,
+              title="squared error on inputs that were held out, as a share of the squared output of absent experts"),
+    ]
