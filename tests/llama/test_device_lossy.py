@@ -1,0 +1,62 @@
+"""Lossy settings with experts on a device: the same slots are lost, and the rest is computed where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices import DeviceProcess
+from ghost_layers import N_EXPERT, random_ghosts
+from models import assert_same_bits, small_model
+
+from pyorch.llama.apply import apply_substitution
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.settings.substitution import Substitution
+
+
+ANY_TOKENS = np.random.default_rng(0).integers(300, 2000, 220).tolist()  # so many that every expert has one to compute
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
+    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
+    yield process
+    process.stop()
+
+
+def decoded(model: Model, tokens: list[int], settings: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Logits of a prompt and of single tokens, and what was done to the slots of experts with odd numbers, which count as
+    absent wherever they are."""
+    for il in model.layers:
+        random_ghosts(1).apply(model.engine, il)
+        apply_substitution(model.engine, il, Substitution.parse(settings), None)
+        model.engine.set_cache(il, np.arange(N_EXPERT) % 2 == 0)
+    model.reset_stats()
+    with Context(model.llama.model, n_ctx=256, n_batch=256, n_threads=1) as context:
+        logits = [context.decode(ANY_TOKENS)] + [context.decode([token]) for token in tokens[:24]]
+    counts = model.engine.substitution_stats()
+    return np.concatenate(logits), (counts.substituted, counts.dropped, counts.ghosts)
+
+
+@pytest.mark.parametrize(("settings", "lost"), [
+    ("mode=none,miss=ghost,order=weight,sacred=5,prefill=1", (False, True, True)),
+    ("mode=random,sacred=2,prefill=1", (True, False, False)),
+    ("mode=none,miss=drop,order=weight,sacred=1", (False, True, False)),
+])
+def test_logits_are_those_without_a_device(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], settings: str, lost: tuple[bool, ...]
+) -> None:
+    """The processor's kernels are the device's here."""
+    with small_model(small_moe, "100%", prefetch="none") as model:
+        expected, counts = decoded(model, prompt_tokens, settings)
+    assert tuple(count > 0 for count in counts) == lost
+    for misses in ("processor", "upload"):
+        with small_model(small_moe, "50%", prefetch="none", device=device.name, vram_budget="30%",
+                         device_misses=misses) as model:
+            logits, those = decoded(model, prompt_tokens, settings)
+            assert_same_bits(logits, expected)
+            assert those == counts
+            assert model.stats().experts.device_hits > 0
