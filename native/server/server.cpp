@@ -48,8 +48,8 @@ server_http_context::handler_t own_handler(const std::string & path) {
 }
 
 // Shows the request and the answer, which may be replaced.
-void show(pyorch_answer_fn answer, void * user, const char * method, const std::string & path, const server_http_req & request,
-        server_http_res & response) {
+void show(pyorch_answer_fn answer, void * user, const char * method, const std::string & path,
+        const server_http_req & request, server_http_res & response) {
     std::string headers;
     for (const auto & [name, value] : request.headers) {
         headers += name + ": " + value + "\n";
@@ -63,7 +63,8 @@ void show(pyorch_answer_fn answer, void * user, const char * method, const std::
 }
 
 // What llama-server itself answers, with why where it failed.
-server_http_res_ptr own_answer(const server_http_context::handler_t & own, const std::string & path, const server_http_req & request) {
+server_http_res_ptr own_answer(const server_http_context::handler_t & own, const std::string & path,
+        const server_http_req & request) {
     auto response = own(request);
     const auto found = explanations.find(path);
     if (found != explanations.end() && response->status >= 500) {

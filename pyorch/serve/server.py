@@ -171,7 +171,7 @@ class _Watch(threading.Thread):
         self._began = time.monotonic()
 
     def run(self) -> None:
-        # Nobody is asked before the model is loaded: what that imports would keep the thread that loads it from its turn.
+        # Nobody is asked before the model is loaded: what that imports would keep the thread that loads it waiting.
         while not (served_context() and self._address.is_healthy()):
             if self._ended.wait(0.05):
                 return

@@ -122,8 +122,8 @@ def read(
 ) -> tuple[Metadata, dict[str, np.ndarray]]:
     """The metadata and the arrays that write() was given. The arrays are read-only.
 
-    They are of a copy in memory: nobody ends this process by cutting off the file. Only a file of more than _COPIED_BYTES
-    is mapped.
+    They are of a copy in memory: nobody ends this process by cutting off the file. Only a file of more than
+    _COPIED_BYTES is mapped.
 
     until: the first of the arrays that are not looked at, such as gigabytes of experts: it and those behind it may be
     zeros.

@@ -18,5 +18,5 @@ def test_shares_are_shown_when_something_was_computed_for_somebody() -> None:
     assert idle["hits"] == idle["local"] == "" and idle["tokens"] == "0 + 0"
     asked = cells_of(Counters(1, 1 << 20, prompt_tokens=5, generated_tokens=0, **{**tried, "hits": 32, "sent": 24}))
     assert asked["hits"] == "25.0%" and asked["local"] == "75.0%"
-    serving_others = cells_of(Counters(1, 1 << 20, prompt_tokens=0, generated_tokens=0, served=1, **{**tried, "hits": 32}))
-    assert serving_others["hits"] == "25.0%"
+    lent = cells_of(Counters(1, 1 << 20, prompt_tokens=0, generated_tokens=0, served=1, **{**tried, "hits": 32}))
+    assert lent["hits"] == "25.0%"
