@@ -112,6 +112,12 @@ def test_memory_is_divided_by_entropy() -> None:
     np.testing.assert_array_equal(allocate(problem).of_server, [[4, 4], [4, 4]])
 
 
+def test_shares_of_memory_are_rounded_down_and_the_rest_goes_to_what_is_most_frequent() -> None:
+    """7 places for two layers of equal entropy: 3 each, and the last for the layer whose fourth expert is used more."""
+    problem = problem_of(np.array([[[1, 1, 1, 1], [2, 2, 2, 2]]] * 2), [7, 7])
+    np.testing.assert_array_equal(allocate(problem).of_server, [[3, 4], [3, 4]])
+
+
 def test_a_layer_borrows_from_the_one_that_has_most_and_from_the_largest_server_first() -> None:
     frequencies = np.array([[[1, 0, 0, 0], [1, 1, 1, 1]]] * 2)
     # 0 of layer 0; 3 and 4 of layer 1. One place is left on the second server; then that one gives, then the first.
