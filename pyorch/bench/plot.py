@@ -21,7 +21,7 @@ _BINS = 24
 
 
 def draw(results: Results, pairs: Sequence[tuple[Config, Config]], path: Path) -> None:
-    """Writes the picture of each pair, of its last round. PyorchError without matplotlib, or where nothing can be written."""
+    """Writes the picture, of the last round. PyorchError without matplotlib, or where it cannot be written."""
     pictures.save_as(partial(_bandwidths, results=results, pairs=pairs), path, pictures.PRINT_DPI)
 
 

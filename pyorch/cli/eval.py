@@ -52,8 +52,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep.add_argument("--cache-rate", metavar="SHARE,...",
                        help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
     sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
-                       help="add a row with these settings of buddies, such as coverage=0.95,max_replaced=3, or "
-                            "default; may be repeated")
+                       help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; "
+                            "may be repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
                        help="add a row that computes with predicted experts; PREDICTOR is "
                             f"{listed(predictors().executable)}; may be repeated")
@@ -311,7 +311,8 @@ def _windows(stretches) -> Table:
     titles = ("token", "perplexity", "KL", "absent/token", "changed/token", "waited for/token", "resident")
     forms = ("d", ".2f", ".4f", ".2f", ".2f", ".2f", "d")
     rows = [[value for name, value in _window(stretch).items() if name != "n_tokens"] for stretch in stretches]
-    return Table(titles, [["-" if cell is None else format(cell, form) for cell, form in zip(row, forms)] for row in rows])
+    lines = [["-" if cell is None else format(cell, form) for cell, form in zip(row, forms)] for row in rows]
+    return Table(titles, lines)
 
 
 def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution, progress):

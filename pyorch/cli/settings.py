@@ -10,7 +10,7 @@ from typing import Any
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, LOSSY, Option, options
 from pyorch.settings.settings import Settings
-from pyorch.settings.substitution import OFF, Substitution
+from pyorch.settings.substitution import OFF, PRESETS, Substitution
 
 OPTIONS = options(Settings)
 
@@ -57,6 +57,7 @@ def _help_of_substitution() -> str:
     for name, option in options(Substitution).items():
         heading = f"{option.plain} ({name})" if option.plain else name
         lines.append(f"  {heading:20} {option.help}")
+    lines += (f"  {name:20} as the first of SETTINGS: short for {settings}" for name, settings in PRESETS.items())
     return "\n".join(lines)
 
 

@@ -152,8 +152,8 @@ class Substitution:
         if first.strip() in PRESETS:
             preset = cls.parse(PRESETS[first.strip()])
             changes = cls.parse(rest)
-            given = {plain.get(key, key) for key in (item.partition("=")[0].strip() for item in rest.split(",") if item)}
-            return replace(preset, **{name: getattr(changes, name) for name in given})
+            keys = [item.partition("=")[0].strip() for item in rest.split(",") if item]
+            return replace(preset, **{name: getattr(changes, name) for name in (plain.get(key, key) for key in keys)})
         for item in (text.split(",") if text not in ("", "default") else ()):
             key, equals, value = (part.strip() for part in item.partition("="))
             key = plain.get(key, key)

@@ -469,7 +469,8 @@ def test_less_is_lost_as_the_cache_fills(small_moe: Path, tmp_path: Path, capsys
     changed = sum(each["changed_per_token"] for each in windows) / len(windows)
     assert changed * 320 == pytest.approx(it["substitution"]["dropped"])
     assert it["kl_divergence"] == pytest.approx(sum(each["kl_divergence"] for each in windows) / len(windows))
-    assert main([*map(str, ("eval", "perplexity", alone, "--data", TEXT, "--tokens", 64, "--window", 32, "--each-window"))]) == 0
+    assert main(["eval", "perplexity", str(alone), "--data", str(TEXT), "--tokens", "64", "--window", "32",
+                 "--each-window"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert table[-3].split()[:2] == ["token", "perplexity"] and [line.split()[0] for line in table[-2:]] == ["0", "32"]
 
