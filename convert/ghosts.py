@@ -1,7 +1,8 @@
 """Ghosts from a trace: for each expert a mean output and a linear map of low rank of the router's input.
 
 Of an expert, the samples are the router inputs x that selected it, its outputs y on them, and the squares w^2 of its
-routing weights: what an error there adds to the squared error of the layer. A ghost of rank r is the reduced-rank ridge
+routing weights: what an error there adds to the squared error of the layer. Those do not count where the expert is among
+the heaviest of a token, which is waited for all the same: they would count most of all. A ghost of rank r is the reduced-rank ridge
 regression of y on x, both centered at their weighted means: with X and Y the rows w (x - mean) and w (y - mean), and the
 singular value decomposition X = Q S R, the matrix of rank r with the least |Y - X B^T|^2 + lambda |B|^2 is the projection
 of the one of full rank, B = Y^T Q diag(S / (S^2 + lambda)) R, on the first r right singular vectors of
@@ -51,10 +52,13 @@ class Settings:
 
     n_bytes: Amount = SHARE
     rank: int | None = None
+    sacred: int = 2  # so many of a token's experts, those of the highest weight, no ghost has to stand for
 
     def __post_init__(self) -> None:
         if self.rank is not None and not 0 <= self.rank <= MOST_ROWS:
             raise PyorchError(f"rank {self.rank} is not from 0 to {MOST_ROWS}")
+        if self.sacred < 0:
+            raise PyorchError(f"sacred {self.sacred} is below 0")
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def build(
     fits = []
     done = 0
     for layer in model_map.layers:
-        fit = _LayerFit(model_map, trace, layer.il)
+        fit = _LayerFit(model_map, trace, layer.il, settings.sacred)
         for _ in fit.steps():
             done += 1
             report("fitting", done // 2, n_experts)  # each expert is gone through twice
@@ -196,13 +200,13 @@ def build(
         report("writing down", done, len(fits))
         layers[fit.il] = fit.ghosts()
     n_bytes = sum(fit.base_bytes + fit.row_bytes * int(np.maximum(fit.ranks, 0).sum()) for fit in fits)
-    return Built(Ghosts(layers, len(trace.inputs[0])), tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
+    return Built(Ghosts(layers, len(trace.inputs[0]), settings.sacred), tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
 
 
 class _LayerFit:
     """One layer: how much is left of its experts' outputs by rank, then its ghosts."""
 
-    def __init__(self, model_map: ModelMap, trace: Trace, il: int) -> None:
+    def __init__(self, model_map: ModelMap, trace: Trace, il: int, sacred: int) -> None:
         self.il = il
         self._experts = LayerExperts(model_map, il)
         index = trace.layer_index(il)
@@ -212,8 +216,12 @@ class _LayerFit:
         experts = chosen["experts"][:, index].astype(np.int64)
         if experts.max() >= self.n_expert:
             raise FormatError(f"{trace.path} is damaged: it names expert {experts.max()} of {self.n_expert}")
+        probs = renormalized(chosen["probs"][:, index])
+        order = np.argsort(-probs, axis=1, kind="stable")
         self._weights = np.zeros((len(self._inputs), self.n_expert))
-        np.put_along_axis(self._weights, experts, renormalized(chosen["probs"][:, index]), axis=1)
+        np.put_along_axis(self._weights, experts, probs, axis=1)
+        self._sacred = np.zeros(self._weights.shape, bool)
+        np.put_along_axis(self._sacred, np.take_along_axis(experts, order[:, :sacred], axis=1), True, axis=1)
         self._samples: list[Samples] = []
         self.ridge = 0.0  # as a multiple
         self.left = np.zeros((self.n_expert, 0))  # [n_expert, rank + 1], as a share of the layer's squared output
@@ -234,12 +242,13 @@ class _LayerFit:
 
     def steps(self) -> Iterator[None]:
         """Goes through all experts twice."""
-        output = None
+        output = None  # of the layer, for the inputs all of whose experts are sampled
+        missing = (self._weights > 0).sum(axis=1)
         left = np.zeros(len(_RIDGES))
         for expert in range(self.n_expert):
-            selected = self._weights[:, expert].nonzero()[0]
+            selected = _spread(self._weights[:, expert].nonzero()[0])
             few = len(selected) < _LEAST_SAMPLES
-            rows = _spread(np.arange(len(self._inputs)) if few else selected)
+            rows = _spread(np.arange(len(self._inputs))) if few else selected
             weights = np.full(len(rows), 1 / self.n_expert) if few else self._weights[rows, expert]
             samples = Samples(self._inputs[rows].astype(np.float64),
                               self._experts.outputs(expert, self._inputs[rows]).astype(np.float64), weights**2)
@@ -247,6 +256,9 @@ class _LayerFit:
                 output = np.zeros((len(self._inputs), samples.outputs.shape[1]))
             if not few:
                 output[rows] += weights[:, None] * samples.outputs
+                missing[rows] -= 1
+            light = ~self._sacred[rows, expert]
+            samples = samples[light] if not few and light.sum() >= _LEAST_SAMPLES else samples
             self._samples.append(samples)
             judges = len(samples) > 1 and expert % _JUDGES == 0
             for fitted, held_out in folds(samples) if judges else ():
@@ -255,7 +267,8 @@ class _LayerFit:
             yield
         self.ridge = _RIDGES[int(left.argmin())]
         most = min(MOST_ROWS, *(size for size in self._samples[0].inputs.shape[1:] + self._samples[0].outputs.shape[1:]))
-        squared = max(float((output**2).sum(axis=1).mean()), np.finfo(np.float32).tiny)
+        whole = missing == 0 if (missing == 0).any() else slice(None)
+        squared = max(float((output[whole] ** 2).sum(axis=1).mean()), np.finfo(np.float32).tiny)
         self.left = np.zeros((self.n_expert, most + 1))
         for expert, samples in enumerate(self._samples):
             for fitted, held_out in folds(samples) if len(samples) > 1 else ():

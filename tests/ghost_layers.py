@@ -24,4 +24,4 @@ def random_ghosts(seed: int) -> Ghosts:
                           for shape in ((N_EXPERT, N_EMBD), (n_rows, N_EMBD), (n_rows, N_EMBD)))
         energy = rng.uniform(0.5, 2, N_EXPERT).astype(np.float32)
         layers[il] = LayerGhosts(rank, mean, down, up, energy * rng.uniform(0, 1, N_EXPERT).astype(np.float32), energy)
-    return Ghosts(layers, 1000)
+    return Ghosts(layers, 1000, 2)

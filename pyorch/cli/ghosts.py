@@ -18,6 +18,7 @@ class Report:
 
     path: Path
     n_inputs: int
+    sacred: int
     n_bytes: int
     expert_bytes: int
     layers: tuple[object, ...]
@@ -27,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "ghosts", summary, "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%")
     parser.description += (
         " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the output "
-        "of an absent expert, where the user allows it (--buddies mode=none,miss=ghost). Ghosts are written into a file "
+        "of an absent expert, where the user allows it (--buddies mode=none,miss=ghost,sacred=2). Ghosts are written into a file "
         "beside the model, and all of them stay in memory."
     )
     add_model(parser)
@@ -39,6 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                            "that gain more get more of it (default: 2%%)")
     size.add_argument("--rank", type=int, metavar="R",
                       help="rows of the map of each expert instead, fewer where more would be worse")
+    parser.add_argument("--sacred", type=int, default=2, metavar="N",
+                        help="fit them for use with sacred=N: no ghost stands for the N heaviest experts of a token "
+                             "(default: %(default)s)")
     add_output_options(parser, "MODEL.ghosts.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -55,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     except ValueError:
         raise PyorchError(f'--bytes "{args.bytes}" is not understood: use a share of the experts such as 3%, or a size '
                           "such as 200MiB") from None
-    settings = Settings(n_bytes, args.rank)
+    settings = Settings(n_bytes, args.rank, args.sacred)
     path = (args.output or container.default_path(args.model, "ghosts")).absolute()
     check_output(path, args.model, [args.trace])
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, progress.update)
         built.ghosts.write(path, model_map)
-    report = Report(path, built.ghosts.n_inputs, built.n_bytes, built.expert_bytes, built.layers)
+    report = Report(path, built.ghosts.n_inputs, built.ghosts.sacred, built.n_bytes, built.expert_bytes, built.layers)
     if args.json:
         print_json(report)
     else:

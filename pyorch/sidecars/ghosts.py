@@ -47,10 +47,14 @@ class LayerGhosts:
 
 @dataclass(frozen=True)
 class Ghosts:
-    """The ghosts of a model: its layers with routed experts, by their il. n_inputs: that they were fitted on."""
+    """The ghosts of a model: its layers with routed experts, by their il. n_inputs: that they were fitted on.
+
+    sacred: so many of a token's experts, those of the highest weight, they were not fitted to stand for.
+    """
 
     layers: dict[int, LayerGhosts]
     n_inputs: int
+    sacred: int
 
     def apply(self, engine: Engine, il: int) -> None:
         """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for others'."""
@@ -66,7 +70,7 @@ class Ghosts:
                 if values.size:
                     limit = np.finfo(dtype).max if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max
                     arrays[f"blk.{il}.{name}"] = np.clip(values, -limit, limit).astype(dtype)
-        metadata = {"layers": list(self.layers), "n_inputs": self.n_inputs}
+        metadata = {"layers": list(self.layers), "n_inputs": self.n_inputs, "sacred": self.sacred}
         container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
     @classmethod
@@ -78,10 +82,10 @@ class Ghosts:
         if metadata.get("layers") != expected:
             raise FormatError(f"{path} has ghosts for other layers than the {len(expected)} of {model_map.path} with "
                               "routed experts: make it again")
-        if not isinstance(metadata.get("n_inputs"), int):
+        if not all(isinstance(metadata.get(name), int) for name in ("n_inputs", "sacred")):
             raise FormatError(f"{path} does not say what its ghosts were fitted on: make it again")
         layers = {layer.il: _layer(path, layer.il, layer.n_expert, arrays) for layer in model_map.layers}
-        return cls(layers, metadata["n_inputs"])
+        return cls(layers, metadata["n_inputs"], metadata["sacred"])
 
 
 _ARRAYS = {"rank": np.int32, "mean": np.float16, "down": np.float16, "up": np.float16, "error": np.float32,

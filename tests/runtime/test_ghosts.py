@@ -49,7 +49,7 @@ def same(factor: float) -> Ghosts:
     none = np.zeros((0, N_EMBD), np.float32)
     ones = np.ones(N_EXPERT, np.float32)
     layer = LayerGhosts(np.zeros(N_EXPERT, np.int32), np.full((N_EXPERT, N_EMBD), factor, np.float32), none, none, ones, ones)
-    return Ghosts(dict.fromkeys(range(8), layer), 1)
+    return Ghosts(dict.fromkeys(range(8), layer), 1, 0)
 
 
 def test_ghosts_give_what_numpy_computes(model) -> None:
