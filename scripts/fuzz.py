@@ -112,6 +112,7 @@ def _import_everything() -> None:
 
     import pyorch.cli.buddies  # noqa: F401
     import pyorch.cli.convert  # noqa: F401
+    import pyorch.cli.ghosts  # noqa: F401
     import pyorch.cli.inspect  # noqa: F401
     import pyorch.cli.maps  # noqa: F401
     import pyorch.cli.pack  # noqa: F401
@@ -157,9 +158,10 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
         return [Target(trace_mutator(trace.read_bytes()), "damaged.trace", (), commands)]
     _must(("maps", model, trace))
     _must(("buddies", model, "--trace", trace))
+    _must(("ghosts", model, "--trace", trace, "--rank", "1"))
     _must(("calibrate", model, "--data", text, "--tokens", "64", "--threads", "1"))
     uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--buddies", "default"),
-            "predictor": ("--prefetch", "quasi-hidden")}
+            "predictor": ("--prefetch", "quasi-hidden"), "ghosts": ("--buddies", "mode=none,miss=ghost")}
     sidecars = [
         Target(gguf_mutator(model.with_suffix(f".{name}.gguf").read_bytes()), f"model.{name}.gguf", (model,),
                (("run", model.name, *_RUN, "--budget", "60%", *options),))
