@@ -149,8 +149,9 @@ def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_
         server.complete("class Matrix:\n    def __init__(self, rows):\n" + PROMPT)
     assert failure.value.status_code == 500
     assert re.match(r"Error code: 500 - .*Compute error\. .*Input/output error", str(failure.value))
+    messages = [{"role": "user", "content": PROMPT * 2}]
     with pytest.raises(server.internal_error, match=r"Compute error\. .*Input/output error"):
-        server.client.chat.completions.create(model="", max_tokens=4, messages=[{"role": "user", "content": PROMPT * 2}])
+        server.client.chat.completions.create(model="", messages=messages, max_tokens=4)
     wait_until(lambda: "Input/output error" in server.log.read_text())
 
     fault.unlink()
