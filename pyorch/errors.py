@@ -22,6 +22,10 @@ class FormatError(PyorchError):
     """A file is missing, damaged, or not what it should be."""
 
 
+class DeviceError(PyorchError, RuntimeError):
+    """A decode failed because the device that computes is lost. A RuntimeError too, as ExpertReadError is."""
+
+
 class ExpertReadError(PyorchError, RuntimeError):
     """A decode failed because an expert could not be read. The next decode may succeed.
 

@@ -30,7 +30,7 @@ SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")
 def test_the_difference_to_llama_cpp_stays_small():
     added = [line for patch in sorted((ROOT / "patches").glob("*.patch"))
              for line in patch.read_text(encoding="utf-8").splitlines() if re.match(r"\+(?!\+\+ )", line)]
-    assert 200 < len(added) <= 300
+    assert 200 < len(added) <= 310  # ten of them so that a device that is lost does not end the process
 
 
 @pytest.fixture(scope="module")

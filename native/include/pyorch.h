@@ -353,6 +353,7 @@ typedef struct pyorch_device_info {
 // PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
 pyorch_status pyorch_find_device(const char * name, void ** device);
 
+// A device of another process that is lost has no memory, 0 bytes, or PYORCH_IO is returned.
 pyorch_status pyorch_get_device(void * device, pyorch_device_info * info);
 
 //
@@ -441,9 +442,10 @@ typedef struct pyorch_stats {
     uint64_t decode_ns;       // that took, the sum over threads
     uint64_t device_hits;     // uses that found the expert in the memory of the device: they are no hits above
     uint64_t device_misses;   // all others
-    uint64_t device_loads;    // experts uploaded
+    uint64_t device_computed; // uses that were computed there: hits, and what was uploaded for the layer at hand
+    uint64_t device_loads;    // experts that came into slots
     uint64_t device_evictions;
-    uint64_t device_bytes;    // uploaded
+    uint64_t device_bytes;    // uploaded, into slots and for prompts
     uint64_t device_upload_ns; // that took, the sum over threads
     uint64_t device_experts;  // there now
     uint64_t device_used_bytes; // of its memory, for slots

@@ -17,7 +17,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "verify", summary, "pyorch verify olmoe.gguf --budget 20%,50% --tokens 64")
     parser.description += (
         " The command compares every logit with that of the same model fully in memory. "
-        "The exit status is 0 if all bits are the same, and 1 if not, with lossy options too."
+        "The exit status is 0 if all bits are the same, and 1 if not, with lossy options too. With a device, the other "
+        "model is wholly there; where the processor computes some of the experts, its sums may differ in the last "
+        "bits, and the largest difference is printed."
     )
     add_model_options(parser, LOSSY, lists=("budget",), defaults={"budget": ",".join(map(str, VERIFY_BUDGETS))})
     parser.add_argument("--tokens", type=whole(0), default=32, metavar="N",
@@ -59,8 +61,16 @@ def sentence(comparison) -> str:
     experts, first = comparison.experts, comparison.first_difference
     substituted, speculated = comparison.substitution, comparison.speculation
     managed = f"; {experts.misses} misses, {experts.evictions} evictions" if experts is not None else ""
+    resident = "the resident model's"
+    if comparison.device and experts is not None:
+        shared = (f"the processor computed {comparison.by_processor} of {experts.device_hits + experts.device_misses} "
+                  f"uses of experts, {comparison.device} the others") if comparison.by_processor else (
+                  f"{comparison.device} computed all experts")
+        where += f", {format_bytes(experts.device_used_bytes)} of {comparison.device}"
+        resident = f"those of the model wholly on {comparison.device}"
+        managed = f"; {shared}; {experts.device_loads} uploads into slots{managed}"
     if comparison.identical:
-        return (f"{where}: the logits of {comparison.n_positions} tokens are bit-identical to the resident model's"
+        return (f"{where}: the logits of {comparison.n_positions} tokens are bit-identical to {resident}"
                 f"{managed}")
     if substituted is not None or speculated is not None:
         done = (f"{substituted}"

@@ -47,7 +47,9 @@ class Comparison:
     """Logits under one budget against the reference, over n_positions tokens.
 
     kl_divergence: mean over positions, in nats, of the reference's distribution from the managed one's.
-    top1_agreement: share of positions with the same most probable token.
+    top1_agreement: share of positions with the same most probable token. device: what computes beside the processor, ""
+    for nothing: then the reference is wholly there. by_processor: uses of experts that the processor computed, None
+    without a device; where it is 0, bits must be the same, and else differences are those of other sums.
     """
 
     budget: str
@@ -58,6 +60,8 @@ class Comparison:
     max_abs_difference: float
     kl_divergence: float
     top1_agreement: float
+    device: str
+    by_processor: int | None
     experts: Stats | None
     substitution: SubstitutionStats | None  # None where nothing is substituted
     speculation: SpeculationStats | None  # None where nothing is executed on speculation
@@ -136,6 +140,11 @@ def replayed(
     return np.concatenate(logits)
 
 
+def by_processor(experts: Stats) -> int:
+    """Uses of experts that the device did not compute."""
+    return experts.device_hits + experts.device_misses - experts.device_computed
+
+
 def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Model) -> Comparison:
     # Bytes, not values: 0.0 and -0.0 are different here, and a NaN is the same as itself.
     differs = reference.view(np.uint32) != logits.view(np.uint32)
@@ -153,6 +162,8 @@ def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Mode
         max_abs_difference=float(np.abs(reference - logits).max()),
         kl_divergence=float(kl_divergences(reference, logits).mean()),
         top1_agreement=float(top1_agreements(reference, logits).mean()),
+        device=model.device,
+        by_processor=by_processor(experts) if model.device and experts is not None else None,
         experts=experts,
         substitution=model.stats().substitution,
         speculation=model.stats().speculation,

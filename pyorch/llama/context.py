@@ -12,6 +12,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.library.numerics import np
+from pyorch.llama.device import refuse_lost
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held
@@ -94,6 +95,7 @@ class Context:
 
         Raises:
             ExpertReadError: an expert could not be read. The sequences are as before.
+            DeviceError: the device that computes is lost.
             PyorchError: the process was forked after the context was made.
         """
         self._check_process()
@@ -111,6 +113,7 @@ class Context:
                 n_past[sequence] += 1
             self._batch.logits[i] = i in wanted
         decode_error()  # of an earlier decode
+        refuse_lost(self._model, self._context)
         status = llama.llama_decode(self._context, self._batch)
         if status != 0:
             self._forget()
@@ -119,6 +122,8 @@ class Context:
             reason = decode_error()
             if reason:
                 raise ExpertReadError(reason)
+        refuse_lost(self._model, self._context)
+        if status != 0:
             raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
         self._n_past = n_past
         if not wanted:

@@ -6,8 +6,9 @@ import ctypes
 
 import llama_cpp.llama_cpp as llama
 
+from pyorch.errors import DeviceError
 from pyorch.llama import measure
-from pyorch.llama.managed import ManagedModel
+from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.originals import original
 from pyorch.runtime.devices import find_device
 from pyorch.settings.budget import AUTO
@@ -32,6 +33,22 @@ def place(managed: ManagedModel) -> None:
     if devices or params.n_gpu_layers == 0:
         managed.device_list = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
         params.devices = ctypes.addressof(managed.device_list)
+
+
+def refuse_lost(model: int, context: int) -> None:
+    """DeviceError where the llama_model * computes on a device of another process, and that is gone.
+
+    Before a decode, which might ask it for memory, and that ends the process; and after one that went well: who reads
+    logits that were never computed is told nothing else.
+    """
+    managed = find(model)
+    device = managed.device if managed is not None else None
+    if device is None or not device.is_remote:
+        return
+    llama.llama_synchronize(context)
+    if device.is_lost():
+        raise DeviceError(f"the device {managed.settings.device} is lost: its process ended, or cannot be reached; load "
+                          "the model again, with it or without --device")
 
 
 def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> None:

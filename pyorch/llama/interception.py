@@ -22,7 +22,7 @@ from pyorch.llama import logs, measure
 from pyorch.llama.capture import capture
 from pyorch.llama.closed import closing
 from pyorch.llama.context_plan import default_ubatch, plan_context
-from pyorch.llama.device import place, plan_device
+from pyorch.llama.device import place, plan_device, refuse_lost
 from pyorch.llama.managed import ManagedModel, find, is_forked, lock, models
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
@@ -212,12 +212,15 @@ def _raise_decode_errors(method: Callable) -> Callable:
         if is_forked(self.model.model):
             raise PyorchError(FORKED)
         decode_error()  # of an earlier decode
+        refuse_lost(self.model.model, self.ctx)
         try:
             method(self, batch)
+            refuse_lost(self.model.model, self.ctx)
         except RuntimeError:
             reason = decode_error()
             if reason:
                 raise ExpertReadError(reason) from None
+            refuse_lost(self.model.model, self.ctx)
             raise
         finally:
             raise_held()

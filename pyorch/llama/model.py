@@ -117,6 +117,11 @@ class Model:
                 f"{max(layer.n_expert for layer in layers)} experts, {kept} of {format_bytes(info.slots_bytes)}>")
 
     @property
+    def device(self) -> str:
+        """Of the device that computes, its name; "" where only the processor does."""
+        return self._record.device.name if self._record.device is not None else ""
+
+    @property
     def note(self) -> str:
         """A sentence where there is nothing to manage, "" otherwise."""
         if self.map.layers:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pyorch.errors import PyorchError
 from pyorch.library.bindings import check, ffi, lib, new, string
+from pyorch.settings.device import REMOTE
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of one of ggml's backends. handle: its ggml_backend_dev_t, valid as long as the process."""
+    """A device of one of ggml's backends. handle: its ggml_backend_dev_t, valid as long as this process.
+
+    is_remote: another process has it.
+    """
 
     name: str
     description: str
     handle: Any
+    is_remote: bool
 
     @property
     def address(self) -> int:
@@ -27,6 +33,13 @@ class Device:
     def total_bytes(self) -> int:
         return _info(self.handle).total_bytes
 
+    def is_lost(self) -> bool:
+        """Whether it is one of another process, which is gone: what is asked of it fails. Asks that process."""
+        try:
+            return self.is_remote and self.total_bytes() == 0
+        except PyorchError:
+            return True
+
 
 def find_device(name: str) -> Device:
     """By its name in ggml's registry, such as "CUDA0"; "auto": the first that there is; or "rpc:HOST:PORT".
@@ -36,7 +49,7 @@ def find_device(name: str) -> Device:
     handle = ffi.new("void **")
     check(lib.pyorch_find_device(name.encode(), handle))
     info = _info(handle[0])
-    return Device(string(info.name), string(info.description), handle[0])
+    return Device(string(info.name), string(info.description), handle[0], name.startswith(REMOTE))
 
 
 def _info(handle: Any) -> Any:

@@ -45,6 +45,7 @@ class Stats:
     decode_ns: int
     device_hits: int
     device_misses: int
+    device_computed: int
     device_loads: int
     device_evictions: int
     device_bytes: int

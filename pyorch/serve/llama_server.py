@@ -11,6 +11,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.devices import Device
+from pyorch.settings.device import REMOTE
 from pyorch.serve.library import chat_page, ffi, lib
 from pyorch.sizes import MiB
 
@@ -126,9 +127,8 @@ class Flags:
         if device is None:
             self.default(DEVICE, "--device", "none")
             return
-        remote = name.removeprefix("rpc:")
-        if remote != name:
-            self.arguments += ("--rpc", remote)
+        if device.is_remote:
+            self.arguments += ("--rpc", name.removeprefix(REMOTE))
         self.replace(DEVICE, device.name)
         self.default(GPU_LAYERS, "-ngl", "all")
 

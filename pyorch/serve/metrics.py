@@ -25,6 +25,16 @@ _COUNTERS = (
     ("dropped_slots", "Expert slots that were left out (lossy).", "dropped", 1),
     ("ghost_slots", "Expert slots that ghosts computed (lossy).", "ghosts", 1),
 )
+# Of experts on a device, where there is one.
+_DEVICE_COUNTERS = (
+    ("device_hits", "Uses of experts that found them in the memory of the device.", "device_hits", 1),
+    ("device_misses", "Uses of all other experts.", "device_misses", 1),
+    ("device_computed", "Uses of experts that the device computed.", "device_computed", 1),
+    ("device_loads", "Experts that came into slots of the device.", "device_loads", 1),
+    ("device_evictions", "Experts of the device that had to go for others.", "device_evictions", 1),
+    ("device_bytes", "Bytes of experts uploaded to the device.", "device_bytes", 1),
+)
+_DEVICE_GAUGES = (("device_experts", "Experts in slots of the device.", "device_experts"),)
 _GAUGES = (
     ("resident_experts", "Experts in memory.", "resident_experts"),
     ("resident_bytes", "Bytes of the experts in memory.", "resident_bytes"),
@@ -55,8 +65,9 @@ class _Collector:
         layers = [(str(il), (stats, engine.substitution_stats(il)))
                   for il, stats in zip(engine.n_expert, snapshot.layers)]
         whole = snapshot.stats, engine.substitution_stats()
-        kinds = [(CounterMetricFamily, *counter) for counter in _COUNTERS]
-        kinds += [(GaugeMetricFamily, *gauge, 1) for gauge in _GAUGES]
+        on_device = snapshot.stats.device_budget_bytes > 0
+        kinds = [(CounterMetricFamily, *counter) for counter in _COUNTERS + (_DEVICE_COUNTERS if on_device else ())]
+        kinds += [(GaugeMetricFamily, *gauge, 1) for gauge in _GAUGES + (_DEVICE_GAUGES if on_device else ())]
         for family, name, text, source, factor in kinds:
             yield family(f"pyorch_{name}", text, value=_value(whole, source) * factor)
             by_layer = family(f"pyorch_layer_{name}", f"{text} By layer.", labels=["layer"])

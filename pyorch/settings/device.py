@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyorch.errors import PyorchError
 
 NONE = "none"  # no device
+REMOTE = "rpc:"  # before HOST:PORT of another process that has one
 
 # What computes an expert that the device does not have: the processor, from host memory, while the expert is uploaded
 # if it is worth it; or the device, once it was uploaded. In the order of pyorch_device_misses.
@@ -15,8 +16,8 @@ def device_name(given: str) -> str:
     """Of "none", "auto", "rpc:HOST:PORT" or a device of ggml, which is asked for when a model is loaded."""
     if not isinstance(given, str) or not given.strip():
         raise ValueError(given)
-    host, _, port = given.removeprefix("rpc:").rpartition(":")
-    if given.startswith("rpc:") and not (host and port.isdecimal() and 0 < int(port) < 65536):
+    host, _, port = given.removeprefix(REMOTE).rpartition(":")
+    if given.startswith(REMOTE) and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise PyorchError(f'device "{given}" is not understood: of another process it is rpc:HOST:PORT, such as '
                           "rpc:127.0.0.1:50052")
     return given

@@ -82,12 +82,12 @@ class Settings:
              "name such as CUDA0, or rpc:HOST:PORT for one that another process serves",
     )
     vram_budget: Budget = option(
-        AUTO, Budget.parse, "a size or a share", metavar="SIZE",
+        AUTO, Budget.parse, "a size or a share", flag="--vram-budget", metavar="SIZE",
         help="memory of the device for experts: a share of them such as 60%, a size such as 6GiB, or auto, which takes "
              "what dense layers and context leave",
     )
     device_misses: str = option(
-        PROCESSOR, device_misses, " or ".join(DEVICE_MISSES), metavar="WHO",
+        PROCESSOR, device_misses, " or ".join(DEVICE_MISSES), flag="--device-misses", metavar="WHO",
         help="what computes experts that the device lacks: processor, from host memory, while they are uploaded if "
              "they are worth it; or upload, so that the device computes them as soon as they are there",
     )

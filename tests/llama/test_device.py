@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +13,14 @@ import pytest
 import batches
 from architectures import Zoo, types_of
 from devices import DeviceProcess
-from models import assert_same_bits, small_model
+from models import PROMPT, assert_same_bits, small_model
+from processes import HANG_SECONDS
+from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 import pyorch
-from pyorch.errors import PyorchError
+from pyorch.cli.verify import sentence
+from pyorch.errors import DeviceError, PyorchError
+from pyorch.eval.verify import verify
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
@@ -118,6 +124,7 @@ def test_what_is_on_the_device_costs_no_transfer(
         experts = model.stats().experts
         assert experts.device_hits > 0 and experts.device_bytes == experts.device_loads == experts.device_misses == 0
         assert experts.hits == experts.misses == 0, "host memory was asked for what the device has"
+        assert experts.device_computed == experts.device_hits
 
 
 def test_where_each_token_is_computed_follows_from_the_tokens(
@@ -151,6 +158,54 @@ def test_quantized_experts_are_uploaded_as_the_file_has_them(
     with small_model(small_moe_q4, "30%", device=device.name, vram_budget="30%", device_misses="upload") as model:
         assert_same_bits(logits(model, prompt_tokens), expected)
         assert model.stats().experts.device_hits > 0
+
+
+def test_verify_says_who_computed(small_moe: Path, device: DeviceProcess) -> None:
+    """In budgets of both memories, with all experts on the device and with some."""
+    shared, alone = (
+        next(verify(small_moe, ["50%"], n_tokens=4, n_threads=1, device=device.name, vram_budget=vram_budget,
+                    device_misses=misses))
+        for vram_budget, misses in (("20%", "processor"), ("100%", "upload"))
+    )
+    assert shared.identical and alone.identical and shared.device == alone.device != ""
+    assert shared.by_processor > 0 and alone.by_processor == 0
+    assert "the processor computed" in sentence(shared) and "computed all experts" in sentence(alone)
+
+
+def test_a_server_computes_on_the_device(small_moe: Path, tmp_path: Path) -> None:
+    device = DeviceProcess(tmp_path / "device.log")  # of its own: such a device serves one process at a time
+    options = ("--budget", "50%", "--device", device.name, "--vram-budget", "40%", "--threads", "1", "--", "-np", "1")
+    server = ServerProcess(pyorch_serve(small_moe, *options), tmp_path / "server.log")
+    try:
+        text = server.complete(PROMPT, extra_body=WHOLE_PROMPT)
+        with urllib.request.urlopen(server.url + "/metrics", timeout=HANG_SECONDS) as answer:
+            metrics = answer.read().decode()
+    finally:
+        server.stop()
+        device.stop()
+    hits = re.search(r"^pyorch_device_hits_total (\S+)$", metrics, re.MULTILINE)
+    assert hits is not None and float(hits[1]) > 0
+    with small_model(small_moe, "50%") as model:
+        assert text == "".join(model.generate(PROMPT, max_tokens=16, temperature=0))
+
+
+def test_a_device_that_is_lost_fails_the_decode_and_spares_the_process(
+    small_moe: Path, prompt_tokens: list[int], resident: Model, tmp_path: Path
+) -> None:
+    lost = DeviceProcess(tmp_path / "log")
+    with small_model(small_moe, "50%", device=lost.name, vram_budget="50%") as model:
+        with context(model) as it:
+            it.decode(prompt_tokens[:40])
+            lost.stop()
+            for _ in range(2):
+                with pytest.raises(DeviceError, match="is lost"):
+                    it.decode(prompt_tokens[:1])
+        with pytest.raises(DeviceError, match="is lost"):
+            list(model.generate("import os", max_tokens=2))
+    with small_model(small_moe, "50%") as model:
+        assert len(logits(model, prompt_tokens)) == len(logits(resident, prompt_tokens))
+    with pytest.raises(PyorchError, match="no device can be reached"):
+        small_model(small_moe, "50%", device=lost.name)
 
 
 def test_a_device_that_is_not_there_is_named(small_moe: Path) -> None:

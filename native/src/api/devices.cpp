@@ -16,10 +16,7 @@ pyorch_status pyorch_get_device(void * device, pyorch_device_info * info) {
     return guarded([&] {
         const auto         dev = (ggml_backend_dev_t) device;
         pyorch_device_info out = {};
-        size_t free = 0, total = 0;
-        ggml_backend_dev_memory(dev, &free, &total);
-        out.free_bytes  = free;
-        out.total_bytes = total;
+        device_memory(dev, out.free_bytes, out.total_bytes);
         snprintf(out.name, sizeof(out.name), "%s", ggml_backend_dev_name(dev));
         snprintf(out.description, sizeof(out.description), "%s", ggml_backend_dev_description(dev));
         write_struct(info, "pyorch_device_info", out);

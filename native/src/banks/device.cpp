@@ -14,6 +14,10 @@ bool computes(ggml_backend_dev_t device) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
+[[noreturn]] void refuse(const char * endpoint, const std::exception & failure) {
+    throw Failure(PYORCH_IO, format("no device can be reached at %s: %s", endpoint, failure.what()));
+}
+
 ggml_backend_dev_t find_remote(const std::string & endpoint) {
     const ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
     const auto add = rpc ? (ggml_backend_reg_t (*)(const char *))
@@ -26,7 +30,7 @@ ggml_backend_dev_t find_remote(const std::string & endpoint) {
         FatalGuard guard; // what cannot be reached is a fatal error there
         server = add(endpoint.c_str());
     } catch (const std::exception & failure) {
-        throw Failure(PYORCH_IO, format("no device can be reached at %s: %s", endpoint.c_str(), failure.what()));
+        refuse(endpoint.c_str(), failure);
     }
     if (!server || ggml_backend_reg_dev_count(server) == 0) {
         throw Failure(PYORCH_IO, format("the process at %s has no device", endpoint.c_str()));
@@ -35,6 +39,18 @@ ggml_backend_dev_t find_remote(const std::string & endpoint) {
 }
 
 } // namespace
+
+void device_memory(ggml_backend_dev_t device, uint64_t & free, uint64_t & total) {
+    size_t free_bytes = 0, all_bytes = 0;
+    try {
+        FatalGuard guard;
+        ggml_backend_dev_memory(device, &free_bytes, &all_bytes);
+    } catch (const std::exception & failure) {
+        refuse(ggml_backend_dev_description(device), failure);
+    }
+    free  = free_bytes;
+    total = all_bytes;
+}
 
 ggml_backend_dev_t find_device(const std::string & name) {
     cpu_backend(); // loads all that there are

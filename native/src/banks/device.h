@@ -4,6 +4,7 @@
 
 #include "ggml-backend.h"
 
+#include <cstdint>
 #include <string>
 
 namespace pyorch {
@@ -12,5 +13,8 @@ namespace pyorch {
 // name of ggml's registry, such as CUDA0. They live as long as this process. Throws Failure where there is none, with
 // the names of those that there are.
 ggml_backend_dev_t find_device(const std::string & name);
+
+// In bytes. Throws Failure where the device is another process's and cannot be reached.
+void device_memory(ggml_backend_dev_t device, uint64_t & free, uint64_t & total);
 
 } // namespace pyorch

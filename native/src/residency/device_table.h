@@ -22,6 +22,7 @@ namespace pyorch {
 struct DeviceCounts {
     uint64_t hits      = 0; // uses of experts that were there
     uint64_t misses    = 0; // of all others
+    uint64_t computed  = 0; // of those that were computed there
     uint64_t loads     = 0; // experts that came
     uint64_t evictions = 0;
 };

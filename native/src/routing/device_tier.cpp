@@ -167,6 +167,7 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
         for (int expert : batch.uploads) {
             batch.device_slots[expert] = expert;
         }
+        count_computed(batch);
         return;
     }
     // What passes through a window cannot be taken out of its order: the processor computes it.
@@ -187,6 +188,13 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
         }
     }
     bring_behind(owner, batch);
+    count_computed(batch);
+}
+
+void DeviceTier::count_computed(const RoutedBatch & batch) {
+    std::lock_guard<std::mutex> lock(mutex);
+    seats->counts(batch.layer).computed += std::count_if(batch.device_slots.begin(), batch.device_slots.end(),
+        [](int slot) { return slot != DeviceTable::NONE; });
 }
 
 void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
@@ -245,7 +253,7 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
     if (only < 0) {
         stats.device_upload_ns    = bank.upload_ns();
         stats.device_used_bytes   = bank.used();
-        stats.device_budget_bytes = budget;
+        stats.device_budget_bytes = std::min(budget, table.map.expert_bytes());
     }
     for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
         if (only >= 0 && layer != only) {
@@ -254,6 +262,7 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
         const DeviceCounts & counts = seats->counts(layer);
         stats.device_hits      += counts.hits;
         stats.device_misses    += counts.misses;
+        stats.device_computed  += counts.computed;
         stats.device_loads     += counts.loads;
         stats.device_evictions += counts.evictions;
         stats.device_experts   += seats->n_there(layer);

@@ -107,6 +107,7 @@ private:
     void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
+    void count_computed(const RoutedBatch & batch);
     void work();
     bool upload(const Owner & owner, int layer, int expert, int slot);
 };
