@@ -30,7 +30,7 @@ class ServerProcess:
         import openai  # takes half a second, which no other process of the tests needs to spend
 
         self.log = log
-        self.internal_error = openai.InternalServerError
+        self.error, self.internal_error = openai.APIError, openai.InternalServerError
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
         wait_until(lambda: _READY.search(self.log.read_text()) or self.process.poll() is not None)

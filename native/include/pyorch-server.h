@@ -43,7 +43,7 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
 void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user);
 
 // Before the server runs: what llama-server answers to a POST at one of its paths with a status of 500 or more is
-// shown, and may be replaced.
+// shown, and may be replaced; of a stream, each part that speaks of an error, without what was asked.
 void pyorch_server_explain(const char * path, pyorch_answer_fn answer, void * user);
 
 // Requests for this path, with --api-prefix in front, need no API key.

@@ -62,13 +62,30 @@ void show(pyorch_answer_fn answer, void * user, const char * method, const std::
     answer(user, &exchange);
 }
 
-// What llama-server itself answers, with why where it failed.
+// What llama-server itself answers, with why where it failed. In a stream, that is one of its parts.
 server_http_res_ptr own_answer(const server_http_context::handler_t & own, const std::string & path,
         const server_http_req & request) {
     auto response = own(request);
     const auto found = explanations.find(path);
-    if (found != explanations.end() && response->status >= 500) {
-        show(found->second.answer, found->second.user, "POST", path, request, *response);
+    if (found == explanations.end()) {
+        return response;
+    }
+    const Explanation explanation = found->second;
+    if (response->is_stream()) {
+        response->next = [explanation, path, next = std::move(response->next)](std::string & part) {
+            const bool more = next(part);
+            if (part.find("\"error\"") != std::string::npos) {
+                const std::function<bool()> never = [] { return false; };
+                server_http_res failed;
+                failed.status = 500;
+                failed.data   = part;
+                show(explanation.answer, explanation.user, "POST", path, { {}, {}, path, "", "", {}, never }, failed);
+                part = failed.data;
+            }
+            return more;
+        };
+    } else if (response->status >= 500) {
+        show(explanation.answer, explanation.user, "POST", path, request, *response);
     }
     return response;
 }

@@ -105,7 +105,7 @@ class Routes:
 
     def explain(self, paths: Iterable[str], handler: Handler) -> None:
         """Where llama-server itself failed to answer a POST at these paths, of its own, the handler may give another
-        answer."""
+        answer; in the place of a part of a stream, where that speaks of an error. Its status stands then."""
         self._explain = handler
         for path in paths:
             lib.pyorch_server_explain(path.encode(), self._explaining, ffi.NULL)

@@ -152,6 +152,8 @@ def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_
     messages = [{"role": "user", "content": PROMPT * 2}]
     with pytest.raises(server.internal_error, match=r"Compute error\. .*Input/output error"):
         server.client.chat.completions.create(model="", messages=messages, max_tokens=4)
+    with pytest.raises(server.error, match=r"Compute error\. .*Input/output error"):
+        list(server.client.chat.completions.create(model="", messages=messages, max_tokens=4, stream=True))
     wait_until(lambda: "Input/output error" in server.log.read_text())
 
     fault.unlink()
