@@ -1,9 +1,16 @@
-"""A device that is the processor of this process: ggml's RPC, on a port of this machine. device_process.py PORT"""
+"""A device that is the processor of this process: ggml's RPC, on a port of this machine.
+
+    device_process.py PORT [MEMORY]
+
+MEMORY: bytes that may be allocated; more is refused.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import resource
 import sys
+from pathlib import Path
 
 from pyorch import _libs
 
@@ -25,6 +32,9 @@ def main() -> None:
     text, number = ctypes.c_char_p, ctypes.c_size_t
     serve = ctypes.CFUNCTYPE(None, text, text, number, number, ctypes.POINTER(pointer))(
         find(rpc, b"ggml_backend_rpc_start_server"))
+    if len(sys.argv) > 2:
+        used = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + int(sys.argv[2]),) * 2)
     serve(f"127.0.0.1:{int(sys.argv[1])}".encode(), None, 1, 1, (pointer * 1)(processor))
 
 

@@ -18,12 +18,14 @@ _TRIES = 5  # a port that is free may be taken by another process before it is u
 class DeviceProcess:
     """Serves ggml's RPC at `name`, until stop(). stderr goes to a file, so that it never blocks."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, memory: int | None = None) -> None:
+        """memory: bytes that the device can allocate; Linux only."""
         for _ in range(_TRIES):
             self.port = ports.free()
             with log.open("wb") as output:
                 self.process = subprocess.Popen(
-                    [sys.executable, str(Path(__file__).with_name("device_process.py")), str(self.port)],
+                    [sys.executable, str(Path(__file__).with_name("device_process.py")), str(self.port),
+                     *([str(memory)] if memory else [])],
                     stdout=output, stderr=output,
                 )
             wait_until(lambda: self._answers() or self.process.poll() is not None)

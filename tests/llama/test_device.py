@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import batches
 from architectures import Zoo, types_of
 from devices import DeviceProcess
 from models import PROMPT, assert_same_bits, small_model
-from processes import HANG_SECONDS
+from processes import HANG_SECONDS, pyorch as pyorch_command
 from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 import pyorch
@@ -24,6 +26,7 @@ from pyorch.eval.verify import verify
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
+from pyorch.sizes import MiB
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +190,19 @@ def test_a_server_computes_on_the_device(small_moe: Path, tmp_path: Path) -> Non
     assert hits is not None and float(hits[1]) > 0
     with small_model(small_moe, "50%") as model:
         assert text == "".join(model.generate(PROMPT, max_tokens=16, temperature=0))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the memory of a process as Linux does")
+def test_a_device_without_memory_for_all_gets_fewer_and_says_so_once(small_moe: Path, tmp_path: Path) -> None:
+    device = DeviceProcess(tmp_path / "log", memory=12 * MiB)  # what the experts need, and there is more to come
+    try:
+        done = pyorch_command("run", small_moe, "-p", "import os", "-n", 2, "--ctx", 256, "--ubatch", 64,
+                              "--budget", "50%", "--device", device.name, "--vram-budget", "100%", "--json")
+    finally:
+        device.stop()
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("has no memory for 12 MiB of experts") == 1
+    assert 0 < json.loads(done.stdout)["stats"]["experts"]["device_used_bytes"] < 12 * MiB
 
 
 def test_a_device_that_is_lost_fails_the_decode_and_spares_the_process(

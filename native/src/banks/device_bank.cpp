@@ -166,7 +166,7 @@ void DeviceBank::allocate(uint64_t budget) {
         budget -= used_bytes;
     }
     double         share   = std::min(1.0, (double) budget / (double) all);
-    bool           refused = false;
+    bool           refused = false, modest = false;
     const uint64_t wanted  = std::min(budget, all);
     for (; share > 0; share = share * all < 1 ? 0 : share) {
         form_pools(share);
@@ -179,6 +179,12 @@ void DeviceBank::allocate(uint64_t budget) {
             continue;
         }
         buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(tensors.get(), ggml_backend_dev_buffer_type(device)));
+        if (buffer && refused && !modest) { // the buffers of the context that is being made come behind
+            modest = true;
+            buffer.reset();
+            share *= 0.75;
+            continue;
+        }
         if (buffer) {
             ggml_backend_buffer_clear(buffer.get(), 0); // rows that nobody wants are computed too: no trap lies in wait
             ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -196,6 +202,10 @@ void DeviceBank::allocate(uint64_t budget) {
         notice(format("note: %s has no memory for %s of experts: %s is taken", ggml_backend_dev_name(device),
             mebibytes(wanted).c_str(), mebibytes(buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0).c_str()));
     }
+}
+
+bool DeviceBank::has_room_for_all() const {
+    return std::all_of(pools.begin(), pools.end(), [](const Pool & pool) { return pool.n_slots == pool.n_experts; });
 }
 
 void DeviceBank::upload(int layer, int slot, int role, const char * bytes) {

@@ -43,7 +43,8 @@ public:
     DeviceBank & operator=(const DeviceBank &) = delete;
 
     // Takes memory: at most so many bytes, and no more than all experts need. What the device refuses is
-    // asked for again, by a quarter less, and that is said once; it may come to nothing. Called once.
+    // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
+    // and it may come to nothing. Called once.
     void allocate(uint64_t budget);
 
     const ggml_backend_dev_t device;
@@ -52,6 +53,7 @@ public:
     int  pool_of(int layer) const { return pool_by_layer[layer]; }
     int  n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
     uint64_t used() const { return used_bytes; } // of the device
+    bool     has_room_for_all() const; // experts of all layers, at once
 
     // The slots for one matrix of a layer's experts.
     ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }

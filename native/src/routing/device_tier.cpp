@@ -43,6 +43,7 @@ void DeviceTier::open() {
     for (const auto & pool : bank.all()) {
         n_slots.push_back(pool.n_slots);
     }
+    brings_first = brings_first || bank.has_room_for_all(); // it is uploaded once, and serves ever after
     seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
     areas    = std::make_unique<DeviceAreas>(table, bank);
     uploader = std::thread([this] { work(); });

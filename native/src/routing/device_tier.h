@@ -89,7 +89,7 @@ private:
 
     Table &                      table;
     const pyorch_policy          policy;
-    const bool                   brings_first;
+    bool                         brings_first; // what the layer at hand needs, so that the device computes it
     uint64_t                     budget;
 
     std::mutex                   mutex;
