@@ -48,7 +48,7 @@ def context(model: Model) -> Context:
 
 
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
-    """Of a prompt of a wide ubatch and a narrower one, one token after another, a few at once, two sequences at once."""
+    """Of a prompt of a wide and a narrower ubatch, one token after another, a few at once, two sequences at once."""
     with context(model) as it:
         made = [it.decode(tokens[:50])] + [it.decode([token]) for token in tokens[:12]] + [it.decode(tokens[:5])]
         made += [it.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 4)]
@@ -78,9 +78,12 @@ def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
 
 
 # Memory of the device: for two areas, for one, for none. The host's: all, half, and the least that works.
-@pytest.mark.parametrize(("vram_budget", "budget"), [("80%", "100%"), ("80%", "312KiB"), ("40%", "50%"), ("20%", "312KiB")])
+@pytest.mark.parametrize(("vram_budget", "budget"), [
+    ("80%", "100%"), ("80%", "312KiB"), ("40%", "50%"), ("20%", "312KiB"),
+])
 def test_a_prompt_passes_through_the_device_whatever_fits_where(
-    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str, budget: str
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str,
+    budget: str,
 ) -> None:
     with small_model(small_moe, budget, device=device.name, vram_budget=vram_budget) as model:
         assert_same_bits(logits(model, prompt_tokens), expected)
@@ -94,12 +97,15 @@ def test_a_prompt_passes_through_the_device_whatever_fits_where(
 def test_two_contexts_share_a_device(
     small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray
 ) -> None:
-    with small_model(small_moe, "50%", device=device.name, vram_budget="60%") as model, ThreadPoolExecutor(2) as threads:
-        for run in [threads.submit(logits, model, prompt_tokens) for _ in range(4)]:
-            assert_same_bits(run.result(), expected)
+    with small_model(small_moe, "50%", device=device.name, vram_budget="60%") as model:
+        with ThreadPoolExecutor(2) as threads:
+            for run in [threads.submit(logits, model, prompt_tokens) for _ in range(4)]:
+                assert_same_bits(run.result(), expected)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "qwen3-next-fused", "deepseek-v3", "llama4", "granite-moe-hybrid"])
+@pytest.mark.parametrize("name", [
+    "mixtral", "gpt-oss", "qwen3-next-fused", "deepseek-v3", "llama4", "granite-moe-hybrid",
+])
 def test_every_layout_of_experts_is_computed_on_the_device(zoo: Zoo, device: DeviceProcess, name: str) -> None:
     """Apart, with biases, in one matrix, beside a shared one, weighted before."""
     def digests(budget: str, **options: object) -> tuple[dict[str, str], pyorch.Model]:

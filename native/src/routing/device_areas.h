@@ -4,8 +4,8 @@
 // has not come by then. An area is free when the layer that computed in it has been followed by another one: a layer's
 // node asks when all before it is computed.
 //
-// One context at a time has the areas, from the first layer of its prompt until it decodes. Others' prompts are computed
-// by the processor meanwhile.
+// One context at a time has the areas, from the first layer of its prompt until it decodes. Others' prompts are
+// computed by the processor meanwhile.
 
 #pragma once
 
@@ -38,8 +38,8 @@ public:
 
     int number(int layer) const { return layer % bank.n_areas(); }
 
-    // A layer comes that computes with these experts, ascending. slots: by expert, -1: it has none. Says which have to be
-    // brought from host memory. False: another context has the areas.
+    // A layer comes that computes with these experts, ascending. slots: by expert, -1: it has none. Says which have to
+    // be brought from host memory. False: another context has the areas.
     bool begin(const void * context, int layer, const std::vector<int> & experts, const std::vector<int> & slots,
         std::vector<int> & from_host);
 
