@@ -192,7 +192,8 @@ def build(
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in model_map.layers)
     if settings.rank is not None:
         for fit in fits:
-            fit.ranks = fit.left[:, : settings.rank + 1].argmin(axis=1)
+            allowed = fit.left[:, : settings.rank + 1]
+            fit.ranks = np.where(allowed.min(axis=1) < fit.energies, allowed.argmin(axis=1), -1)
     else:
         _divide(fits, settings.n_bytes.of(expert_bytes))
     layers = {}
@@ -203,26 +204,45 @@ def build(
     return Built(Ghosts(layers, len(trace.inputs[0]), settings.sacred), tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """What one expert is fitted on. rows: int64[n] of the router inputs; weights: as of Samples."""
+
+    rows: np.ndarray
+    weights: np.ndarray
+
+    def samples(self, inputs: np.ndarray, outputs: np.ndarray) -> Samples:
+        """inputs: of all rows; outputs: of its own."""
+        return Samples(inputs[self.rows].astype(np.float64), outputs.astype(np.float64), self.weights)
+
+
 class _LayerFit:
-    """One layer: how much is left of its experts' outputs by rank, then its ghosts."""
+    """One layer: how much is left of its experts' outputs by rank, then its ghosts.
+
+    Outputs are kept while the layer is gone through, and computed again for the ghosts: those of all layers take many
+    times the memory that ghosts do.
+    """
 
     def __init__(self, model_map: ModelMap, trace: Trace, il: int, sacred: int) -> None:
         self.il = il
         self._experts = LayerExperts(model_map, il)
         index = trace.layer_index(il)
         records, inputs = trace.inputs
-        self._inputs = np.asarray(inputs[:, index], np.float32)
+        self._trace_inputs = inputs[:, index]
         chosen = trace.records[records]
         experts = chosen["experts"][:, index].astype(np.int64)
         if experts.max() >= self.n_expert:
             raise FormatError(f"{trace.path} is damaged: it names expert {experts.max()} of {self.n_expert}")
         probs = renormalized(chosen["probs"][:, index])
+        if not (np.isfinite(self._trace_inputs).all() and np.isfinite(probs).all()):
+            raise FormatError(f"{trace.path} does not hold numbers only, in block {il}: record it again")
         order = np.argsort(-probs, axis=1, kind="stable")
-        self._weights = np.zeros((len(self._inputs), self.n_expert))
+        self._weights = np.zeros((len(records), self.n_expert))
         np.put_along_axis(self._weights, experts, probs, axis=1)
         self._sacred = np.zeros(self._weights.shape, bool)
         np.put_along_axis(self._sacred, np.take_along_axis(experts, order[:, :sacred], axis=1), True, axis=1)
-        self._samples: list[Samples] = []
+        self._samples: list[_Chosen] = []
+        self._n_in, self._n_out = self._trace_inputs.shape[1], 0
         self.ridge = 0.0  # as a multiple
         self.left = np.zeros((self.n_expert, 0))  # [n_expert, rank + 1], as a share of the layer's squared output
         self.ranks = np.full(self.n_expert, -1)
@@ -234,43 +254,53 @@ class _LayerFit:
 
     @property
     def base_bytes(self) -> int:
-        return self.n_expert * _bytes(self._samples[0].outputs.shape[1])
+        return self.n_expert * _bytes(self._n_out)
 
     @property
     def row_bytes(self) -> int:
-        return _bytes(self._inputs.shape[1]) + _bytes(self._samples[0].outputs.shape[1])
+        return _bytes(self._n_in) + _bytes(self._n_out)
 
     def steps(self) -> Iterator[None]:
         """Goes through all experts twice."""
-        output = None  # of the layer, for the inputs all of whose experts are sampled
+        inputs = np.asarray(self._trace_inputs, np.float32)
+        outputs: list[np.ndarray] = []  # by expert, of the rows that it is fitted on
+        output = np.zeros((len(inputs), 0))  # of the layer, for the inputs all of whose experts are sampled
         missing = (self._weights > 0).sum(axis=1)
         left = np.zeros(len(_RIDGES))
         for expert in range(self.n_expert):
-            selected = _spread(self._weights[:, expert].nonzero()[0])
+            selected = self._weights[:, expert].nonzero()[0]
             few = len(selected) < _LEAST_SAMPLES
-            rows = _spread(np.arange(len(self._inputs))) if few else selected
+            candidates = np.arange(len(inputs)) if few else selected
+            rows = _spread(candidates)
             weights = np.full(len(rows), 1 / self.n_expert) if few else self._weights[rows, expert]
-            samples = Samples(self._inputs[rows].astype(np.float64),
-                              self._experts.outputs(expert, self._inputs[rows]).astype(np.float64), weights**2)
-            if output is None:
-                output = np.zeros((len(self._inputs), samples.outputs.shape[1]))
+            given = self._experts.outputs(expert, inputs[rows])
+            if not output.size:
+                self._n_out = given.shape[1]
+                output = np.zeros((len(inputs), self._n_out))
             if not few:
-                output[rows] += weights[:, None] * samples.outputs
+                output[rows] += weights[:, None] * given
                 missing[rows] -= 1
             light = ~self._sacred[rows, expert]
-            samples = samples[light] if not few and light.sum() >= _LEAST_SAMPLES else samples
-            self._samples.append(samples)
+            kept = light if not few and light.sum() >= _LEAST_SAMPLES else slice(None)
+            # A sample stands for those that were left out.
+            chosen = _Chosen(rows[kept], (weights**2 * (len(candidates) / len(rows)))[kept])
+            self._samples.append(chosen)
+            outputs.append(given[kept])
+            samples = chosen.samples(inputs, given[kept])
             judges = len(samples) > 1 and expert % _JUDGES == 0
             for fitted, held_out in folds(samples) if judges else ():
                 regression = Regression(fitted)
                 left += regression.left(held_out, [regression.ridge(strength) for strength in _RIDGES])
             yield
         self.ridge = _RIDGES[int(left.argmin())]
-        most = min(MOST_ROWS, *(size for size in self._samples[0].inputs.shape[1:] + self._samples[0].outputs.shape[1:]))
+        most = min(MOST_ROWS, self._n_in, self._n_out)
         whole = missing == 0 if (missing == 0).any() else slice(None)
         squared = max(float((output[whole] ** 2).sum(axis=1).mean()), np.finfo(np.float32).tiny)
         self.left = np.zeros((self.n_expert, most + 1))
-        for expert, samples in enumerate(self._samples):
+        self.energies = np.zeros(self.n_expert)
+        for expert, chosen in enumerate(self._samples):
+            samples = chosen.samples(inputs, outputs[expert])
+            self.energies[expert] = samples.energy
             for fitted, held_out in folds(samples) if len(samples) > 1 else ():
                 regression = Regression(fitted)
                 self.left[expert] += regression.left_by_rank(held_out, regression.ridge(self.ridge), most)
@@ -278,22 +308,22 @@ class _LayerFit:
                 self.left[expert] = samples.energy
             yield
         self.left /= squared
-        self.energies = np.array([samples.energy for samples in self._samples]) / squared
-        self._norms = np.array([samples.weights.sum() for samples in self._samples])
+        self.energies /= squared
+        self._norms = np.array([chosen.weights.sum() for chosen in self._samples])
 
     def leaves(self, expert: int, rank: int) -> float:
         """Of the weighted squares of its samples; rank -1: without a ghost."""
         return self.energies[expert] if rank < 0 else self.left[expert, rank]
 
     def ghosts(self) -> LayerGhosts:
-        n_in, n_out = self._inputs.shape[1], self._samples[0].outputs.shape[1]
+        inputs, n_in, n_out = np.asarray(self._trace_inputs, np.float32), self._n_in, self._n_out
         mean = np.zeros((self.n_expert, n_out), np.float32)
         downs, ups = [np.zeros((0, n_in), np.float32)], [np.zeros((0, n_out), np.float32)]
         ranks = self.ranks.astype(np.int32)
-        for expert, samples in enumerate(self._samples):
+        for expert, chosen in enumerate(self._samples):
             if ranks[expert] < 0:
                 continue
-            regression = Regression(samples)
+            regression = Regression(chosen.samples(inputs, self._experts.outputs(expert, inputs[chosen.rows])))
             mean[expert], down, up = regression.map(regression.ridge(self.ridge), int(ranks[expert]))
             ranks[expert] = len(down)
             # The same size on both sides: so 16 bits have room for either.

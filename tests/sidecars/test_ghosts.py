@@ -22,7 +22,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.ghosts import KIND, VERSION, Ghosts
 from pyorch.sidecars import container
 from pyorch.sizes import Amount
-from pyorch.traces.file import Trace
+from pyorch.traces.file import HEADER_BYTES, Trace
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,36 @@ def test_experts_that_are_waited_for_do_not_count(model_map: ModelMap, trace: Tr
     assert sums[2] < 0.7 * sums[0] and sums[6] == sums[0]
 
 
+def test_an_expert_of_many_samples_counts_for_all_that_were_left_out(
+    model_map: ModelMap, trace: Trace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals = []
+    for most in (1024, 12):
+        monkeypatch.setattr(fitting, "_MOST_SAMPLES", most)
+        fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
+        for _ in fit.steps():
+            pass
+        often = [e for e in range(fit.n_expert) if (fit._weights[:, e] > 0).sum() > 12]
+        totals.append(sum(fit._samples[e].weights.sum() for e in often))
+        assert len(often) > 3
+    assert totals[1] == pytest.approx(totals[0], rel=0.2)
+
+
+def test_no_outputs_are_kept_of_a_layer_that_was_gone_through(model_map: ModelMap, trace: Trace) -> None:
+    """Of a large model they would be a hundred GiB."""
+    fit = fitting._LayerFit(model_map, trace, 0, sacred=2)
+    for _ in fit.steps():
+        pass
+    kept = [values for chosen in fit._samples for values in vars(chosen).values()]
+    assert all(values.ndim == 1 for values in kept)
+
+
+def test_of_any_rank_no_ghost_is_worse_than_none(of_rank_8: Ghosts) -> None:
+    layers = of_rank_8.layers.values()
+    assert all((layer.error[layer.rank >= 0] < layer.energy[layer.rank >= 0]).all() for layer in layers)
+    assert any((layer.rank < 0).any() for layer in layers), "random experts: some cannot be estimated"
+
+
 @pytest.mark.parametrize("rank", [-1, 65])
 def test_ranks_that_cannot_be_are_refused(rank: int) -> None:
     with pytest.raises(PyorchError, match=f"rank {rank} is not from 0 to 64"):
@@ -307,6 +337,17 @@ def test_a_trace_without_inputs_is_refused(
     trace = trace_of(model_map, tmp_path / "t.trace", n_tokens=20, n_inputs=0)
     assert main(["ghosts", str(small_moe), "--trace", str(trace.path)]) == 2
     assert "record it with --inputs 1000" in capsys.readouterr().err
+
+
+def test_a_trace_with_inputs_that_are_no_numbers_is_refused(model_map: ModelMap, tmp_path: Path) -> None:
+    path = tmp_path / "t.trace"
+    trace = trace_of(model_map, path, n_tokens=20, n_inputs=10)
+    at = HEADER_BYTES + trace.header.slot_dtype().fields["inputs"][1]
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(np.array([np.inf], np.float16).tobytes())
+    with pytest.raises(FormatError, match="does not hold numbers only, in block 0"):
+        build(model_map, Trace(path))
 
 
 def test_a_model_without_ghosts_says_how_to_make_them(small_moe: Path) -> None:
