@@ -23,13 +23,14 @@ VERSION = 1
 class LayerGhosts:
     """The ghosts of one layer: of the router's input x, an expert gives about mean + up^T (down x), of its own rows.
 
-    Rows of down and up are those of expert 0, then those of expert 1, and so on.
+    Rows of down and up are those of expert 0, then those of expert 1, and so on. Those of a file stay as it has them, in
+    float16: an engine makes a copy of its own.
     """
 
     rank: np.ndarray  # int32[n_expert], -1: the expert has no ghost
-    mean: np.ndarray  # float32[n_expert, n_out]
-    down: np.ndarray  # float32[sum of the ranks, n_in]
-    up: np.ndarray  # float32[sum of the ranks, n_out]
+    mean: np.ndarray  # float32 or float16[n_expert, n_out], as are down and up
+    down: np.ndarray  # [sum of the ranks, n_in]
+    up: np.ndarray  # [sum of the ranks, n_out]
     error: np.ndarray  # float32[n_expert], the mean square of what the ghost misses, on inputs that it was not fitted on,
     #                    as a share of the layer's mean squared output; of an expert that has the whole weight of a token
     energy: np.ndarray  # float32[n_expert], the mean square of the expert's output, likewise
@@ -113,5 +114,5 @@ def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> 
             raise FormatError(f"{path}: {name} of layer {il} does not hold numbers only: make it again")
     if (found["error"] < 0).any() or (found["energy"] < 0).any():
         raise FormatError(f"{path}: the errors of layer {il} are not all 0 or more: make it again")
-    matrices = {name: np.asarray(found[name], np.float32) for name in ("mean", "down", "up")}
-    return LayerGhosts(np.array(rank), **matrices, error=np.array(found["error"]), energy=np.array(found["energy"]))
+    return LayerGhosts(np.array(rank), found["mean"], found["down"], found["up"], np.array(found["error"]),
+                       np.array(found["energy"]))

@@ -245,6 +245,8 @@ def test_a_file_gives_back_what_was_written(model_map: ModelMap, tmp_path: Path)
     for il, layer in ghosts.layers.items():
         for name, values in vars(layer).items():
             assert np.array_equal(getattr(read.layers[il], name), values), name
+        matrices = read.layers[il].mean, read.layers[il].down, read.layers[il].up
+        assert all(matrix.dtype == np.float16 for matrix in matrices), "twice the memory, as long as the model is there"
 
 
 def test_ghosts_of_means_alone_have_no_rows_in_the_file(model_map: ModelMap, small_trace: Trace, tmp_path: Path) -> None:
