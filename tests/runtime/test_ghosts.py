@@ -138,6 +138,18 @@ def test_a_prompt_at_once_gives_what_single_tokens_give_with_any_number_of_threa
         assert np.abs(logits - single).max() < 0.02 * np.abs(single).max()
 
 
+def test_mean_outputs_are_those_of_experts_and_not_of_ghosts(model) -> None:
+    def means() -> list[np.ndarray]:
+        with model.engine.calibrating():
+            decode(model)
+        return [vectors for il in model.layers for vectors in model.engine.mean_outputs(il, N_EMBD)]
+
+    set_ghosts(model, random_ghosts(1), None, None)
+    expected = means()
+    set_ghosts(model, random_ghosts(1), "mode=none,miss=ghost,prefill=1", np.arange(N_EXPERT) % 2 == 0)
+    assert all(np.array_equal(*pair) for pair in zip(means(), expected))
+
+
 def test_a_real_cache_reads_what_ghosts_computed_behind_everything_else(small_moe: Path) -> None:
     with pyorch.load(small_moe, budget="30%", n_ctx=256, n_threads=1, prefetch="none") as model:
         set_ghosts(model, random_ghosts(1), "mode=none,miss=ghost,sacred=1", None)

@@ -84,7 +84,9 @@ void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
 
 void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
-    if (!routing.substitutions.active(batch.layer, batch.decode) || speculative(routing, batch)) {
+    // What is calibrated are the experts that routers choose, and their own outputs.
+    if (!routing.substitutions.active(batch.layer, batch.decode) || speculative(routing, batch) ||
+        routing.calibration.active()) {
         return;
     }
     thread_local std::vector<uint8_t> resident;
