@@ -157,6 +157,10 @@ void DeviceBank::allocate_areas(uint64_t budget) {
 }
 
 void DeviceBank::allocate(uint64_t budget) {
+    used_bytes = 0;
+    areas.clear();
+    area_buffer.reset();
+    buffer.reset();
     uint64_t all = 0;
     for (const auto & layer : map.layers) {
         all += layer.n_expert * layer.expert_bytes();

@@ -44,7 +44,7 @@ public:
 
     // Takes memory: at most so many bytes, and no more than all experts need. What the device refuses is
     // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
-    // and it may come to nothing. Called once.
+    // and it may come to nothing. Called once, but again where it threw.
     void allocate(uint64_t budget);
 
     const ggml_backend_dev_t device;

@@ -33,7 +33,6 @@ void DeviceTier::open() {
     if (opened) {
         return;
     }
-    opened = true;
     bank.allocate(budget);
     std::vector<int> n_experts, pool_of, n_slots;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
@@ -47,6 +46,7 @@ void DeviceTier::open() {
     seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
     areas    = std::make_unique<DeviceAreas>(table, bank);
     uploader = std::thread([this] { work(); });
+    opened   = true; // else the next context tries again
 }
 
 void DeviceTier::give_back(DeviceHold & hold) {
