@@ -286,9 +286,9 @@ def lists_of(
     q = np.take_along_axis(scores, ids, axis=1)
     kept = q > 0
     kept[:, 0] |= active
-    scale = np.full(ids.shape, np.nan)
+    scale, left = np.full((2, *ids.shape), np.nan)
     if outputs is not None:
-        scale = np.take_along_axis(outputs.scale, ids, axis=1)
+        scale, left = (np.take_along_axis(values, ids, axis=1) for values in (outputs.scale, outputs.left))
     percentiles = np.arange(N_PERCENTILES)
     return LayerBuddies(
         il,
@@ -298,6 +298,7 @@ def lists_of(
         counted.activations,
         np.percentile(counted.tae, percentiles).astype(np.float32),
         np.percentile(counted.margin, percentiles).astype(np.float32),
+        np.where(kept, left, np.nan).astype(np.float32),
     )
 
 

@@ -182,6 +182,7 @@ class OutputSimilarity:
     relative_error: np.ndarray  # float32[n_expert, n_expert], mean of |o_j - o_i| / |o_i|
     scale: np.ndarray  # float32[n_expert, n_expert], sum <o_i, o_j> / sum <o_j, o_j>: the s of least |o_i - s o_j|
     samples: np.ndarray  # int64[n_expert], that selected i
+    left: np.ndarray  # float32[n_expert, n_expert], of the square of o_i beside s o_j: sum |o_i - s o_j|^2 / sum |o_i|^2
 
 
 def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
@@ -211,7 +212,7 @@ def similarity_of(products: np.ndarray, selected: np.ndarray) -> OutputSimilarit
     """The similarity from the products <o_i, o_j> float32[n, n_expert, n_expert] of n samples."""
     n_expert = selected.shape[1]
     samples = selected.sum(axis=0)
-    cosine, error, scale = (np.zeros((n_expert, n_expert), np.float32) for _ in range(3))
+    cosine, error, scale, left = (np.zeros((n_expert, n_expert), np.float32) for _ in range(4))
     for i in range(n_expert):
         of = products[selected[:, i] if samples[i] >= MIN_SAMPLES else slice(None)]
         squares = np.diagonal(of, axis1=1, axis2=2).astype(np.float64)  # [samples, j]
@@ -219,7 +220,8 @@ def similarity_of(products: np.ndarray, selected: np.ndarray) -> OutputSimilarit
         cosine[i] = _ratio(dots, np.sqrt(squares * own)).mean(axis=0)
         error[i] = np.sqrt(_ratio(np.maximum(squares - 2 * dots + own, 0), own)).mean(axis=0)
         scale[i] = _ratio(dots.sum(axis=0), squares.sum(axis=0))
-    return OutputSimilarity(cosine, error, scale, samples)
+        left[i] = np.clip(1 - scale[i] * _ratio(dots.sum(axis=0), own.sum()), 0, 1)
+    return OutputSimilarity(cosine, error, scale, samples, left)
 
 
 def _ratio(value: np.ndarray, of: np.ndarray) -> np.ndarray:

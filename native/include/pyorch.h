@@ -865,6 +865,11 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
                                  const int32_t * ids, const float * q, const float * scale, const uint8_t * hops);
 
+// What a buddy of the lists of pyorch_set_buddies leaves of the squared output of the expert that it stands in for, times
+// its scale: error[n_expert][k_max] from 0 to 1, nan where it is not known. For PYORCH_MISS_AUTO, with PYORCH_WEIGHT_FITTED.
+pyorch_status pyorch_set_buddy_errors(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
+                                      const float * error);
+
 // Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
 pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
 

@@ -128,7 +128,7 @@ def apply_substitution(
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
-        engine.set_buddies(il, lists.ids, lists.q, lists.scale, hops)
+        engine.set_buddies(il, lists.ids, lists.q, lists.scale, hops, lists.left)
     gates = {
         "tau": None if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": None if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),

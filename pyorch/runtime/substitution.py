@@ -20,7 +20,8 @@ class SubstitutionCalls(EngineHandle):
         check(lib.pyorch_set_substitution(self.handle, il, default("pyorch_substitution", **settings)))
 
     def set_buddies(
-        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, hops: np.ndarray | None = None
+        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, hops: np.ndarray | None = None,
+        left: np.ndarray | None = None,
     ) -> None:
         """The buddies of each expert of a layer, best first.
 
@@ -28,6 +29,7 @@ class SubstitutionCalls(EngineHandle):
             ids: int32[n_expert, k_max], -1 after the last. q, scale: float32 of the same shape; scale is the
                 factor of the buddy's output, nan where it is not known.
             hops: uint8[n_expert], to where an expert is. None: 1 for one that another server computes, else 0.
+            left: float32, what a buddy with its factor leaves of the squared output, 0 to 1; nan where it is not known.
         """
         ids = np.ascontiguousarray(ids, np.int32)
         q = np.ascontiguousarray(q, np.float32)
@@ -35,6 +37,9 @@ class SubstitutionCalls(EngineHandle):
         hops = None if hops is None else np.ascontiguousarray(hops, np.uint8)
         if q.shape != ids.shape or (scale is not None and scale.shape != ids.shape):
             raise PyorchError(f"buddy lists of shape {ids.shape} do not fit priorities of shape {q.shape}")
+        left = None if left is None else np.ascontiguousarray(left, np.float32)
+        if left is not None and left.shape != ids.shape:
+            raise PyorchError(f"buddy lists of shape {ids.shape} do not fit errors of shape {left.shape}")
         if hops is not None and hops.shape != ids.shape[:1]:
             raise PyorchError(f"hops of shape {hops.shape} do not fit buddy lists of shape {ids.shape}")
         check(
@@ -43,6 +48,8 @@ class SubstitutionCalls(EngineHandle):
                 array("float[]", scale), array("uint8_t[]", hops),
             )
         )
+        if left is not None:
+            check(lib.pyorch_set_buddy_errors(self.handle, il, *ids.shape, array("float[]", left)))
 
     def set_ghosts(
         self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray, error: np.ndarray,

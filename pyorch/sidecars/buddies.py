@@ -37,6 +37,8 @@ class LayerBuddies:
     activations: np.ndarray  # int64[n_expert], tokens of the trace that selected the expert
     tae_percentiles: np.ndarray  # float32[101] of the Token Activating Entropy (eq. 1)
     margin_percentiles: np.ndarray  # float32[101] of the margin between the two largest probabilities
+    left: np.ndarray | None = None  # float32[n_expert, k_max], what a buddy with that factor leaves of the replaced expert's
+    #                                 squared output; nan as scale is; None: a file of before has none
 
     @property
     def lengths(self) -> np.ndarray:
@@ -66,6 +68,7 @@ class LayerBuddies:
             ids=np.where(kept, self.ids[:, :width], np.int32(-1)),
             q=np.where(kept, self.q[:, :width], np.float32(0)),
             scale=np.where(kept, self.scale[:, :width], np.float32(np.nan)),
+            left=None if self.left is None else np.where(kept, self.left[:, :width], np.float32(np.nan)),
         )
 
 
@@ -113,6 +116,7 @@ class Buddies:
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""
         arrays = {f"blk.{il}.{name}": getattr(layer, name) for il, layer in self.layers.items() for name in _ARRAYS}
+        arrays |= {f"blk.{il}.left": layer.left for il, layer in self.layers.items() if layer.left is not None}
         metadata = {
             "layers": list(self.layers), "alpha": [float(self.alpha[il]) for il in self.layers],
             "similarity": self.similarity, "n_tokens": self.n_tokens,
@@ -156,7 +160,12 @@ def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> 
         if found[name].shape != shape:
             raise FormatError(f"{path}: {name} of layer {il} has the shape {list(found[name].shape)}, "
                               f"the model needs {list(shape)}")
-    layer = LayerBuddies(il, **{name: np.array(array) for name, array in found.items()})
+    left = arrays.get(f"blk.{il}.left")
+    if left is not None and (left.dtype != np.float32 or left.shape != found["ids"].shape or (left < 0).any()
+                             or (left > 1).any()):
+        raise FormatError(f"{path}: what buddies of layer {il} leave are no numbers from 0 to 1 for each: make it again")
+    layer = LayerBuddies(il, **{name: np.array(array) for name, array in found.items()},
+                         left=None if left is None else np.array(left))
     _check(path, layer)
     return layer
 

@@ -40,7 +40,6 @@ def test_the_reason_is_named(
     for command in (
         ("maps", small_moe, trace, "-o", output),
         ("buddies", small_moe, "--trace", trace, "-o", output),
-        ("ghosts", small_moe, "--trace", trace, "--rank", 0, "-o", output),
         ("calibrate", small_moe, "--data", text, "--tokens", 200, "--threads", 1, "-o", output),
         ("run", small_moe, "-p", "import", "-n", 24, "--temp", 0, "--threads", 1, "--budget", "50%", "--json",
          "--prefetch", "expert-map:1:0", "--maps", output),

@@ -177,3 +177,25 @@ def test_errors_are_spent_on_the_slots_where_they_are_least(model) -> None:
         _, _, counts = model.engine.substitute(routing, np.zeros(N_EXPERT, bool))
         assert counts.changed == int((np.cumsum(costs) <= bound).sum())
         assert counts.refused_error == n_used - counts.changed
+
+
+def test_auto_takes_a_buddy_where_it_errs_less_than_the_ghost(model) -> None:
+    """With fitted weights, whose errors are known; not where nobody knows them."""
+    ids = np.roll(np.arange(N_EXPERT), 8)[:, None].astype(np.int32)
+    q, scale = np.ones((2, N_EXPERT, 1), np.float32)
+    logits = np.linspace(1, 0, N_EXPERT, dtype=np.float32)[None]
+    routing = Routing(0, 0, True, np.arange(6, dtype=np.int32)[None], np.full((1, 6), 1 / 6, np.float32), logits, logits,
+                      np.empty((1, 0), np.float32))
+    random_ghosts(1).apply(model.engine, 0)
+    resident = np.arange(N_EXPERT) >= 6
+    layer = random_ghosts(1).layers[0]
+    best = np.where(layer.rank >= 0, layer.error / layer.energy, 1)[:6]
+    for left, weight in ((0.5, "fitted"), (0.0, "fitted"), (1.0, "fitted"), (np.nan, "fitted"), (0.0, "keep")):
+        model.engine.set_buddies(0, ids, q, scale, left=np.full((N_EXPERT, 1), left, np.float32))
+        model.engine.set_substitution(0, {"mode": 1, "on_miss": 3, "weight": 2 if weight == "fitted" else 0})
+        _, _, counts = model.engine.substitute(routing, resident)
+        assert counts.substituted == ((left < best).sum() if weight == "fitted" else 0)
+        assert counts.changed == 6
+    for wrong, why in ((np.full((N_EXPERT, 1), 2.0), "from 0 to 1"), (np.zeros((N_EXPERT, 2)), "do not fit errors")):
+        with pytest.raises(PyorchError, match=why):
+            model.engine.set_buddies(0, ids, q, scale, left=wrong)

@@ -193,7 +193,7 @@ def test_the_gates_are_calibrated_on_every_token_of_a_layer(model_map: ModelMap,
 def test_the_score_is_the_product_of_both_similarities_where_there_is_one() -> None:
     q = np.array([[0, 0.5, 0.5], [0.9, 0, 0.1], [0.4, 0.6, 0]])
     cosine = np.array([[1, 0.2, 0.6], [0.1, 1, 0.9], [-0.3, -0.2, 1]], np.float32)
-    outputs = OutputSimilarity(cosine, cosine, cosine, np.full(3, 9))
+    outputs = OutputSimilarity(cosine, cosine, cosine, np.full(3, 9), cosine)
     np.testing.assert_allclose(lists.score(q, outputs, "both"), [[0, 1 / 4, 3 / 4], [0.5, 0, 0.5], q[2]], atol=1e-6)
     np.testing.assert_allclose(lists.score(q, outputs, "output"), [[0, 1 / 4, 3 / 4], [0.1, 0, 0.9], q[2]], atol=1e-6)
     assert lists.score(q, None, "coactivation") is q
@@ -270,6 +270,7 @@ def test_similarity_is_that_of_a_plain_loop(model_map: ModelMap, monkeypatch) ->
             best = found.scale[i, j]
             losses = [((a - scale * b) ** 2).sum() for scale in (best - 0.05, best, best + 0.05)]
             assert losses[1] == min(losses)
+            assert found.left[i, j] == pytest.approx(losses[1] / (a**2).sum(), abs=1e-3)
 
 
 def test_samples_that_do_not_fit_are_thinned_out(model_map: ModelMap, monkeypatch) -> None:
@@ -297,7 +298,9 @@ def test_buddies_by_output_are_those_that_compute_alike(model_map: ModelMap, tra
     off = expected.cosine - 2 * np.eye(64, dtype=np.float32)
     assert layer.ids[:, 0].tolist() == off.argmax(axis=1).tolist()
     there = layer.ids >= 0
-    assert np.array_equal(layer.scale[there], np.take_along_axis(expected.scale, layer.ids, 1)[there])
+    for name in ("scale", "left"):
+        values = np.take_along_axis(getattr(expected, name), layer.ids, 1)
+        assert np.array_equal(getattr(layer, name)[there], values[there])
     assert len(built.agreement) == 8 and built.n_inputs == N_INPUTS
     for row in built.agreement:
         assert row.best_cosine > row.random_cosine and row.best_cosine >= row.coactivated_cosine
@@ -356,6 +359,8 @@ def test_a_list_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("what, array, edit", [
+    ("what buddies of layer 3 leave", "left", lambda left: left + 2),
+    ("what buddies of layer 3 leave", "left", lambda left: left[:, :4]),
     ("ids of layer 3 has the shape", "ids", lambda ids: ids[:63]),
     ("q of layer 3 has the shape", "q", lambda q: q[:, :4]),
     ("no ids of type int32", "ids", lambda ids: ids.astype(np.int64)),

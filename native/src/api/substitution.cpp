@@ -59,6 +59,22 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
     });
 }
 
+pyorch_status pyorch_set_buddy_errors(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
+                                      const float * error) {
+    return guarded_outside_callbacks(__func__, [&] {
+        const int layer = engine->table.layer_index(il);
+        check_experts(engine, layer, n_expert);
+        const size_t       n = (size_t) n_expert * std::max(k_max, 0);
+        std::vector<float> errors(error, error + n);
+        if (std::any_of(errors.begin(), errors.end(), [](float x) { return x < 0 || x > 1; })) {
+            throw Failure(PYORCH_INVALID, "what a buddy leaves of an output is from 0 to 1");
+        }
+        if (!engine->routing.substitutions.set_buddy_errors(layer, k_max, std::move(errors))) {
+            throw Failure(PYORCH_INVALID, format("layer %d has no lists of %d buddies", il, k_max));
+        }
+    });
+}
+
 pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size) {
     return guarded([&] { write_default(ghosts, struct_size, "pyorch_ghosts", pyorch_ghosts {}); });
 }

@@ -472,6 +472,16 @@ void Substitutions::set_buddies(int layer, BuddyLists lists) {
     layers[layer].lists = std::move(lists);
 }
 
+bool Substitutions::set_buddy_errors(int layer, int k_max, std::vector<float> errors) {
+    std::lock_guard<std::mutex> lock(mutex);
+    BuddyLists & lists = layers[layer].lists;
+    const bool   fit   = lists.k_max == k_max && lists.ids.size() == errors.size();
+    if (fit) {
+        lists.error = std::move(errors);
+    }
+    return fit;
+}
+
 void Substitutions::set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts) {
     std::lock_guard<std::mutex> lock(mutex);
     layers[layer].ghosts = std::move(ghosts);

@@ -65,6 +65,9 @@ public:
 
     void set(int layer, const pyorch_substitution & settings);
     void set_buddies(int layer, BuddyLists lists);
+    // False: the layer has no lists of that length.
+    bool set_buddy_errors(int layer, int k_max, std::vector<float> errors);
+
     void set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts);
 
     // Null: none were set.
