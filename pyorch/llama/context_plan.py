@@ -45,7 +45,8 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
 
         def need(n_ubatch: int) -> int:
             params.n_ubatch = n_ubatch
-            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+            beside = measure.chain_bytes(managed.map, n_ubatch) if managed.device is not None else 0
+            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map) + beside
 
         if widen:
             params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)

@@ -60,6 +60,7 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> No
         original("llama_model_load_from_file"), managed.path, managed.params
     ) as twin:
         needed = measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+    needed += measure.chain_bytes(managed.map, params.n_ubatch)
     margin = max(MARGIN_BYTES, round(MARGIN_SHARE * device.total_bytes()))
     managed.engine.set_device_budget(max(0, device.free_bytes() - needed - margin))
     managed.device_planned = True

@@ -149,9 +149,9 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.n_ubatch = min(n_ubatch, params.n_batch)
     if managed.engine is not None:
         params.op_offload = False  # a device would copy experts from where they are not
-        plan_device(managed, params)
     widen = settings.widen and n_ubatch is None
     reserved = plan_context(managed, params, widen) if managed.automatic else 0
+    plan_device(managed, params)  # behind that, which chooses how wide its buffers are
     logs.forget_errors()
     with fatal.refused():
         context = init(model, params)

@@ -72,8 +72,24 @@ def work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     The quantized inputs of the down matrices, at most two bytes a value, and for each expert a list that
     is long enough for all of the ubatch's choices, eight bytes each.
     """
-    arch, n_used = model_map.info.arch, model_map.info.n_expert_used
-    n_ff = model_map.metadata_int(f"{arch}.expert_feed_forward_length") or 0
-    n_ff = n_ff or model_map.metadata_int(f"{arch}.feed_forward_length", default=0)
+    n_used, n_ff = model_map.info.n_expert_used, _n_ff(model_map)
     n_expert = max((layer.n_expert for layer in model_map.layers), default=0)
     return n_ubatch * n_used * (2 * n_ff + 8 * n_expert)
+
+
+def chain_bytes(model_map: ModelMap, n_ubatch: int) -> int:
+    """At most what the second way through the experts, that of a device, adds to the buffers of a context. A twin has
+    none. It is on both sides, for which tensors are where is chosen by the backends.
+
+    float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways, and
+    of what is taken from them.
+    """
+    n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=0)
+    return 4 * n_ubatch * model_map.info.n_expert_used * (3 * _n_ff(model_map) + 4 * n_embd)
+
+
+def _n_ff(model_map: ModelMap) -> int:
+    """Of an expert."""
+    arch = model_map.info.arch
+    n_ff = model_map.metadata_int(f"{arch}.expert_feed_forward_length") or 0
+    return n_ff or model_map.metadata_int(f"{arch}.feed_forward_length", default=0)

@@ -14,7 +14,7 @@ PROCESSOR, UPLOAD = DEVICE_MISSES = ("processor", "upload")
 
 def device_name(given: str) -> str:
     """Of "none", "auto", "rpc:HOST:PORT" or a device of ggml, which is asked for when a model is loaded."""
-    if not isinstance(given, str) or not given.strip():
+    if not isinstance(given, str) or not given.strip() or not (given.isascii() and given.isprintable()):
         raise ValueError(given)
     host, _, port = given.removeprefix(REMOTE).rpartition(":")
     if given.startswith(REMOTE) and not (host and port.isdecimal() and 0 < int(port) < 65536):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 import batches
@@ -23,7 +24,9 @@ import pyorch
 from pyorch.cli.verify import sentence
 from pyorch.errors import DeviceError, PyorchError
 from pyorch.eval.verify import verify
+from pyorch.llama import context_plan, interception, logs, measure
 from pyorch.llama.context import Context
+from pyorch.llama.device import plan_device
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
 from pyorch.sizes import MiB
@@ -230,10 +233,37 @@ def test_a_device_that_is_lost_fails_the_decode_and_spares_the_process(
         small_model(small_moe, "50%", device=lost.name)
 
 
+def test_the_memory_plan_has_room_for_the_buffers_of_both_ways(small_moe: Path, device: DeviceProcess) -> None:
+    def buffers(vram_budget: str) -> tuple[float, float]:
+        with logs.collect() as lines, pyorch.load(small_moe, budget="50%", n_ctx=512, n_batch=512, n_ubatch=512,
+                                                  device=device.name, vram_budget=vram_budget) as model:
+            planned = measure.chain_bytes(model.map, 512) / MiB
+        found = re.findall(r"reserve: .*compute buffer size = +([0-9.]+) MiB", "\n".join(lines))
+        assert len(found) == 2
+        return sum(map(float, found)), planned
+
+    (alone, planned), (both, _) = buffers("0"), buffers("40%")
+    assert planned / 4 < both - alone < planned
+
+
+def test_the_devices_share_is_planned_for_the_ubatch_that_the_context_has(
+    small_moe: Path, device: DeviceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+    monkeypatch.setattr(context_plan, "_widest_ubatch", lambda *_: 64)  # as where memory is short
+    monkeypatch.setattr(interception, "plan_device",
+                        lambda managed, params: planned.append(params.n_ubatch) or plan_device(managed, params))
+    with pyorch.load(small_moe, budget="auto", n_ctx=512, n_batch=128, device=device.name) as model:
+        assert planned == [llama_cpp.llama_n_ubatch(model.llama.ctx)] == [64]
+        assert model.stats().experts.device_used_bytes > 0
+
+
 def test_a_device_that_is_not_there_is_named(small_moe: Path) -> None:
     with pytest.raises(PyorchError, match="no device CUDA7"):
         small_model(small_moe, "50%", device="CUDA7")
     with pytest.raises(PyorchError, match="no device can be reached at 127.0.0.1:1"):
         small_model(small_moe, "50%", device="rpc:127.0.0.1:1")
+    with pytest.raises(PyorchError, match="must be the name of a device"):
+        small_model(small_moe, "50%", device="\udcff")
     with pytest.raises(PyorchError, match="name it with --device"):
         small_model(small_moe, "50%", vram_budget="50%")
