@@ -125,7 +125,7 @@ def test_every_command_that_loads_a_model_has_what_keeps_experts(command: str, c
     for option in options(Settings).values():
         if option.group == EXPERTS or (command in SERVING and option.group in (LONG, LOSSY)):
             tried = command == "calibrate" and option.name == "prefetch"  # it tries for itself how far ahead to read
-            assert ((option.flag or f"--{option.name}") in text) != tried
+            assert ((option.flag or "--" + option.name.replace("_", "-")) in text) != tried
 
 
 def test_several_values_are_each_read_once() -> None:
