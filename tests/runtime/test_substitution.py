@@ -403,7 +403,24 @@ def test_what_is_not_computed_is_read_behind_everything_else(small_moe: Path, se
         assert sum(int(np.sum(model.residency[il])) for il in range(N_LAYERS)) >= 0.9 * n_slots
         assert stats.substitution.dropped + stats.substitution.substituted > 0
         if "drop" in settings:
-            assert stats.experts.misses <= 6 * N_LAYERS, "only of the first token, for which nothing was resident"
+            assert stats.experts.misses == 0
+
+
+def test_what_is_left_out_is_not_computed(small_moe: Path):
+    """Not even with an expert that is there, whose output would not count."""
+    with pyorch.load(small_moe, budget="100%", prefetch="none", n_ctx=256, n_threads=1) as model:
+        tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]
+        model.substitute("mode=none,miss=drop")
+        for absent, n_computed in ((np.ones(N_EXPERT, bool), 0), (np.arange(N_EXPERT) < 32, None)):
+            model.set_cache({il: ~absent for il in range(N_LAYERS)})
+            with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+                for token in tokens:
+                    model.reset_stats()
+                    logits = context.decode([token])
+                    stats = model.stats()
+                    kept = 6 * N_LAYERS - stats.substitution.dropped
+                    assert stats.experts.hits + stats.experts.misses == (kept if n_computed is None else n_computed)
+                    assert np.isfinite(logits).all() and logits.std() > 0
 
 
 @pytest.mark.parametrize("settings", ["mode=random", "mode=none,miss=drop,order=weight"])

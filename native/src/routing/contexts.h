@@ -25,8 +25,10 @@ struct GraphLayer {
     std::vector<int32_t> requested = {};
     std::vector<float>   weights   = {};
 
-    // Slots of it that ghosts compute, and the expert with which nothing is computed, -1: none. See RoutedBatch.
+    // Slots of it that ghosts compute and that are left out, and the expert with which nothing is computed, -1: none. See
+    // RoutedBatch.
     std::vector<int>                  ghosts      = {};
+    std::vector<int>                  dropped     = {};
     std::shared_ptr<const GhostLayer> ghost_layer = {};
     int                               hole        = -1;
 

@@ -44,6 +44,7 @@ void forget_batch(GraphLayer & g) {
     g.elsewhere.clear();
     g.remote.clear();
     g.ghosts.clear();
+    g.dropped.clear();
     g.ghost_layer.reset();
     g.hole = -1;
 }
@@ -91,6 +92,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     g.elsewhere   = std::move(batch.elsewhere);
     g.remote      = std::move(batch.remote);
     g.ghosts      = std::move(batch.ghosts);
+    g.dropped     = std::move(batch.dropped);
     g.ghost_layer = std::move(batch.ghost_layer);
     g.hole        = batch.hole;
     if (g.on_device) {
@@ -145,6 +147,12 @@ std::string compute_here(const GraphLayer & g, RemoteRows & remote) {
     return why;
 }
 
+// Of experts [n_embd, n_used, n_tokens].
+float * row_of(ggml_tensor * experts, int64_t slot) {
+    const int64_t n_used = experts->ne[1];
+    return (float *) ((char *) experts->data + slot / n_used * experts->nb[2] + slot % n_used * experts->nb[1]);
+}
+
 // Puts what other servers computed into experts [n_embd, n_used, n_tokens]. "", or why it cannot.
 std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     const auto  begin      = std::chrono::steady_clock::now();
@@ -158,11 +166,9 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
                 break;
             }
         }
-        const int64_t n_used = experts->ne[1];
-        const float * row    = remote.answer->rows.data();
+        const float * row = remote.answer->rows.data();
         for (int slot : remote.slots) {
-            memcpy((char *) experts->data + slot / n_used * experts->nb[2] + slot % n_used * experts->nb[1], row,
-                experts->ne[0] * sizeof(float));
+            memcpy(row_of(experts, slot), row, experts->ne[0] * sizeof(float));
             row += experts->ne[0];
         }
     }
@@ -184,7 +190,7 @@ void join_ghosts(const GraphLayer & g, const ggml_tensor * inputs, ggml_tensor *
         std::vector<float *>       to;
         for (int slot : slots) {
             from.push_back((const float *) ((const char *) inputs->data + slot / n_used * inputs->nb[1]));
-            to.push_back((float *) ((char *) experts->data + slot / n_used * experts->nb[2] + slot % n_used * experts->nb[1]));
+            to.push_back(row_of(experts, slot));
         }
         g.ghost_layer->compute(expert, from, to);
     }
@@ -217,6 +223,9 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
+    }
+    for (int slot : g.hole >= 0 ? g.dropped : std::vector<int>()) { // its weight is 0, and there may be anything
+        memset(row_of(experts, slot), 0, experts->ne[0] * sizeof(float));
     }
     if (!g.ghosts.empty()) { // behind the servers' answers: what one gave for such a slot is overwritten
         join_ghosts(g, experts->src[3], experts);

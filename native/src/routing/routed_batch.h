@@ -42,9 +42,11 @@ struct RoutedBatch {
     // By token: how many of its slots the layers before, and this one when it is done, have replaced or left out in
     // this ubatch. null: nobody counts.
     int32_t * changed;
-    // Slots that ghosts compute, ascending; their experts are those that the router asked for. While the graph computes,
-    // their rows name hole, with which nothing is computed, or where it is -1 an expert whose output is not wanted.
+
+    // Slots that ghosts compute, and slots that are left out, ascending. While the graph computes, their rows name hole,
+    // with which nothing is computed, or where it is -1 an expert whose output is not wanted.
     std::vector<int>                  ghosts;
+    std::vector<int>                  dropped;
     std::shared_ptr<const GhostLayer> ghost_layer;
     int                               hole = -1;
 

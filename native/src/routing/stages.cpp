@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <iterator>
 
 namespace pyorch {
 
@@ -49,18 +50,23 @@ void speculate(Context & context, RoutedBatch & batch) {
     }
 }
 
-// Nothing needs to be computed for slots of ghosts: they get the number of an expert that no other slot names, if rows of the
-// layer do not mix and there is one. Else they are computed with an expert that is, for nothing.
+// Nothing needs to be computed for slots of ghosts, and for those that are left out: they get the number of an expert that
+// no other slot names, if rows of the layer do not mix and there is one. Else they are computed with an expert that is,
+// for nothing.
 void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
-    if (batch.ghosts.empty()) {
+    if (batch.ghosts.empty() && batch.dropped.empty()) {
         return;
     }
+    thread_local std::vector<int> vacant;
+    vacant.clear();
+    std::merge(batch.ghosts.begin(), batch.ghosts.end(), batch.dropped.begin(), batch.dropped.end(),
+        std::back_inserter(vacant));
     thread_local std::vector<uint8_t> named;
     named.assign(batch.n_expert, 0);
-    auto ghost = batch.ghosts.begin();
+    auto next = vacant.begin();
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
-        if (ghost != batch.ghosts.end() && *ghost == s) {
-            ++ghost;
+        if (next != vacant.end() && *next == s) {
+            ++next;
         } else {
             named[batch.experts[s]] = 1;
         }
@@ -77,7 +83,7 @@ void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
         const int computed = first(named);
         id = computed >= 0 ? computed : first(resident);
     }
-    for (int s : batch.ghosts) {
+    for (int s : vacant) {
         batch.experts[s] = id >= 0 ? id : batch.experts[s];
     }
 }

@@ -400,7 +400,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         counts.substituted += n_substituted;
 
         if (n_dropped > 0) {
-            // A dropped slot computes something that is there, with weight 0.
+            // A dropped slot names something that is there, with weight 0: it might be computed.
             int stand_in = -1;
             for (int s = 0; s < batch.n_used && stand_in < 0; ++s) {
                 stand_in = resident[experts[s]] ? experts[s] : -1;
@@ -409,8 +409,9 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                 stand_in = resident[id] ? id : -1;
             }
             for (int s = 0; s < batch.n_used; ++s) {
-                if (dropped[s] && stand_in >= 0) {
-                    experts[s] = stand_in;
+                if (dropped[s]) {
+                    experts[s] = stand_in >= 0 ? stand_in : experts[s];
+                    batch.dropped.push_back(t * batch.n_used + s);
                 }
             }
         }
