@@ -262,7 +262,10 @@ def _check(model_map: ModelMap, trace: Trace, compare: bool) -> None:
     if not len(trace):
         raise PyorchError(f"{trace.path} holds no tokens: there is nothing to make buddy lists from")
     if compare:
-        expert_outputs.check_known(model_map)
+        try:
+            expert_outputs.check_known(model_map)
+        except PyorchError as error:
+            raise PyorchError(f"{error}, so outputs cannot be compared: use --similarity coactivation") from None
         if not len(trace.inputs[0]):
             raise PyorchError(f"{trace.path} has no router inputs to compare outputs on: record it with "
                               "--inputs 512, or use --similarity coactivation")

@@ -79,8 +79,7 @@ def check_known(model_map: ModelMap) -> None:
     """Raises PyorchError if it is not known here how the model's experts compute, or how they are quantized."""
     arch = model_map.info.arch
     if arch not in HIDDEN:
-        raise PyorchError(f"how an expert of {arch} computes is not known here, so outputs cannot be compared: "
-                          "use --similarity coactivation")
+        raise PyorchError(f"how an expert of {arch} computes is not known here")
     for layer in model_map.layers:
         for role in layer.roles:
             _quantization(role.type)
@@ -244,8 +243,7 @@ def _quantization(type_name: str) -> gguf.GGMLQuantizationType:
             return kind
     except (NotImplementedError, ValueError):
         pass
-    raise PyorchError(f"experts of the type {type_name} cannot be dequantized here, so outputs cannot be compared: "
-                      "use --similarity coactivation")
+    raise PyorchError(f"experts of the type {type_name} cannot be dequantized here")
 
 
 def _read(where: ByteRange) -> np.ndarray:

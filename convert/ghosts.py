@@ -33,7 +33,7 @@ from pyorch.sizes import Amount, as_option, format_bytes
 from pyorch.traces.file import Trace
 from pyorch.traces.routing_statistics import activation_counts, renormalized
 
-SHARE = Amount(share=0.02)  # of the experts' bytes
+SHARE = Amount(share=0.03)  # of the experts' bytes
 
 MOST_ROWS = 64  # of a ghost: it would not be small any more
 _FOLDS = 5

@@ -37,7 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--bytes", metavar="SIZE",
                       help="memory for all ghosts: a share of the experts such as 3%%, or a size such as 200MiB; experts "
-                           "that gain more get more of it (default: 2%%)")
+                           "that gain more get more of it (default: 3%%)")
     size.add_argument("--rank", type=int, metavar="R",
                       help="rows of the map of each expert instead, fewer where more would be worse")
     parser.add_argument("--sacred", type=int, default=2, metavar="N",

@@ -19,6 +19,7 @@ LEVERS = (
     "mode=none,miss=drop,order=weight,sacred=1|2|3|4",
     "mode=none,miss=drop,order=weight,sacred=1|2|3,min_entropy=p50|p30",
     "mode=none,miss=drop,order=weight,sacred=1|2,max_replaced=1|2",
+    "mode=none,miss=ghost,order=weight,sacred=1|2",
     "mode=cache,order=weight,sacred=1|2|3,among=12",
     "mode=cache,order=weight,sacred=2,bonus=0.5|1|2",
     "order=weight,weight=fitted,sacred=2|3",

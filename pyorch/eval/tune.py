@@ -82,6 +82,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         if not model_map.layers:
             raise PyorchError(f"{request.model} is a dense model: it has no experts that could be absent")
         info = model_map.info
+        has_ghosts = "ghosts" in model_map.sidecars()
         budget = request.budget
         n_bytes = budget.resolve(info) if budget.amount is not None else info.slots_bytes
     if n_bytes >= info.slots_bytes:
@@ -91,7 +92,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     rate = n_bytes / info.slots_bytes
     buddies = read_buddies(request.model, request.buddies_file, needed=True)
     with _judge(request, rate, buddies) as (judge, n_questions):
-        search = Search(judge, request.goal, _settings(request, buddies), n_questions, request.metric,
+        search = Search(judge, request.goal, _settings(request, buddies, has_ghosts), n_questions, request.metric,
                         partial(on_progress, "search"))
         trials = search.run()
     reached = [trial for trial in trials if trial.reached]
@@ -112,12 +113,15 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
 
-def _settings(request: Request, buddies: Buddies) -> list[Substitution]:
-    """What can be tried with these lists: without scales, weights cannot be fitted."""
+def _settings(request: Request, buddies: Buddies, has_ghosts: bool) -> list[Substitution]:
+    """What can be tried with the files that there are: without scales, weights cannot be fitted."""
     scaled = any(layer.has_scales for layer in buddies.layers.values())
     asked = levers.settings(request.levers)
-    possible = [setting for setting in asked if setting.weight != "fitted" or scaled]
+    possible = [setting for setting in asked
+                if (setting.weight != "fitted" or scaled) and (not setting.needs_ghosts or has_ghosts)]
     if not possible:
+        if asked[0].needs_ghosts:
+            raise PyorchError(f"there are no ghosts beside {request.model}: make them with `pyorch ghosts`")
         raise PyorchError("weight=fitted needs lists of buddies with scales: make them with `pyorch buddies --compare`")
     return possible
 

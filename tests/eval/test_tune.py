@@ -141,7 +141,7 @@ def test_a_lever_stands_for_all_its_alternatives() -> None:
     assert [str(it) for it in found] == [
         "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
         "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
-    assert len(levers.settings(levers.LEVERS)) == 25
+    assert len(levers.settings(levers.LEVERS)) == 27
     for lever, sentence in (
         ("mode=none", "replaces nothing"), ("sacred=1|x", "not a whole number"), ("a=1", "is not known"),
         ("seed=" + "|".join(map(str, range(600))), "more than 512 settings"),
@@ -219,6 +219,7 @@ def test_tune_says_what_comes_closest(
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
     (["--cache-rate", "0.5", "--min-accuracy", "95"], '--min-accuracy: "95" is not a share above 0 and at most 1'),
     (["--budget", "100%"], "keeps all experts"),
+    (["--cache-rate", "0.5", "--lever", "mode=none,miss=ghost"], "make them with `pyorch ghosts`"),
     (["--cache-rate", "0.5", "--lever", "sacred=many"], 'sacred="many" is not a whole number'),
 ])
 def test_mistakes_are_sentences(
