@@ -123,8 +123,8 @@ class Settings:
     substitution: Substitution | None = option(
         None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--buddies", metavar="SETTINGS",
         help="do not wait for all absent experts: heaviest waits for a token's two heaviest in a layer and leaves out "
-             "the others; settings such as coverage=0.95,max_replaced=3,min_entropy=p15, or default, let similar "
-             "resident experts (buddies) replace them",
+             "the others, ghosts has small estimates of those (pyorch ghosts), buddies has similar resident experts "
+             "replace what is absent, as far as settings such as max_replaced=3,min_entropy=p15 allow",
     )
     buddies: Any = option(
         None, _lists, "the path of a file or Buddies", group=LOSSY, flag="--buddies-file", metavar="FILE",

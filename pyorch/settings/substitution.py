@@ -14,9 +14,14 @@ from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
 
-# By what they do. "heaviest" waits for a token's heaviest experts and leaves out the other absent ones: of all settings
-# it lost least for what it read (docs/lossy.md).
-PRESETS = {"heaviest": "mode=none,order=weight,miss=drop,sacred=2"}
+# By what they do: wait for a token's heaviest experts, and leave out the other absent ones, or let their ghosts or buddies
+# stand in. Of all settings that need no file, heaviest lost least for what it read; ghosts lose half of that
+# (docs/lossy.md).
+PRESETS = {
+    "heaviest": "mode=none,order=weight,miss=drop,sacred=2",
+    "ghosts": "mode=none,order=weight,miss=ghost,sacred=2",
+    "buddies": "mode=buddies",
+}
 
 _THRESHOLD = "a number, or a percentile such as p15"
 
@@ -139,9 +144,8 @@ class Substitution:
 
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
-        """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3"; "" or "default" is all
-        defaults. It may begin with one of PRESETS, as "heaviest" or "heaviest,sacred=1". PyorchError for what cannot be
-        one."""
+        """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3". It may begin
+        with one of PRESETS, as "heaviest" or "heaviest,sacred=1". PyorchError for what cannot be one."""
         if isinstance(text, Substitution):
             return text
         if not isinstance(text, str):
@@ -154,12 +158,13 @@ class Substitution:
             changes = cls.parse(rest)
             keys = [item.partition("=")[0].strip() for item in rest.split(",") if item]
             return replace(preset, **{name: getattr(changes, name) for name in (plain.get(key, key) for key in keys)})
-        for item in (text.split(",") if text not in ("", "default") else ()):
+        for item in (text.split(",") if text else ()):
             key, equals, value = (part.strip() for part in item.partition("="))
             key = plain.get(key, key)
             if key not in known:
                 names = (f"{option.plain or name}" for name, option in known.items())
-                raise PyorchError(f'substitution setting "{key}" is not known: use {", ".join(names)}')
+                raise PyorchError(f'substitution setting "{key}" is not known: begin with {" or ".join(PRESETS)}, or use '
+                                  f'{", ".join(names)}')
             if key in values:
                 raise PyorchError(f'substitution setting "{_plain(key)}" is given twice')
             values[key] = "1" if key == "prefill" and not equals else value
@@ -169,7 +174,7 @@ class Substitution:
         """What parse() reads, in plain names, without defaults."""
         changed = texts(self)
         parts = (f"{_plain(name)}={int(value) if value is True else value}" for name, value in changed.items())
-        return ",".join(parts) or "default"
+        return ",".join(parts) or "buddies"
 
     @property
     def lossy(self) -> bool:

@@ -340,7 +340,7 @@ def test_only_decoding_is_touched_unless_prefill_is_asked_for(small_moe: Path, r
     n_prompt = 20
     cold = {il: np.arange(N_EXPERT) < 16 for il in range(N_LAYERS)}
     with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
-        model.substitute("default", random_buddies(1))
+        model.substitute("buddies", random_buddies(1))
         model.set_cache(cold)
         logits = decode(model, n_prompt=n_prompt)
         assert model.stats().substitution.substituted > 0
@@ -379,7 +379,7 @@ def test_with_a_given_cache_the_result_does_not_depend_on_batching(small_moe: Pa
 
 def test_a_layer_can_have_its_own_substitution(small_moe: Path):
     with pyorch.load(small_moe, budget="25%", n_ctx=256, n_threads=1) as model:
-        model.substitute("default", random_buddies(1))
+        model.substitute("buddies", random_buddies(1))
         for il in range(1, N_LAYERS):
             layer = model.layers[il]
             layer.policy = dataclasses.replace(layer.policy, substitution=None)
@@ -479,7 +479,7 @@ def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
 
 
 @pytest.mark.parametrize("text", [
-    "default", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
+    "buddies", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
     "min_entropy=0.5,weight=fitted,prefill=1",
 ])
 def test_settings_can_be_written_and_read_again(text: str):

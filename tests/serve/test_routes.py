@@ -128,7 +128,7 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
     ({"pin": {"0": [9999]}}, "has experts 0 to"),
     ({"pin": [1]}, "pin is not understood"),
     ({"substitution": "colour=red"}, 'setting "colour" is not known'),
-    ({"substitution": "default"}, "no buddy lists"),
+    ({"substitution": "buddies"}, "no buddy lists"),
     # Nothing is changed where one of them cannot be.
     ({"budget": "70%", "policy": "newest"}, 'policy "newest" is not known'),
     ({"policy": "fifo", "pin": {str(il): list(range(30)) for il in range(8)}}, "budget"),

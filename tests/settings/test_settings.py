@@ -77,7 +77,7 @@ def test_no_flag_means_the_default_that_is_declared() -> None:
     prefetch=st.sampled_from(["auto", "none", "next-router", "next-router:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),
     reads=st.sampled_from(["auto", "threads:3", "io_uring:2:64KiB"]), direct_io=st.booleans(), n_ctx=st.integers(0, 9000),
     n_threads=st.integers(0, 64), buddies=st.sampled_from([None, "lists.gguf"]),
-    substitution=st.sampled_from([None, "default", "alpha=0.95,rho=3,tau=p15", "mode=random,seed=4,prefill", "mode=none,miss=drop"]),
+    substitution=st.sampled_from([None, "buddies", "alpha=0.95,rho=3,tau=p15", "mode=random,seed=4,prefill", "mode=none,miss=drop"]),
 )
 def test_settings_survive_being_told_to_another_process(**given: object) -> None:
     told = texts(Settings(**given))
@@ -163,6 +163,7 @@ def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
     heaviest = Substitution.parse("heaviest")
     assert heaviest == Substitution(mode="none", order="weight", miss="drop", sacred=2) and heaviest.lossy
     assert not heaviest.needs_buddies and Substitution.parse(str(heaviest)) == heaviest
+    assert Substitution.parse("ghosts") == replace(heaviest, miss="ghost") and Substitution.parse("buddies") == Substitution()
     assert Substitution.parse("heaviest,sacred=1,max_replaced=3") == replace(heaviest, sacred=1, rho=3)
     for text, sentence in (("sacred=1,heaviest", '"heaviest" is not known'), ("heaviest,x=1", '"x" is not known'),
                            ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known')):
