@@ -182,5 +182,5 @@ def test_settings_of_buddies_have_plain_names() -> None:
     assert {part.partition("=")[0] for part in printed.split(",")} == {part.partition("=")[0] for part in plain.split(",")}
     with pytest.raises(PyorchError, match='"max_replaced" is given twice'):
         Substitution.parse("rho=2,max_replaced=2")
-    with pytest.raises(PyorchError, match="is not known: use .*max_replaced"):
+    with pytest.raises(PyorchError, match="is not known: begin with heaviest or .* use .*max_replaced"):
         Substitution.parse("many=2")
