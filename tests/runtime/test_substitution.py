@@ -78,7 +78,7 @@ def reference(
         entropy = 0.0
         for x in p:
             entropy -= x * math.log(x) if x > 0 else 0.0
-        entropy = entropy / math.log(n_used) if n_used > 1 else 0.0
+        entropy = min(entropy / math.log(n_used), 1.0) if n_used > 1 else 0.0
         first, second = (sorted(p, reverse=True) + [0.0])[:2]
         uncovered, by_ghosts, fitted = set(), set(), [1.0] * n_used
         n_substituted = 0
@@ -91,7 +91,7 @@ def reference(
             counts["refused_distribution"] += len(missing)
         else:
             taken = set(before)
-            order = sorted(missing, key=lambda s: weights[t, s]) if it.order == "weight" else missing
+            order = sorted(missing, key=lambda s: (weights[t, s], -s)) if it.order == "weight" else missing
             spent, all_weights = 0.0, 0.0
             for x in weights[t]:
                 all_weights += float(x)
@@ -102,7 +102,7 @@ def reference(
 
             if it.miss == "auto":
                 order = sorted(order, key=lambda s: expected(s, float(weights[t, s])))
-            sacred = sorted(range(n_used), key=lambda s: weights[t, s])[max(0, n_used - (it.sacred or 0)):]
+            sacred = sorted(range(n_used), key=lambda s: (weights[t, s], -s))[max(0, n_used - (it.sacred or 0)):]
             for s in order:
                 if s in sacred:
                     counts["refused_sacred"] += 1
@@ -200,6 +200,8 @@ def random_routing(rng: np.random.Generator, n_tokens: int, n_used: int, il: int
     if softmax_selected:
         weights = np.exp(weights - weights.max(1, keepdims=True))
         weights = weights / weights.sum(1, keepdims=True)
+    if rng.random() < 0.3:
+        weights = np.ceil(4 * weights) / 4  # some are equal
     empty = np.empty((n_tokens, 0), np.float32)
     return Routing(0, il, n_tokens == 1, experts, weights.astype(np.float32), probs, logits, empty)
 
@@ -273,6 +275,29 @@ def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n
         assert it.rho is None or it.miss == "drop" or changed.sum() <= it.rho
     if resident.all():
         assert (experts == routing.experts).all() and weights.tobytes() == routing.weights.tobytes()
+
+
+@pytest.mark.parametrize("n_used", range(1, 17))
+def test_a_token_whose_experts_are_equally_likely_has_the_entropy_1(model, n_used: int):
+    """And not a bit more: a gate at 1 lets nothing pass."""
+    probs = np.full((1, N_EXPERT), 0.1, np.float32)
+    weights = np.full((1, n_used), 0.1, np.float32)
+    experts = np.arange(n_used, dtype=np.int32)[None]
+    routing = Routing(0, 0, True, experts, weights, probs, probs, np.empty((1, 0), np.float32))
+    apply_substitution(model.engine, 0, Substitution.parse("mode=random,tau=1"), None)
+    assert model.engine.substitute(routing, np.arange(N_EXPERT) >= n_used)[2].refused_tae == n_used
+
+
+def test_of_equal_weights_the_first_of_the_router_is_sacred(model):
+    """As where ghosts are fitted; the others go from the last one on."""
+    probs = np.full((1, N_EXPERT), 0.1, np.float32)
+    weights = np.full((1, 6), 0.1, np.float32)
+    experts = np.arange(6, dtype=np.int32)[None]
+    routing = Routing(0, 0, True, experts, weights, probs, probs, np.empty((1, 0), np.float32))
+    three = Substitution.parse("mode=none,miss=drop,order=weight,sacred=2,max_replaced=3")
+    apply_substitution(model.engine, 0, three, None)
+    _, weights, _ = model.engine.substitute(routing, np.arange(N_EXPERT) >= 6)
+    assert (weights[0] > 0).tolist() == [True, True, True, False, False, False]
 
 
 GATES = st.builds(

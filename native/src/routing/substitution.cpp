@@ -55,7 +55,7 @@ Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * expert
         second = std::max(second, std::min(first, share));
         first  = std::max(first, share);
     }
-    return { batch.n_used > 1 ? entropy / std::log((double) batch.n_used) : 0, first - second };
+    return { batch.n_used > 1 ? std::min(entropy / std::log((double) batch.n_used), 1.0) : 0, first - second };
 }
 
 uint64_t mix(uint64_t x) { // splitmix64
@@ -313,7 +313,8 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         }
         std::iota(order.begin(), order.end(), 0);
         if (settings.order == PYORCH_ORDER_WEIGHT || settings.sacred > 0) {
-            by_weight = order;
+            // Of equal weights, the one that the router ranks lower is the lighter one.
+            by_weight.assign(order.rbegin(), order.rend());
             std::stable_sort(by_weight.begin(), by_weight.end(), [&](int a, int b) { return weights[a] < weights[b]; });
         }
         std::fill(sacred.begin(), sacred.end(), 0);
