@@ -67,6 +67,36 @@ def test_a_replay_chooses_by_the_file_as_the_graph_does(zoo: Zoo, name: str) -> 
                 assert np.array_equal(graph.arrays().get(array), file.arrays().get(array))
 
 
+def test_cache_aware_routing_ranks_experts_as_the_router_does(zoo: Zoo) -> None:
+    """By probability and bias, where it chooses by these: a higher logit alone does not make an expert the next one."""
+    path, il = zoo.path("deepseek-v3", "F32"), 1
+
+    def decoded(token: int, absent: int | None) -> tuple[Routing, np.ndarray, np.ndarray]:
+        """What the router said, its bias, and which experts were read."""
+        routings: list[Routing] = []
+        with load(path, prefetch="none") as model:
+            if absent is not None:
+                model.substitute("mode=cache,prefill=1")
+                model.set_cache({other: np.arange(8) != (absent if other == il else -1) for other in model.layers})
+            model.engine.set_observer(routings.append)
+            with Context(model.llama.model, n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1) as context:
+                context.decode([token])
+            model.engine.set_observer(None)
+            model.engine.wait_idle()
+            router = model.engine.router(il)
+            return next(it for it in routings if it.il == il), router.arrays()["selection_bias"], model.residency[il]
+
+    for token in tokens(40, seed=2):
+        routing, bias, _ = decoded(token, None)
+        others = np.setdiff1d(np.arange(8), routing.experts[0])
+        by_choice = others[(routing.probs[0] + bias)[others].argmax()]
+        by_logit = others[routing.logits[0][others].argmax()]
+        if by_choice != by_logit:
+            break
+    _, _, read = decoded(token, int(routing.experts[0, 0]))
+    assert by_choice != by_logit and read[by_choice] and not read[by_logit]
+
+
 def test_groups_and_selection_biases_change_what_is_selected(zoo: Zoo) -> None:
     """So the tests above would see them dropped."""
     routings: list[Routing] = []

@@ -21,6 +21,8 @@ struct GraphLayer {
     bool normalized       = false;
     bool softmax_selected = false;
 
+    const float * selection_bias = nullptr; // of the router, see RoutedBatch
+
     // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is computed.
     std::vector<int32_t> requested = {};
     std::vector<float>   weights   = {};

@@ -79,6 +79,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.requested_weights = floats(ids, WEIGHTS);
     batch.probs             = floats(ids, PROBS);
     batch.logits            = floats(ids, LOGITS);
+    batch.selection_bias    = g.selection_bias;
     batch.inputs            = floats(ids, INPUT);
     batch.residuals         = floats(ids, RESIDUAL);
     batch.normalized        = g.normalized;

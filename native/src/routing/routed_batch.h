@@ -26,6 +26,7 @@ struct RoutedBatch {
     const float *   requested_weights; // [n_tokens][n_used] of their outputs
     const float *   probs;             // [n_tokens][n_expert] after gating
     const float *   logits;            // [n_tokens][n_expert]
+    const float *   selection_bias;    // [n_expert] that the router adds to probs for its choice only, or null
     const float *   inputs;            // [n_tokens][n_embd]
     const float *   residuals;         // [n_tokens][n_embd] that the inputs are the normalization of, or null
     bool            normalized;        // the weights of a token have a constant sum

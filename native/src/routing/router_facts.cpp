@@ -76,6 +76,7 @@ ggml_tensor * residual_of(const llama_moe_route & route) {
 void read_weighting(const llama_moe_route & route, GraphLayer & layer) {
     layer.softmax_selected = route.gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
     layer.normalized       = route.norm_w || layer.softmax_selected;
+    layer.selection_bias   = host_floats(route.selection_b, route.logits->ne[0]);
 }
 
 } // namespace pyorch

@@ -15,7 +15,7 @@ void read_router(const llama_moe_route & route, const ManagedTensor & down_exps)
 // The residual state before the normalization that makes the router's input, null where the graph has none.
 ggml_tensor * residual_of(const llama_moe_route & route);
 
-// How the model makes weights of probabilities.
+// How the model makes weights of probabilities, and what else than them ranks experts.
 void read_weighting(const llama_moe_route & route, GraphLayer & layer);
 
 } // namespace pyorch

@@ -147,13 +147,19 @@ private:
         return settings.reuse != 1 ? psi * std::pow(settings.reuse, chosen[buddy]) : psi;
     }
 
-    // Of the free residents the one with the highest logit, if the router ranks it among so many and its logit is not too
-    // far below that of the absent expert (max-rank routing; with a bonus, as if residents had so much more).
+    // By what the router ranks an expert for this token: logits tell apart what gating rounds to the same probability.
+    float score(int expert) const {
+        const size_t at = (size_t) t * batch.n_expert + expert;
+        return batch.selection_bias ? batch.probs[at] + batch.selection_bias[expert] : batch.logits[at];
+    }
+
+    // Of the free residents the one that the router ranks highest, if it is among so many and its logit is not too far
+    // below that of the absent expert (max-rank routing; with a bonus, as if residents had so much more).
     int choose_ranked(int expert) const {
         const float * z    = batch.logits + (size_t) t * batch.n_expert;
         int           best = -1;
         for (int id = 0; id < batch.n_expert; ++id) {
-            if (free(id) && (best < 0 || z[id] > z[best])) {
+            if (free(id) && (best < 0 || score(id) > score(best))) {
                 best = id;
             }
         }
@@ -162,7 +168,7 @@ private:
         }
         int above = 0;
         for (int id = 0; id < batch.n_expert; ++id) {
-            above += z[id] > z[best] || (z[id] == z[best] && id < best);
+            above += score(id) > score(best) || (score(id) == score(best) && id < best);
         }
         return settings.among == 0 || above < settings.among ? best : -1;
     }
