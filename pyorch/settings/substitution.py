@@ -7,6 +7,7 @@ native/src/routing/substitution.cpp.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,21 @@ def _number(given: Any) -> float:
     return value
 
 
+def _whole(most: int) -> Callable[[Any], int]:
+    """Reads whole numbers that the library can be told."""
+    def read(given: Any) -> int:
+        number = int(given)
+        if number != given and not isinstance(given, str) or abs(number) > most:
+            raise ValueError(given)
+        return number
+
+    return read
+
+
+_count, _seed = _whole(2**31 - 1), _whole(2**64 - 1)
+_COUNT, _SEED = "a whole number below 2147483648", "a whole number below 2^64"
+
+
 def _number_or_percentile(given: Any) -> float | Percentile:
     if isinstance(given, Percentile):
         return given
@@ -66,12 +82,12 @@ class Substitution:
         None, _number, "a number", plain="coverage", group=LOSSY, default_text="the sidecar's",
         help="an expert's buddies are those peers it is oftenest selected with that make up this share of all (eq. 5)")
     k: int | None = option(
-        None, int, "a whole number", plain="max_buddies", group=LOSSY, help="most buddies of an expert")
+        None, _count, _COUNT, plain="max_buddies", group=LOSSY, help="most buddies of an expert")
     rho: int | None = option(
-        None, int, "a whole number", plain="max_replaced", group=LOSSY,
+        None, _count, _COUNT, plain="max_replaced", group=LOSSY,
         help="most experts of a token that are replaced or left out in a layer")
     rho_token: int | None = option(
-        None, int, "a whole number", plain="max_replaced_per_token", group=LOSSY,
+        None, _count, _COUNT, plain="max_replaced_per_token", group=LOSSY,
         help="most experts of a token that are replaced or left out in all layers together, the first layers first "
              "(rho of the paper)")
     tau: float | Percentile | None = option(
@@ -90,7 +106,7 @@ class Substitution:
         None, _number, "a number", group=LOSSY,
         help="max_absent adapts instead, so that a token spends at most so many milliseconds on reading")
     rank: int | None = option(
-        None, int, "a whole number", plain="search_rank", group=LOSSY,
+        None, _count, _COUNT, plain="search_rank", group=LOSSY,
         help="only the first so many buddies of a list are tried (H of algorithm 1)")
     eta: float = option(
         0.0, _number, "a number", plain="by_logit", group=LOSSY,
@@ -119,17 +135,17 @@ class Substitution:
         help="with miss=auto, most expected squared error of a token in a layer, as a share of the layer's squared "
              "output, such as 0.02")
     sacred: int | None = option(
-        None, int, "a whole number", group=LOSSY,
+        None, _count, _COUNT, group=LOSSY,
         help="so many of a token's experts in a layer, those of the highest weight, are never replaced nor left out")
     among: int | None = option(
-        None, int, "a whole number", group=LOSSY,
+        None, _count, _COUNT, group=LOSSY,
         help="with mode=cache, only the so many experts that the router ranks highest stand in")
     bonus: float | None = option(
         None, _number, "a number", group=LOSSY,
         help="with mode=cache, an expert stands in only if its logit is lower by no more than this: as if residents had "
              "so much more")
     prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
-    seed: int = option(0, int, "a whole number", group=LOSSY, help="of the random baseline")
+    seed: int = option(0, _seed, _SEED, group=LOSSY, help="of the random baseline")
 
     def __post_init__(self) -> None:
         for name, declared in options(type(self)).items():
@@ -203,7 +219,7 @@ def _check(settings: Substitution) -> None:
             raise PyorchError(f"substitution setting {_plain(name)}={value} is below 1: leave it out for no limit")
     if not settings.temperature > 0:
         raise PyorchError(f"substitution setting temperature={settings.temperature:g} is not above 0")
-    for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus", "max_error"):
+    for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus", "max_error", "seed"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"substitution setting {_plain(name)}={value:g} is negative")

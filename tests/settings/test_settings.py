@@ -171,6 +171,20 @@ def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
             Substitution.parse(text)
 
 
+@pytest.mark.parametrize("text", [
+    "max_replaced=2147483648", "max_buddies=1e3", "mode=cache,among=99999999999", "sacred=9999999999",
+    "seed=18446744073709551616",
+])
+def test_a_number_that_the_library_cannot_hold_is_refused(text: str) -> None:
+    with pytest.raises(PyorchError, match=" is not a whole number below 2"):
+        Substitution.parse(text)
+    with pytest.raises(PyorchError, match="is not a whole number"):
+        Substitution(rho=2.5)
+    with pytest.raises(PyorchError, match="seed=-1 is negative"):
+        Substitution(seed=-1)
+    assert Substitution(rho=np.int64(3)).rho == 3
+
+
 def test_settings_of_buddies_have_plain_names() -> None:
     """By which they are printed. Those of the paper's symbols go on meaning the same."""
     plain = ("coverage=0.9,max_buddies=4,max_replaced=2,max_replaced_per_token=9,min_entropy=p15,max_lead=0.5,"
