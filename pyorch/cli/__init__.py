@@ -10,6 +10,7 @@ import argparse
 import io
 import os
 import sys
+import unicodedata
 from importlib import import_module
 from typing import NoReturn
 
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except PyorchError as error:
-        print(f"pyorch: error: {error}", file=sys.stderr)
+        print(f"pyorch: error: {_one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -76,6 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError as error:
         print(f"pyorch: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
         return 2
+
+
+def _one_line(sentence: str) -> str:
+    """What a damaged file calls something, or a path, may hold line breaks, and what terminals obey."""
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" else c for c in sentence)
 
 
 def _open_standard_streams() -> None:

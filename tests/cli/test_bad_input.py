@@ -247,6 +247,14 @@ def test_a_path_that_no_file_can_have(tmp_path: Path) -> None:
         load(f"{tmp_path}/x\0.gguf")
 
 
+def test_a_name_with_line_breaks_and_what_terminals_obey_stays_in_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(tmp_path / "a\nb\x1b[2J.gguf")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "a\\nb\\x1b[2J.gguf" in error
+
+
 def test_an_unknown_policy(small_moe: Path) -> None:
     with pytest.raises(Exception, match='policy "random" is not known: use lru, lfu, finemoe, learned, bandit'):
         load(small_moe, budget="50%", policy="random")
