@@ -74,8 +74,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
                             "measure speed (default: 256)")
-    sweep.add_argument("--speed-rounds", type=int, default=2, metavar="N",
-                       help="measure the speed of each row N times, in turns (default: 2)")
+    sweep.add_argument("--speed-rounds", type=int, default=3, metavar="N",
+                       help="measure the speed of each row N times, in turns; the median counts (default: 3)")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
                         help="the table shows accuracy where the answer with the highest likelihood per character "
                              "(acc_norm), or the highest likelihood (acc) counts (default: acc_norm)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
@@ -47,12 +48,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
                         help="try these settings, with alternatives between bars: mode=none,miss=drop,sacred=1|2 "
                              "stands for two; may be repeated (default: some of leaving out, of cache-aware routing, "
-                             "and of buddies)")
+                             "of buddies, and of ghosts where the model has some)")
     parser.add_argument("--candidates", type=int, default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
-                        help="measure speed by decoding N tokens, twice; 0: do not measure, choose by what would be "
-                             "read (default: 256)")
+                        help="measure speed by decoding N tokens, three times by turns, of which the median counts; "
+                             "0: do not measure, choose by what would be read (default: 256)")
     add_output_options(parser, "MODEL.tuned.json beside the model",
                        as_json="print the trials and the setting as one JSON object")
     parser.set_defaults(run=run)
@@ -115,7 +116,10 @@ def _check(args: argparse.Namespace) -> None:
     elif args.budget in (None, "auto"):
         raise PyorchError("nothing says how many experts are kept: give --cache-rate, such as 0.5, or --budget")
     if args.max_kl is not None and not args.max_kl >= 0:
-        raise PyorchError(f"--max-kl {args.max_kl:g} is negative")
+        raise PyorchError(f"--max-kl {args.max_kl:g} is not a number of 0 or more")
+    for path in args.held_out:
+        if any(os.path.exists(path) and os.path.exists(data) and os.path.samefile(path, data) for data in args.data):
+            raise PyorchError(f"--held-out {path} is in --data too: what settings are chosen by is not held out")
     for name, least in (("candidates", 1), ("speed_tokens", 0)):
         if getattr(args, name) < least:
             raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
@@ -140,10 +144,12 @@ def _sentence(tuned) -> str:
     if tuned.accuracy is not None:
         kept = tuned.accuracy / tuned.original_accuracy
         parts.append(f"{kept:.1%} of the accuracy of {tuned.n_questions} questions")
-    if tuned.n_held_out:
+    if tuned.n_held_out and tuned.held_out_original_accuracy:
         error = tuned.held_out_error / tuned.held_out_original_accuracy
         kept = tuned.held_out_accuracy / tuned.held_out_original_accuracy
         parts.append(f"{kept:.1%} ±{error:.1%} of that of {tuned.n_held_out} held out")
+    elif tuned.n_held_out:
+        parts.append(f"of {tuned.n_held_out} held out the lossless model answers none rightly")
     if tuned.kl_divergence is not None:
         parts.append(f"KL divergence {tuned.kl_divergence:.4g} nats")
     if tuned.tokens_per_second is not None:

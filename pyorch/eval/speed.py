@@ -84,9 +84,10 @@ def measure_speed(
     )
 
 
-def total(rounds: Sequence[Speed]) -> Speed:
-    """Several measurements as one."""
-    return Speed(**{name: sum(getattr(speed, name) for speed in rounds) for name in Speed.__dataclass_fields__})
+def median(rounds: Sequence[Speed]) -> Speed:
+    """The round of the median rate: one that the machine slowed down does not count. Of an even number, the slower of the
+    two in the middle."""
+    return sorted(rounds, key=lambda speed: speed.rate)[(len(rounds) - 1) // 2]
 
 
 def _feed(context: Context, sequences: Iterator[Sequence[int]]) -> Iterator[None]:

@@ -21,7 +21,7 @@ from pyorch.eval.method import (
     DYNAMIC, ORIGINAL, STATIC, Method, dynamic_model, n_ubatch, read_buddies, share, simulated, slots, static_model,
 )
 from pyorch.eval.record import Judgement, Record
-from pyorch.eval.speed import Speed, measure_speed, total
+from pyorch.eval.speed import Speed, measure_speed, median
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
@@ -39,8 +39,8 @@ class Plan:
     """What a sweep measures: every method at every cache rate, on every file.
 
     Without cache rates only the original is judged, at `budget`. speed_tokens: decoded for each speed, 0 for none;
-    n_rounds: how often, in turns. limit: questions of a file at most. texts: files of n_text_tokens tokens, none for no
-    divergence.
+    n_rounds: how often, in turns; the median counts. limit: questions of a file at most. texts: files of n_text_tokens
+    tokens, none for no divergence.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Plan:
     n_text_tokens: int = 4000
     buddies_file: str | None = None
     speed_tokens: int = 0
-    n_rounds: int = 2
+    n_rounds: int = 3
     n_threads: int | None = None
     load_options: dict[str, object] = field(default_factory=dict)  # of pyorch.load
 
@@ -283,11 +283,11 @@ def _speed_key(plan: Plan, rate: float, method: Method) -> str:
 
 
 def _speed(plan: Plan, record: Record, rate: float | None, method: Method) -> Speed | None:
-    """All rounds as one."""
+    """The median of all rounds."""
     if rate is None or not plan.speed_tokens:
         return None
     rounds = record.speeds.get(_speed_key(plan, rate, method))
-    return total(rounds) if rounds else None
+    return median(rounds) if rounds else None
 
 
 def conditions(plan: Plan) -> dict[str, object]:

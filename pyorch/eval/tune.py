@@ -24,7 +24,8 @@ from pyorch.eval.method import (
     ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model,
 )
 from pyorch.eval.search import PARTS, Evidence, Goal, Judge, Search, Trial
-from pyorch.eval.speed import Speed, measure_speed, total
+from pyorch.eval.speed import Speed, measure_speed, median
+from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.settings.substitution import Substitution
@@ -40,8 +41,8 @@ _KL_TOKENS = 4096  # predicted for a divergence
 @dataclass(frozen=True)
 class Request:
     """What to tune for. budget: a share of the experts, or a size. levers: see pyorch.eval.levers. n_candidates:
-    settings whose speed is measured, by n_rounds of speed_tokens; with 0 tokens what is read decides. held_out: files
-    of questions that the winner answers in the end."""
+    settings whose speed is measured, the median of n_rounds of speed_tokens; with 0 tokens what is read decides.
+    held_out: files of questions that the winner answers in the end."""
 
     model: str
     data: tuple[str, ...]
@@ -55,7 +56,7 @@ class Request:
     levers: tuple[str, ...] = levers.LEVERS
     n_candidates: int = 3
     speed_tokens: int = 256
-    n_rounds: int = 2
+    n_rounds: int = 3
     n_threads: int | None = None
     load_options: dict[str, object] | None = None
     held_out: tuple[str, ...] = ()
@@ -95,6 +96,9 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         search = Search(judge, request.goal, _settings(request, buddies, has_ghosts), n_questions, request.metric,
                         partial(on_progress, "search"))
         trials = search.run()
+    if request.goal.min_accuracy is not None and not search.original.accuracy(request.metric):
+        raise PyorchError(f"the lossless model answers none of {n_questions} questions rightly: there is no accuracy "
+                          "to keep")
     reached = [trial for trial in trials if trial.reached]
     speeds = (
         _speeds(request, reached[: request.n_candidates], buddies, on_progress)
@@ -133,10 +137,8 @@ def _judge(request: Request, rate: float, buddies: Buddies) -> Iterator[tuple[Ju
         model = stack.enter_context(static_model(request.model, **request.options))
         tasks, texts = [], []
         if request.goal.min_accuracy is not None:
-            tasks = [
-                _shuffled(arc.read_task(model, path, request.n_shots, request.shots_data, request.limit))
-                for path in request.data
-            ]
+            tasks = [_shuffled(task) for task in _tasks(model, request, request.data, request.limit)]
+        _tasks(model, request, request.held_out)  # else a long search would end in a mistake in them
         if request.goal.max_kl is not None:
             texts = perplexity.windows(model, list(read_documents(request.data)), n_tokens=_KL_TOKENS)
         references: dict[tuple[int, int, int], perplexity.Reference] = {}
@@ -158,6 +160,15 @@ def _judge(request: Request, rate: float, buddies: Buddies) -> Iterator[tuple[Ju
                 return Evidence(accuracies, divergence, slots(model))
 
         yield judge, sum(len(task.questions) for task in tasks)
+
+
+def _tasks(model: Model, request: Request, paths: Sequence[str], limit: int | None = None) -> list[arc.Task]:
+    """PyorchError for a file of a single question: how far two accuracies are apart would have no standard error."""
+    tasks = [arc.read_task(model, path, request.n_shots, request.shots_data, limit) for path in paths]
+    for task in tasks:
+        if len(task.questions) < 2:
+            raise PyorchError(f"{task.path}: a single question cannot tell what a setting costs: give some hundred")
+    return tasks
 
 
 def _shuffled(task: arc.Task) -> arc.Task:
@@ -188,7 +199,7 @@ def _held_out(
 ) -> _HeldOut:
     found = []
     with static_model(request.model, **request.options) as model:
-        tasks = [arc.read_task(model, path, request.n_shots, request.shots_data) for path in request.held_out]
+        tasks = _tasks(model, request, request.held_out)
         for done, method in enumerate((ORIGINAL, lossy_method(best))):
             on_progress("held out", done, 2)
             width = n_ubatch(method.substitution)
@@ -213,7 +224,7 @@ def _speeds(
         rounds[method.substitution].append(measure_speed(
             request.model, method, request.budget, buddies, request.data, request.speed_tokens, **request.options,
         ))
-    return {substitution: total(them) for substitution, them in rounds.items()}
+    return {substitution: median(them) for substitution, them in rounds.items()}
 
 
 def _tuned(

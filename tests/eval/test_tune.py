@@ -18,6 +18,7 @@ from pyorch.eval.arc import Accuracy
 from pyorch.eval.method import Slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.search import PARTS, Evidence, Goal, Outcome, Search, Trial
+from pyorch.eval.speed import Speed, median
 from pyorch.sidecars.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
@@ -229,6 +230,53 @@ def test_mistakes_are_sentences(
     assert main(command) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("n, n_held_out, sentence", [
+    (1, 4, "questions.jsonl: a single question cannot tell what a setting costs"),
+    (4, 1, "others.jsonl: a single question cannot tell what a setting costs"),
+    (4, 0, "others.jsonl"),
+    (4, None, "others.jsonl is in --data too"),
+])
+def test_questions_that_tell_nothing_are_refused_before_the_search(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, n: int, n_held_out: int | None, sentence: str,
+) -> None:
+    monkeypatch.setattr(Search, "run", lambda self: pytest.fail("it searched"))
+    lines = FACTS.read_text(encoding="utf-8").splitlines(True)
+    data, held_out = tmp_path / "questions.jsonl", tmp_path / "others.jsonl"
+    data.write_text("".join(lines[:n]))
+    if n_held_out is None:
+        held_out.symlink_to(data)
+    else:
+        held_out.write_text("".join(lines[10:10 + n_held_out]) or "{}")
+    assert main([str(it) for it in (
+        "tune", small_moe, "--data", data, "--held-out", held_out, "--buddies-file", buddies_file, "--cache-rate", 0.5,
+        "--threads", 1)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and error.count("\n") == 1
+
+
+def test_without_a_right_answer_there_is_nothing_to_keep(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is all of nothing: every setting would do."""
+    data, path = tmp_path / "questions.jsonl", tmp_path / "small.tuned.json"
+    questions = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:3]]
+    for question in questions:  # the model knows these
+        labels = [choice["label"] for choice in question["question"]["choices"]]
+        question["answerKey"] = next(label for label in labels if label != question["answerKey"])
+    data.write_text("".join(json.dumps(question) + "\n" for question in questions))
+    assert main([str(it) for it in (
+        "tune", small_moe, "--data", data, "--buddies-file", buddies_file, "--cache-rate", 0.5, "--metric", "acc",
+        "--threads", 1, "--lever", "mode=random", "--speed-tokens", 0, "-o", path)]) == 2
+    assert "the lossless model answers none of 3 questions rightly" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_the_median_of_the_rounds_counts() -> None:
+    rounds = [Speed(8, seconds, 0, 0, 0, 0.0, 0, 0, 0) for seconds in (1.0, 9.0, 2.0, 4.0)]
+    assert median(rounds[:3]) is rounds[2] and median(rounds) is rounds[3] and median(rounds[:1]) is rounds[0]
 
 
 #
