@@ -13,6 +13,7 @@ from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import measure, memory
 from pyorch.llama.apply import apply_ghosts, apply_prefetch, apply_substitution, apply_uses, find_buddies
 from pyorch.llama.context_plan import DEFAULT_CTX, NARROW_UBATCH
+from pyorch.llama.device import host_dense_bytes
 from pyorch.llama.managed import ManagedModel
 from pyorch.llama.originals import original
 from pyorch.runtime import fatal
@@ -39,7 +40,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
     budget = settings.budget
     if budget == AUTO:
         # Each context will take its share; then the budget is set to the rest.
-        memory.plan(info, memory.memory_limit(), info.dense_bytes, context_bytes=0)
+        memory.plan(info, memory.memory_limit(), host_dense_bytes(managed), context_bytes=0)
         budget = info.floor_bytes
     elif budget == RESIDENT and info.slim:
         budget = info.slots_bytes
@@ -156,4 +157,5 @@ def _context_bytes(managed: ManagedModel) -> int:
     params.n_ctx = settings.n_ctx or min(DEFAULT_CTX, trained)
     params.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, params.n_batch)
     with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
-        return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+        init = original("llama_init_from_model")
+        return measure.context_sizes(init, twin, params, managed.map, managed.device_name).host

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama import measure, memory
+from pyorch.llama.device import host_dense_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.originals import original
 from pyorch.settings.pools import Pools
@@ -28,7 +29,7 @@ def default_ubatch(managed: ManagedModel) -> int | None:
 
 
 def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
-    """Sets the engine's budget to what a context with these parameters will leave; returns its bytes.
+    """Sets the engine's budget to what a context with these parameters will leave; returns its bytes of host memory.
 
     widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor. Raises
     BudgetError if that is not left.
@@ -38,7 +39,7 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     free = dataclasses.replace(limit, free_bytes=free_bytes)
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    dense_bytes = info.dense_bytes if mapped else 0
+    dense_bytes = host_dense_bytes(managed) if mapped else 0
     with managed.engine.capture(), measure.twin(
         original("llama_model_load_from_file"), managed.path, managed.params
     ) as twin:
@@ -46,7 +47,8 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
         def need(n_ubatch: int) -> int:
             params.n_ubatch = n_ubatch
             beside = measure.chain_bytes(managed.map, n_ubatch) if managed.device is not None else 0
-            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map) + beside
+            init = original("llama_init_from_model")
+            return measure.context_sizes(init, twin, params, managed.map, managed.device_name).host + beside
 
         if widen:
             params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)

@@ -6,7 +6,7 @@ import ctypes
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import DeviceError
+from pyorch.errors import DeviceError, PyorchError
 from pyorch.llama import measure
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.originals import original
@@ -35,6 +35,17 @@ def place(managed: ManagedModel) -> None:
         params.devices = ctypes.addressof(managed.device_list)
 
 
+def host_dense_bytes(managed: ManagedModel) -> int:
+    """Of the dense weights, those that stay in host memory: with all layers on a device, the table of embeddings."""
+    info, n_gpu_layers = managed.map.info, managed.params.n_gpu_layers
+    if managed.device is None or 0 <= n_gpu_layers <= info.n_layers:
+        return info.dense_bytes
+    try:
+        return min(info.dense_bytes, managed.map.tensor_range("token_embd.weight").size)
+    except PyorchError:
+        return info.dense_bytes
+
+
 def refuse_lost(model: int, context: int) -> None:
     """DeviceError where the llama_model * computes on a device of another process, and that is gone.
 
@@ -59,8 +70,8 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> No
     with managed.engine.capture(), measure.twin(
         original("llama_model_load_from_file"), managed.path, managed.params
     ) as twin:
-        needed = measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
-    needed += measure.chain_bytes(managed.map, params.n_ubatch)
+        sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, managed.device_name)
+    needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
     margin = max(MARGIN_BYTES, round(MARGIN_SHARE * device.total_bytes()))
     managed.engine.set_device_budget(max(0, device.free_bytes() - needed - margin))
     managed.device_planned = True

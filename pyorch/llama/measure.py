@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import llama_cpp.llama_cpp as llama
 
@@ -19,8 +20,19 @@ from pyorch.runtime import fatal
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
-# The KV cache's (or recurrent state's) own sum, then buffers by name. Buffers of no_alloc are empty.
-_SIZES = re.compile(r"(?:: size = +|(?:output|compute) buffer size = +)([\d.]+) MiB")
+# The KV cache's (or recurrent state's) own sum, behind where each of its layers is; then buffers by name. Buffers of
+# no_alloc are empty.
+_PLACE = re.compile(r": layer +\d+: dev = (\S+)")
+_SIZE = re.compile(r": size = +([\d.]+) MiB")
+_BUFFER = re.compile(r": +(\S+) +(?:output|compute) buffer size = +([\d.]+) MiB")
+
+
+@dataclass(frozen=True)
+class ContextSizes:
+    """Bytes of a context in host memory and in that of a device."""
+
+    host: int
+    device: int = 0
 
 
 @contextlib.contextmanager
@@ -42,7 +54,15 @@ def twin(load: Callable, path: str, params: llama.llama_model_params) -> Iterato
 
 
 def context_bytes(init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap) -> int:
-    """KV cache, compute buffers and work space of a context with these parameters; model: a twin.
+    """As context_sizes(), of a context that is wholly in host memory."""
+    return context_sizes(init, model, params, model_map, "").host
+
+
+def context_sizes(
+    init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap, device: str
+) -> ContextSizes:
+    """KV cache, compute buffers and work space of a context with these parameters; model: a twin, with dense layers on
+    the device of this name, "" for none.
 
     Raises BudgetError if llama.cpp refuses the parameters.
     """
@@ -54,8 +74,31 @@ def context_bytes(init: Callable, model: int, params: llama.llama_context_params
             llama.llama_free(context)
     if not context:
         raise BudgetError(f"{model_map.path}: {refusal(model_map)}")
-    reported = sum(float(size) for line in lines for size in _SIZES.findall(line))
-    return round(reported * MiB) + work_bytes(model_map, params.n_ubatch)
+    sizes = reported_sizes(lines, device)
+    return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.device)
+
+
+def reported_sizes(lines: Iterable[str], device: str) -> ContextSizes:
+    """What llama.cpp's lines say of a context. A KV cache is divided as its layers are."""
+    of_host = of_device = 0.0
+    places: list[bool] = []
+    for line in lines:
+        if place := _PLACE.search(line):
+            places.append(_is_on(device, place[1]))
+        elif size := _SIZE.search(line):
+            share = sum(places) / len(places) if places else 0.0
+            of_device += share * float(size[1])
+            of_host += (1 - share) * float(size[1])
+            places = []
+        elif buffer := _BUFFER.search(line):
+            of_device += float(buffer[2]) * _is_on(device, buffer[1])
+            of_host += float(buffer[2]) * (not _is_on(device, buffer[1]))
+    return ContextSizes(round(of_host * MiB), round(of_device * MiB))
+
+
+def _is_on(device: str, name: str) -> bool:
+    """Whether a device or a buffer is of this device: RPC0[HOST:PORT] is one of RPC0, CUDA_Host is none of CUDA0."""
+    return bool(device) and re.match(re.escape(device) + r"(?![0-9])", name) is not None
 
 
 def refusal(model_map: ModelMap) -> str:

@@ -112,7 +112,8 @@ class Echo:
         with managed.engine.capture(), measure.twin(
             original("llama_model_load_from_file"), managed.path, managed.params
         ) as twin:
-            return measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
+            init = original("llama_init_from_model")
+            return measure.context_sizes(init, twin, params, managed.map, managed.device_name).host
 
 
 def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:

@@ -43,6 +43,18 @@ def test_the_measured_context_is_what_llama_cpp_allocates(small_moe: Path, n_ctx
     assert [float(size) for name, size in buffers if name == "KV"] == [kv / MiB]
 
 
+def test_buffers_are_counted_where_they_are() -> None:
+    lines = ["llama_context:        CPU  output buffer size =     1.00 MiB",
+             *(f"llama_kv_cache: layer {n:3}: dev = {place}" for n, place in enumerate(["RPC1", "RPC1", "RPC1", "CPU"])),
+             "llama_kv_cache: RPC1[127.0.0.1:5] KV buffer size =     0.00 MiB",
+             "llama_kv_cache: size =    8.00 MiB (   512 cells,   4 layers,  1/1 seqs), K (f16):    4.00 MiB",
+             "sched_reserve: RPC1[127.0.0.1:5] compute buffer size =    16.00 MiB",
+             "sched_reserve: RPC10[127.0.0.1:6] compute buffer size =    32.00 MiB",
+             "sched_reserve:  CUDA_Host compute buffer size =    64.00 MiB"]
+    assert measure.reported_sizes(lines, "RPC1") == measure.ContextSizes(99 * MiB, 22 * MiB)
+    assert measure.reported_sizes(lines, "") == measure.ContextSizes(121 * MiB, 0)
+
+
 def test_a_context_that_llama_cpp_refuses_is_refused_with_its_reason(small_moe: Path) -> None:
     params = context_params(256, 32)
     params.type_k, params.type_v = llama.GGML_TYPE_F16, llama.GGML_TYPE_Q4_0
