@@ -26,7 +26,8 @@ namespace pyorch {
 
 class DeviceBank {
 public:
-    // Some backends count elements with 32 bits, others have no larger buffers.
+    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger buffers.
+    // Slots of one layer, and areas, are never larger than the model's own tensor, with which a backend has to cope.
     static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
 
     struct Pool {

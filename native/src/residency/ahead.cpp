@@ -25,6 +25,13 @@ void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
     }
 }
 
+void Table::set_above(int layer, const std::vector<uint8_t> & there) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int id = 0; id < layers[layer].n_expert; ++id) {
+        layers[layer].experts[id].above = there[id];
+    }
+}
+
 // The layer that a decode passes after this one, -1 after the last.
 int Table::next_executed(int layer) const {
     do {
@@ -46,7 +53,7 @@ void Table::want_layer_ahead(int layer) {
     Layer &   l = layers[layer];
     const int n = capacity_beside_window(layer) - l.n_loaded; // more of them would go again before they are needed
     for (int id = 0; id < l.n_expert && (int) prompt.size() < n; ++id) {
-        if (l.experts[id].absent() && !l.experts[id].elsewhere) {
+        if (l.experts[id].absent() && !l.experts[id].elsewhere && !l.experts[id].above) {
             prompt.push_back(&l.experts[id]);
         }
     }
@@ -101,7 +108,7 @@ void Table::want(const void * context, int layer, int from, std::vector<Want> & 
         std::vector<Guess> wanted;
         for (Want & w : wants) {
             const Expert & e = layers[layer].experts[w.expert];
-            w.absent = e.absent() && !e.elsewhere;
+            w.absent = e.absent() && !e.elsewhere && !e.above;
             if (w.absent && w.wanted && counts) {
                 wanted.push_back({ w.expert, w.probability });
             }
@@ -193,7 +200,7 @@ bool Table::next_guess() {
         });
         Layer &  l = layers[layer];
         Expert & e = l.experts[guess.expert];
-        if (!e.absent() || e.in_use > 0 || l.n_loaded >= l.max) {
+        if (!e.absent() || e.above || e.in_use > 0 || l.n_loaded >= l.max) {
             continue;
         }
         const float probability = l.probability[e.id()];

@@ -1,23 +1,19 @@
 #include "residency/device_table.h"
 
+#include "residency/table.h"
+
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace pyorch {
 
-static pyorch_policy policy_here(pyorch_policy wanted) {
-    return wanted == PYORCH_LRU || wanted == PYORCH_FIFO ? wanted : PYORCH_LFU;
-}
-
 DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
-    const std::vector<int> & n_slots, pyorch_policy policy) :
-        pools(n_slots.size()), policy(make_policy(policy_here(policy), (int) n_experts.size())), victims(n_experts) {
+    const std::vector<int> & n_slots, pyorch_policy which) :
+        pools(n_slots.size()), policy(make_policy(which, (int) n_experts.size())), victims(n_experts) {
     for (size_t layer = 0; layer < n_experts.size(); ++layer) {
-        layers.push_back({ pool_of[layer], std::vector<Seated>(n_experts[layer]) });
+        layers.push_back({ pool_of[layer], std::vector<Seated>(n_experts[layer]), 0, n_experts[layer] });
         pools[pool_of[layer]].layers.push_back((int) layer);
-        for (int expert = 0; expert < n_experts[layer]; ++expert) {
-            changed((int) layer, expert);
-        }
     }
     for (size_t pool = 0; pool < pools.size(); ++pool) {
         for (int slot = n_slots[pool] - 1; slot >= 0; --slot) {
@@ -26,22 +22,107 @@ DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<i
     }
 }
 
-double DeviceTable::value(const Seated & expert) const {
-    return std::max(policy->value(expert.usage, 0, false), std::numeric_limits<double>::lowest());
+void DeviceTable::set_policy(pyorch_policy which) {
+    policy = make_policy(which, (int) layers.size());
+    for (int layer = 0; layer < (int) layers.size(); ++layer) {
+        for (int expert = 0; expert < (int) layers[layer].experts.size(); ++expert) {
+            changed(layer, expert);
+        }
+    }
+}
+
+void DeviceTable::set_learned(int layer, const std::vector<double> & values) {
+    for (int expert = 0; expert < (int) layers[layer].experts.size(); ++expert) {
+        layers[layer].experts[expert].usage.learned = values[expert];
+        changed(layer, expert);
+    }
+}
+
+void DeviceTable::foresee(int layer, int expert, uint64_t next_use) {
+    layers[layer].experts[expert].usage.next_use = next_use;
+    changed(layer, expert);
+}
+
+void DeviceTable::set_limits(int layer, int min, int max) {
+    layers[layer].min = min;
+    layers[layer].max = max;
+}
+
+// A value by itself: of no forecast, and wherever the layer is in the cycle of layers.
+double DeviceTable::value(int layer, const Seated & expert) const {
+    const Layer & l     = layers[layer];
+    const bool    fresh = expert.usage.last_use > 0 && expert.usage.last_use >= l.last_pass;
+    const auto    none  = 1.0f / (float) l.experts.size();
+    return std::max(policy->value(expert.usage, none, fresh), std::numeric_limits<double>::lowest());
+}
+
+// What a value in a layer counts among those in others, see EvictionPolicy::counts_turns.
+double DeviceTable::worth(int layer, double value) const {
+    if (!policy->counts_turns()) {
+        return value;
+    }
+    const int n     = (int) layers.size();
+    const int ahead = (layer - at_layer + n - 1) % n + 1;
+    return value / std::sqrt((double) ahead);
 }
 
 void DeviceTable::changed(int layer, int expert) {
     const Seated & e = layers[layer].experts[expert];
-    const bool     stays = e.slot == NONE || e.holds > 0 || e.coming;
-    victims.set(layer, expert, FOR_DEMAND, stays ? Victims::NEVER : value(e));
+    if (e.slot != NONE) {
+        victims.set(layer, expert, FOR_DEMAND, e.holds > 0 || e.coming ? Victims::NEVER : value(layer, e));
+    }
 }
 
-void DeviceTable::pass(int layer, const std::vector<int> & asked) {
-    ++now;
+void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
+    Layer & l = layers[layer];
+    std::vector<int> before;
+    before.swap(l.fresh);
+    l.last_pass = ++now;
+    at_layer    = layer;
     for (int expert : asked) {
-        policy->used(layers[layer].experts[expert].usage, now);
+        policy->used(l.experts[expert].usage, now);
+        changed(layer, expert);
+        l.fresh.push_back(expert);
+    }
+    for (int expert : before) {
         changed(layer, expert);
     }
+}
+
+DevicePass DeviceTable::pass(int layer, const std::vector<int> & experts, const std::vector<int> & asked, int n_tokens,
+    bool brings_first, const std::vector<double> * learned) {
+    const bool scan = n_tokens >= Demand::SCAN_TOKENS;
+    if (!scan) {
+        count_uses(layer, asked);
+    }
+    if (learned) {
+        set_learned(layer, *learned);
+    }
+    Layer &    l    = layers[layer];
+    DevicePass pass = { std::vector<int>(l.experts.size(), NONE) };
+    for (int expert : experts) {
+        pass.slots[expert] = slot(layer, expert);
+        if (pass.slots[expert] != NONE) {
+            ++l.counts.hits;
+            hold(layer, expert);
+        }
+    }
+    // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
+    int n_replaceable = n_tokens;
+    for (int expert : experts) {
+        if (pass.slots[expert] != NONE) {
+            continue;
+        }
+        ++l.counts.misses;
+        bool took = false;
+        if ((scan && !brings_first) || known(layer, expert) || (!brings_first && n_replaceable == 0) ||
+            admit(layer, expert, brings_first, took) == NONE) {
+            continue;
+        }
+        n_replaceable -= took;
+        (brings_first ? pass.uploads : pass.behind).push_back(expert);
+    }
+    return pass;
 }
 
 int DeviceTable::slot(int layer, int expert) const {
@@ -59,48 +140,67 @@ void DeviceTable::unhold(int layer, int expert) {
     changed(layer, expert);
 }
 
+void DeviceTable::move(int layer, int expert, int slot) {
+    Layer & l = layers[layer];
+    l.experts[expert].slot = slot;
+    l.n_seated += slot != NONE ? 1 : -1;
+    if (!l.moved) {
+        l.moved = true;
+        moved.push_back(layer);
+    }
+}
+
 void DeviceTable::give(int layer, int expert) {
-    Seated & e = layers[layer].experts[expert];
-    layers[layer].n_there -= !e.coming;
-    pools[layers[layer].pool].free.push_back(e.slot);
-    e.slot   = NONE;
+    Layer &  l = layers[layer];
+    Seated & e = l.experts[expert];
+    l.n_there -= !e.coming;
+    pools[l.pool].free.push_back(e.slot);
     e.coming = false;
-    changed(layer, expert);
+    move(layer, expert, NONE);
+    victims.set(layer, expert, FOR_DEMAND, Victims::NEVER);
 }
 
 int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
-    Seated & e    = layers[layer].experts[expert];
-    Pool &   pool = pools[layers[layer].pool];
-    took = pool.free.empty();
+    Layer &    l    = layers[layer];
+    Seated &   e    = l.experts[expert];
+    Pool &     pool = pools[l.pool];
+    const bool full = l.n_seated >= l.max; // it takes the place of another one of its layer
+    e.usage.came = now;                    // if it comes: it is worth what it will be then
+    took = full || pool.free.empty();
     if (took) {
-        Victims::Least least = { NONE, Victims::NEVER };
-        int            of    = NONE;
+        Victims::Least least  = { NONE, Victims::NEVER };
+        double         lowest = Victims::NEVER;
+        int            of     = NONE;
         for (int each : pool.layers) {
+            if (each != layer && (full || layers[each].n_seated <= layers[each].min)) {
+                continue;
+            }
             const Victims::Least here = victims.least(each, FOR_DEMAND);
-            if (here.key < least.key) {
-                least = here;
-                of    = each;
+            if (here.expert >= 0 && worth(each, here.key) < lowest) {
+                least  = here;
+                lowest = worth(each, here.key);
+                of     = each;
             }
         }
-        if (of == NONE || (!must && least.key >= value(e))) {
+        if (of == NONE || (!must && lowest >= worth(layer, value(layer, e)))) {
             return NONE;
         }
         ++layers[of].counts.evictions;
+        policy->evicted(layers[of].experts[least.expert].usage);
         give(of, least.expert);
     }
-    e.slot       = pool.free.back();
-    e.coming     = true;
-    e.usage.came = now;
+    e.coming = true;
+    move(layer, expert, pool.free.back());
     pool.free.pop_back();
-    changed(layer, expert);
     return e.slot;
 }
 
 void DeviceTable::arrived(int layer, int expert) {
-    Seated & e = layers[layer].experts[expert];
+    Layer &  l = layers[layer];
+    Seated & e = l.experts[expert];
     e.coming = false;
-    ++layers[layer].n_there;
-    ++layers[layer].counts.loads;
+    ++l.n_there;
+    ++l.counts.loads;
     changed(layer, expert);
 }
 

@@ -1,12 +1,18 @@
-// Which experts are in the slots of a device, and which of them goes when another comes.
+// Which experts are in the slots of a device, which of them goes when another comes, and what a layer that comes has to
+// do with those that it lacks there.
 //
-// It knows no bytes and no threads: who calls it guards it, and moves what it says (routing/device_tier.h).
+// It knows no bytes and no threads: who calls it guards it, and moves what it says (routing/device_tier.h, and in
+// simulated time replay/simulated_device.h).
 //
 // Life of an expert there:
 //
-//     absent --admit--> coming --arrived--> there --admit of another--> absent
+//     absent --admitted--> coming --arrived--> there --another is admitted--> absent
 //
-// A layer that runs holds those that its kernels read; what is held, or coming, never goes.
+// A layer that runs holds those that its kernels read; what is held, or coming, never goes. What is coming is there for
+// the layer that it came for, or the next time that its layer comes, whenever its bytes arrived: so what is computed
+// where follows from what was asked for alone.
+//
+// Values are those of the policies of host memory (eviction.h), of uses that are counted here.
 
 #pragma once
 
@@ -27,17 +33,40 @@ struct DeviceCounts {
     uint64_t evictions = 0;
 };
 
+// What becomes of the experts of a layer that comes.
+struct DevicePass {
+    std::vector<int> slots   = {}; // by expert: where it is there and held now, else NONE
+    std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
+    std::vector<int> behind  = {}; // come while it is computed
+};
+
 class DeviceTable {
 public:
     static constexpr int NONE = -1;
 
-    // pool_of: by layer; n_slots: by pool. Of the policies, lru, lfu and fifo are here as they are elsewhere; for all
-    // others lfu stands in.
+    // pool_of: by layer; n_slots: by pool.
     DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,
         pyorch_policy policy);
 
-    // A layer comes, and its router asks for these, ascending.
-    void pass(int layer, const std::vector<int> & asked);
+    // From now on. What a Learner says has to be told anew.
+    void set_policy(pyorch_policy policy);
+
+    // What a Learner says: values[n_expert].
+    void set_learned(int layer, const std::vector<double> & values);
+
+    // In a replay: when an expert will be used next (see Usage).
+    void foresee(int layer, int expert, uint64_t next_use);
+
+    // Of a layer's experts at least `min` stay while there are so many, and there are never more than `max`.
+    // REQUIRES: 0 <= min <= max, and the minima of a pool leave a slot.
+    void set_limits(int layer, int min, int max);
+
+    // A layer comes that computes with these experts, ascending; asked: those that its router chose; learned: what a
+    // Learner says of the layer's since it knows that, null where there is none. brings_first: what it lacks comes before
+    // it is computed, as long as there are slots. Counts hits and misses.
+    // REQUIRES: of the layer nothing is coming.
+    DevicePass pass(int layer, const std::vector<int> & experts, const std::vector<int> & asked, int n_tokens,
+        bool brings_first, const std::vector<double> * learned = nullptr);
 
     // Where an expert is; NONE: not there, or still coming.
     int slot(int layer, int expert) const;
@@ -54,6 +83,20 @@ public:
     int  admit(int layer, int expert, bool must, bool & took);
     void arrived(int layer, int expert);
     void abandon(int layer, int expert); // it did not come
+
+    // Calls tell(layer, known[n_expert]) for each layer of which other experts than the last time are there or coming.
+    template <typename Tell>
+    void tell_moved(Tell tell) {
+        for (int layer : moved) {
+            std::vector<uint8_t> known_ones;
+            for (const Seated & e : layers[layer].experts) {
+                known_ones.push_back(e.slot != NONE);
+            }
+            layers[layer].moved = false;
+            tell(layer, known_ones);
+        }
+        moved.clear();
+    }
 
     // mask[n_expert]: becomes 1 for each expert of the layer that is there.
     void mark(int layer, std::vector<uint8_t> & mask) const;
@@ -72,8 +115,14 @@ private:
     struct Layer {
         int                 pool;
         std::vector<Seated> experts;
-        int                 n_there = 0;
-        DeviceCounts        counts  = {};
+        int                 min       = 0;
+        int                 max;
+        int                 n_seated  = 0; // there or coming
+        int                 n_there   = 0;
+        uint64_t            last_pass = 0;
+        std::vector<int>    fresh     = {}; // experts that were used then
+        bool                moved     = false;
+        DeviceCounts        counts    = {};
     };
     struct Pool {
         std::vector<int> layers;
@@ -85,9 +134,14 @@ private:
     std::unique_ptr<EvictionPolicy> policy;
     Victims                         victims;
     uint64_t                        now = 0; // layers that came
+    int                             at_layer = 0; // that came last
+    std::vector<int>                moved; // layers with the flag
 
+    void   move(int layer, int expert, int slot);
+    void   count_uses(int layer, const std::vector<int> & asked);
     void   changed(int layer, int expert);
-    double value(const Seated & expert) const;
+    double value(int layer, const Seated & expert) const;
+    double worth(int layer, double value) const;
     void   give(int layer, int expert);
 };
 

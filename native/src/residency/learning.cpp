@@ -36,11 +36,20 @@ LearnedValue & Table::learned_value() {
     return *value;
 }
 
+// The budget, where it is one: 0 where all experts fit.
+uint64_t Table::scarce_bytes() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return bank->budget() < map.slots_bytes() ? bank->matrices_budget() : 0;
+}
+
 // A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.
 // Where all experts fit none goes.
 void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
     if (learns && !demand.scans() && !demand.asked.empty() && bank->budget() < map.slots_bytes()) {
-        visits.push_back({ owner.context, layer, demand.continues, bank->matrices_budget(), demand.asked });
+        visits.push_back({ owner.context, layer, demand.continues, bank->matrices_budget(), {} });
+        if (!demand.learned) {
+            visits.back().experts = demand.asked;
+        }
         has_visits = true;
     }
 }
@@ -51,6 +60,10 @@ void Table::learn() {
     while (!visits.empty()) {
         const Visit visit = std::move(visits.front());
         visits.pop_front();
+        if (visit.experts.empty()) { // its experts counted as used since
+            publish(visit.layer);
+            continue;
+        }
         lock.unlock();
         learner->visit(visit);
         lock.lock();

@@ -56,6 +56,7 @@ struct Demand {
     int                      n_tokens;
     bool                     continues = false; // see Visit
     bool                     own       = true;  // its tokens are this server's: no other one asked
+    bool                     learned   = false; // learn_visit() was told of it
 
     bool scans() const { return n_tokens >= SCAN_TOKENS; }
 };
@@ -154,6 +155,9 @@ public:
     // layer needs them after all, or by name.
     void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
 
+    // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them.
+    void set_above(int layer, const std::vector<uint8_t> & there);
+
     // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
     void foresee(int layer, int expert, uint64_t next_use);
 
@@ -176,6 +180,26 @@ public:
         use(learned_value());
         std::lock_guard<std::mutex> lock(mutex);
         publish_all();
+    }
+
+    // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is told of
+    // it. Its budget is that of the tier. Calls use(layer, values) for each layer of which the Learner says something else
+    // now; never, where the policy learns nothing.
+    template <typename Use>
+    void learn_visit(Visit visit, Use use) {
+        std::lock_guard<std::mutex> learning_lock(learning);
+        if (!learner) {
+            return;
+        }
+        learn();
+        visit.budget += scarce_bytes();
+        learner->visit(visit);
+        const bool all = learner->all_changed();
+        for (int layer = all ? 0 : visit.layer; layer < (all ? (int) layers.size() : visit.layer + 1); ++layer) {
+            use(layer, learner->values(layer));
+        }
+        std::lock_guard<std::mutex> lock(mutex);
+        all ? publish_all() : publish(visit.layer);
     }
 
     void     set_layer_limits(int il, int min, int max);
@@ -247,7 +271,7 @@ private:
     std::mutex                      learning;
     std::unique_ptr<Learner>        learner; // guarded by it; null where the policy learns nothing
     bool                            learns;  // guarded by the mutex of the table, as are
-    std::deque<Visit>               visits;  // that nothing was learned from yet
+    std::deque<Visit>               visits;  // that nothing was learned from yet; without experts: only to be published
     std::atomic<bool>               has_visits{false};
     std::unique_ptr<Bank>           bank;
 
@@ -324,6 +348,7 @@ private:
     LearnerSizes learner_sizes() const;
     LearnedValue & learned_value();
     void make_learner_of(pyorch_policy which);
+    uint64_t scarce_bytes();
     void note_visit(const Owner & owner, int layer, const Demand & demand);
     void learn();
     void publish(int layer);

@@ -162,9 +162,13 @@ void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, in
     const std::vector<int> & device_slots, int n_device_slots) {
     // A row that the processor computes goes through a slot that no other row is in: so no kernel gets more rows for an
     // expert than the model has.
-    std::vector<uint8_t> used(n_device_slots);
+    // With n of them in use, one of the first n + 1 is not, if there are so many.
+    const auto is_slot = [](int slot) { return slot >= 0; };
+    const auto n_taken = std::count_if(device_slots.begin(), device_slots.end(), is_slot);
+    thread_local std::vector<uint8_t> used;
+    used.assign(std::min<size_t>(n_device_slots, n_taken + 1), 0);
     for (int slot : device_slots) {
-        if (slot >= 0) {
+        if (slot >= 0 && slot < (int) used.size()) {
             used[slot] = 1;
         }
     }

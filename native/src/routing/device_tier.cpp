@@ -78,7 +78,13 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
 }
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts,
-    const std::vector<int> & asked) {
+    const Visit & visit) {
+    std::vector<std::pair<int, std::vector<double>>> learned;
+    if (batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty()) {
+        table.learn_visit(visit, [&](int layer, const std::vector<double> & values) {
+            learned.push_back({ layer, values });
+        });
+    }
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
@@ -88,35 +94,35 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
         return;
     }
     areas->release(&hold);
-    const bool scan = batch.n_tokens >= Demand::SCAN_TOKENS;
-    if (!scan) {
-        seats->pass(batch.layer, asked);
+    const std::vector<double> * own = nullptr;
+    for (const auto & [layer, values] : learned) {
+        own = layer == batch.layer ? &values : own;
+        if (layer != batch.layer) {
+            seats->set_learned(layer, values);
+        }
     }
-    batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
-    DeviceCounts & counts = seats->counts(batch.layer);
+    DevicePass pass = seats->pass(batch.layer, experts, visit.experts, batch.n_tokens, brings_first, own);
     for (int expert : experts) {
-        const int slot = seats->slot(batch.layer, expert);
-        if (slot != DeviceTable::NONE) {
-            ++counts.hits;
-            seats->hold(batch.layer, expert);
+        if (pass.slots[expert] != DeviceTable::NONE) {
             hold.experts.push_back(expert);
-            batch.device_slots[expert] = slot;
         }
     }
-    // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
-    int n_replaceable = batch.n_tokens;
-    for (int expert : experts) {
-        if (batch.device_slots[expert] != DeviceTable::NONE) {
-            continue;
-        }
-        ++counts.misses;
-        bool took = false;
-        if ((scan && !brings_first) || seats->known(batch.layer, expert) || (!brings_first && n_replaceable == 0) ||
-            seats->admit(batch.layer, expert, brings_first, took) == DeviceTable::NONE) {
-            continue;
-        }
-        n_replaceable -= took;
-        (brings_first ? batch.uploads : batch.uploads_behind).push_back(expert);
+    batch.device_slots   = std::move(pass.slots);
+    batch.uploads        = std::move(pass.uploads);
+    batch.uploads_behind = std::move(pass.behind);
+    tell_moved();
+}
+
+// REQUIRES: the mutex
+void DeviceTier::tell_moved() {
+    seats->tell_moved([&](int layer, const std::vector<uint8_t> & known) { table.set_above(layer, known); });
+}
+
+void DeviceTier::set_policy(pyorch_policy which) {
+    std::lock_guard<std::mutex> lock(mutex);
+    policy = which;
+    if (seats) {
+        seats->set_policy(which);
     }
 }
 

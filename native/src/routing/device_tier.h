@@ -51,10 +51,11 @@ public:
 
     DeviceBank bank;
 
-    // experts: those that the layer computes with here, asked: those that its router chose; ascending. Says which of
+    // experts: those that the layer computes with here, visit: those that its router chose; ascending. Says which of
     // them are computed on the device, and what is to come there. hold: of the context, what it held is given back.
-    void choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts,
-        const std::vector<int> & asked);
+    void choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts, const Visit & visit);
+
+    void set_policy(pyorch_policy policy);
 
     // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
     void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
@@ -88,7 +89,7 @@ private:
     };
 
     Table &                      table;
-    const pyorch_policy          policy;
+    pyorch_policy                policy;
     bool                         brings_first; // what the layer at hand needs, so that the device computes it
     uint64_t                     budget;
 
@@ -104,6 +105,7 @@ private:
     std::thread                  uploader;
 
     void give_back(DeviceHold & hold);
+    void tell_moved();
     void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);

@@ -155,7 +155,8 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
 void offload(Context & context, RoutedBatch & batch) {
     if (batch.on_device && !context.routing.calibration.active()) {
         context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
-            distinct(batch, batch.requested));
+            { context.id, batch.layer, context.continues, context.routing.device->bank.used(),
+                distinct(batch, batch.requested) });
     }
 }
 
@@ -168,7 +169,8 @@ void acquire(Context & context, RoutedBatch & batch) {
         asked.erase(std::remove_if(asked.begin(), asked.end(), there), asked.end());
     }
     Table &                table   = context.routing.table;
-    table.acquire(context.owner, batch.layer, { experts, asked, batch.n_tokens, context.continues });
+    table.acquire(context.owner, batch.layer,
+        { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }

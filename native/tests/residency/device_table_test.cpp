@@ -3,6 +3,7 @@
 #include "check.h"
 #include "residency/device_table.h"
 
+#include <algorithm>
 #include <set>
 
 using namespace pyorch;
@@ -14,9 +15,14 @@ DeviceTable table(pyorch_policy policy = PYORCH_LRU) {
     return DeviceTable({ 4, 4, 4 }, { 0, 0, 1 }, { 3, 1 }, policy);
 }
 
+// An expert is used; a layer without experts of its own to compute with brings nothing.
+void ask(DeviceTable & t, int layer, int expert) {
+    t.pass(layer, {}, { expert }, 1, false);
+}
+
 void bring(DeviceTable & t, int layer, int expert, bool must = true) {
     bool took;
-    t.pass(layer, { expert });
+    ask(t, layer, expert);
     CHECK(t.admit(layer, expert, must, took) != DeviceTable::NONE);
     t.arrived(layer, expert);
 }
@@ -49,10 +55,10 @@ void what_is_held_or_coming_stays() {
     t.hold(0, 0);
     bring(t, 0, 1);
     t.hold(0, 1);
-    t.pass(0, { 2 });
+    ask(t, 0, 2);
     CHECK(t.admit(0, 2, true, took) != DeviceTable::NONE && !took);
     CHECK(t.slot(0, 2) == DeviceTable::NONE && t.known(0, 2)); // it is coming
-    t.pass(1, { 1 });
+    ask(t, 1, 1);
     CHECK(t.admit(1, 1, true, took) == DeviceTable::NONE);
     t.unhold(0, 1);
     CHECK(t.admit(1, 1, true, took) != DeviceTable::NONE && took);
@@ -63,11 +69,11 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
     DeviceTable t = table(PYORCH_LFU);
     bool        took;
     for (int time = 0; time < 3; ++time) {
-        t.pass(2, { 0 });
+        ask(t, 2, 0);
     }
     CHECK(t.admit(2, 0, false, took) != DeviceTable::NONE);
     t.arrived(2, 0);
-    t.pass(2, { 1 });
+    ask(t, 2, 1);
     CHECK(t.admit(2, 1, false, took) == DeviceTable::NONE);
     CHECK(t.slot(2, 0) != DeviceTable::NONE && t.counts(2).evictions == 0);
     CHECK(t.admit(2, 1, true, took) != DeviceTable::NONE && took);
@@ -76,12 +82,83 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
 void what_did_not_come_leaves_its_slot() {
     DeviceTable t = table();
     bool        took;
-    t.pass(2, { 0 });
+    ask(t, 2, 0);
     const int slot = t.admit(2, 0, true, took);
     t.abandon(2, 0);
     CHECK(!t.known(2, 0) && t.n_there(2) == 0 && t.counts(2).loads == 0);
-    t.pass(2, { 1 });
+    ask(t, 2, 1);
     CHECK(t.admit(2, 1, false, took) == slot && !took);
+}
+
+// What is there of a table in which each layer's two experts of a token come, by a policy.
+std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & tokens,
+    const std::vector<std::vector<double>> & learned = {}) {
+    DeviceTable t = { { 8 }, { 0 }, { 3 }, policy };
+    for (size_t i = 0; i < tokens.size(); ++i) {
+        const DevicePass pass = t.pass(0, tokens[i], tokens[i], 2, false, learned.empty() ? nullptr : &learned[i]);
+        for (int expert : pass.behind) {
+            t.arrived(0, expert);
+        }
+        for (int expert : tokens[i]) {
+            if (pass.slots[expert] != DeviceTable::NONE) {
+                t.unhold(0, expert);
+            }
+        }
+    }
+    std::set<int> there;
+    for (int expert = 0; expert < 8; ++expert) {
+        if (t.slot(0, expert) != DeviceTable::NONE) {
+            there.insert(expert);
+        }
+    }
+    return there;
+}
+
+void every_policy_says_what_goes() {
+    const std::vector<std::vector<int>> tokens = { { 0, 1 }, { 0, 2 }, { 0, 3 }, { 4 } };
+    CHECK(after(PYORCH_LRU, tokens) == std::set<int>({ 0, 3, 4 }));
+    CHECK(after(PYORCH_FIFO, tokens) == std::set<int>({ 2, 3, 4 }));
+    CHECK(after(PYORCH_LFU, tokens).count(0) == 1);
+    CHECK(after(PYORCH_LEAST_STALE, tokens).count(4) == 1);
+    // Full of what is marked, the phase ends with the first that must go; what was just used is of the next one.
+    CHECK(after(PYORCH_MARKING, { { 0, 1 }, { 2 }, { 3 }, { 4 } }).count(4) == 1);
+    // What is learned counts, and what was just used no more than that.
+    const std::vector<double> value = { 0.1, 0.9, 0.2, 0.8, 0.05, 0, 0, 0 };
+    CHECK(after(PYORCH_LEARNED, tokens, { value, value, value, value }) == std::set<int>({ 0, 1, 3 }));
+}
+
+void a_layer_keeps_its_minimum_and_takes_no_more_than_its_most() {
+    DeviceTable t = table();
+    t.set_limits(0, 1, 2);
+    for (int expert = 0; expert < 4; ++expert) {
+        bring(t, 0, expert);
+    }
+    CHECK(t.n_there(0) == 2 && t.slot(0, 3) != DeviceTable::NONE && t.slot(0, 2) != DeviceTable::NONE);
+    for (int expert = 0; expert < 2; ++expert) {
+        bring(t, 1, expert);
+    }
+    CHECK(t.n_there(1) == 2 && t.n_there(0) == 1); // a slot was free, then one of two went
+    bring(t, 1, 2);
+    CHECK(t.n_there(1) == 2 && t.n_there(0) == 1);
+}
+
+void who_asks_is_told_what_came_and_went() {
+    DeviceTable t = table();
+    std::vector<int> told;
+    const auto       tell = [&](int layer, const std::vector<uint8_t> & known) {
+        told.push_back(layer * 100 + (int) std::count(known.begin(), known.end(), 1));
+    };
+    bring(t, 0, 0);
+    bring(t, 0, 1);
+    bring(t, 0, 2);
+    t.tell_moved(tell);
+    CHECK(told == std::vector<int>({ 3 }));
+    bring(t, 1, 0);
+    t.tell_moved(tell);
+    std::sort(told.begin(), told.end());
+    CHECK(told == std::vector<int>({ 2, 3, 101 }));
+    t.tell_moved(tell);
+    CHECK(told.size() == 3);
 }
 
 } // namespace
@@ -89,7 +166,8 @@ void what_did_not_come_leaves_its_slot() {
 int main() {
     for (auto * claim : { slots_are_given_once, the_least_valuable_of_all_layers_of_a_pool_goes,
              what_is_held_or_coming_stays, what_is_worth_less_is_not_admitted_unless_it_must,
-             what_did_not_come_leaves_its_slot }) {
+             what_did_not_come_leaves_its_slot, every_policy_says_what_goes,
+             a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went }) {
         claim();
     }
     return 0;
