@@ -37,12 +37,12 @@ typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
                           const char * data, uint64_t data_size);
 
-// Adds a route, before the server runs: "GET" or "POST", and its path.
+// Adds a route of the server that runs next: "GET" or "POST", and its path.
 // first: nonzero: llama-server answers only what is not answered here, and its answer is not seen; data is empty then and
 // status 0.
 void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user);
 
-// Before the server runs: what llama-server answers to a POST at one of its paths with a status of 500 or more is
+// Of the server that runs next: what llama-server answers to a POST at one of its paths with a status of 500 or more is
 // shown, and may be replaced; of a stream, each part that speaks of an error, without what was asked.
 void pyorch_server_explain(const char * path, pyorch_answer_fn answer, void * user);
 
@@ -56,7 +56,12 @@ const char * pyorch_server_get_page(uint64_t i);
 // Seconds in which the head and the body of a request must have arrived, else its connection is ended.
 void pyorch_server_set_limits(double head, double body);
 
-// Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller.
+// The ggml_backend_dev_t that the server which runs next computes with, where another process has it: when that is gone,
+// what is computed fails. NULL, and without this call: there is none.
+void pyorch_server_set_device(void * device);
+
+// Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller. May be
+// called again: nothing is left then of what the one before was given, but the paths that are public.
 int32_t pyorch_server_run(int32_t argc, char ** argv);
 
 // The llama_context * that the server computes with, NULL while its model is not loaded. Valid until the server ends,

@@ -86,6 +86,11 @@ void Connections::cut(bool all) {
     }
 }
 
+void Connections::accept() {
+    std::lock_guard<std::mutex> lock(mutex);
+    cuts_arriving = cuts_all = false;
+}
+
 void Connections::cut_late() {
     std::unique_lock<std::mutex> lock(mutex);
     while (!ended.wait_for(lock, std::chrono::milliseconds(250), [this] { return stops; })) {

@@ -41,6 +41,9 @@ public:
     // Ends connections that have no whole request, now and from now on; all: the others too.
     void cut(bool all);
 
+    // From now on none is ended for that.
+    void accept();
+
 private:
     using Clock = std::chrono::steady_clock;
 

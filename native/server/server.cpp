@@ -3,6 +3,7 @@
 #include "connections.h"
 #include "pyorch-server.h"
 
+#include "ggml-backend.h"
 #include "server-http.h"
 #include "ui.h"
 
@@ -37,6 +38,7 @@ Connections & connections() {
 
 std::vector<Route>                 routes;
 std::map<std::string, Explanation> explanations;   // by path
+ggml_backend_dev_t                 device = nullptr;
 std::mutex                         serving;        // guards:
 const server_http_context *        http = nullptr; // while the server runs
 
@@ -125,6 +127,15 @@ void add_routes(const server_http_context & context) {
     http = &context;
 }
 
+// A device of another process that is gone has no memory.
+bool is_lost() {
+    size_t free = 0, total = 1;
+    if (device) {
+        ggml_backend_dev_memory(device, &free, &total);
+    }
+    return total == 0;
+}
+
 } // namespace
 } // namespace pyorch
 
@@ -165,12 +176,22 @@ void pyorch_server_set_limits(double head, double body) {
     connections().limit(head, body);
 }
 
+void pyorch_server_set_device(void * dev) {
+    device = (ggml_backend_dev_t) dev;
+}
+
 int32_t pyorch_server_run(int32_t argc, char ** argv) {
     llama_server_hooks.routes     = add_routes;
     llama_server_hooks.connection = [](int socket, int state) { connections().tell(socket, (Connections::State) state); };
+    llama_server_hooks.lost       = is_lost;
+    connections().accept();
     const int status = llama_server(argc, argv);
     std::lock_guard<std::mutex> lock(serving);
     http = nullptr;
+    llama_server_hooks.context = nullptr;
+    routes.clear();
+    explanations.clear();
+    device = nullptr;
     return status;
 }
 

@@ -58,8 +58,12 @@ def refuse_lost(model: int, context: int) -> None:
         return
     llama.llama_synchronize(context)
     if device.is_lost():
-        raise DeviceError(f"the device {managed.settings.device} is lost: its process ended, or cannot be reached; load "
-                          "the model again, with it or without --device")
+        raise DeviceError(f"{lost(managed)}; load the model again, with it or without --device")
+
+
+def lost(managed: ManagedModel) -> str:
+    """Says that the device is."""
+    return f"the device {managed.settings.device} is lost: its process ended, or cannot be reached"
 
 
 def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> None:

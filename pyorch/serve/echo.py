@@ -27,6 +27,7 @@ from pyorch.llama.context import Context
 from pyorch.llama.logits import log_softmax
 from pyorch.llama.managed import ManagedModel
 from pyorch.llama.originals import original
+from pyorch.serve.failures import reason
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.serve.vocabulary import Vocabulary
 
@@ -81,6 +82,8 @@ class Echo:
             n_batch = min(_N_BATCH, max(1, _OUTPUT_BYTES // (4 * vocabulary.n_tokens)))
             with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
                 choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
+        if self._managed.device is not None and self._managed.device.is_lost():
+            return refusal(503, reason(self._managed))
         n_prompt = sum(map(len, asked.prompts))
         n_generated = sum(choice.pop("n_generated") for choice in choices)
         return as_json({

@@ -21,6 +21,7 @@ GRACE_SECONDS = 10.0  # in which requests that run may end
 _LAST_SECONDS = 20.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN = 255  # among their numbers
 
 
 class Ending:
@@ -30,11 +31,15 @@ class Ending:
     run have so many seconds; what is left of them is cut. Then llama-server returns, and the caller writes what it has to
     write; further signals are without effect until the context is left. A second signal before llama-server has returned
     does not wait for it: what is to be written is written, and the process ends.
+
+    begin_again() ends the server in the same order. again: that was all, and another server is to begin: no signal came.
     """
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._handlers = contextlib.ExitStack()
+        self._wakeup: socket.socket | None = None
+        self.again = False
 
     def __enter__(self) -> Ending:
         return self
@@ -43,28 +48,34 @@ class Ending:
         """Signals go to whom they went before."""
         self._handlers.close()
 
+    def begin_again(self) -> None:
+        """On any thread, while the server answers."""
+        self._wakeup.send(bytes([_AGAIN]))
+
     @contextlib.contextmanager
     def serving(self, is_ready: Callable[[], bool], write: Callable[[], None]) -> Iterator[None]:
-        """The server runs inside. REQUIRES: the main thread.
+        """The server runs inside. REQUIRES: the main thread. May be entered once more where `again` says so.
 
         Args:
             is_ready: whether the server answers. Before, there is nothing to write, and a signal ends the process.
             write: what is to be written when the server ended, for the case that it does not.
         """
-        self._is_ready, self._write = is_ready, write
-        self._signals, wakeup = socket.socketpair()
-        wakeup.setblocking(False)
+        self._is_ready, self._write, self.again = is_ready, write, False
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
         # Python's own handler in C writes the number of a signal there at once; that in Python, which waits until the
         # main thread comes back from llama-server, does nothing.
         for number in _SIGNALS:
             self._handlers.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         thread = threading.Thread(target=self._run, name="ending", daemon=True)
-        with self._signals, wakeup:
-            before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        with self._signals, self._wakeup:
+            before = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
             thread.start()
             try:
                 yield
             finally:
+                if self.again:
+                    self._handlers.close()  # while the next server is prepared, as before the first one
                 self._signals.shutdown(socket.SHUT_RD)
                 thread.join()
                 signal.set_wakeup_fd(before)
@@ -73,23 +84,37 @@ class Ending:
         number = self._next(None)
         if number == 0:
             return
-        if not self._is_ready():
+        self.again = number == _AGAIN
+        if not self.again and not self._is_ready():
             os._exit(128 + number)
         lib.pyorch_server_stop_accepting()
         n = self._n_answering()
-        if n:
+        if n and not self.again:
             print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at once",
                   file=sys.stderr, flush=True)
         due = time.monotonic() + self._grace
         while self._n_answering() and time.monotonic() < due:
-            if self._next(0.05):
-                self._end_now(number)
+            number = self._heed(self._next(0.05), number)
         threading.Thread(target=lib.pyorch_server_cancel, daemon=True).start()
-        if self._next(_LAST_SECONDS) != 0:
+        due = time.monotonic() + _LAST_SECONDS
+        while self.again or time.monotonic() < due:
+            signaled = self._next(0.5)
+            if signaled == 0:
+                return
+            number = self._heed(signaled, number)
+        self._end_now(number)
+
+    def _heed(self, signaled: int | None, number: int) -> int:
+        """The signal that ends the server, after this one: the first of all, the second ends the process."""
+        if signaled not in _SIGNALS:
+            return number
+        if not self.again:
             self._end_now(number)
+        self.again = False
+        return signaled
 
     def _next(self, seconds: float | None) -> int | None:
-        """The number of the next signal; 0 when the server has returned, None after so many seconds."""
+        """The number of the next signal, or _AGAIN; 0 when the server has returned, None after so many seconds."""
         due = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if due is None else max(0.0, due - time.monotonic())
@@ -98,7 +123,7 @@ class Ending:
             received = self._signals.recv(1)
             if not received:
                 return 0
-            if received[0] in _SIGNALS:
+            if received[0] in (*_SIGNALS, _AGAIN):
                 return received[0]
 
     def _end_now(self, number: int) -> None:

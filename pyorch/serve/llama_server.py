@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.devices import Device
-from pyorch.settings.device import REMOTE
+from pyorch.settings.device import NONE, REMOTE
 from pyorch.serve.library import chat_page, ffi, lib
 from pyorch.sizes import MiB
 
@@ -132,6 +132,13 @@ class Flags:
         self.replace(DEVICE, device.name)
         self.default(GPU_LAYERS, "-ngl", "all")
 
+    def leave_devices(self) -> None:
+        """From now on: everything on the processor, whatever was given."""
+        self.replace(DEVICE, NONE)
+        if self.has(VERBOSITY) and self.value(VERBOSITY) not in ("0", "1", "2", "3"):
+            # A log that tells more asks all devices for their memory, and one that is gone would end the process.
+            self.arguments += ("-lv", "3")
+
     @property
     def n_slots(self) -> int:
         """Requests that are computed together at most."""
@@ -169,11 +176,15 @@ def _cache_type(name: str) -> int:
         raise PyorchError(f'"{name}" is no type for a KV cache: use f16, q8_0 or another of `-- --help`') from None
 
 
-def call(arguments: Sequence[str]) -> int:
+def call(arguments: Sequence[str], device: Device | None) -> int:
     """Serves until pyorch.serve.ending.Ending ends it. Returns llama-server's exit status.
+
+    device: what computes; one of another process that is lost fails what is computed.
 
     REQUIRES: the thread under the engine's capture.
     """
     argv = [ffi.new("char[]", os.fsencode(argument)) for argument in ("llama-server", *arguments)]
+    if device is not None and device.is_remote:
+        lib.pyorch_server_set_device(device.handle)
     lib.pyorch_server_set_limits(HEAD_SECONDS, BODY_SECONDS)
     return lib.pyorch_server_run(len(argv), ffi.new("char *[]", [*argv, ffi.NULL]))

@@ -18,7 +18,7 @@ from pyorch.errors import PyorchError
 from pyorch.llama import logs
 from pyorch.llama.capture import capture
 from pyorch.llama.context_plan import default_ubatch, plan_context, try_context
-from pyorch.llama.device import place, plan_device
+from pyorch.llama.device import lost, place, plan_device
 from pyorch.llama.managed import ManagedModel
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -27,7 +27,7 @@ from pyorch.serve import live, llama_server
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
-from pyorch.serve.failures import PATHS, explained
+from pyorch.serve.failures import GOES_ON, PATHS, explained
 from pyorch.serve.library import served_context
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.metrics import Metrics
@@ -35,6 +35,7 @@ from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Routes
 from pyorch.serve.vocabulary import TokenizerRoutes
 from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.device import NONE, PROCESSOR
 from pyorch.settings.settings import Settings
 from pyorch.sizes import format_bytes
 
@@ -54,6 +55,8 @@ def serve(
 ) -> int:
     """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
 
+    A device of another process that is lost fails the requests that run; then the model is loaded again without it.
+
     Args:
         flags: of llama-server. What they leave open is chosen for a model under a budget.
         stats_every: seconds between statistics; they are also printed at the end.
@@ -70,31 +73,37 @@ def serve(
         PyorchError: the model, an option, or the address cannot be used.
     """
     settings = Settings(budget=budget, **options)
-    server = llama_server.Flags(flags)
-    if any(name in server.arguments for name in llama_server.MODEL.names):
+    given = llama_server.Flags(flags)
+    if any(name in given.arguments for name in llama_server.MODEL.names):
         raise PyorchError("the model to serve is the argument of `pyorch serve`: it cannot be given again after `--`")
     for name, value in (("-c", settings.n_ctx), ("-ub", settings.n_ubatch), ("-t", settings.n_threads)):
         if value:
-            server.arguments += (name, str(value))
-    address = free_address(server)
-    server.arguments += ("-m", path)
-    server.add_defaults()
-    server.default(llama_server.CTX_SIZE, "-c", 4096)
-    if not verbose:
-        server.default(llama_server.VERBOSITY, "-lv", 1)
-    with Ending(grace) as ending, _planned(path, settings, server, placed) as record:
-        concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
-        watch = _Watch(path, address, record.engine, concurrency, stats_every, as_json, beside)
-        _routes = our_routes(record, address.prefix, server, concurrency)  # called until the server has ended
-        with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
-            watch.start()
-            try:
-                status = llama_server.call(server.arguments)
-            finally:
-                watch.stop()
-        watch.print_last()
-        # llama-server has told why it did not start.
-        return status if watch.ready or status == 0 else 2
+            given.arguments += (name, str(value))
+    address = free_address(given)
+    given.arguments += ("-m", path)
+    given.add_defaults()
+    given.default(llama_server.CTX_SIZE, "-c", 4096)
+    with Ending(grace) as ending:
+        while True:
+            server = llama_server.Flags(given.arguments)
+            if not verbose:
+                server.default(llama_server.VERBOSITY, "-lv", 1)
+            with _planned(path, settings, server, placed) as record:
+                concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
+                watch = _Watch(record, address, concurrency, stats_every, as_json, beside, ending.begin_again)
+                _routes = our_routes(record, address.prefix, server, concurrency)  # called until the server has ended
+                with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
+                    watch.start()
+                    try:
+                        status = llama_server.call(server.arguments, record.device)
+                    finally:
+                        watch.stop()
+                watch.print_last()
+            if not ending.again:
+                # llama-server has told why it did not start.
+                return status if watch.ready or status == 0 else 2
+            settings = dataclasses.replace(settings, device=NONE, vram_budget=AUTO, device_misses=PROCESSOR)
+            given.leave_devices()
 
 
 def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Concurrency) -> Routes:
@@ -121,6 +130,7 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params(), placed=placed)
+    record.params.n_gpu_layers = 0  # on the processor, unless a device is named
     place(record)
     server.place(settings.device, record.device)
     with capture(record):
@@ -154,18 +164,20 @@ class _Watch(threading.Thread):
     """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
 
     def __init__(
-        self, path: str, address: Address, engine: Engine | None, concurrency: Concurrency, stats_every: float | None,
-        as_json: bool, beside: Beside | None,
+        self, record: ManagedModel, address: Address, concurrency: Concurrency, stats_every: float | None,
+        as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
     ) -> None:
+        """on_lost: called once, when the device that computes is lost."""
         super().__init__(daemon=True)
         self.ready = False
-        self._path = path
+        self._record = record
         self._address = address
-        self._engine = engine
+        self._engine = record.engine
         self._concurrency = concurrency
         self._stats_every = stats_every
         self._as_json = as_json
         self._beside = beside
+        self._on_lost = on_lost
         self._contexts = contextlib.ExitStack()
         self._ended = threading.Event()
         self._began = time.monotonic()
@@ -176,18 +188,26 @@ class _Watch(threading.Thread):
             if self._ended.wait(0.05):
                 return
         self.ready = True
-        self._say(f"serving {os.path.basename(self._path)} at {self._address.url} ({self._budget()})")
+        self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
         if self._engine is not None:
             advice = self._concurrency.advice(self._engine.stats().budget_bytes)
             if advice:
                 self._say(f"note: {advice}")
         if self._beside is not None:
             self._contexts.enter_context(self._beside(self._engine, self._address))
-        if self._engine is None:
+        device = self._record.device
+        watched = device is not None and device.is_remote
+        if self._engine is None and not watched:
             return
         failures = 0
         due = time.monotonic() + self._stats_every if self._stats_every else float("inf")
         while not self._ended.wait(min(0.5, self._stats_every or 0.5)):
+            if watched and device.is_lost():
+                self._say(f"{lost(self._record)}; {GOES_ON}")
+                self._on_lost()
+                watched = False
+            if self._engine is None:
+                continue
             n = self._engine.stats().failures
             if n > failures:
                 self._say(f"{n - failures} failed: {self._engine.error()}")
