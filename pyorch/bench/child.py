@@ -82,6 +82,7 @@ def measure(job: Job) -> Measurement:
         stats.peak_bytes if stats is not None else 0,
         run.planned_stall_seconds,
         reader.text(),
+        stats.device_used_bytes if stats is not None else 0,
     )
 
 
@@ -199,7 +200,8 @@ class _Run:
         speculated = self.engine.speculation_stats()
         changed = lossy.changed + speculated.slots - speculated.right
         return Phase(
-            n_tokens, seconds, stats.hits, stats.misses, stats.bytes_read, useful, stats.stall_ns / 1e9, changed
+            n_tokens, seconds, stats.hits, stats.misses, stats.bytes_read, useful, stats.stall_ns / 1e9, changed,
+            stats.device_hits, stats.device_misses, stats.device_bytes,
         )
 
 

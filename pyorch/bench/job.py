@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from pyorch.settings.device import NONE
 from pyorch.settings.option import texts
 from pyorch.settings.settings import Settings
 
@@ -29,6 +30,10 @@ class Config:
     @property
     def lossy(self) -> bool:
         return self.settings.lossy
+
+    @property
+    def on_device(self) -> bool:
+        return self.settings.device != NONE
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class Phase:
 
     useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
     slots that were substituted, dropped, computed by ghosts, or forecast otherwise than the router chose.
+    device_hits, device_misses: uses of experts that found them on the device, and all others, which ask host memory;
+    device_bytes: uploaded.
     """
 
     n_tokens: int
@@ -65,6 +72,9 @@ class Phase:
     useful_bytes: int
     stall_seconds: float
     changed_slots: int = 0
+    device_hits: int = 0
+    device_misses: int = 0
+    device_bytes: int = 0
 
     @property
     def rate(self) -> float:
@@ -79,6 +89,11 @@ class Phase:
     def hit_rate(self) -> float:
         uses = self.hits + self.misses
         return self.hits / uses if uses else float("nan")
+
+    @property
+    def device_hit_rate(self) -> float:
+        uses = self.device_hits + self.device_misses
+        return self.device_hits / uses if uses else float("nan")
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ class Measurement:
     ttft_seconds: from the start of loading, with a cold page cache, to the logits after the prompt.
     prefill, decode: later, in the steady state; tokens of all sequences. peak_memory_bytes: of the process (VmHWM).
     planned_stall_seconds: that a decoded token waits as planned, with a compressed pack beside the model (pyorch plan);
-    nan where nobody planned. text: that was decoded.
+    nan where nobody planned. text: that was decoded. device_used_bytes: of the device's memory, by experts.
     """
 
     load_seconds: float
@@ -114,6 +129,7 @@ class Measurement:
     peak_expert_bytes: int
     planned_stall_seconds: float = float("nan")
     text: Text | None = None
+    device_used_bytes: int = 0
 
 
 def from_json(cls: type, value: dict[str, Any]) -> Any:

@@ -33,6 +33,9 @@ class Summary:
     decode_stall_seconds_per_miss: float
     planned_stall_seconds_per_token: float
     decode_changed_slots_per_token: float
+    decode_device_hit_rate: float
+    decode_device_bytes_per_token: float
+    device_used_bytes: float
     ttft_seconds: float
     peak_memory_bytes: float
     peak_group_bytes: float
@@ -71,6 +74,9 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
         decode_changed_slots_per_token=median(
             lambda measured: measured.decode.changed_slots / measured.decode.n_tokens
         ),
+        decode_device_hit_rate=median(lambda measured: measured.decode.device_hit_rate),
+        decode_device_bytes_per_token=median(lambda measured: measured.decode.device_bytes / measured.decode.n_tokens),
+        device_used_bytes=median(lambda measured: measured.device_used_bytes),
         ttft_seconds=median(lambda measured: measured.ttft_seconds),
         peak_memory_bytes=median(lambda measured: measured.peak_memory_bytes),
         peak_group_bytes=_median(run.peak_group_bytes for run in good if run.peak_group_bytes is not None),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pyorch.bench.job import Config, Measurement
@@ -60,9 +60,17 @@ def header(
 
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Titles of columns, and rows."""
-    lossy = any(summary.config.lossy for summary in summaries)
-    columns = (*_COLUMNS, "changed slots/token") if lossy else _COLUMNS
-    return columns, [_row(summary, lossy) for summary in summaries]
+    columns = [*_COLUMNS]
+    cells: list[Callable[[Summary], str]] = []
+    if any(summary.config.lossy for summary in summaries):
+        columns.append("changed slots/token")
+        cells.append(lambda summary: f"{summary.decode_changed_slots_per_token:.2f}")
+    if any(summary.config.on_device for summary in summaries):
+        columns += ("device hits", "uploaded MiB/token", "device MiB")
+        cells += (lambda summary: _percent(summary.decode_device_hit_rate),
+                  lambda summary: f"{summary.decode_device_bytes_per_token / MiB:.1f}",
+                  lambda summary: f"{summary.device_used_bytes / MiB:.0f}")
+    return tuple(columns), [_row(summary, cells) for summary in summaries]
 
 
 def footer(
@@ -120,9 +128,10 @@ def _of_text(change: TextChange | None) -> str:
             f"lossless {-change.base_log_likelihood:.3f}")
 
 
-def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:
+def _row(summary: Summary, more: Sequence[Callable[[Summary], str]]) -> tuple[str, ...]:
+    """more: what is in the columns behind those of all tables."""
     if not summary.n_rounds:
-        return (summary.config.label, *("-" for _ in _COLUMNS[1:]), *(("-",) if lossy else ()))
+        return (summary.config.label, *("-" for _ in (*_COLUMNS[1:], *more)))
     peak = (
         summary.peak_group_bytes if summary.peak_group_bytes == summary.peak_group_bytes else summary.peak_memory_bytes
     )
@@ -137,7 +146,7 @@ def _row(summary: Summary, lossy: bool) -> tuple[str, ...]:
         _percent(summary.decode_roofline),
         f"{summary.ttft_seconds:.2f}",
         f"{peak / MiB:.0f}",
-        *((f"{summary.decode_changed_slots_per_token:.2f}",) if lossy else ()),
+        *(cell(summary) for cell in more),
     )
 
 

@@ -23,7 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "bench", summary,
         "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap\n"
         "  pyorch bench olmoe.gguf --budget 25%,50% --buddies mode=none,miss=drop,sacred=2 --plot read.png\n"
-        "  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2",
+        "  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2\n"
+        "  pyorch bench olmoe.gguf --budget 25%,50% --device CUDA0 --vram-budget 25%",
     )
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
@@ -83,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench.summary import summarize
     from pyorch.pictures import check_plot
     from pyorch.llama.memory import cache_bytes, physical_cores
+    from pyorch.runtime.devices import find_device
     from pyorch.sidecars import packs
+    from pyorch.settings.device import NONE
     from pyorch.settings.settings import Settings
 
     for name in ("tokens", "prompt_tokens", "repeat"):
@@ -93,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     each = [Settings(**given_settings(one, "budget", "policy", "prefetch")) for one in one_by_one(args, "substitution")]
+    if each[0].device != NONE:
+        find_device(each[0].device)  # said now, and not when everything before it was measured
     n_threads = each[0].n_threads or physical_cores()
     lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
     asked = plan.Plan(
@@ -122,8 +127,9 @@ def run(args: argparse.Namespace) -> int:
         if not any(run.measurement for run in results.runs):
             raise PyorchError(results.runs[0].failure)
         cached = model_map.info.file_bytes <= cache_bytes()
-        summaries = [summarize(results, config, None if cached else goals.beside(config.n_busy, goals.RESIDENT))
-                     for config in configs]
+        # The reference computes on the processor: it says nothing of what a device can reach.
+        summaries = [summarize(results, config, None if cached or config.on_device
+                               else goals.beside(config.n_busy, goals.RESIDENT)) for config in configs]
         reached = list(goals.goals(results, model_map.info.file_bytes, next(asked.combined()))) if args.goals else []
         if args.plot is not None:
             draw(results, [pair for pair in pairs if pair[0].lossy], args.plot)

@@ -28,10 +28,8 @@ def show_stats(stats: ModelStats) -> None:
                                 f"{experts.stall_ns / 1e9:.2f} s"))
         budget, peak = format_bytes(experts.budget_bytes), format_bytes(experts.peak_bytes)
         rows.append(("budget", f"{budget}, at most {peak} used"))
-        if experts.device_budget_bytes:
-            rate = "-" if math.isnan(experts.device_hit_rate) else f"{experts.device_hit_rate:.1%}"
-            rows.append(("device", f"hit rate {rate}, {format_bytes(experts.device_bytes)} uploaded; "
-                                   f"{format_bytes(experts.device_used_bytes)} of its memory used"))
+        if experts.on_device:
+            rows.append(("device", experts.on_device))
     if stats.pools is not None:
         names = ("full", "compressed", "SM only", "E only")
         shares = ", ".join(f"{share:.0%} {name}" for share, name in zip(stats.pools.shares, names) if share)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from pyorch.sizes import format_bytes
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -65,6 +67,15 @@ class Stats:
         """Share of the uses of experts that found the expert in the memory of the device; nan without any."""
         uses = self.device_hits + self.device_misses
         return self.device_hits / uses if uses else float("nan")
+
+    @property
+    def on_device(self) -> str:
+        """For people, what the device has and did; "" without one."""
+        if not self.device_budget_bytes:
+            return ""
+        rate = f"{self.device_hit_rate:.1%}" if self.device_hits + self.device_misses else "-"
+        return (f"hit rate {rate}, {format_bytes(self.device_bytes)} uploaded; "
+                f"{format_bytes(self.device_used_bytes)} of its memory used")
 
     @property
     def unused_loads(self) -> int:

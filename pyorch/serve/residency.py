@@ -24,9 +24,10 @@ from pyorch.settings.substitution import Substitution
 
 # What a layer has of its own, in pyorch.runtime.statistics.Stats.
 LAYER_COUNTS = ("hits", "misses", "loads", "prefetch_loads", "prefetch_hits", "prefetch_late", "prefetch_wasted",
-                "evictions", "bytes_read", "stall_ns", "resident_experts", "resident_bytes")
+                "evictions", "bytes_read", "stall_ns", "resident_experts", "resident_bytes", "device_hits", "device_misses",
+                "device_loads", "device_experts")
 
-_HEX = bytes.maketrans(bytes(range(16)), b"0123456789abcdef")
+_DIGITS = bytes.maketrans(bytes(range(32)), b"0123456789abcdefghijklmnopqrstuv")
 
 
 def recall(stats: Stats) -> float | None:
@@ -79,7 +80,7 @@ class Residency:
         """One reading of all layers; see docs/serving.md."""
         engine, info = self.engine, self._managed.map.info
         snapshot = engine.snapshot()
-        flags = snapshot.flags.tobytes().translate(_HEX).decode()
+        flags = snapshot.flags.tobytes().translate(_DIGITS).decode()
         width = snapshot.flags.shape[1]
         layers = []
         for i, (il, n_expert) in enumerate(engine.n_expert.items()):
@@ -99,6 +100,7 @@ class Residency:
                 "most_budget": info.slots_bytes,
                 "policy": self._policy, "prefetch": self._prefetch,
                 "substitution": None if self._substitution is None else str(self._substitution),
+                "device": self._managed.device.name if self._managed.device is not None else None,
                 "slots": self._concurrency.n_slots,
                 "suitable_slots": self._concurrency.suitable(snapshot.stats.budget_bytes),
                 "advice": self._concurrency.advice(snapshot.stats.budget_bytes),

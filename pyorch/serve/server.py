@@ -256,6 +256,8 @@ class _Watch(threading.Thread):
             f"{stats.stall_ns / 1e9:.2f} s; "
             f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
         )
+        if stats.on_device:
+            self._say(f"device: {stats.on_device}")
         if speculated.tokens:
             self._say(f"lossy: {speculated.slots} expert slots computed as predicted, "
                       f"{speculated.right} of them as their routers chose")

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from devices import DeviceProcess
 from processes import HANG_SECONDS, is_alive
 
 from pyorch.bench import cgroup, goals, plan, table
@@ -90,6 +91,33 @@ def test_table_names_machine_model_and_what_the_roofline_is(small_moe: Path, cap
     assert [row[: columns.index("prefill")].strip() for row in rows] == ["all resident", "budget 40%"]
     assert {"disk", "compute", "miss", "roofline"} <= {line.split()[0] for line in lines[-5:] if line}
     assert "round 1 of 1: budget 40%" in progress
+
+
+def test_a_device_has_columns_of_its_own_and_no_roofline_of_the_processor(
+    small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    device = DeviceProcess(tmp_path / "log")
+    arguments = ["bench", str(small_moe), "--budget", "40%", "--device", device.name, "--vram-budget", "50%", *WORK]
+    try:
+        assert main([*arguments, "--json"]) == 0
+    finally:
+        device.stop()
+    report = json.loads(capfd.readouterr().out)
+    resident, budget = report["summaries"]
+    assert 0 < budget["decode_device_hit_rate"] < 1 and budget["decode_device_bytes_per_token"] > 0
+    assert 0 < budget["device_used_bytes"] < report["info"]["expert_bytes"]
+    decode = report["runs"][1]["measurement"]["decode"]
+    assert decode["device_misses"] == decode["hits"] + decode["misses"], "host memory is asked for what the device lacks"
+    assert resident["decode_device_hit_rate"] is None and resident["device_used_bytes"] == 0
+    assert budget["decode_roofline"] is None and resident["decode_roofline"] == 1
+
+    assert main(arguments) == 2 and "no device can be reached" in capfd.readouterr().err, "before anything is measured"
+    assert "device hits" not in table.table([summarize(Results((), ()), goals.RESIDENT, None)])[0]
+    columns, (row,) = table.table([replace(
+        summarize(Results((), ()), replace(goals.RESIDENT, settings=Settings(device="auto")), None), n_rounds=1,
+        decode_device_hit_rate=0.25, decode_device_bytes_per_token=MiB / 2, device_used_bytes=3 * MiB)])
+    assert dict(zip(columns, row))["device hits"] == "25%"
+    assert row[-2:] == ("0.5", "3") and columns[-2:] == ("uploaded MiB/token", "device MiB")
 
 
 def test_busy_processes_stand_beside_each_run_and_in_its_label(small_moe: Path, capfd: pytest.CaptureFixture[str]):

@@ -192,11 +192,17 @@ def test_a_server_computes_on_the_device(small_moe: Path, tmp_path: Path) -> Non
         text = server.complete(PROMPT, extra_body=WHOLE_PROMPT)
         with urllib.request.urlopen(server.url + "/metrics", timeout=HANG_SECONDS) as answer:
             metrics = answer.read().decode()
+        seen = server.get("/residency")
     finally:
         server.stop()
         device.stop()
     hits = re.search(r"^pyorch_device_hits_total (\S+)$", metrics, re.MULTILINE)
     assert hits is not None and float(hits[1]) > 0
+    assert seen["totals"]["device_hits"] == float(hits[1]) == sum(layer["device_hits"] for layer in seen["layers"])
+    there = [sum(int(state, 32) & 16 > 0 for state in layer["states"]) for layer in seen["layers"]]
+    assert there == [layer["device_experts"] for layer in seen["layers"]] and sum(there) > 0
+    assert seen["settings"]["device"].startswith("RPC")
+    assert "pyorch: device: hit rate " in server.log.read_text()
     with small_model(small_moe, "50%") as model:
         assert text == "".join(model.generate(PROMPT, max_tokens=16, temperature=0))
 

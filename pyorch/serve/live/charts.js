@@ -44,7 +44,7 @@ export function drawLine(canvas, points, span, most) {
 
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 
-export const RESIDENT = 1, LOADING = 2, PINNED = 4, IN_USE = 8;
+export const RESIDENT = 1, LOADING = 2, PINNED = 4, IN_USE = 8, ON_DEVICE = 16;
 
 // The map of experts. Rows are layers.
 export class ExpertMap {
@@ -65,8 +65,10 @@ export class ExpertMap {
     const { context } = fit(this.canvas, Math.ceil(layers.length * this.row));
     const gap = this.size > 5 ? 1 : 0;
     const [absent, loading, ink] = ["--absent", "--loading", "--ink"].map(colour);
-    const [cold, hot] = ["--cold", "--hot"].map((name) => rgb(colour(name)));
-    const shades = Array.from({ length: 33 }, (_, i) => `rgb(${cold.map((c, j) => Math.round(c + ((hot[j] - c) * i) / 32))})`);
+    const [host, device] = [["--cold", "--hot"], ["--device-cold", "--device-hot"]].map((names) => {
+      const [cold, hot] = names.map((name) => rgb(colour(name)));
+      return Array.from({ length: 33 }, (_, i) => `rgb(${cold.map((c, j) => Math.round(c + ((hot[j] - c) * i) / 32))})`);
+    });
     context.font = "10px ui-sans-serif, sans-serif";
     context.textBaseline = "middle";
     layers.forEach((layer, r) => {
@@ -76,9 +78,10 @@ export class ExpertMap {
         context.fillText(layer.layer, 0, y + this.row / 2);
       }
       for (let e = 0; e < layer.states.length; e++) {
-        const state = parseInt(layer.states[e], 16);
+        const state = parseInt(layer.states[e], 32);
         const x = this.left + e * this.size;
-        context.fillStyle = state & RESIDENT ? shades[Math.round(layer.heat[e] * 32)] : state & LOADING ? loading : absent;
+        const shades = state & ON_DEVICE ? device : state & RESIDENT ? host : null;
+        context.fillStyle = shades ? shades[Math.round(layer.heat[e] * 32)] : state & LOADING ? loading : absent;
         context.fillRect(x, y, this.size - gap, this.row - 1);
         if (state & PINNED) {
           context.fillStyle = ink;

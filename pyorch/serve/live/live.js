@@ -1,6 +1,6 @@
 // The live view: asks /residency and /slots twice a second while somebody looks, and draws what changed.
 
-import { ExpertMap, IN_USE, LOADING, PINNED, RESIDENT, drawLine } from "./charts.js";
+import { ExpertMap, IN_USE, LOADING, ON_DEVICE, PINNED, RESIDENT, drawLine } from "./charts.js";
 
 const PERIOD_MS = 500;
 const SPAN = 120; // seconds that the lines show at most
@@ -45,11 +45,13 @@ function rates(now, before) {
   const seconds = now.seconds - before.seconds;
   const grown = (name) => now.totals[name] - before.totals[name];
   const uses = grown("hits") + grown("misses");
-  const n_layers = now.layers.filter((layer) => layer.hits + layer.misses > 0).length || 1;
+  const on_device = grown("device_hits") + grown("device_misses");
+  const n_layers = now.layers.filter((layer) => layer.hits + layer.misses + layer.device_hits > 0).length || 1;
   const foreseen = grown("prefetch_hits");
   const absent = foreseen + grown("misses") - grown("prefetch_late");
   return {
     hit: uses > 0 ? grown("hits") / uses : null,
+    device: on_device > 0 ? grown("device_hits") / on_device : null,
     tokens: grown("tokens") / n_layers / seconds,
     read: grown("bytes_read") / seconds,
     stall: Math.min(1, grown("stall_ns") / 1e9 / seconds),
@@ -70,8 +72,10 @@ function show(now) {
   showBudget(now.settings);
   $("budget-note").textContent = NOTES[now.settings.substitution || now.totals.speculated ? "lossy" : "lossless"];
   $("advice").textContent = now.settings.advice;
-  const { policy, prefetch, substitution } = now.settings;
-  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read`;
+  const { policy, prefetch, substitution, device } = now.settings;
+  const { device_used_bytes, device_bytes } = now.totals;
+  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read${device ? ` · ${device}: ${size(device_used_bytes)} of its memory used, ${size(device_bytes)} uploaded` : ""}`;
+  $("on-device").hidden = $("device-legend").hidden = !device;
   last = now;
 }
 
@@ -83,6 +87,8 @@ function drawFigures(totals) {
     return known.length ? known.reduce((a, b) => a + b) / known.length : null;
   };
   const uses = totals.hits + totals.misses;
+  const asked = totals.device_hits + totals.device_misses;
+  $("device-hit-rate").textContent = percent(mean("device") ?? (asked ? totals.device_hits / asked : null));
   $("hit-rate").textContent = percent(mean("hit") ?? (uses ? totals.hits / uses : null));
   $("tokens").textContent = mean("tokens") === null ? "–" : mean("tokens").toFixed(1);
   $("read").textContent = mean("read") === null ? "–" : `${size(mean("read"))}/s`;
@@ -91,6 +97,7 @@ function drawFigures(totals) {
   const span = history.length ? Math.max(20, history.at(-1)[0] - history[0][0]) : SPAN;
   const line = (id, name, most) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), span, most);
   line("hit-rate-chart", "hit", 1);
+  line("device-hit-rate-chart", "device", 1);
   line("tokens-chart", "tokens", null);
   line("read-chart", "read", null);
   line("stall-chart", "stall", 1);
@@ -114,8 +121,9 @@ function describe(now) {
   if (!map.cursor) return;
   const [r, e] = map.cursor;
   const layer = now.layers[r];
-  const state = parseInt(layer.states[e], 16);
+  const state = parseInt(layer.states[e], 32);
   const words = [state & RESIDENT ? "in memory" : state & LOADING ? "being read" : "not in memory"];
+  if (state & ON_DEVICE) words.unshift("on the device");
   if (state & PINNED) words.push("pinned");
   if (state & IN_USE) words.push("in use");
   const text = `layer ${layer.layer}, expert ${e}: ${words.join(", ")}, used ${layer.uses[e]} times`;
@@ -236,10 +244,11 @@ $("map").addEventListener("keydown", (event) => {
 new ResizeObserver(() => last && drawMap(last)).observe($("map"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => last && drawMap(last));
 
-for (const [style, text] of [["background: var(--absent)", "not in memory"], ["background: var(--loading)", "being read"], ["", "in memory, seldom to often used"], ["background: var(--ink); width: .35em; height: .35em; vertical-align: .15em", "pinned"]]) {
+for (const [style, text] of [["background: var(--absent)", "not in memory"], ["background: var(--loading)", "being read"], ["scale", "in memory, seldom to often used"], ["device-scale", "on the device, likewise"], ["background: var(--ink); width: .35em; height: .35em; vertical-align: .15em", "pinned"]]) {
   const item = document.createElement("span");
   const sign = document.createElement("i");
-  style ? (sign.style.cssText = style) : (sign.className = "scale");
+  style.endsWith("scale") ? (sign.className = style) : (sign.style.cssText = style);
+  if (style === "device-scale") item.id = "device-legend";
   item.append(sign, text);
   $("legend").append(item);
 }
