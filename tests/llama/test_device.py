@@ -126,6 +126,24 @@ def test_every_layout_of_experts_is_computed_on_the_device(zoo: Zoo, device: Dev
         assert experts.device_hits > 0
 
 
+def test_a_context_that_only_computes_prompts_leaves_the_areas_to_others(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], on_device: Model
+) -> None:
+    """One that says something of each token never comes to a layer that is too narrow for an area."""
+    prompt = prompt_tokens[:32]
+    with context(on_device) as it:
+        expected = it.decode(prompt)
+    with small_model(small_moe, "50%", device=device.name, vram_budget="80%") as model:
+        with context(model) as one, context(model) as other:
+            for each in (one, other, one):
+                model.reset_stats()
+                assert_same_bits(each.decode(prompt), expected)
+                model.engine.wait_idle()
+                each.clear()
+                experts = model.stats().experts
+                assert experts.device_computed == experts.device_hits + experts.device_misses > 0
+
+
 def test_what_is_on_the_device_costs_no_transfer(
     small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]
 ) -> None:

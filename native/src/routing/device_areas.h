@@ -4,8 +4,8 @@
 // has not come by then. An area is free when the layer that computed in it has been followed by another one: a layer's
 // node asks when all before it is computed.
 //
-// One context at a time has the areas, from the first layer of its prompt until it decodes. Others' prompts are
-// computed by the processor meanwhile.
+// One context at a time has the areas, from the first layer of a ubatch to its end. Others' prompts are computed by the
+// processor meanwhile.
 
 #pragma once
 
@@ -47,7 +47,7 @@ public:
     // layer begins to come, but for those experts of it that have slots: has_slot[n_expert].
     void bring(Owner & owner, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot);
 
-    // The context computes no prompt.
+    // The context computes nothing there.
     void release(const void * context);
 
 private:

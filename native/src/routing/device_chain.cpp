@@ -30,6 +30,15 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
     }
 }
 
+// The same, behind what the context computed in the areas last.
+void last_rows_op(ggml_tensor * rows, int ith, int nth, void * user) {
+    rows_op(rows, ith, nth, user);
+    if (ith == 0) {
+        Context & context = *((const GraphLayer *) user)->context;
+        context.routing.device->release_areas(context.on_device);
+    }
+}
+
 // Copies the nodes that depend on the experts' matrices. All others serve both ways.
 class ChainCopier {
 public:
@@ -121,10 +130,13 @@ private:
     }
 };
 
-ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_custom_op_t op, const char * name) {
-    ggml_tensor * args[] = { route.selected, route.down_exps }; // the second is what has it computed by the processor
+// behind: what is computed before, null: nothing.
+ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_custom_op_t op, const char * name,
+    ggml_tensor * behind = nullptr) {
+    // The second is what has it computed by the processor.
+    ggml_tensor * args[] = { route.selected, route.down_exps, behind };
     ggml_tensor * numbers = ggml_custom_4d(route.ctx, GGML_TYPE_I32, route.selected->ne[0], route.selected->ne[1], 1, 1,
-        args, 2, op, 1, &layer);
+        args, behind ? 3 : 2, op, 1, &layer);
     ggml_format_name(numbers, "%s-%d", name, route.il);
     return numbers;
 }
@@ -142,10 +154,14 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
     try {
         ggml_tensor * slots =
             layer.through_area ? nullptr : add_numbers(route, layer, slots_op, "pyorch_slots");
-        ggml_tensor * rows  = add_numbers(route, layer, rows_op, "pyorch_rows");
         // The device's way is the first source, so that it has begun when the processor begins.
         ggml_tensor * both  = ggml_concat(route.ctx,
             ChainCopier(route, tier, layer.layer, slots).copy(computed), released, 1);
+        // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
+        const bool    last  = layer.through_area && layer.context->layers.back() == layer.layer;
+        ggml_tensor * rows  = last
+            ? add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0))
+            : add_numbers(route, layer, rows_op, "pyorch_rows");
         layer.on_device = true;
         return ggml_get_rows(route.ctx, both, rows);
     } catch (const Failure & failure) {

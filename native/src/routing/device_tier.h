@@ -63,6 +63,9 @@ public:
     // Nothing is computed there any more.
     void release(DeviceHold & hold);
 
+    // In its areas, at least.
+    void release_areas(DeviceHold & hold) { areas->release(&hold); }
+
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
     bool takes_area(int n_tokens, bool decode) const { return areas->take(n_tokens, decode); }
     ggml_tensor * area(int layer, int role) const { return bank.area(areas->number(layer), layer, role); }
