@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         subparsers, "run", summary,
         'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%\n'
         "  git diff | pyorch run olmoe.gguf --system \"Describe this change in one line.\" -f -\n"
-        "  pyorch run olmoe.gguf --chat",
+        "  pyorch run olmoe.gguf --chat --device CUDA0 --vram-budget 6GiB --budget 12GiB",
     )
     parser.description += (
         " The text goes to stdout, statistics go to stderr. Without -p, -f and --chat, the prompt is what comes "

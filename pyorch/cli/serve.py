@@ -13,7 +13,8 @@ from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "serve", summary,
-        "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret",
+        "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret\n"
+        "  pyorch serve olmoe.gguf --device auto --budget auto",
     )
     parser.usage = "pyorch serve MODEL [options] [-- flags of llama-server]"
     parser.description = (

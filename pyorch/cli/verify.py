@@ -14,7 +14,8 @@ from pyorch.settings.option import LOSSY
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "verify", summary, "pyorch verify olmoe.gguf --budget 20%,50% --tokens 64")
+    parser = add_command(subparsers, "verify", summary, "pyorch verify olmoe.gguf --budget 20%,50% --tokens 64\n"
+                         "  pyorch verify olmoe.gguf --device CUDA0 --vram-budget 50%")
     parser.description += (
         " The command compares every logit with that of the same model fully in memory. "
         "The exit status is 0 if all bits are the same, and 1 if not, with lossy options too. With a device, the other "

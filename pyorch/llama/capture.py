@@ -64,7 +64,8 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
             pools=managed.pools or Pools(), device=managed.device,
-            device_bytes=0 if settings.vram_budget == AUTO else settings.vram_budget.amount.of(info.expert_bytes),
+            device_bytes=0 if settings.vram_budget == AUTO else min(
+                settings.vram_budget.amount.of(info.expert_bytes), info.expert_bytes),
             device_misses=settings.device_misses,
         )
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pyorch.errors import PyorchError
+from pyorch.errors import BudgetError, PyorchError
+from pyorch.settings.budget import RESIDENT, Budget
 
 NONE = "none"  # no device
 REMOTE = "rpc:"  # before HOST:PORT of another process that has one
@@ -21,6 +22,17 @@ def device_name(given: str) -> str:
         raise PyorchError(f'device "{given}" is not understood: of another process it is rpc:HOST:PORT, such as '
                           "rpc:127.0.0.1:50052")
     return given
+
+
+def vram_budget(given: int | str | Budget) -> Budget:
+    """As Budget.parse, but the memory of a device never is all that the model needs. BudgetError for anything else."""
+    try:
+        budget = Budget.parse(given)
+    except BudgetError as error:
+        raise BudgetError(f"--vram-{error}") from None
+    if budget == RESIDENT:
+        raise BudgetError("--vram-budget is a size, a share of the experts, or auto")
+    return budget
 
 
 def device_misses(given: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.errors import PyorchError
-from pyorch.settings.budget import AUTO, RESIDENT, Budget
-from pyorch.settings.device import DEVICE_MISSES, NONE, PROCESSOR, device_misses, device_name
+from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.device import DEVICE_MISSES, NONE, PROCESSOR, device_misses, device_name, vram_budget
 from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
@@ -82,7 +82,7 @@ class Settings:
              "name such as CUDA0, or rpc:HOST:PORT for one that another process serves",
     )
     vram_budget: Budget = option(
-        AUTO, Budget.parse, "a size or a share", flag="--vram-budget", metavar="SIZE",
+        AUTO, vram_budget, "a size or a share", flag="--vram-budget", metavar="SIZE",
         help="memory of the device for experts: a share of them such as 60%, a size such as 6GiB, or auto, which takes "
              "what dense layers and context leave",
     )
@@ -157,8 +157,6 @@ class Settings:
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
         if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != PROCESSOR):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
-        if self.vram_budget == RESIDENT:
-            raise PyorchError("--vram-budget is a size, a share of the experts, or auto")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 

@@ -33,7 +33,9 @@ const char * without_directories(const char * message) {
 // Unwinds through C code of ggml, which holds nothing that a refused model would need again.
 void on_fatal(const char * message) {
     if (n_guards > 0) {
-        throw std::runtime_error(without_directories(message));
+        std::string sentence = without_directories(message);
+        sentence.erase(sentence.find_last_not_of(" \n") + 1);
+        throw std::runtime_error(sentence);
     }
     say(without_directories(message));
 }

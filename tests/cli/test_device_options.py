@@ -1,0 +1,77 @@
+"""What users get wrong about devices: one sentence, exit status 2, and nothing is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from processes import pyorch
+
+from pyorch import ports
+from pyorch.cli import main
+from pyorch.errors import PyorchError
+from pyorch.llama.model import load
+from pyorch.settings.settings import Settings
+
+
+@pytest.fixture
+def refused(small_moe: Path, capfd: pytest.CaptureFixture[str]):
+    """Runs a command that must fail, without a byte on standard output; returns its sentence."""
+
+    def run(*arguments: str, command: tuple[str, ...] = ("run", "-p", "x")) -> str:
+        assert main([command[0], str(small_moe), *command[1:], *arguments]) == 2
+        printed = capfd.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("pyorch: error: ") and printed.err.count("\n") == 1, printed.err
+        return printed.err
+
+    return run
+
+
+@pytest.mark.parametrize("command", [
+    ("run", "-p", "x"), ("verify",), ("bench",), ("serve", "--port", "0"),
+], ids=lambda command: command[0])
+def test_every_command_says_which_devices_there_are(refused, command: tuple[str, ...]) -> None:
+    assert "there is no device CUDA7: " in refused("--device", "CUDA7", command=command)
+
+
+def test_a_device_that_cannot_be_reached_is_named(refused) -> None:
+    port = ports.free()
+    for address in (f"127.0.0.1:{port}", f"no-such-host.invalid:{port}"):
+        assert f"no device can be reached at {address}" in refused("--device", f"rpc:{address}")
+
+
+@pytest.mark.parametrize("device", ["rpc:", "rpc:127.0.0.1", "rpc::50052", "rpc:127.0.0.1:0", "rpc:127.0.0.1:65536",
+                                    "rpc:127.0.0.1:x"])
+def test_an_address_is_a_host_and_a_port(refused, device: str) -> None:
+    assert "it is rpc:HOST:PORT, such as" in refused("--device", device)
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    (("--vram-budget", "1GiB"), "name it with --device"),
+    (("--device-misses", "upload"), "name it with --device"),
+    (("--device", "auto", "--vram-budget=-1GiB"), '--vram-budget "-1GiB" is not understood'),
+    (("--device", "auto", "--vram-budget", "101%"), "100% is the most"),
+    (("--device", "auto", "--vram-budget", "resident"), "--vram-budget is a size"),
+    (("--device", "auto", "--vram-budget", "much"), '--vram-budget "much" is not understood: use'),
+    (("--device", "auto", "--device-misses", "somebody"), "must be processor or upload"),
+    (("--device", ""), "must be the name of a device"),
+    (("--device", "auto"), "there is no device: "),
+])
+def test_options_that_cannot_mean_anything_are_refused(refused, options: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused(*options)
+
+
+@pytest.mark.parametrize("options", [{"device": 1}, {"device": b"CUDA0"}, {"device": ["CUDA0"]},
+                                     {"device": "auto", "vram_budget": 0.5}, {"device": "auto", "vram_budget": []},
+                                     {"device": "auto", "device_misses": True}], ids=str)
+def test_values_of_other_types_are_refused_in_a_sentence(small_moe: Path, options: dict[str, object]) -> None:
+    with pytest.raises(PyorchError, match="must be|is not understood"):
+        Settings(**options)
+    with pytest.raises(PyorchError, match="must be|is not understood"):
+        load(small_moe, budget="50%", **options)
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "verify", "bench"])
+def test_help_has_an_example_with_a_device(command: str) -> None:
+    assert " --device " in pyorch(command, "--help").stdout.partition("xample")[2]
