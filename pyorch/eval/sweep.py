@@ -294,8 +294,9 @@ def conditions(plan: Plan) -> dict[str, object]:
     """What the results of a plan depend on, besides rates and methods, by names for the user."""
     with ModelMap(plan.model) as model_map:
         model = container.fingerprint(model_map)
-        beside = model_map.sidecars().get("buddies")
-    buddies = plan.buddies_file or beside
+        beside = model_map.sidecars()
+    lossy = {"buddies": plan.buddies_file or beside.get("buddies"), "ghosts": beside.get("ghosts"),
+             "predictor": beside.get("predictor")}
     return {
         "model": model,
         "--data": [_digest(path) for path in plan.data],
@@ -305,7 +306,7 @@ def conditions(plan: Plan) -> dict[str, object]:
         "--cache": plan.cache,
         "--text": [_digest(path) for path in plan.texts],
         "--text-tokens": plan.n_text_tokens if plan.texts else None,
-        "buddies file": _digest(buddies) if buddies else None,
+        **{f"{kind} file": _digest(path) if path else None for kind, path in lossy.items()},
     }
 
 

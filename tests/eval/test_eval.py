@@ -371,6 +371,13 @@ def test_a_record_of_other_conditions_is_refused(
     assert main(arguments) == 0
     assert main([*arguments, "--limit", "9"]) == 2
     assert f"{record} was made with another --limit" in capsys.readouterr().err
+    ghosts = small_moe.with_name("small-moe.ghosts.gguf")
+    ghosts.write_bytes(b"of another fit")
+    try:
+        assert main(arguments) == 2
+    finally:
+        ghosts.unlink()
+    assert f"{record} was made with another ghosts file" in capsys.readouterr().err
     for text in ("[]", "[" * 100_000, '{"version": 1, "conditions": 5}'):
         record.write_text(text)
         assert main(arguments) == 2
