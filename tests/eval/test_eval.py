@@ -367,17 +367,16 @@ def test_a_record_of_other_conditions_is_refused(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "sweep.json"
-    arguments = sweep_arguments(small_moe, buddies_file, record)
+    model, ghosts = tmp_path / "model.gguf", tmp_path / "model.ghosts.gguf"
+    os.link(small_moe, model)
+    arguments = sweep_arguments(model, buddies_file, record)
     assert main(arguments) == 0
     assert main([*arguments, "--limit", "9"]) == 2
     assert f"{record} was made with another --limit" in capsys.readouterr().err
-    ghosts = small_moe.with_name("small-moe.ghosts.gguf")
     ghosts.write_bytes(b"of another fit")
-    try:
-        assert main(arguments) == 2
-    finally:
-        ghosts.unlink()
+    assert main(arguments) == 2
     assert f"{record} was made with another ghosts file" in capsys.readouterr().err
+    ghosts.unlink()
     for text in ("[]", "[" * 100_000, '{"version": 1, "conditions": 5}'):
         record.write_text(text)
         assert main(arguments) == 2

@@ -282,14 +282,22 @@ def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n
 
 
 @pytest.mark.parametrize("n_used", range(1, 17))
-def test_a_token_whose_experts_are_equally_likely_has_the_entropy_1(model, n_used: int):
-    """And not a bit more: a gate at 1 lets nothing pass."""
+def test_gates_include_their_bounds(model, n_used: int):
+    """Experts that are equally likely have the entropy 1, not a bit more, and no lead; one alone has no entropy."""
     probs = np.full((1, N_EXPERT), 0.1, np.float32)
     weights = np.full((1, n_used), 0.1, np.float32)
     experts = np.arange(n_used, dtype=np.int32)[None]
     routing = Routing(0, 0, True, experts, weights, probs, probs, np.empty((1, 0), np.float32))
-    apply_substitution(model.engine, 0, Substitution.parse("mode=random,tau=1"), None)
-    assert model.engine.substitute(routing, np.arange(N_EXPERT) >= n_used)[2].refused_tae == n_used
+    resident = np.arange(N_EXPERT) >= n_used
+
+    def done(settings: str) -> SubstitutionStats:
+        apply_substitution(model.engine, 0, Substitution.parse(settings), None)
+        return model.engine.substitute(routing, resident)[2]
+
+    assert done("mode=random,tau=1").refused_tae == n_used
+    assert done(f"mode=random,gamma={int(n_used == 1)}").refused_margin == n_used
+    assert done("mode=random,beta=1").refused_distribution == n_used
+    assert done("mode=cache,bonus=0").substituted == n_used, "none is lower by more than nothing"
 
 
 def test_of_equal_weights_the_first_of_the_router_is_sacred(model):
