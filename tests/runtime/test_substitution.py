@@ -605,6 +605,20 @@ def test_kappa_weighs_hops(model):
     model.substitute(None)
 
 
+def test_reuse_spreads_the_tokens_of_a_batch_over_several_buddies(model):
+    """Each choice of a buddy takes the factor off its priority once: 0.5, 0.4; 0.25, 0.4; 0.25, 0.2; 0.125, 0.2."""
+    ids = np.full((N_EXPERT, 2), -1, np.int32)
+    q = np.zeros((N_EXPERT, 2), np.float32)
+    ids[9], q[9] = (1, 2), (0.5, 0.4)
+    model.engine.set_buddies(0, ids, q)
+    routing = random_routing(np.random.default_rng(0), 4, 1, 0, False)
+    routing = replace(routing, experts=np.full((4, 1), 9, np.int32))
+    for reuse, chosen in ((0.5, [1, 2, 1, 2]), (1.0, [1, 1, 1, 1])):
+        model.engine.set_substitution(0, {"mode": 1, "reuse": reuse})
+        experts, _, _ = model.engine.substitute(routing, np.arange(N_EXPERT) != 9)
+        assert experts[:, 0].tolist() == chosen
+
+
 def test_nothing_is_substituted_while_layers_speculate(small_moe: Path):
     with pyorch.load(small_moe, budget="50%", prefetch="none", n_ctx=256, n_threads=1) as speculating:
         speculating.speculate("next-router:1:1")
