@@ -191,8 +191,8 @@ def find_buddies(
             return None
         if sidecars.buddies is None:
             raise PyorchError(
-                f"there are no buddy lists beside {sidecars.map.path}: make them with `pyorch buddies`, or name them "
-                "with --buddies-file"
+                f"there are no buddy lists beside {sidecars.map.path}: make them with `pyorch buddies`, name them with "
+                "--buddies-file, or do without them with mode=none, or with heaviest or ghosts"
             )
         return sidecars.buddies
     from pyorch.sidecars.buddies import Buddies  # see pyorch.sidecars.beside
