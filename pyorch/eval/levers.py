@@ -20,6 +20,7 @@ LEVERS = (
     "mode=none,miss=drop,order=weight,sacred=1|2|3,min_entropy=p50|p30",
     "mode=none,miss=drop,order=weight,sacred=1|2,max_replaced=1|2",
     "mode=none,miss=ghost,order=weight,sacred=1|2",
+    "mode=none,miss=auto,sacred=1,max_error=0.01|0.02|0.05",
     "mode=cache,order=weight,sacred=1|2|3,among=12",
     "mode=cache,order=weight,sacred=2,bonus=0.5|1|2",
     "order=weight,weight=fitted,sacred=2|3",

@@ -142,7 +142,7 @@ def test_a_lever_stands_for_all_its_alternatives() -> None:
     assert [str(it) for it in found] == [
         "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
         "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
-    assert len(levers.settings(levers.LEVERS)) == 27
+    assert len(levers.settings(levers.LEVERS)) == 30
     for lever, sentence in (
         ("mode=none", "replaces nothing"), ("sacred=1|x", "not a whole number"), ("a=1", "is not known"),
         ("seed=" + "|".join(map(str, range(600))), "more than 512 settings"),
