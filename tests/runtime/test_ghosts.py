@@ -75,6 +75,7 @@ def test_an_expert_without_a_ghost_is_refused_by_name(model) -> None:
 
 @pytest.mark.parametrize("change, why", [
     ({"rank": np.full(N_EXPERT, N_EMBD + 1)}, "cannot have the rank 129"),
+    ({"rank": np.full(N_EXPERT, -2)}, "cannot have the rank -2"),
     ({"rank": np.full(N_EXPERT, 1)}, "sum up to 64 cannot have"),
     ({"error": np.full(N_EXPERT, np.nan)}, "cannot have the error nan"),
     ({"mean": np.full((N_EXPERT, N_EMBD), np.inf)}, "do not hold numbers only"),
@@ -152,12 +153,12 @@ def test_mean_outputs_are_those_of_experts_and_not_of_ghosts(model) -> None:
 
 def test_a_real_cache_reads_what_ghosts_computed_behind_everything_else(small_moe: Path) -> None:
     with pyorch.load(small_moe, budget="30%", n_ctx=256, n_threads=1, prefetch="none") as model:
-        set_ghosts(model, random_ghosts(1), "mode=none,miss=ghost,sacred=1", None)
-        decode(model)
+        set_ghosts(model, same(0.5), "mode=none,miss=ghost,prefill=1", None)
+        decode(model, n_prompt=1)
         model.engine.wait_idle()
         counts, stats = model.engine.substitution_stats(), model.engine.stats()
-        assert counts.ghosts > 0 and counts.refused_sacred > 0
-        assert stats.loads > counts.refused_sacred / 2
+        assert counts.ghosts > 0 and stats.misses == 0, "nobody waits for any"
+        assert stats.loads > N_EXPERT and stats.resident_experts > N_EXPERT
 
 
 def test_errors_are_spent_on_the_slots_where_they_are_least(model) -> None:
