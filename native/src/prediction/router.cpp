@@ -130,7 +130,12 @@ void Routers::set_unknown(int layer, std::string why, const void * model) {
     entries[layer].why    = std::move(why);
 }
 
-void Routers::set_copy(int layer, const Router & router) {
+bool Routers::has_copy(int layer, const void * model) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    return entries[layer].model == model && !entries[layer].gate.empty();
+}
+
+void Routers::set_copy(int layer, const Router & router, const void * model) {
     auto copy = [](const float * values, size_t n, std::vector<float> & to) -> const float * {
         to.assign(values, values ? values + n : values);
         return values ? to.data() : nullptr;
@@ -138,6 +143,7 @@ void Routers::set_copy(int layer, const Router & router) {
     std::lock_guard<std::mutex> lock(mutex);
     Entry & e = entries[layer];
     e.router                = router;
+    e.model                 = model;
     e.router.gate           = copy(router.gate, (size_t) router.n_expert * router.n_embd, e.gate);
     e.router.bias           = copy(router.bias, router.n_expert, e.bias);
     e.router.selection_bias = copy(router.selection_bias, router.n_expert, e.selection_bias);

@@ -66,8 +66,11 @@ public:
     // Of a layer whose router cannot be applied, with the reason in a sentence.
     void set_unknown(int layer, std::string why, const void * model);
 
-    // Copies the arrays, which belong to no model.
-    void set_copy(int layer, const Router & router);
+    // Copies the arrays. model: whose they are, null: no model's.
+    void set_copy(int layer, const Router & router, const void * model = nullptr);
+
+    // Whether that was done for this model.
+    bool has_copy(int layer, const void * model) const;
 
     // The arrays of a model go. Whether there were any.
     bool forget(const void * model);

@@ -5,6 +5,7 @@
 #include "routing/device_tier.h"
 #include "routing/routing.h"
 
+#include <list>
 #include <vector>
 
 namespace pyorch {
@@ -22,6 +23,8 @@ struct GraphLayer {
     bool softmax_selected = false;
 
     const float * selection_bias = nullptr; // of the router, see RoutedBatch
+
+    std::list<std::vector<float>> copies = {}; // of that, where the router lies on a device
 
     // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is computed.
     std::vector<int32_t> requested = {};

@@ -6,6 +6,8 @@
 #include "llama-moe.h"
 
 #include <cstring>
+#include <list>
+#include <vector>
 
 namespace pyorch {
 namespace {
@@ -16,10 +18,21 @@ static_assert((int) PYORCH_GATING_SOFTMAX          == LLAMA_EXPERT_GATING_FUNC_T
               (int) PYORCH_GATING_SQRT_SOFTPLUS    == LLAMA_EXPERT_GATING_FUNC_TYPE_SQRT_SOFTPLUS,
               "gating functions are numbered as in llama.cpp");
 
-const float * host_floats(const ggml_tensor * t, int64_t n) {
-    const bool readable = t && t->type == GGML_TYPE_F32 && t->data && t->buffer && ggml_backend_buffer_is_host(t->buffer) &&
-        ggml_is_contiguous(t) && ggml_nelements(t) == n;
-    return readable ? (const float *) t->data : nullptr;
+bool is_on_device(const ggml_tensor * t) {
+    return t && t->buffer && !ggml_backend_buffer_is_host(t->buffer);
+}
+
+// The numbers of a tensor, null where it has others. copies: where those of a device go.
+const float * floats(const ggml_tensor * t, int64_t n, std::list<std::vector<float>> & copies) {
+    if (!t || t->type != GGML_TYPE_F32 || !t->data || !t->buffer || !ggml_is_contiguous(t) || ggml_nelements(t) != n) {
+        return nullptr;
+    }
+    if (!is_on_device(t)) {
+        return (const float *) t->data;
+    }
+    copies.emplace_back(n);
+    ggml_backend_tensor_get(t, copies.back().data(), 0, n * sizeof(float));
+    return copies.back().data();
 }
 
 // The input is norm(x) * weight, as llama.cpp builds an RMS normalization.
@@ -38,7 +51,11 @@ bool is_applied_alone(const llama_moe_route & route) {
 void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     Routers &   routers = m.routing->routers;
     const int   il      = route.il;
-    Router      router;
+    if (routers.has_copy(m.layer, route.down_exps)) { // whose device is asked once
+        return;
+    }
+    Router                        router;
+    std::list<std::vector<float>> copies;
     router.n_embd         = (int) route.inp->ne[0];
     router.n_expert       = (int) route.logits->ne[0];
     router.n_used         = (int) route.selected->ne[0];
@@ -47,11 +64,11 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     router.n_groups_used  = route.n_groups_used;
     router.normalized     = route.norm_w;
     router.scale          = route.scale;
-    router.gate           = host_floats(route.gate, (int64_t) router.n_embd * router.n_expert);
-    router.bias           = host_floats(route.gate_b, router.n_expert);
-    router.selection_bias = host_floats(route.selection_b, router.n_expert);
+    router.gate           = floats(route.gate, (int64_t) router.n_embd * router.n_expert, copies);
+    router.bias           = floats(route.gate_b, router.n_expert, copies);
+    router.selection_bias = floats(route.selection_b, router.n_expert, copies);
     if (is_rms_normalization(route.inp)) {
-        router.norm = host_floats(route.inp->src[1], router.n_embd);
+        router.norm = floats(route.inp->src[1], router.n_embd, copies);
         memcpy(&router.eps, route.inp->src[0]->op_params, sizeof(router.eps));
     }
     const bool readable = router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
@@ -62,8 +79,10 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     } else if (!is_applied_alone(route)) {
         routers.set_unknown(m.layer, format("layer %d has a router that an adapter changes", il), route.down_exps);
     } else if (!readable) {
-        routers.set_unknown(m.layer, format("layer %d has a router of the type %s that is not F32 in the memory of the host", il,
+        routers.set_unknown(m.layer, format("layer %d has a router of the type %s that is not F32", il,
             ggml_type_name(route.gate->type)), route.down_exps);
+    } else if (!copies.empty()) {
+        routers.set_copy(m.layer, router, route.down_exps);
     } else {
         routers.set(m.layer, router, route.down_exps);
     }
@@ -76,7 +95,9 @@ ggml_tensor * residual_of(const llama_moe_route & route) {
 void read_weighting(const llama_moe_route & route, GraphLayer & layer) {
     layer.softmax_selected = route.gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
     layer.normalized       = route.norm_w || layer.softmax_selected;
-    layer.selection_bias   = host_floats(route.selection_b, route.logits->ne[0]);
+    if (layer.copies.empty()) {
+        layer.selection_bias = floats(route.selection_b, route.logits->ne[0], layer.copies);
+    }
 }
 
 } // namespace pyorch

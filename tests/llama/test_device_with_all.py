@@ -1,0 +1,125 @@
+"""Everything else that a model can do, with experts on a device: nothing of it changes a bit that it did not change
+without one. The processor's kernels are the device's here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices import DeviceProcess
+from models import PROMPT, assert_same_bits, small_model
+from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
+
+from pyorch.convert import pack as packing
+from pyorch.library.choices import predictors
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.sidecars.history import ExpertMaps
+
+N_DECODED = 24
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
+    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
+    yield process
+    process.stop()
+
+
+def decode(model: Model, tokens: list[int]) -> np.ndarray:
+    """Prompts that are wide enough for the areas, and too narrow; and one token after another."""
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=32, n_threads=1) as context:
+        made = [context.decode(tokens[:40])] + [context.decode([token]) for token in tokens[:N_DECODED]]
+        return np.concatenate(made)
+
+
+@pytest.fixture(scope="module")
+def expected(small_moe: Path, prompt_tokens: list[int]) -> np.ndarray:
+    with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False) as model:
+        return decode(model, prompt_tokens)
+
+
+def on_device(path: Path, device: DeviceProcess, budget: str = "30%", **options: object) -> Model:
+    return small_model(path, budget, **{"device": device.name, "vram_budget": "25%", **options})
+
+
+def check_budgets(model: Model) -> None:
+    experts = model.stats().experts
+    assert experts.device_hits > 0
+    assert experts.peak_bytes <= experts.budget_bytes and experts.device_used_bytes <= experts.device_budget_bytes
+
+
+@pytest.mark.parametrize("predictor", [name for name in predictors().present if name not in ("estimator", "hybrid")])
+def test_what_is_read_ahead_changes_nothing(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray, predictor: str
+) -> None:
+    with on_device(small_moe, device, prefetch="none") as model:
+        if predictor in ("activation-matrix", "expert-map"):
+            model.engine.set_history(ExpertMaps.for_model(model.map))
+        model.engine.set_prefetch(predictor, 1, 0.0)
+        for _ in range(2):
+            assert_same_bits(decode(model, prompt_tokens), expected)
+        check_budgets(model)
+
+
+@pytest.mark.parametrize("codec", [None, "auto"])
+def test_experts_from_a_pack_are_uploaded_as_the_model_has_them(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray, tmp_path: Path,
+    codec: str | None,
+) -> None:
+    path = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
+    packing.pack(path, **({"codec": codec} if codec else {}))
+    pools = {"pools": "0.5,0.5,0,0"} if codec else {}
+    for misses in ("processor", "upload"):
+        with on_device(path, device, device_misses=misses, **pools) as model:
+            assert model.map.pack is not None
+            assert_same_bits(decode(model, prompt_tokens), expected)
+            check_budgets(model)
+
+
+def test_layers_that_speculate_compute_the_same(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]
+) -> None:
+    def speculated(model: Model) -> tuple[np.ndarray, tuple[int, ...]]:
+        model.speculate("quasi-hidden:1:1")
+        model.reset_stats()
+        logits = decode(model, prompt_tokens)
+        counts = model.stats().speculation
+        return logits, (counts.tokens, counts.slots, counts.right)
+
+    with small_model(small_moe, "30%", prefetch="none", use_extra_bufts=False) as model:
+        expected, counts = speculated(model)
+    assert 0 < counts[2] < counts[1]
+    for misses in ("processor", "upload"):
+        with on_device(small_moe, device, prefetch="none", device_misses=misses) as model:
+            logits, those = speculated(model)
+            assert_same_bits(logits, expected)
+            assert those == counts
+            check_budgets(model)
+
+
+def test_slots_of_a_server_compute_together_within_both_budgets(small_moe: Path, tmp_path: Path) -> None:
+    """Looked at while they do."""
+    device = DeviceProcess(tmp_path / "device.log")  # of its own: such a device serves one process at a time
+    server = ServerProcess(
+        pyorch_serve(small_moe, "--budget", "30%", "--device", device.name, "--vram-budget", "30%", "--threads", "1",
+                     "--ctx", "2048", "--prefetch", "previous-token", "--", "-np", "4"), tmp_path / "log")
+    try:
+        with ThreadPoolExecutor(5) as pool:
+            runs = [pool.submit(server.complete, PROMPT[: -(n % 4) or None], extra_body=WHOLE_PROMPT) for n in range(12)]
+            seen = []
+            while not all(run.done() for run in runs):
+                seen.append(server.get("/residency")["totals"])
+        assert all(run.result() for run in runs)
+        seen.append(server.get("/residency")["totals"])
+        for totals in seen:
+            assert totals["used_bytes"] <= totals["peak_bytes"] <= totals["budget_bytes"]
+            assert 0 < totals["device_used_bytes"] <= totals["device_budget_bytes"]
+        assert seen[-1]["device_hits"] > 0 and server.stop()[0] == 0
+    finally:
+        server.process.kill()
+        device.stop()
