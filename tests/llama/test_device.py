@@ -14,7 +14,7 @@ import llama_cpp
 import numpy as np
 import pytest
 import batches
-from architectures import Zoo, types_of
+from architectures import Zoo
 from devices import DeviceProcess
 from models import PROMPT, assert_same_bits, small_model
 from processes import HANG_SECONDS, pyorch as pyorch_command
@@ -106,15 +106,18 @@ def test_two_contexts_share_a_device(
                 assert_same_bits(run.result(), expected)
 
 
-@pytest.mark.parametrize("name", [
-    "mixtral", "gpt-oss", "qwen3-next-fused", "deepseek-v3", "llama4", "granite-moe-hybrid",
+@pytest.mark.parametrize(("name", "type_name"), [
+    ("mixtral", "Q8_0"), ("mixtral", "Q4_K"), ("gpt-oss", "Q8_0"), ("gpt-oss-mxfp4", "MXFP4"),
+    ("qwen3-next-fused", "Q8_0"), ("deepseek-v3", "Q8_0"), ("deepseek-v3", "Q4_0"), ("llama4", "Q8_0"),
+    ("granite-moe-hybrid", "BF16"), ("glm4-moe", "F32"), ("jamba", "MXFP4"), ("qwen3-moe", "Q4_K"),
 ])
-def test_every_layout_of_experts_is_computed_on_the_device(zoo: Zoo, device: DeviceProcess, name: str) -> None:
-    """Apart, with biases, in one matrix, beside a shared one, weighted before."""
+def test_every_layout_of_experts_is_computed_on_the_device(
+    zoo: Zoo, device: DeviceProcess, name: str, type_name: str
+) -> None:
+    """Apart, with biases, in one matrix, beside a shared one, weighted before; in all batch shapes."""
     def digests(budget: str, **options: object) -> tuple[dict[str, str], pyorch.Model]:
-        path = zoo.path(name, "Q8_0" if "Q8_0" in types_of(name) else types_of(name)[0])
         arguments = {"n_ctx": 64, "n_batch": 64, "n_ubatch": batches.N_UBATCH, "device": device.name}
-        with pyorch.load(path, budget=budget, **arguments | options) as model:
+        with pyorch.load(zoo.path(name, type_name), budget=budget, **arguments | options) as model:
             with Context(model.llama.model, n_threads=1, **batches.CONTEXT) as it:
                 made = batches.digests(it.decode, it.clear)
             return made, model.engine and model.engine.stats()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buddy_lists import random_buddies
 from devices import DeviceProcess
 from ghost_layers import N_EXPERT, random_ghosts
 from models import assert_same_bits, small_model
@@ -32,7 +33,7 @@ def decoded(model: Model, tokens: list[int], settings: str) -> tuple[np.ndarray,
     absent wherever they are."""
     for il in model.layers:
         random_ghosts(1).apply(model.engine, il)
-        apply_substitution(model.engine, il, Substitution.parse(settings), None)
+        apply_substitution(model.engine, il, Substitution.parse(settings), random_buddies(1))
         model.engine.set_cache(il, np.arange(N_EXPERT) % 2 == 0)
     model.reset_stats()
     with Context(model.llama.model, n_ctx=256, n_batch=256, n_threads=1) as context:
@@ -44,6 +45,8 @@ def decoded(model: Model, tokens: list[int], settings: str) -> tuple[np.ndarray,
 @pytest.mark.parametrize(("settings", "lost"), [
     ("mode=none,miss=ghost,order=weight,sacred=5,prefill=1", (False, True, True)),
     ("mode=random,sacred=2,prefill=1", (True, False, False)),
+    ("mode=buddies,coverage=1,max_replaced=4,weight=fitted,prefill=1", (True, False, False)),
+    ("mode=buddies,coverage=0.9,max_replaced=2,miss=drop,sacred=1", (True, True, False)),
     ("mode=none,miss=drop,order=weight,sacred=1", (False, True, False)),
 ])
 def test_logits_are_those_without_a_device(

@@ -4,21 +4,25 @@ without one. The processor's kernels are the device's here."""
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from device_loads_process import data_bytes
 from devices import DeviceProcess
 from models import PROMPT, assert_same_bits, small_model
 from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 from pyorch.convert import pack as packing
 from pyorch.library.choices import predictors
+from pyorch.llama import measure
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.sidecars.history import ExpertMaps
+from pyorch.sizes import MiB
 
 N_DECODED = 24
 
@@ -100,6 +104,33 @@ def test_layers_that_speculate_compute_the_same(
             assert_same_bits(logits, expected)
             assert those == counts
             check_budgets(model)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads what Linux says of a process")
+def test_the_devices_memory_is_taken_once_and_within_its_budget(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int]
+) -> None:
+    """As its own process has it, while it computes, beside what it has without experts."""
+    device = DeviceProcess(tmp_path / "log")
+
+    def sampled(vram_budget: str) -> tuple[list[int], int]:
+        with on_device(small_moe, device, vram_budget=vram_budget, n_ubatch=32) as model:
+            with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=32, n_threads=1) as context:
+                held = []
+                for tokens in (prompt_tokens[:32], *([token] for token in prompt_tokens[:N_DECODED]), prompt_tokens[:32]):
+                    context.decode(tokens)
+                    held.append(data_bytes(str(device.process.pid)))
+                    check = model.stats().experts
+                    assert check.device_used_bytes <= check.device_budget_bytes and check.peak_bytes <= check.budget_bytes
+            return held, check.device_used_bytes + 2 * measure.chain_bytes(model.map, 32)  # of two contexts
+
+    try:
+        (without, _), (held, most) = sampled("0"), sampled("8MiB")
+    finally:
+        device.stop()
+    slack = 3 * MiB // 2  # by which a process of glibc may hold more than it uses
+    assert 7 * MiB < max(held) - max(without) < most + slack
+    assert max(held) - min(held) < slack, "all of it was taken when the context was made"
 
 
 def test_slots_of_a_server_compute_together_within_both_budgets(small_moe: Path, tmp_path: Path) -> None:
