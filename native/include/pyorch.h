@@ -271,12 +271,15 @@ typedef struct pyorch_config {
     void *         device;         // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
     uint64_t       device_bytes;   // of its memory for them, default 0; see pyorch_set_device_budget
     uint64_t       device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
+    double         device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.
 typedef enum pyorch_device_misses {
     PYORCH_PROCESSOR = 0, // computes it from host memory; it is uploaded meanwhile if it is worth more than another
     PYORCH_UPLOAD    = 1, // it is uploaded first and computed on the device, as long as there are slots for the layer
+    PYORCH_ESTIMATED = 2, // of those that are worth a slot, as many are uploaded first as makes the layer faster by the
+                          // estimate that follows from device_rates and from counts; the processor computes the others
 } pyorch_device_misses;
 
 pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);
@@ -352,6 +355,11 @@ typedef struct pyorch_device_info {
 // or "rpc:HOST:PORT" for that of a process which serves ggml's RPC there. It stays as long as the process.
 // PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
 pyorch_status pyorch_find_device(const char * name, void ** device);
+
+// How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a second,
+// of uploads, of the processor for the first row of an expert and for each further one, and the same of the device.
+// Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
+pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device, int32_t n_threads, double * rates);
 
 // A device of another process that is lost has no memory, 0 bytes, or PYORCH_IO is returned.
 pyorch_status pyorch_get_device(void * device, pyorch_device_info * info);

@@ -10,13 +10,14 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.library.choices import LEARNED, default_policy
-from pyorch.llama import measure, memory
+from pyorch.llama import logs, measure, memory
 from pyorch.llama.apply import apply_ghosts, apply_prefetch, apply_substitution, apply_uses, find_buddies
 from pyorch.llama.context_plan import DEFAULT_CTX, NARROW_UBATCH
 from pyorch.llama.device import host_dense_bytes
 from pyorch.llama.managed import ManagedModel
 from pyorch.llama.originals import original
 from pyorch.runtime import fatal
+from pyorch.runtime.device_rates import rates_for
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.engine import Engine
 from pyorch.settings.budget import AUTO, RESIDENT
@@ -61,12 +62,18 @@ def capture(managed: ManagedModel) -> Iterator[None]:
         if managed.pool_planner is not None:
             managed.division = managed.pool_planner.packed_best(budget)
             managed.pools = Pools(*managed.division.shares)
+        if managed.device is not None:
+            n_threads = settings.n_threads or memory.physical_cores()
+            managed.device_misses = rates_for(settings.device_misses, managed.map, managed.device, n_threads)
+            if managed.device_misses.rates and not logs.is_quiet():
+                fatal.notice(f"note: experts that {managed.device.name} lacks are computed as --device-misses "
+                             f"{managed.device_misses} says")
         managed.engine = Engine(
             managed.map, budget, settings.policy, reads, settings.direct_io, settings.source, plain=plain,
             pools=managed.pools or Pools(), device=managed.device,
             device_bytes=0 if settings.vram_budget == AUTO else min(
                 settings.vram_budget.amount.of(info.expert_bytes), info.expert_bytes),
-            device_misses=settings.device_misses,
+            device_misses=managed.device_misses,
         )
         try:
             if managed.map.pack is not None:

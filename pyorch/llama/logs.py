@@ -61,6 +61,10 @@ def set_quiet(quiet: bool) -> None:
     _quiet = quiet
 
 
+def is_quiet() -> bool:
+    return _quiet
+
+
 def last_error() -> str:
     """The first thing that llama.cpp said went wrong, "" if it said nothing."""
     # The first is the cause; a line begins with the name of a function.

@@ -15,6 +15,7 @@ from pyorch.runtime.devices import Device
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
+from pyorch.settings.device import DeviceMisses
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
@@ -36,6 +37,7 @@ class ManagedModel:
     params: llama.llama_model_params
     engine: Engine | None = None
     device: Device | None = None  # its dense weights are there, and experts, as far as there is room
+    device_misses: DeviceMisses = DeviceMisses()  # with the rates that it goes by
     device_list: Any = None  # what params point to
     device_planned: bool = False  # how much of its memory experts get
     buddies: Buddies | None = None

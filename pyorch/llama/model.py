@@ -25,6 +25,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.device import DeviceMisses
 from pyorch.settings.option import options as declared_options
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
@@ -119,7 +120,13 @@ class Model:
     @property
     def device(self) -> str:
         """Of the device that computes, its name; "" where only the processor does."""
-        return self._record.device.name if self._record.device is not None else ""
+        return self._record.device_name
+
+    @property
+    def device_misses(self) -> DeviceMisses:
+        """What computes experts that the device lacks, with the rates that are measured for auto: the same ones give the
+        same bits."""
+        return self._record.device_misses
 
     @property
     def note(self) -> str:

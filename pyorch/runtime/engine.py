@@ -21,7 +21,7 @@ from pyorch.runtime.residency import ResidencyCalls
 from pyorch.runtime.sources import Source, read_callback
 from pyorch.runtime.substitution import SubstitutionCalls
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
+from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
 from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
 
@@ -44,7 +44,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         pools: how the budget is divided among the forms of compressed experts.
         device: computes with experts that lie in its memory; needs plain.
         device_bytes: of its memory for them, at most; see set_device_budget.
-        device_misses: what computes an expert that is not there, one of DEVICE_MISSES.
+        device_misses: what computes an expert that is not there; of auto, with its rates.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         pools: Pools | str = Pools(),
         device: Device | None = None,
         device_bytes: int = 0,
-        device_misses: str = PROCESSOR,
+        device_misses: DeviceMisses = DeviceMisses(),
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
@@ -73,7 +73,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
             reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes,
             direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
             pool_shares=Pools.parse(pools).shares, device_bytes=device_bytes,
-            device_misses=DEVICE_MISSES.index(device_misses),
+            device_misses=DEVICE_MISSES.index(device_misses.who), device_rates=device_misses.rates,
         )
         if device is not None:
             config.device = device.handle

@@ -11,7 +11,7 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.device import DEVICE_MISSES, NONE, PROCESSOR, device_misses, device_name, vram_budget
+from pyorch.settings.device import NONE, DeviceMisses, device_name, vram_budget
 from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
@@ -86,10 +86,15 @@ class Settings:
         help="memory of the device for experts: a share of them such as 60%, a size such as 6GiB, or auto, which takes "
              "what dense layers and context leave",
     )
-    device_misses: str = option(
-        PROCESSOR, device_misses, " or ".join(DEVICE_MISSES), flag="--device-misses", metavar="WHO",
+    device_misses: DeviceMisses = option(
+        DeviceMisses(), DeviceMisses.parse, "processor, upload, auto or auto with five rates", flag="--device-misses",
+        metavar="WHO",
         help="what computes experts that the device lacks: processor, from host memory, while they are uploaded if "
-             "they are worth it; or upload, so that the device computes them as soon as they are there",
+             "they are worth it; upload, so that the device computes them as soon as they are there; or auto, whichever "
+             "is estimated to be faster. The estimate goes by rates that are measured once and kept; "
+             "auto:UPLOAD:FIRST:MORE:FIRST:MORE says them, in bytes of weights a second: of uploads, of the processor "
+             "for the first row of an expert and for each further one, and the same of the device",
+        default_text="processor",
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
@@ -155,7 +160,7 @@ class Settings:
         if self.pools is not None and not self.packed:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
-        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != PROCESSOR):
+        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != DeviceMisses()):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")

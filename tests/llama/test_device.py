@@ -29,6 +29,7 @@ from pyorch.llama.context import Context
 from pyorch.llama.device import plan_device
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
+from pyorch.settings.device import DeviceMisses
 from pyorch.sizes import MiB
 
 
@@ -65,6 +66,7 @@ def expected(on_device: Model, prompt_tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize(("vram_budget", "misses"), [
     ("5%", "upload"), ("30%", "upload"), ("100%", "upload"), ("5%", "processor"), ("40%", "processor"),
+    ("30%", "auto:2GB/s:8GB/s:2GB/s:9TB/s:9TB/s"),
 ])
 def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
     small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str,
@@ -170,6 +172,38 @@ def test_where_each_token_is_computed_follows_from_the_tokens(
             experts = model.stats().experts
             counts.append((experts.device_hits, experts.device_misses, experts.device_loads, experts.device_evictions))
     assert counts[0] == counts[1] and counts[0][3] > 0
+
+
+def test_more_is_computed_on_a_device_whose_uploads_are_estimated_to_be_fast(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]
+) -> None:
+    computed = {}
+    for upload in ("1KB/s", "3GB/s", "9TB/s"):
+        misses = f"auto:{upload}:8GB/s:2GB/s:9TB/s:9TB/s"  # 3 GB/s: what two rows or more use
+        with small_model(small_moe, "50%", device=device.name, vram_budget="20%", device_misses=misses) as model:
+            logits(model, prompt_tokens)
+            experts = model.stats().experts
+            computed[upload] = experts.device_computed - experts.device_hits
+    assert computed["1KB/s"] == 0 < computed["3GB/s"] < computed["9TB/s"]
+
+
+def test_what_an_estimate_goes_by_is_measured_once_and_kept(
+    small_moe: Path, device: DeviceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = []
+    for _ in range(2):
+        with small_model(small_moe, "50%", device=device.name, vram_budget="20%", device_misses="auto") as model:
+            names.append(str(model.device_misses))
+    kept = list((tmp_path / "pyorch").glob("device-*.json"))
+    assert len(kept) == 1 and names[0] == names[1]
+    assert DeviceMisses.parse(names[0]).rates == tuple(json.loads(kept[0].read_text()))
+    kept[0].write_text("[1.0, 2.0, NaN, 4.0, 5.0]")
+    with small_model(small_moe, "50%", device=device.name, vram_budget="20%", device_misses="auto") as model:
+        assert len(model.device_misses.rates) == 5 and min(model.device_misses.rates) > 100
+    for wrong in ("auto:1GB/s", "upload:1GB/s", "auto:0:1:1:1:1", "sometimes"):
+        with pytest.raises(PyorchError, match="auto with five rates"):
+            small_model(small_moe, "50%", device=device.name, device_misses=wrong)
 
 
 def test_residency_tells_the_tiers_apart(small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]) -> None:

@@ -1,8 +1,12 @@
 #include "api/api.h"
 #include "api/structs.h"
+#include "api/handles.h"
 #include "banks/device.h"
+#include "banks/device_speed.h"
 
+#include <algorithm>
 #include <cstdio>
+#include <iterator>
 
 using namespace pyorch;
 
@@ -20,6 +24,17 @@ pyorch_status pyorch_get_device(void * device, pyorch_device_info * info) {
         snprintf(out.name, sizeof(out.name), "%s", ggml_backend_dev_name(dev));
         snprintf(out.description, sizeof(out.description), "%s", ggml_backend_dev_description(dev));
         write_struct(info, "pyorch_device_info", out);
+    });
+}
+
+pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device, int32_t n_threads, double * rates) {
+    return guarded([&] {
+        if (map->map.layers.empty() || n_threads < 1) {
+            throw Failure(PYORCH_INVALID, "a device is measured with experts, and beside one thread at least");
+        }
+        const DeviceRates of = measure_device(map->map, (ggml_backend_dev_t) device, n_threads);
+        const double all[] = { of.upload, of.processor_first, of.processor_more, of.device_first, of.device_more };
+        std::copy(std::begin(all), std::end(all), rates);
     });
 }
 

@@ -34,6 +34,16 @@ void check_shares(const double * shares) {
     }
 }
 
+void check_misses(const pyorch_config & given) {
+    if (given.device_misses > PYORCH_ESTIMATED) {
+        throw Failure(PYORCH_INVALID, format("there is no way %llu to treat what a device lacks",
+            (unsigned long long) given.device_misses));
+    }
+    if (given.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(given.device_rates).known()) {
+        throw Failure(PYORCH_INVALID, "an estimate of what a device lacks needs rates above 0: measure them");
+    }
+}
+
 void copy_sentence(const std::string & sentence, char * buf, size_t size) {
     if (size > 0) {
         const size_t n = std::min(sentence.size(), size - 1);
@@ -64,10 +74,7 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
         if (map->map.slim && !map->map.layers[0].pack && !given.simulated) {
             throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
         }
-        if (given.device_misses > PYORCH_UPLOAD) {
-            throw Failure(PYORCH_INVALID, format("there is no way %llu to treat what a device lacks",
-                (unsigned long long) given.device_misses));
-        }
+        check_misses(given);
         if (given.device && !given.plain) {
             throw Failure(PYORCH_INVALID,
                 "a device needs experts as they lie in the model, not repacked for the processor");

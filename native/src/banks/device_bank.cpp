@@ -20,21 +20,6 @@ ggml_type type_of(const ExpertTensor & tensor) {
         format("%s has a type that is not known: %s", tensor.name.c_str(), tensor.type.c_str()));
 }
 
-bool alike(const MoeLayer & a, const MoeLayer & b) {
-    const auto same = [](const ExpertTensor & x, const ExpertTensor & y) {
-        return x.role == y.role && x.type == y.type && x.n_in == y.n_in && x.n_out == y.n_out;
-    };
-    return std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(), same);
-}
-
-uint64_t largest_of(const MoeLayer & layer) {
-    uint64_t bytes = 0;
-    for (const auto & tensor : layer.tensors) {
-        bytes = std::max(bytes, tensor.stride);
-    }
-    return bytes;
-}
-
 uint64_t clock_ns() {
     using namespace std::chrono;
     return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
@@ -47,23 +32,8 @@ DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device) : device
 // share: of the experts that there are slots for.
 void DeviceBank::form_pools(double share) {
     pools.clear();
-    pool_by_layer.clear();
-    for (int i = 0; i < (int) map.layers.size(); ++i) {
-        const MoeLayer & layer = map.layers[i];
-        const auto       slots = (uint64_t) (share * layer.n_expert);
-        // The newest pool of its kind that has room.
-        auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const Pool & p) {
-            return alike(map.layers[p.layers.front()], layer) &&
-                (p.n_slots + slots) * largest_of(layer) <= MAX_TENSOR_BYTES;
-        });
-        if (pool == pools.rend()) {
-            pools.push_back({ {}, 0, layer.expert_bytes() });
-            pool = pools.rbegin();
-        }
-        pool->layers.push_back(i);
-        pool->n_experts += layer.n_expert;
-        pool->n_slots    = (int) std::min<double>(pool->n_experts, share * pool->n_experts);
-        pool_by_layer.push_back((int) (pools.rend() - pool) - 1);
+    for (const DevicePool & pool : form_device_pools(map, share, pool_by_layer)) {
+        pools.push_back({ pool, {} });
     }
 }
 
@@ -129,9 +99,8 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             bytes = std::max(bytes, all);
         }
     }
-    constexpr int LEAST_SHARE = 3; // of the memory, one part in so many
-    for (int n = MOST; n > 0; --n) {
-        if (n * bytes * LEAST_SHARE > budget || n * bytes > ggml_backend_buft_get_max_size(type)) {
+    for (int n = n_device_areas(budget, bytes); n > 0; --n) {
+        if (n * bytes > ggml_backend_buft_get_max_size(type)) {
             continue;
         }
         area_buffer.reset(ggml_backend_buft_alloc_buffer(type, n * bytes));

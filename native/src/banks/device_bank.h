@@ -1,9 +1,7 @@
 // Experts in the memory of a device.
 //
 // Kernels there cannot ask where an expert is. They are given tensors of slots in place of the model's tensors, and the
-// numbers of slots in place of those of experts. Layers whose experts are alike share their slots, as many layers as
-// such a tensor has room for: together they are a *pool*. So a layer has as many slots as its experts are worth, and
-// none lies idle.
+// numbers of slots in place of those of experts: device_pools.h.
 //
 // A prompt wants nearly all experts of each layer, so they pass through *areas* that have room for a whole layer: there
 // an expert lies where the model's tensor has it. One layer after another has its turn.
@@ -13,7 +11,7 @@
 
 #pragma once
 
-#include "model/model_map.h"
+#include "banks/device_pools.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -26,16 +24,8 @@ namespace pyorch {
 
 class DeviceBank {
 public:
-    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger buffers.
-    // Slots of one layer, and areas, are never larger than the model's own tensor, with which a backend has to cope.
-    static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
-
-    struct Pool {
-        std::vector<int>           layers;  // indices into those with experts, ascending
-        int                        n_experts; // of all of them
-        uint64_t                   slot_bytes;
-        int                        n_slots = 0;
-        std::vector<ggml_tensor *> roles   = {}; // [n_in, n_out, n_slots] each
+    struct Pool : DevicePool {
+        std::vector<ggml_tensor *> roles; // [n_in, n_out, n_slots] each
     };
 
     DeviceBank(const ModelMap & map, ggml_backend_dev_t device);

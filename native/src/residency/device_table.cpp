@@ -89,38 +89,72 @@ void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
     }
 }
 
-DevicePass DeviceTable::pass(int layer, const std::vector<int> & experts, const std::vector<int> & asked, int n_tokens,
-    bool brings_first, const std::vector<double> * learned) {
-    const bool scan = n_tokens >= Demand::SCAN_TOKENS;
+void DeviceTable::set_misses(pyorch_device_misses how, const DeviceRates & by, std::vector<uint64_t> bytes) {
+    misses       = how;
+    rates        = by;
+    expert_bytes = std::move(bytes);
+}
+
+// How many of the candidates are sooner uploaded and computed on the device; these become the first of them.
+int DeviceTable::n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass,
+    std::vector<int> & candidates) {
+    const auto more_rows = [&](int a, int b) { return demand.rows[a] > demand.rows[b]; };
+    std::stable_sort(candidates.begin(), candidates.end(), more_rows);
+    std::vector<int> there, lacking;
+    for (int expert : candidates) {
+        lacking.push_back(demand.rows[expert]);
+    }
+    for (int expert : demand.experts) {
+        if (pass.slots[expert] != NONE) {
+            there.push_back(demand.rows[expert]);
+        } else if (std::find(candidates.begin(), candidates.end(), expert) == candidates.end()) {
+            lacking.push_back(demand.rows[expert]);
+        }
+    }
+    return uploads_that_pay(rates, expert_bytes[layer], there, lacking, (int) candidates.size());
+}
+
+DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned) {
+    const bool scan         = demand.n_tokens >= Demand::SCAN_TOKENS;
+    const bool brings_first = misses == PYORCH_UPLOAD;
     if (!scan) {
-        count_uses(layer, asked);
+        count_uses(layer, demand.asked);
     }
     if (learned) {
         set_learned(layer, *learned);
     }
-    Layer &    l    = layers[layer];
-    DevicePass pass = { std::vector<int>(l.experts.size(), NONE) };
-    for (int expert : experts) {
+    Layer &          l    = layers[layer];
+    DevicePass       pass = { std::vector<int>(l.experts.size(), NONE) };
+    std::vector<int> lacking;
+    for (int expert : demand.experts) {
         pass.slots[expert] = slot(layer, expert);
         if (pass.slots[expert] != NONE) {
             ++l.counts.hits;
             hold(layer, expert);
+        } else {
+            ++l.counts.misses;
+            lacking.push_back(expert);
         }
     }
+    // A prompt's experts come only for their own sake.
+    if (scan && !brings_first) {
+        lacking.resize(misses == PYORCH_ESTIMATED ? n_that_pay(layer, demand, pass, lacking) : 0);
+    }
     // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
-    int n_replaceable = n_tokens;
-    for (int expert : experts) {
-        if (pass.slots[expert] != NONE) {
-            continue;
-        }
-        ++l.counts.misses;
+    int n_replaceable = demand.n_tokens;
+    for (int expert : lacking) {
         bool took = false;
-        if ((scan && !brings_first) || known(layer, expert) || (!brings_first && n_replaceable == 0) ||
+        if (known(layer, expert) || (!brings_first && n_replaceable == 0) ||
             admit(layer, expert, brings_first, took) == NONE) {
             continue;
         }
         n_replaceable -= took;
-        (brings_first ? pass.uploads : pass.behind).push_back(expert);
+        (brings_first || scan ? pass.uploads : pass.behind).push_back(expert);
+    }
+    if (misses == PYORCH_ESTIMATED && !scan && !pass.behind.empty()) {
+        const int n = n_that_pay(layer, demand, pass, pass.behind);
+        pass.uploads.assign(pass.behind.begin(), pass.behind.begin() + n);
+        pass.behind.erase(pass.behind.begin(), pass.behind.begin() + n);
     }
     return pass;
 }

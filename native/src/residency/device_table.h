@@ -16,6 +16,7 @@
 
 #pragma once
 
+#include "banks/device_rates.h"
 #include "residency/eviction.h"
 #include "residency/victims.h"
 
@@ -33,7 +34,15 @@ struct DeviceCounts {
     uint64_t evictions = 0;
 };
 
-// What becomes of the experts of a layer that comes.
+// What a layer needs that comes, for one ubatch.
+struct DeviceDemand {
+    const std::vector<int> & experts; // that it computes with, ascending
+    const std::vector<int> & asked;   // that its router chose, the same
+    const std::vector<int> & rows;    // by expert: tokens that use it
+    int                      n_tokens;
+};
+
+// What becomes of its experts.
 struct DevicePass {
     std::vector<int> slots   = {}; // by expert: where it is there and held now, else NONE
     std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
@@ -61,12 +70,13 @@ public:
     // REQUIRES: 0 <= min <= max, and the minima of a pool leave a slot.
     void set_limits(int layer, int min, int max);
 
-    // A layer comes that computes with these experts, ascending; asked: those that its router chose; learned: what a
-    // Learner says of the layer's since it knows that, null where there is none. brings_first: what it lacks comes before
-    // it is computed, as long as there are slots. Counts hits and misses.
+    // What is done about experts that are not there: see pyorch_device_misses. expert_bytes: by layer.
+    void set_misses(pyorch_device_misses misses, const DeviceRates & rates, std::vector<uint64_t> expert_bytes);
+
+    // A layer comes. learned: what a Learner says of its experts since it knows what was asked for, null where there is
+    // none. Counts hits and misses, and holds the hits.
     // REQUIRES: of the layer nothing is coming.
-    DevicePass pass(int layer, const std::vector<int> & experts, const std::vector<int> & asked, int n_tokens,
-        bool brings_first, const std::vector<double> * learned = nullptr);
+    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned = nullptr);
 
     // Where an expert is; NONE: not there, or still coming.
     int slot(int layer, int expert) const;
@@ -136,7 +146,11 @@ private:
     uint64_t                        now = 0; // layers that came
     int                             at_layer = 0; // that came last
     std::vector<int>                moved; // layers with the flag
+    pyorch_device_misses            misses = PYORCH_PROCESSOR;
+    DeviceRates                     rates;
+    std::vector<uint64_t>           expert_bytes; // by layer
 
+    int    n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
     void   move(int layer, int expert, int slot);
     void   count_uses(int layer, const std::vector<int> & asked);
     void   changed(int layer, int expert);

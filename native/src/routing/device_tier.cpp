@@ -6,7 +6,7 @@ namespace pyorch {
 
 DeviceTier::DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config) :
         bank(table.map, device), table(table), policy((pyorch_policy) config.policy),
-        brings_first(config.device_misses == PYORCH_UPLOAD), budget(config.device_bytes) {}
+        misses((pyorch_device_misses) config.device_misses), rates(DeviceRates::of(config.device_rates)), budget(config.device_bytes) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -34,16 +34,19 @@ void DeviceTier::open() {
         return;
     }
     bank.allocate(budget);
-    std::vector<int> n_experts, pool_of, n_slots;
+    std::vector<int>      n_experts, pool_of, n_slots;
+    std::vector<uint64_t> expert_bytes;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
         n_experts.push_back(table.map.layers[layer].n_expert);
         pool_of.push_back(bank.pool_of((int) layer));
+        expert_bytes.push_back(table.map.layers[layer].expert_bytes());
     }
     for (const auto & pool : bank.all()) {
         n_slots.push_back(pool.n_slots);
     }
-    brings_first = brings_first || bank.has_room_for_all(); // it is uploaded once, and serves ever after
     seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
+    // Where there is room for all, each is uploaded once, and serves ever after.
+    seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
     areas    = std::make_unique<DeviceAreas>(table, bank);
     uploader = std::thread([this] { work(); });
     opened   = true; // else the next context tries again
@@ -101,7 +104,11 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
             seats->set_learned(layer, values);
         }
     }
-    DevicePass pass = seats->pass(batch.layer, experts, visit.experts, batch.n_tokens, brings_first, own);
+    std::vector<int> rows(batch.n_expert);
+    for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
+        ++rows[batch.experts[s]];
+    }
+    DevicePass pass = seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens }, own);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             hold.experts.push_back(expert);

@@ -4,7 +4,7 @@
 // What is there is computed there. What is not is computed by the processor, from host memory, and comes behind that if
 // it is worth more than what must go for it: it serves when its layer comes again, and not before, however soon it
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
-// (PYORCH_UPLOAD).
+// (PYORCH_UPLOAD, and PYORCH_ESTIMATED where that is faster by an estimate from constants and counts).
 //
 // A prompt takes another way: device_areas.h.
 //
@@ -93,7 +93,8 @@ private:
 
     Table &                      table;
     pyorch_policy                policy;
-    bool                         brings_first; // what the layer at hand needs, so that the device computes it
+    const pyorch_device_misses   misses;
+    const DeviceRates            rates;
     uint64_t                     budget;
 
     std::mutex                   mutex;

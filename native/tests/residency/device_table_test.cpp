@@ -17,7 +17,7 @@ DeviceTable table(pyorch_policy policy = PYORCH_LRU) {
 
 // An expert is used; a layer without experts of its own to compute with brings nothing.
 void ask(DeviceTable & t, int layer, int expert) {
-    t.pass(layer, {}, { expert }, 1, false);
+    t.pass(layer, { {}, { expert }, {}, 1 });
 }
 
 void bring(DeviceTable & t, int layer, int expert, bool must = true) {
@@ -93,9 +93,10 @@ void what_did_not_come_leaves_its_slot() {
 // What is there of a table in which each layer's two experts of a token come, by a policy.
 std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & tokens,
     const std::vector<std::vector<double>> & learned = {}) {
-    DeviceTable t = { { 8 }, { 0 }, { 3 }, policy };
+    DeviceTable            t = { { 8 }, { 0 }, { 3 }, policy };
+    const std::vector<int> rows(8, 1);
     for (size_t i = 0; i < tokens.size(); ++i) {
-        const DevicePass pass = t.pass(0, tokens[i], tokens[i], 2, false, learned.empty() ? nullptr : &learned[i]);
+        const DevicePass pass = t.pass(0, { tokens[i], tokens[i], rows, 2 }, learned.empty() ? nullptr : &learned[i]);
         for (int expert : pass.behind) {
             t.arrived(0, expert);
         }
@@ -161,13 +162,41 @@ void who_asks_is_told_what_came_and_went() {
     CHECK(told.size() == 3);
 }
 
+// Uploading takes 4, the processor 3 for an expert's first row and 2 for each further one, the device next to nothing.
+constexpr DeviceRates RATES = { 1.0 / 4, 1.0 / 3, 1.0 / 2, 1e3, 1e3 };
+
+void an_upload_pays_where_the_processor_would_take_longer() {
+    CHECK(uploads_that_pay(RATES, 1, {}, { 1, 1 }, 2) == 0);    // 6, or 4 + 3, or 8
+    CHECK(uploads_that_pay(RATES, 1, {}, { 3, 1 }, 2) == 1);    // 7 + 3, or 4 + 3, or 8
+    CHECK(uploads_that_pay(RATES, 1, {}, { 3, 1 }, 0) == 0);    // nothing can be
+    CHECK(uploads_that_pay(RATES, 1, {}, { 4, 4, 4 }, 3) == 3); // 27, or 4 + 18, or 8 + 9, or 12
+    // A device that has much to do itself is given less.
+    const DeviceRates slow = { 1.0 / 4, 1.0 / 3, 1.0 / 2, 1, 1 };
+    CHECK(uploads_that_pay(slow, 1, {}, { 3, 3 }, 2) == 1); // 14, or 4 + 7, or 8 + 6
+    CHECK(uploads_that_pay(slow, 1, { 8, 8 }, { 3, 3 }, 2) == 0);
+}
+
+void what_pays_comes_first_and_the_rest_behind() {
+    DeviceTable t = { { 8 }, { 0 }, { 3 }, PYORCH_LRU };
+    t.set_misses(PYORCH_ESTIMATED, RATES, { 1 });
+    const DevicePass pass = t.pass(0, { { 1, 2, 3 }, { 1, 2, 3 }, { 0, 1, 4, 1, 0, 0, 0, 0 }, 4 });
+    CHECK(pass.uploads == std::vector<int>({ 2 }) && pass.behind == std::vector<int>({ 1, 3 }));
+    for (int expert : { 1, 2, 3 }) {
+        t.arrived(0, expert);
+    }
+    // Of a prompt, nothing comes that does not pay; and what is worth less than all that is there has no slot.
+    const DevicePass prompt = t.pass(0, { { 4, 5 }, { 4, 5 }, { 0, 0, 0, 0, 9, 1, 0, 0 }, 9 });
+    CHECK(prompt.uploads.empty() && prompt.behind.empty());
+}
+
 } // namespace
 
 int main() {
     for (auto * claim : { slots_are_given_once, the_least_valuable_of_all_layers_of_a_pool_goes,
              what_is_held_or_coming_stays, what_is_worth_less_is_not_admitted_unless_it_must,
              what_did_not_come_leaves_its_slot, every_policy_says_what_goes,
-             a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went }) {
+             a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went,
+             an_upload_pays_where_the_processor_would_take_longer, what_pays_comes_first_and_the_rest_behind }) {
         claim();
     }
     return 0;

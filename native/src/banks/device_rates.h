@@ -1,0 +1,35 @@
+// What an expert costs that a device lacks: uploaded first and computed there, or computed by the processor.
+//
+// From constants that are measured once and then stay (banks/device_speed.h), and from counts: the same tokens are
+// computed in the same places, however fast the machine is at the moment.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace pyorch {
+
+// Bytes of weights a second; all 0 where they are not known.
+struct DeviceRates {
+    double upload          = 0; // to the device
+    double processor_first = 0; // that the processor computes one row with
+    double processor_more  = 0; // each further row of the same expert
+    double device_first    = 0; // the same of the device
+    double device_more     = 0;
+
+    // In the order of pyorch_measure_device.
+    static DeviceRates of(const double * rates) { return { rates[0], rates[1], rates[2], rates[3], rates[4] }; }
+
+    // All of them above 0, and so finite times.
+    bool known() const;
+};
+
+// Of the experts that a layer lacks on the device, how many should be uploaded before it is computed: those with most
+// rows. The layer takes the uploads, one after another, and then what the slower of the two sides takes, each of which
+// computes one expert after another. bytes: of one expert. rows: of those that are there; lacking: of the others, the most
+// first. candidates: so many of the latter can be uploaded.
+int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
+    const std::vector<int> & lacking, int candidates);
+
+} // namespace pyorch
