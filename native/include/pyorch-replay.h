@@ -48,6 +48,13 @@ typedef struct pyorch_replay_config {
     double  period_seconds;
     double  decode_bytes_per_second; // of one thread, of compressed experts as kernels compute with them; 0: no time
     int64_t n_decoders;      // such threads; default 1
+
+    // Slots of a device in front of host memory; the device computes as fast as the processor.
+    uint64_t device_bytes;          // of its memory, 0: there is none
+    double   link_bytes_per_second; // to it; 0: uploads take no time
+    int64_t  device_policy;         // pyorch_policy; default PYORCH_LEARNED
+    uint64_t device_misses;         // pyorch_device_misses
+    double   device_rates[5];       // see pyorch_config
 } pyorch_replay_config;
 
 pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size);
@@ -63,6 +70,7 @@ typedef struct pyorch_replay_result {
     double   read_seconds;  // in which the disk was busy
     double   predict_wall_seconds; // that forecasts really took, on this machine
     double   decode_work_seconds;  // of threads that decode compressed experts, their sum
+    int64_t  device_hits, device_misses, device_computed, device_loads, device_evictions, device_bytes; // see pyorch_stats
 } pyorch_replay_result;
 
 // Plays a recording on a simulated engine, which keeps what it then has resident.

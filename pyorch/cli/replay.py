@@ -31,6 +31,7 @@ _COLUMNS = (
     "recall",
 )
 _PACKED_COLUMNS = ("in part",)  # and that, of a compressed pack
+_DEVICE_COLUMNS = ("VRAM hits", "MiB uploaded")  # and those, of a device
 
 _ASSUMED = "assumed"  # nobody said how long computing takes
 _TIMED = ("ms/token", "stall ms")  # columns, and measures, that then mean nothing
@@ -40,7 +41,9 @@ _TIMES = ("tpot_ms", "stall_ms", "tokens_per_second")
 @dataclass(frozen=True)
 class Row:
     """Of one combination. recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of
-    the experts that were needed of which a compressed form was in memory (--pools)."""
+    the experts that were needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses that
+    found the expert on the device (--vram-budget); the hit rate of the measures is that of host memory, among the
+    others."""
 
     policy: str
     predictor: str
@@ -48,6 +51,8 @@ class Row:
     measures: Measures
     recall: list[float]
     part_rate: float
+    device_hit_rate: float
+    uploaded_bytes: float  # for each token
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class Report:
     pools: str | None
     decode_bandwidth: float | None
     n_decoders: int
+    vram_budget: str | None
+    device_misses: str | None
+    link_bandwidth: float | None
     rows: list[Row]
 
 
@@ -100,6 +108,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="bytes of matrices that one thread recovers in a second, of as many as an engine "
                              "has, where experts come from the compressed pack beside the model (default: with "
                              "--pools, decoding takes no time)")
+    parser.add_argument("--vram-budget", metavar="SIZE",
+                        help="slots of a device in front of the memory of --budget: a size, or a share of the experts "
+                             "(default: no device)")
+    parser.add_argument("--device-misses", metavar="WHO",
+                        help="what becomes of experts that the device lacks: processor, upload or auto with its five "
+                             "rates, as pyorch run takes it (default: processor)")
+    parser.add_argument("--link-bandwidth", metavar="RATE",
+                        help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
                         help="time that each read takes, beside that of its bytes (default: 0)")
     parser.add_argument("--pause-ms", type=float, default=0.0, metavar="MS",
@@ -137,6 +153,10 @@ def run(args: argparse.Namespace) -> int:
 
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
     decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else None
+    link = parse_rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else 0.0
+    if args.vram_budget is None and (args.device_misses or link):
+        raise PyorchError("--device-misses and --link-bandwidth are about a device: say its memory with --vram-budget")
+    vram_budget, misses = _device(args.vram_budget, args.device_misses)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or decoding is not None
     with packs.open_model(args.model) as model_map, Progress() as progress:
@@ -161,17 +181,28 @@ def run(args: argparse.Namespace) -> int:
                 share, predict_ms=args.predict_ms, n_warm_tokens=args.warm, batch=args.batch,
                 as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
                 pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=n_decoders,
+                vram_budget=vram_budget, device_misses=misses, link_bandwidth=link,
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, compute_ms, compute_from, share, args.batch,
-                    str(pools or Pools()) if packed else None, decoding, n_decoders, rows)
+                    str(pools or Pools()) if packed else None, decoding, n_decoders, args.vram_budget,
+                    str(misses) if args.vram_budget else None, link or None, rows)
     if args.json:
         timed = report.compute_from != _ASSUMED
         print_json({**vars(report), "rows": [_flat(row, timed) for row in report.rows]})
     else:
         show(_parts(report))
     return 0
+
+
+def _device(budget: str | None, misses: str | None):
+    """The Budget and the DeviceMisses of the options. PyorchError for what is none."""
+    from pyorch.settings.settings import Settings
+
+    given = {"vram_budget": budget or "0", **({"device_misses": misses} if misses else {})}
+    settings = Settings(device="auto", **given)
+    return settings.vram_budget, settings.device_misses
 
 
 def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tuple[float, str]:
@@ -210,7 +241,9 @@ def _row(replayed) -> Row:
     measures = Measures(**{field.name: getattr(replayed, field.name) for field in fields(Measures)})
     settings = replayed.settings
     return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch),
-               budget=str(settings.budget), measures=measures, recall=recall, part_rate=_part_rate(replayed.stats))
+               budget=str(settings.budget), measures=measures, recall=recall, part_rate=_part_rate(replayed.stats),
+               device_hit_rate=replayed.stats.device_hit_rate,
+               uploaded_bytes=replayed.stats.device_bytes / replayed.n_tokens)
 
 
 def _part_rate(stats) -> float:
@@ -222,7 +255,8 @@ def _flat(row: Row, timed: bool) -> dict[str, object]:
     """As --json prints it. timed: whether times mean anything."""
     measures = {name: value if timed or name not in _TIMES else None for name, value in vars(row.measures).items()}
     return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **measures,
-            "recall": row.recall, "part_rate": row.part_rate}
+            "recall": row.recall, "part_rate": row.part_rate, "device_hit_rate": row.device_hit_rate,
+            "uploaded_bytes": row.uploaded_bytes}
 
 
 def _parts(report: Report) -> list[str | Table]:
@@ -232,7 +266,9 @@ def _parts(report: Report) -> list[str | Table]:
         latency += f", standing still for {report.pause_ms:g} of {report.pause_every_ms:g} ms"
     together = f", {report.batch} requests together" if report.batch > 1 else ""
     packed, timed = report.pools is not None, report.compute_from != _ASSUMED
-    columns = [column for column in (*_COLUMNS, *(_PACKED_COLUMNS if packed else ())) if timed or column not in _TIMED]
+    device = report.vram_budget is not None
+    titles = (*_COLUMNS, *(_PACKED_COLUMNS if packed else ()), *(_DEVICE_COLUMNS if device else ()))
+    columns = [column for column in titles if timed or column not in _TIMED]
     decoding = "in no time" if report.decode_bandwidth is None else (
         f"with {report.decode_bandwidth / 1e9:.3g} GB/s by each of {report.n_decoders} threads")
     return [
@@ -241,6 +277,9 @@ def _parts(report: Report) -> list[str | Table]:
         f"ms a token ({report.compute_from}), {report.route_share:.0%} of it before the routers",
         *(() if timed else ("times are not shown, for nobody said how long computing takes: give --compute-ms, or have "
                             "pyorch calibrate measure it",)),
+        *([f"device: {report.vram_budget} of its memory for experts, misses: {report.device_misses}, uploads "
+           + (f"with {report.link_bandwidth / 1e9:.3g} GB/s" if report.link_bandwidth else "in no time")
+           + "; hits are those of host memory, of what the device lacks"] if device else []),
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
         "were predicted, one layer ahead and more",
         *([f"compressed pack: pools {report.pools}; decoded {decoding}. in part: experts that were needed of which a "
@@ -262,9 +301,9 @@ def _cells(row: Row) -> dict[str, str]:
     cells = (
         row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
         _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
-        f"{row.part_rate:.1%}",
+        f"{row.part_rate:.1%}", f"{row.device_hit_rate:.1%}", f"{row.uploaded_bytes / MiB:.1f}",
     )
-    return dict(zip((*_COLUMNS, *_PACKED_COLUMNS), cells))
+    return dict(zip((*_COLUMNS, *_PACKED_COLUMNS, *_DEVICE_COLUMNS), cells))
 
 
 def _number(value: float) -> str:

@@ -7,6 +7,7 @@ for each token. `pyorch replay` prints it for many settings at once.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,11 +15,13 @@ import numpy as np
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.library.bindings import check, default, ffi, lib, new
-from pyorch.library.choices import Needs, predictors
+from pyorch.library.choices import Needs, policies, predictors
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.budget import REPLAY_BUDGETS, Budget
+from pyorch.settings.device import AUTO as DEVICE_AUTO
+from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
@@ -49,6 +52,10 @@ class ReplaySettings:
     pools: as pyorch.load takes it, where the map has a compressed pack. decode_bandwidth: of one thread that decodes its
     experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
 
+    vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none. The
+    policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the device,
+    bytes a second; 0: uploads take no time. What the device computes takes as long as elsewhere.
+
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
     recording, of prompts too, is one that is decoded, as if the text had been generated.
     """
@@ -70,11 +77,18 @@ class ReplaySettings:
     pools: Pools = Pools()
     decode_bandwidth: float = 0.0
     n_decoders: int = 1
+    vram_budget: Budget | int | str = 0
+    device_misses: DeviceMisses | str = DeviceMisses()
+    link_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         object.__setattr__(self, "pools", Pools.parse(self.pools))
+        object.__setattr__(self, "vram_budget", Budget.parse(self.vram_budget))
+        object.__setattr__(self, "device_misses", DeviceMisses.parse(self.device_misses))
 
+
+_OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes")
 
 # What is replayed unless something else is asked for.
 DEFAULTS = {
@@ -90,7 +104,7 @@ class Replayed(Measures):
     n_decoded: int
     seconds: float
     disk_busy: float  # share of the time
-    stats: Stats
+    stats: Stats  # of a device its device_hits, device_misses, device_computed, device_loads, device_evictions, device_bytes
     n_expert_used: int
     hit_rates: np.ndarray = field(repr=False)  # float64[L], by layer
     # uint64[L, D, R], of forecasts for a layer, d + 1 layers ahead: those whose rank r was used, and all.
@@ -147,7 +161,8 @@ def replay(
             engine.set_history(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
         engine.set_prefetch(prefetch.predictor, distance, prefetch.min_precision)
         result = _play(engine, recording, schedule, settings, prefetch, model_map, counts, ends)
-        stats, by_layer = engine.stats(), [engine.stats(layer.il) for layer in model_map.layers]
+        stats = dataclasses.replace(engine.stats(), **{name: getattr(result, name) for name in _OF_DEVICE})
+        by_layer = [engine.stats(layer.il) for layer in model_map.layers]
     sizes = [layer.expert_bytes for layer in model_map.layers]
     late_bytes = sum(layer.prefetch_late * size for layer, size in zip(by_layer, sizes))
     n_steps = int(schedule.decode[_warm_ubatches(schedule, settings.n_warm_tokens) :].sum())
@@ -202,6 +217,11 @@ def _checked(
     if settings.n_warm_tokens >= len(recording):
         raise PyorchError(f"the recording has {len(recording)} tokens: {settings.n_warm_tokens} to begin with leave "
                           "none to count")
+    if settings.vram_budget.amount is None:
+        raise BudgetError("a replay needs a size or a share as the memory of a device")
+    if settings.device_misses.who == DEVICE_AUTO and not settings.device_misses.rates:
+        raise PyorchError("a replay has no device to measure: say the rates that auto goes by, as pyorch verify prints "
+                          "them")
     if settings.budget.amount is None:
         raise BudgetError('a replay needs a size or a share as its budget, not "auto"')
     return prefetch
@@ -240,7 +260,12 @@ def _play(
         predict_seconds=settings.predict_ms / 1000, n_warm=_warm_ubatches(schedule, settings.n_warm_tokens),
         pause_seconds=settings.pause_ms / 1000, period_seconds=settings.pause_every_ms / 1000,
         decode_bytes_per_second=settings.decode_bandwidth, n_decoders=settings.n_decoders,
+        device_bytes=settings.vram_budget.amount.of(model_map.info.expert_bytes),
+        link_bytes_per_second=settings.link_bandwidth, device_misses=DEVICE_MISSES.index(settings.device_misses.who),
+        device_rates=settings.device_misses.rates,
     )
+    if settings.policy is not None:
+        config.device_policy = policies().choose(settings.policy, True).value
     result = new("pyorch_replay_result")
     hits, totals = (ffi.from_buffer("uint64_t[]", array) for array in counts)
     check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals,

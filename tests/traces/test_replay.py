@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from devices import DeviceProcess
 from models import CHECKPOINT
 
 import pyorch
@@ -42,6 +43,13 @@ def model_map(small_moe: Path):
 
 
 @pytest.fixture(scope="module")
+def device(tmp_path_factory: pytest.TempPathFactory):
+    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
+    yield process
+    process.stop()
+
+
+@pytest.fixture(scope="module")
 def trace(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 tokens of prose in requests of 100, with all that a trace can hold."""
     path = tmp_path_factory.mktemp("trace") / "small.trace"
@@ -54,10 +62,10 @@ def recording(trace: Path, model_map: ModelMap) -> Recording:
     return Recording.from_trace(Trace(trace), model_map)
 
 
-def decode(path: Path, budget: str, policy: str, n_tokens: int = 150) -> tuple[Stats, Recording]:
+def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options: str) -> tuple[Stats, Recording]:
     """What an engine counts while it decodes token by token, and the routing that it sees."""
     seen = []
-    with pyorch.load(path, budget=budget, policy=policy, prefetch="none", n_ctx=256, n_threads=1) as model:
+    with pyorch.load(path, budget=budget, policy=policy, prefetch="none", n_ctx=256, n_threads=1, **options) as model:
         tokens = model.llama.tokenize(TEXT.read_bytes(), add_bos=False)[:n_tokens]
         model.engine.set_observer(lambda it: seen.append((it.il, it.experts[0], it.weights[0])))
         model.reset_stats()
@@ -79,6 +87,33 @@ def test_replay_counts_what_an_engine_counts(small_moe: Path, model_map: ModelMa
     for name in ("hits", "misses", "loads", "evictions", "bytes_read", "tokens", "layer_passes", "resident_experts"):
         assert getattr(simulated, name) == getattr(real, name), name
     assert 0.3 < simulated.hit_rate < 0.95
+
+
+@pytest.mark.parametrize(("policy", "budget", "vram_budget", "misses"), [
+    ("lru", "50%", "20%", "processor"), ("learned", "50%", "20%", "processor"), ("lfu", "25%", "30%", "upload"),
+    ("marking", "100%", "40%", "auto:20GB/s:8GB/s:8GB/s:99GB/s:99GB/s"), ("fifo", "100%", "100%", "processor"),
+])
+def test_replay_counts_what_an_engine_with_a_device_counts(
+    small_moe: Path, model_map: ModelMap, device: DeviceProcess, policy: str, budget: str, vram_budget: str, misses: str
+) -> None:
+    options = {"vram_budget": vram_budget, "device_misses": misses}
+    real, routing = decode(small_moe, budget, policy, device=device.name, **options)
+    simulated = replay(model_map, routing, ReplaySettings(policy, budget=budget, **options)).stats
+    for name in ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
+                 "hits", "misses", "loads", "evictions", "bytes_read"):
+        assert getattr(simulated, name) == getattr(real, name), name
+    assert simulated.device_hits > 0 and simulated.device_loads > 0
+
+
+def test_an_upload_takes_the_time_of_the_link(model_map: ModelMap) -> None:
+    """Two tokens as below, all in host memory but what is read in no time. A router takes 4 ms, an expert 2. Upload takes
+    1 ms for each expert. Token 1: both are uploaded and computed: 4 + 2 + 4. Token 2: one is."""
+    expert_bytes = model_map.layers[0].expert_bytes
+    it = replay(model_map, two_tokens(), ReplaySettings(
+        "lru", budget="50%", compute_ms=8, route_share=0.5, read_bandwidth=math.inf, vram_budget=10 * expert_bytes,
+        device_misses="upload", link_bandwidth=1000 * expert_bytes))
+    assert it.seconds == pytest.approx(0.010 + 0.009)
+    assert (it.stats.device_hits, it.stats.device_misses, it.stats.device_bytes) == (1, 3, 3 * expert_bytes)
 
 
 # Time

@@ -1,4 +1,5 @@
 #include "api/api.h"
+#include "api/choices.h"
 #include "api/handles.h"
 #include "api/structs.h"
 #include "replay/replay.h"
@@ -13,7 +14,8 @@ namespace {
 pyorch_replay_config default_config() {
     pyorch_replay_config config = {};
     config.read_bytes_per_second = 1e9;
-    config.n_decoders = 1;
+    config.n_decoders    = 1;
+    config.device_policy = PYORCH_LEARNED;
     return config;
 }
 
@@ -40,6 +42,7 @@ pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * rec
         const auto settings = pyorch::read_struct(config, "pyorch_replay_config", default_config());
         pyorch::check_struct(result, "pyorch_replay_result");
         pyorch::check_recording(engine->table.map, given, settings);
+        pyorch::checked_choice(PYORCH_CHOICES_POLICY, settings.device_policy, true);
         engine->prefetcher.change([&](pyorch::PrefetchPlanner & planner) {
             pyorch::write_struct(result, "pyorch_replay_result",
                 pyorch::replay(engine->table, planner, engine->routers.all(), given, settings,

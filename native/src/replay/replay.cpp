@@ -1,6 +1,7 @@
 #include "replay/replay.h"
 
 #include "replay/simulated.h"
+#include "replay/simulated_device.h"
 
 #include <algorithm>
 #include <chrono>
@@ -39,6 +40,9 @@ public:
         std::iota(executed.begin(), executed.end(), 0);
         table.set_executed(executed);
         owner.context = this;
+        if (config.device_bytes > 0) {
+            device = std::make_unique<SimulatedDevice>(table, config);
+        }
         collect_uses();
         planner.set_layers(this, executed);
         planner.set_oracle([this](const std::vector<int> & distance) { return oracle(distance); });
@@ -62,6 +66,9 @@ public:
             if (ubatch == config.n_warm) {
                 table.reset_stats();
                 result = {};
+                if (device) {
+                    device->reset_counts();
+                }
                 reader.busy_seconds = reader.decode_seconds = 0;
             }
             play();
@@ -72,6 +79,9 @@ public:
         // Nobody waits for the rest; the next replay on this engine finds nothing half read.
         while (reader.at_work()) {
             reader.end_next();
+        }
+        if (device) {
+            device->add_counts(result);
         }
         result.read_seconds        = reader.busy_seconds;
         result.decode_work_seconds = reader.decode_seconds;
@@ -127,6 +137,7 @@ private:
     double * const                     ends;
     const int                          n_layers;
     SimulatedReader                    reader;
+    std::unique_ptr<SimulatedDevice>   device;   // null: none
     PrefetchPlanner::Observer          observer; // the engine's own
     Owner                              owner;
     double                             now    = 0;
@@ -172,7 +183,11 @@ private:
     void foresee(int layer, int expert, uint64_t from) {
         const auto & all  = uses[layer][expert];
         const auto   next = std::lower_bound(all.begin(), all.end(), from);
-        table.foresee(layer, expert, next == all.end() ? UINT64_MAX : *next * n_layers + layer);
+        const uint64_t use = next == all.end() ? UINT64_MAX : *next * n_layers + layer;
+        table.foresee(layer, expert, use);
+        if (device) {
+            device->foresee(layer, expert, use);
+        }
     }
 
     void run_until(double time) {
@@ -227,26 +242,41 @@ private:
         for (int layer = 0; layer < n_layers; ++layer) {
             const double share = compute / n_layers;
             pass(share * config.route_share);
-            std::vector<int> experts;
+            std::vector<int> rows(rec.n_expert), experts;
             for (int t = 0; t < n_tokens; ++t) {
                 const uint16_t * used = experts_of(token_of(t), layer);
-                experts.insert(experts.end(), used, used + rec.n_used);
+                std::for_each(used, used + rec.n_used, [&](uint16_t e) { ++rows[e]; });
             }
-            std::sort(experts.begin(), experts.end());
-            experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
+            for (int e = 0; e < rec.n_expert; ++e) {
+                if (rows[e] > 0) {
+                    experts.push_back(e);
+                }
+            }
             count_ranks(layer, n_tokens, decode);
             for (int e : experts) {
                 foresee(layer, e, ubatch + 1);
             }
-            reader.run_until(now);
-            table.acquire(owner, layer, { experts, experts, n_tokens, continues });
+            DevicePass       on_device;
+            std::vector<int> here = experts; // not there
+            if (device) {
+                double at = now;
+                on_device = device->begin({ this, layer, continues, 0, experts }, rows, n_tokens, decode, at);
+                wait_until(at);
+                here.erase(std::remove_if(here.begin(), here.end(), [&](int e) { return on_device.slots[e] >= 0; }),
+                    here.end());
+            }
+            run_until(now);
+            table.acquire(owner, layer, { here, here, n_tokens, continues, true, device != nullptr });
             reader.run_until(now);
             if (predicts || (!decode && (planner.needs() & NEEDS_PREFILL))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
             }
             // An expert costs what it costs, however many tokens of a decoding ubatch share it.
             const double all = share * (1 - config.route_share) * (decode ? (double) experts.size() / rec.n_used : 1);
-            compute_layer(layer, experts, all);
+            if (device) {
+                bring(layer, on_device, here);
+            }
+            compute_layer(layer, here, all);
             table.release(owner);
             reader.run_until(now);
         }
@@ -278,11 +308,29 @@ private:
         run_until(now);
     }
 
+    // What comes to the device before the layer is computed is not computed here.
+    void bring(int layer, const DevicePass & on_device, std::vector<int> & here) {
+        for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
+            for (int e : on_device.uploads) {
+                if (!owner.stream || owner.stream->place_of[e] < 0) { // what passes by stays here
+                    wait_for(layer, e, role);
+                }
+            }
+        }
+        std::vector<uint8_t> came;
+        wait_until(device->bring(owner, on_device, now, came));
+        run_until(now);
+        here.erase(std::remove_if(here.begin(), here.end(), [&](int e) { return came[e] != 0; }), here.end());
+    }
+
     // Matrix by matrix, in the order of the kernels: of each, first those that are there. Of a layer that is streamed,
     // one after another.
     void compute_layer(int layer, const std::vector<int> & experts, double seconds) {
         const int    n_roles = (int) table.map.layers[layer].tensors.size();
         const double each    = seconds / (n_roles * (double) experts.size());
+        if (experts.empty()) { // all are computed on the device
+            pass(seconds);
+        }
         for (int role = 0; role < n_roles; ++role) {
             std::vector<int> absent;
             for (int e : experts) {
@@ -396,9 +444,14 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     if (std::any_of(rec.order, rec.order + rec.begin[rec.n_ubatches], [&](int64_t t) { return t < 0 || t >= rec.n_tokens; })) {
         throw Failure(PYORCH_INVALID, format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
     }
+    if (config.device_misses > PYORCH_ESTIMATED ||
+        (config.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(config.device_rates).known())) {
+        throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks, and rates above 0 where that "
+            "is estimated");
+    }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
         !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||
-        !(config.decode_bytes_per_second >= 0) || config.n_decoders < 1 || config.n_decoders > MAX_DECODERS ||
+        !(config.decode_bytes_per_second >= 0) || !(config.link_bytes_per_second >= 0) || config.n_decoders < 1 || config.n_decoders > MAX_DECODERS ||
         !(config.pause_seconds >= 0) || (config.pause_seconds > 0 && !(config.period_seconds > config.pause_seconds)) || !(config.route_share >= 0 && config.route_share <= 1)) {
         throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative, shares from 0 to 1, 1 to "
             "512 decoders, and pauses shorter than their period");

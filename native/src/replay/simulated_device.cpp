@@ -1,0 +1,134 @@
+#include "replay/simulated_device.h"
+
+#include "banks/device_pools.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+// Of fewer tokens a prompt's experts do not pass through areas: as in routing/device_areas.h.
+static constexpr int LEAST_AREA_TOKENS = 32;
+
+SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & config) :
+        table(table),
+        seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
+        coming(table.map.layers.size()), there_at(table.map.layers.size()) {
+    uint64_t              all = 0, area = 1;
+    std::vector<int>      n_experts, n_slots, pool_of;
+    std::vector<uint64_t> expert_bytes;
+    for (const auto & of : table.map.layers) {
+        n_experts.push_back(of.n_expert);
+        expert_bytes.push_back(of.expert_bytes());
+        all  += of.n_expert * of.expert_bytes();
+        area  = std::max(area, of.n_expert * of.expert_bytes());
+    }
+    slots_bytes = std::min((uint64_t) config.device_bytes, all);
+    n_areas     = slots_bytes < all ? n_device_areas(slots_bytes, area) : 0;
+    slots_bytes -= n_areas * area;
+    for (const DevicePool & pool : form_device_pools(table.map, (double) slots_bytes / (double) all, pool_of)) {
+        n_slots.push_back(pool.n_slots);
+    }
+    seats = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, (pyorch_policy) config.device_policy);
+    seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses,
+        DeviceRates::of(config.device_rates), expert_bytes);
+}
+
+double SimulatedDevice::send(double now, uint64_t n_bytes) {
+    bytes  += n_bytes;
+    free_at = std::max(now, free_at) + (double) n_bytes * seconds_per_byte;
+    return free_at;
+}
+
+DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode,
+    double & now) {
+    const std::vector<int> & experts = visit.experts;
+    for (int expert : held) {
+        seats->unhold(layer, expert);
+    }
+    held.clear();
+    layer = visit.layer;
+    if (!coming[layer].empty()) {
+        now = std::max(now, there_at[layer]);
+        for (const auto & [expert, was_held] : coming[layer]) {
+            was_held ? seats->arrived(layer, expert) : seats->abandon(layer, expert);
+        }
+        coming[layer].clear();
+    }
+    if (!decode && n_tokens >= LEAST_AREA_TOKENS && n_areas > 0) {
+        DevicePass pass = { std::vector<int>(rows.size(), DeviceTable::NONE) };
+        for (int expert : experts) {
+            pass.slots[expert] = seats->slot(layer, expert);
+            if (pass.slots[expert] == DeviceTable::NONE) {
+                pass.uploads.push_back(expert);
+            }
+        }
+        seats->counts(layer).hits     += experts.size() - pass.uploads.size();
+        seats->counts(layer).misses   += pass.uploads.size();
+        seats->counts(layer).computed += experts.size() - pass.uploads.size();
+        return pass;
+    }
+    std::vector<double> learned;
+    if (n_tokens < Demand::SCAN_TOKENS) {
+        Visit seen = visit;
+        seen.budget = slots_bytes;
+        table.learn_visit(seen, [&](int of, const std::vector<double> & values) {
+            of == layer ? (void) (learned = values) : seats->set_learned(of, values);
+        });
+    }
+    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens }, learned.empty() ? nullptr : &learned);
+    for (int expert : experts) {
+        if (pass.slots[expert] != DeviceTable::NONE) {
+            held.push_back(expert);
+        }
+    }
+    seats->counts(layer).computed += held.size();
+    seats->tell_moved([&](int of, const std::vector<uint8_t> & known) { table.set_above(of, known); });
+    return pass;
+}
+
+double SimulatedDevice::bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came) {
+    const auto     passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
+    const uint64_t size      = table.map.layers[layer].expert_bytes();
+    came.assign(pass.slots.size(), 0);
+    for (int expert : pass.uploads) {
+        if (!seats->known(layer, expert)) { // through an area
+            came[expert] = 1;
+            now = send(now, size);
+        } else if (passes_by(expert)) {
+            seats->abandon(layer, expert);
+        } else {
+            came[expert] = 1;
+            now = send(now, size);
+            seats->arrived(layer, expert);
+            seats->hold(layer, expert);
+            held.push_back(expert);
+        }
+        seats->counts(layer).computed += came[expert];
+    }
+    for (int expert : pass.behind) {
+        if (!passes_by(expert)) {
+            there_at[layer] = send(now, size);
+        }
+        coming[layer].push_back({ expert, !passes_by(expert) });
+    }
+    return now;
+}
+
+void SimulatedDevice::reset_counts() {
+    seats->reset_counts();
+    bytes = 0;
+}
+
+void SimulatedDevice::add_counts(pyorch_replay_result & result) const {
+    for (size_t of = 0; of < coming.size(); ++of) {
+        const DeviceCounts & counts = seats->counts((int) of);
+        result.device_hits      += (int64_t) counts.hits;
+        result.device_misses    += (int64_t) counts.misses;
+        result.device_computed  += (int64_t) counts.computed;
+        result.device_loads     += (int64_t) counts.loads;
+        result.device_evictions += (int64_t) counts.evictions;
+    }
+    result.device_bytes = (int64_t) bytes;
+}
+
+} // namespace pyorch

@@ -1,0 +1,49 @@
+// Slots of a device in front of host memory, in simulated time: who is there and what is computed there are decided by
+// the table that decides it beside llama.cpp (residency/device_table.h). What is modelled is the link: it takes one expert
+// after another. The device computes as fast as the processor.
+
+#pragma once
+
+#include "pyorch-replay.h"
+
+#include "residency/device_table.h"
+#include "residency/table.h"
+
+#include <memory>
+
+namespace pyorch {
+
+class SimulatedDevice {
+public:
+    // REQUIRES: the table outlives it, and device_bytes above 0.
+    SimulatedDevice(Table & table, const pyorch_replay_config & config);
+
+    // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says which
+    // of the experts that its router chose the device has or gets.
+    DevicePass begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode, double & now);
+
+    // What comes for that layer goes over the link, from host memory, which has it; returns when it is there. What comes
+    // behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
+    double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
+
+    void foresee(int layer, int expert, uint64_t next_use) { seats->foresee(layer, expert, next_use); }
+    void reset_counts();
+    void add_counts(pyorch_replay_result & result) const;
+
+private:
+    Table &                      table;
+    const double                 seconds_per_byte; // of the link
+    uint64_t                     slots_bytes;
+    int                          n_areas;
+    std::unique_ptr<DeviceTable> seats;
+    std::vector<int>             held;             // of the layer that came last
+    int                          layer   = -1;     // that is
+    std::vector<std::vector<std::pair<int, bool>>> coming; // by layer: experts, and whether host memory had them
+    std::vector<double>          there_at;         // by layer: when they are there
+    double                       free_at = 0;      // the link
+    uint64_t                     bytes   = 0;      // that went over it
+
+    double send(double now, uint64_t n_bytes);
+};
+
+} // namespace pyorch
