@@ -62,8 +62,14 @@ _SILU_ARCHS = (
     "qwen3next", "qwen3vlmoe", "rnd1",
 )
 
-# general.architecture: hidden(gate or None, up), as llama.cpp builds it. Those are missing whose experts are
-# weighted before they compute (llama4), share their rows (grovemoe) or have limits of their own.
+# Whose experts give no outputs of their own that weights are then multiplied with.
+UNKNOWN = {
+    "llama4": "it weighs what goes into an expert, not what comes out",
+    "grovemoe": "several of its experts share another one",
+}
+
+# general.architecture: hidden(gate or None, up), as llama.cpp builds it. Those of UNKNOWN are missing, and those that
+# have limits of their own.
 HIDDEN = {
     **dict.fromkeys(_SILU_ARCHS, _gated(_silu)),
     "gemma4": _gated(_gelu),
@@ -79,7 +85,8 @@ def check_known(model_map: ModelMap) -> None:
     """Raises PyorchError if it is not known here how the model's experts compute, or how they are quantized."""
     arch = model_map.info.arch
     if arch not in HIDDEN:
-        raise PyorchError(f"how an expert of {arch} computes is not known here")
+        why = UNKNOWN.get(arch, "")
+        raise PyorchError(f"how an expert of {arch} computes is not known here" + (f": {why}" if why else ""))
     for layer in model_map.layers:
         for role in layer.roles:
             _quantization(role.type)

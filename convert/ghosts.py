@@ -267,12 +267,14 @@ class _LayerFit:
         output = np.zeros((len(inputs), 0))  # of the layer, for the inputs all of whose experts are sampled
         missing = (self._weights > 0).sum(axis=1)
         left = np.zeros(len(_RIDGES))
+        lights = self._weights[(self._weights > 0) & ~self._sacred]
+        rare = float(np.square(lights if len(lights) else self._weights[self._weights > 0]).mean())
         for expert in range(self.n_expert):
             selected = self._weights[:, expert].nonzero()[0]
             few = len(selected) < _LEAST_SAMPLES
             candidates = np.arange(len(inputs)) if few else selected
             rows = _spread(candidates)
-            weights = np.full(len(rows), 1 / self.n_expert) if few else self._weights[rows, expert]
+            weights = self._weights[rows, expert]
             given = self._experts.outputs(expert, inputs[rows])
             if not output.size:
                 self._n_out = given.shape[1]
@@ -282,8 +284,10 @@ class _LayerFit:
                 missing[rows] -= 1
             light = ~self._sacred[rows, expert]
             kept = light if not few and light.sum() >= _LEAST_SAMPLES else slice(None)
-            # A sample stands for those that were left out.
-            chosen = _Chosen(rows[kept], (weights**2 * (len(candidates) / len(rows)))[kept])
+            # A sample stands for those that were left out; all samples of a rare expert, for its few selections.
+            stands_for = np.full(len(rows), rare * (len(selected) + 0.5) / len(rows)) if few else (
+                weights**2 * (len(candidates) / len(rows)))
+            chosen = _Chosen(rows[kept], stands_for[kept])
             self._samples.append(chosen)
             outputs.append(given[kept])
             samples = chosen.samples(inputs, given[kept])
@@ -371,8 +375,9 @@ def _divide(fits: list[_LayerFit], n_bytes: int) -> None:
     queue: list[tuple[float, int, int, int]] = []  # gain for a byte (negative), fit, expert, rank
 
     def offer(at: int, expert: int, rank: int) -> None:
-        gains = (fits[at].left[expert, rank] - fits[at].left[expert, rank + 1 :]) / np.arange(
-            1, fits[at].left.shape[1] - rank)
+        """The best step on from a rank, of those for which there is room."""
+        most = min(fits[at].left.shape[1] - 1, rank + room // fits[at].row_bytes)
+        gains = (fits[at].left[expert, rank] - fits[at].left[expert, rank + 1 : most + 1]) / np.arange(1, most + 1 - rank)
         if len(gains) and gains.max() > 0:
             further = int(gains.argmax())
             gain = fits[at].absence[expert] * float(gains[further]) / fits[at].row_bytes
@@ -389,7 +394,7 @@ def _divide(fits: list[_LayerFit], n_bytes: int) -> None:
         if needed <= room:
             room -= needed
             fit.ranks[expert] = rank
-            offer(at, expert, rank)
+        offer(at, expert, int(fit.ranks[expert]))
     for fit in fits:  # a mean may be worse than nothing, where rows would have made it better
         worse = (fit.ranks >= 0) & (fit.left[np.arange(fit.n_expert), np.maximum(fit.ranks, 0)] >= fit.energies)
         fit.ranks[worse] = -1

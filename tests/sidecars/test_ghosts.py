@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -232,6 +233,28 @@ def test_ranks_that_cannot_be_are_refused(rank: int) -> None:
         Settings(rank=rank)
     with pytest.raises(PyorchError, match="sacred -1 is below 0"):
         Settings(sacred=-1)
+
+
+def test_a_step_that_has_no_room_gives_way_to_a_smaller_one() -> None:
+    """Of two experts the better one gets its two rows; for the other's best step, of three rows, two are left."""
+    left = np.array([[10.0, 9.9, 1.0, 1.0], [10.0, 9.0, 8.0, 2.0]])
+    fit = SimpleNamespace(left=left, energies=np.full(2, 20.0), absence=np.ones(2), n_expert=2, base_bytes=0, row_bytes=10,
+                          ranks=None)
+    for room, ranks in ((0, [0, 0]), (10, [0, 1]), (20, [2, 0]), (30, [2, 1]), (49, [2, 2]), (50, [2, 3])):
+        fitting._divide([fit], room)
+        assert fit.ranks.tolist() == ranks, room
+
+
+def test_an_expert_that_was_hardly_selected_counts_hardly(model_map: ModelMap, trace: Trace) -> None:
+    """Though it is fitted on all inputs: it gets bytes by what it costs to be without it."""
+    fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
+    for _ in fit.steps():
+        pass
+    counts = (fit._weights > 0).sum(axis=0)
+    norms = np.array([chosen.weights.sum() for chosen in fit._samples])
+    assert counts[0] == 0 and len(fit._samples[0].rows) == len(fit._weights)
+    typical = norms[counts >= fitting._LEAST_SAMPLES] / counts[counts >= fitting._LEAST_SAMPLES]
+    assert norms[0] < np.median(typical) < norms[counts.argmax()]
 
 
 # The sidecar
