@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test chat-page wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-reads setup clean
+.PHONY: demo test chat-page wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -59,6 +59,10 @@ bench-prediction: setup
 	    $(BIN)/cmake --build "$$tree" --target prediction_bench >/dev/null && "$$tree"/bin/prediction_bench
 
 # How fast experts of compressed packs are put together again, likewise.
+bench-ghosts: setup
+	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
+	    $(BIN)/cmake --build "$$tree" --target ghosts_bench >/dev/null && "$$tree"/bin/ghosts_bench
+
 bench-codecs: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
 	    $(BIN)/cmake --build "$$tree" --target codecs_bench >/dev/null && "$$tree"/bin/codecs_bench

@@ -64,6 +64,17 @@ def test_ghosts_give_what_numpy_computes(model) -> None:
         assert np.abs(given - expected).max() < 0.02 * np.abs(expected).max(), "numbers have 8 bits"
 
 
+def test_what_a_ghost_gives_does_not_depend_on_what_is_computed_with_it(model) -> None:
+    """So threads may share the slots in any way: the same bits."""
+    random_ghosts(2).apply(model.engine, 3)
+    rng = np.random.default_rng(0)
+    experts = rng.choice(np.flatnonzero(random_ghosts(2).layers[3].rank >= 0)[:4], 100)  # more slots than one job has
+    inputs = rng.normal(size=(100, N_EMBD)).astype(np.float32)
+    together = model.engine.apply_ghosts(3, inputs, experts, N_EMBD)
+    for i in range(100):
+        assert model.engine.apply_ghosts(3, inputs[i : i + 1], experts[i : i + 1], N_EMBD).tobytes() == together[i].tobytes()
+
+
 def test_an_expert_without_a_ghost_is_refused_by_name(model) -> None:
     ghosts = random_ghosts(1)
     ghosts.apply(model.engine, 0)

@@ -4,6 +4,7 @@
 #include "api/structs.h"
 
 #include <algorithm>
+#include <numeric>
 
 using namespace pyorch;
 
@@ -102,8 +103,16 @@ pyorch_status pyorch_apply_ghosts(pyorch_engine * engine, int32_t il, const floa
                 throw Failure(PYORCH_INVALID, format("expert %d of layer %d has no ghost", experts[i], il));
             }
         }
-        for (int i = 0; i < n; ++i) {
-            ghosts->compute(experts[i], { inputs + (size_t) i * ghosts->n_in }, { outputs + (size_t) i * ghosts->n_out });
+        std::vector<int> slots(n);
+        std::iota(slots.begin(), slots.end(), 0);
+        for (const GhostJob & job : ghost_jobs(*ghosts, experts, slots)) {
+            std::vector<const float *> from;
+            std::vector<float *>       to;
+            for (int slot : job.slots) {
+                from.push_back(inputs + (size_t) slot * ghosts->n_in);
+                to.push_back(outputs + (size_t) slot * ghosts->n_out);
+            }
+            ghosts->compute(job.expert, from, to);
         }
     });
 }

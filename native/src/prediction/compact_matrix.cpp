@@ -11,6 +11,15 @@ namespace pyorch {
 static constexpr size_t CACHE_LINE = 64;
 static constexpr size_t AHEAD      = 16 << 10; // bytes that are fetched while others are multiplied
 
+static constexpr int N_OF_BLOCK = 32;
+
+struct Q8Block { // of GGML_TYPE_Q8_0, as files have it
+    ggml_fp16_t scale;
+    int8_t      values[N_OF_BLOCK];
+};
+
+static constexpr int COLUMNS_AT_ONCE = 512; // of a row that is added to many: all of theirs stay in the first level
+
 static ggml_type type_of(int n_columns) {
     return n_columns % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_BF16;
 }
@@ -63,12 +72,71 @@ void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t b
     }
 }
 
-void CompactMatrix::add_row(size_t row, float factor, float * to) const {
-    thread_local std::vector<float> values;
-    values.resize(columns);
-    ggml_get_type_traits(type_of(columns))->to_float(row_at(row), values.data(), columns);
-    for (int i = 0; i < columns; ++i) {
-        to[i] += factor * values[i];
+// values[n] of n whole blocks, and to[n] += factor * from[n]: what takes the time of add_rows. One body for all processors,
+// without fused multiply-add, so the same bits on all.
+static inline __attribute__((always_inline)) void decode_any(const Q8Block * blocks, int n, float * values) {
+    for (int b = 0; b < n / N_OF_BLOCK; ++b) {
+        const float scale = ggml_fp16_to_fp32(blocks[b].scale);
+        for (int i = 0; i < N_OF_BLOCK; ++i) {
+            values[b * N_OF_BLOCK + i] = scale * blocks[b].values[i];
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void add_any(const float * from, float factor, int n, float * to) {
+    for (int i = 0; i < n; ++i) {
+        to[i] += factor * from[i];
+    }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+__attribute__((target("avx2"))) static void decode_avx2(const Q8Block * blocks, int n, float * values) {
+    decode_any(blocks, n, values);
+}
+
+__attribute__((target("avx2"))) static void add_avx2(const float * from, float factor, int n, float * to) {
+    add_any(from, factor, n, to);
+}
+#endif
+
+struct RowKernels {
+    void (*decode)(const Q8Block * blocks, int n, float * values);
+    void (*add)(const float * from, float factor, int n, float * to);
+};
+
+static const RowKernels & row_kernels() {
+    static constexpr RowKernels plain = {
+        [](const Q8Block * blocks, int n, float * values) { decode_any(blocks, n, values); },
+        [](const float * from, float factor, int n, float * to) { add_any(from, factor, n, to); },
+    };
+#if defined(__x86_64__) && defined(__GNUC__)
+    static constexpr RowKernels avx2 = { decode_avx2, add_avx2 };
+    static const bool           has  = __builtin_cpu_supports("avx2");
+    return has ? avx2 : plain;
+#else
+    return plain;
+#endif
+}
+
+void CompactMatrix::add_rows(size_t begin, size_t n, const float * factors, const std::vector<float *> & to) const {
+    const ggml_type type  = type_of(columns);
+    const int       block = (int) ggml_blck_size(type);
+    const size_t    bytes = ggml_type_size(type);
+    float           values[COLUMNS_AT_ONCE];
+    prefetch(begin, std::min(n, AHEAD / row_bytes + 1));
+    for (int column = 0; column < columns; column += COLUMNS_AT_ONCE) {
+        const int n_columns = std::min(COLUMNS_AT_ONCE, columns - column);
+        for (size_t r = 0; r < n; ++r) {
+            const uint8_t * from = row_at(begin + r) + column / block * bytes;
+            if (type == GGML_TYPE_Q8_0) {
+                row_kernels().decode((const Q8Block *) from, n_columns, values);
+            } else {
+                ggml_get_type_traits(type)->to_float(from, values, n_columns);
+            }
+            for (size_t i = 0; i < to.size(); ++i) {
+                row_kernels().add(values, factors[i * n + r], n_columns, to[i] + column);
+            }
+        }
     }
 }
 

@@ -31,8 +31,9 @@ struct GraphLayer {
     std::vector<float>   weights   = {};
 
     // Slots of it that ghosts compute and that are left out, and the expert with which nothing is computed, -1: none. See
-    // RoutedBatch.
+    // RoutedBatch. jobs: what ghosts compute, for threads to share.
     std::vector<int>                  ghosts      = {};
+    std::vector<GhostJob>             jobs        = {};
     std::vector<int>                  dropped     = {};
     std::shared_ptr<const GhostLayer> ghost_layer = {};
     int                               hole        = -1;

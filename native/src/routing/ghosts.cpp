@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 namespace pyorch {
 namespace {
@@ -64,13 +65,30 @@ void GhostLayer::compute(int expert, const std::vector<const float *> & inputs, 
         }
         down.multiply(compact, begin[expert], n_rows, latent.data());
     }
-    for (size_t i = 0; i < inputs.size(); ++i) {
-        std::fill(outputs[i], outputs[i] + n_out, 0.0f);
-        mean.add_row(expert, 1, outputs[i]);
-        for (int r = 0; r < n_rows; ++r) {
-            up.add_row(begin[expert] + r, latent[i * n_rows + r], outputs[i]);
+    for (float * output : outputs) {
+        std::fill(output, output + n_out, 0.0f);
+    }
+    mean.add_rows(expert, 1, std::vector<float>(outputs.size(), 1.0f).data(), outputs);
+    up.add_rows(begin[expert], n_rows, latent.data(), outputs);
+}
+
+std::vector<GhostJob> ghost_jobs(const GhostLayer & layer, const int32_t * requested, const std::vector<int> & slots) {
+    static constexpr size_t     MOST_SLOTS = 16; // of a job: a prompt may have hundreds of one expert
+    std::map<int, std::vector<int>> slots_of;
+    for (int slot : slots) {
+        slots_of[requested[slot]].push_back(slot);
+    }
+    std::vector<GhostJob> jobs;
+    for (const auto & [expert, of_expert] : slots_of) {
+        for (size_t i = 0; i < of_expert.size(); i += MOST_SLOTS) {
+            const size_t end = std::min(i + MOST_SLOTS, of_expert.size());
+            jobs.push_back({ expert, { of_expert.begin() + i, of_expert.begin() + end } });
         }
     }
+    std::stable_sort(jobs.begin(), jobs.end(), [&](const GhostJob & a, const GhostJob & b) {
+        return layer.work(a.expert, a.slots.size()) > layer.work(b.expert, b.slots.size());
+    });
+    return jobs;
 }
 
 } // namespace pyorch

@@ -29,8 +29,12 @@ public:
     float error_with(int expert) const { return error[expert]; }
     float error_without(int expert) const { return energy[expert]; }
 
-    // outputs[i][n_out] of a ghost for inputs[i][n_in]. REQUIRES: has(expert)
+    // outputs[i][n_out] of a ghost for inputs[i][n_in]. Each of its rows is read once for all of them; what an output gets
+    // does not depend on the others. REQUIRES: has(expert)
     void compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const;
+
+    // What compute() has to do for so many inputs, in rows.
+    int64_t work(int expert, size_t n_inputs) const { return (1 + rank[expert]) * (int64_t) (1 + n_inputs); }
 
 private:
     std::vector<int>   rank;  // [n_expert], -1: no ghost
@@ -38,5 +42,15 @@ private:
     std::vector<float> error, energy;
     CompactMatrix      mean, down, up;
 };
+
+// Slots of one expert.
+struct GhostJob {
+    int              expert;
+    std::vector<int> slots; // ascending
+};
+
+// What ghosts compute of a batch, for threads of which thread i takes every nth job from the ith on: the largest first, and
+// none of so many slots that others would wait for it. requested: by slot; slots: those of ghosts.
+std::vector<GhostJob> ghost_jobs(const GhostLayer & layer, const int32_t * requested, const std::vector<int> & slots);
 
 } // namespace pyorch

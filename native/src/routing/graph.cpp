@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <map>
 #include <thread>
 
 namespace pyorch {
@@ -44,6 +43,7 @@ void forget_batch(GraphLayer & g) {
     g.elsewhere.clear();
     g.remote.clear();
     g.ghosts.clear();
+    g.jobs.clear();
     g.dropped.clear();
     g.ghost_layer.reset();
     g.hole = -1;
@@ -92,6 +92,9 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     run_stages(*g.context, batch);
     g.elsewhere   = std::move(batch.elsewhere);
     g.remote      = std::move(batch.remote);
+    if (!batch.ghosts.empty()) {
+        g.jobs = ghost_jobs(*batch.ghost_layer, g.requested.data(), batch.ghosts);
+    }
     g.ghosts      = std::move(batch.ghosts);
     g.dropped     = std::move(batch.dropped);
     g.ghost_layer = std::move(batch.ghost_layer);
@@ -179,25 +182,26 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     return why;
 }
 
-// Puts what ghosts estimate of inputs [n_embd, n_tokens] into experts [n_embd, n_used, n_tokens].
-void join_ghosts(const GraphLayer & g, const ggml_tensor * inputs, ggml_tensor * experts) {
-    std::map<int, std::vector<int>> slots_of; // an expert's rows are read once
-    for (int slot : g.ghosts) {
-        slots_of[g.requested[slot]].push_back(slot);
-    }
-    const int64_t n_used = experts->ne[1];
-    for (const auto & [expert, slots] : slots_of) {
-        std::vector<const float *> from;
-        std::vector<float *>       to;
-        for (int slot : slots) {
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[2] the router's input [n_embd, n_tokens]: what ghosts estimate is
+// put in behind the servers' answers, so what one gave for such a slot is overwritten.
+void ghosts_op(ggml_tensor * experts, int ith, int nth, void * user) {
+    const GraphLayer &  g      = *(const GraphLayer *) user;
+    const ggml_tensor * inputs = experts->src[2];
+    const int64_t       n_used = experts->ne[1];
+    std::vector<const float *> from;
+    std::vector<float *>       to;
+    for (size_t i = ith; i < g.jobs.size(); i += nth) {
+        from.clear();
+        to.clear();
+        for (int slot : g.jobs[i].slots) {
             from.push_back((const float *) ((const char *) inputs->data + slot / n_used * inputs->nb[1]));
             to.push_back(row_of(experts, slot));
         }
-        g.ghost_layer->compute(expert, from, to);
+        g.ghost_layer->compute(g.jobs[i].expert, from, to);
     }
 }
 
-// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids, src[3] the router's input
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids
 void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (ith != 0) {
         return;
@@ -227,9 +231,6 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     }
     for (int slot : g.hole >= 0 ? g.dropped : std::vector<int>()) { // its weight is 0, and there may be anything
         memset(row_of(experts, slot), 0, experts->ne[0] * sizeof(float));
-    }
-    if (!g.ghosts.empty()) { // behind the servers' answers: what one gave for such a slot is overwritten
-        join_ghosts(g, experts->src[3], experts);
     }
 }
 
@@ -274,13 +275,19 @@ static bool has_host_weights(const ggml_tensor * node) {
 }
 
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer) {
-    ggml_tensor * args[] = { experts, route.selected, route.down_exps, route.selected->src[INPUT] };
+    ggml_tensor * args[] = { experts, route.selected, route.down_exps };
     ggml_tensor * released = has_host_weights(experts) ?
-        ggml_custom_inplace(route.ctx, experts, args + 1, 3, release_op, 1, &layer) :
-        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4,
+        ggml_custom_inplace(route.ctx, experts, args + 1, 2, release_op, 1, &layer) :
+        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 3,
             release_op, 1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
-    return released;
+    if (route.warmup) {
+        return released;
+    }
+    ggml_tensor * ghost_args[] = { route.down_exps, route.selected->src[INPUT] };
+    ggml_tensor * joined = ggml_custom_inplace(route.ctx, released, ghost_args, 2, ghosts_op, GGML_N_TASKS_MAX, &layer);
+    ggml_format_name(joined, "pyorch_ghosts-%d", route.il);
+    return joined;
 }
 
 const GraphLayer * layer_of(const ggml_tensor * ids) {

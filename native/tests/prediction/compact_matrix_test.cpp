@@ -49,17 +49,32 @@ static void check(int n_columns, float scale) {
     matrix.multiply({ compact[1] }, BEGIN, N, single.data());
     require(std::equal(single.begin(), single.end(), products.begin() + N), "no input changes what comes of another");
 
-    std::vector<float> sum(n_columns, 1);
-    matrix.add_row(7, 0.5f, sum.data());
-    for (int c = 0; c < n_columns; ++c) {
-        require(std::abs(sum[c] - 1 - 0.5 * weights[7 * n_columns + c]) < 0.02 * scale, "a row is added");
+    const std::vector<float>        factors = random_weights(N_INPUTS * N, 1);
+    std::vector<std::vector<float>> sums(N_INPUTS, std::vector<float>(n_columns, 1));
+    std::vector<float *>            to;
+    for (auto & sum : sums) {
+        to.push_back(sum.data());
     }
+    matrix.add_rows(BEGIN, N, factors.data(), to);
+    for (size_t i = 0; i < N_INPUTS; ++i) {
+        for (int c = 0; c < n_columns; ++c) {
+            double exact = 1;
+            for (size_t r = 0; r < N; ++r) {
+                exact += (double) factors[i * N + r] * weights[(BEGIN + r) * n_columns + c];
+            }
+            require(std::abs(sums[i][c] - exact) < 0.06 * scale * std::sqrt((double) N), "rows are added");
+        }
+    }
+    std::vector<float> alone(n_columns, 1);
+    matrix.add_rows(BEGIN, N, &factors[N], { alone.data() });
+    require(alone == sums[1], "what comes to one does not depend on the others");
 }
 
 int main() {
     for (float scale : { 0.02f, 1e6f }) {
         check(256, scale);
         check(40, scale);
+        check(1056, scale); // more than are added at once
     }
     return 0;
 }

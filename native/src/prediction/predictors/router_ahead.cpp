@@ -151,7 +151,7 @@ class QuasiHidden : public RouterAhead {
             state.residual.assign(residual, residual + n_embd);
             for (int s = 0; s < it.n_used && defaults && defaults->n_columns() == n_embd; ++s) {
                 const size_t slot = (size_t) t * it.n_used + s;
-                defaults->add_row(it.computed[slot], it.weights[slot], state.residual.data());
+                defaults->add_rows(it.computed[slot], 1, &it.weights[slot], { state.residual.data() });
             }
             state.mean_square = dot(state.residual.data(), state.residual.data(), n_embd) / n_embd;
         }
