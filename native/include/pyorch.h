@@ -612,7 +612,8 @@ pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float 
 
 // Layers compute with the experts and weights that were forecast for them one layer earlier, in place of their
 // routers' choice, and read nothing else (Speculating Experts, section 4). The first layer keeps to its router, and
-// so does one that nothing forecasts one layer ahead.
+// so does one that nothing forecasts one layer ahead. Where pyorch_set_substitution treats absent experts, the router's
+// choice stands: of it, what was forecast counts as there, and the rest is treated so.
 typedef enum pyorch_speculate {
     PYORCH_SPECULATE_NONE   = 0,
     PYORCH_SPECULATE_DECODE = 1, // ubatches of one token of each sequence
@@ -881,6 +882,19 @@ pyorch_status pyorch_set_buddy_errors(pyorch_engine * engine, int32_t il, int32_
 // Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
 pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
 
+// From now on substitution takes for resident what would be in a cache with the budget and the policy of the engine, on a
+// machine where an expert is read in so many times the time in which a layer of a token computes: so what is computed does
+// not depend on how fast this machine reads or computes. The cache begins empty, nothing is guessed in it, and it fills as
+// layers are computed. seed: 0: reads take their bytes' time; else from half to one and a half of it, as drawn. on 0: no
+// longer. REQUIRES: nothing is being decoded.
+pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double read_layers, uint64_t seed);
+
+// These come into the simulated cache at once, as far as its budget reaches.
+pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+
+// Of the simulated cache, as pyorch_get_stats; also zeroed by pyorch_reset_stats. PYORCH_INVALID where there is none.
+pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
+
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {
     uint64_t struct_size;
@@ -899,6 +913,8 @@ typedef struct pyorch_substitution_counts {
     uint64_t refused_sacred;       // absent slots among a token's first
     uint64_t ghosts;               // slots that ghosts computed
     uint64_t refused_error;        // absent slots that would have exceeded max_error
+    uint64_t on_their_way;         // slots that were substituted, dropped or computed by ghosts while their expert was
+                                   // being read: a matter of time, unless the cache is simulated
 } pyorch_substitution_counts;
 
 // il -1: all layers. Zeroed by pyorch_reset_stats.

@@ -77,6 +77,7 @@ uint64_t pyorch_engine::kernels() const {
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         simulated(config.simulated != 0),
+        config(config),
         table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config),
         routers((int) map.layers.size()),
         prefetcher(table, routers),

@@ -7,6 +7,7 @@
 #include "cluster/listener.h"
 #include "loading/reader.h"
 #include "prediction/prefetcher.h"
+#include "replay/simulated_cache.h"
 #include "residency/table.h"
 #include "routing/device_tier.h"
 #include "routing/expert_worker.h"
@@ -20,11 +21,13 @@ struct pyorch_engine {
 
     const pid_t            pid = getpid(); // a process that is forked from this one has none of the threads
     const bool             simulated;
+    pyorch_config          config; // its source is gone when the engine is made
     pyorch::Table          table;
     pyorch::Routers        routers;
     pyorch::Prefetcher     prefetcher;
     pyorch::RemoteBank     remote;
     pyorch::Routing        routing;
+    std::shared_ptr<pyorch::SimulatedCache> simulated_cache; // null: what is resident counts as that
     std::unique_ptr<pyorch::Reader> reader; // stops before the table goes; none in a simulated engine
 
     // Goes before the reader, for which it may wait. Null: no device.

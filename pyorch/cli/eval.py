@@ -56,7 +56,9 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                             "may be repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
                        help="add a row that computes with predicted experts; PREDICTOR is "
-                            f"{listed(predictors().executable)}; may be repeated")
+                            f"{listed(predictors().executable)}; PREDICTOR+SETTINGS, such as "
+                            "quasi-hidden+mode=none,miss=ghost, treats experts that the router wants and that were not "
+                            "predicted as --buddies SETTINGS does; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
                        help="add rows to compare with: original (lossless); and beside each row of --buddies, under its "
                             "gates, random (a random resident expert replaces an absent one) and drop (it is left out) "
@@ -70,7 +72,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                        help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
     sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
                        help="measure accuracy with a simulated cache of the most active experts, in batches (static), "
-                            "or with a real cache, token by token (dynamic) (default: static)")
+                            "or with one that follows the text, token by token (dynamic) (default: static)")
+    add_arrival_options(sweep)
     sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
                             "measure speed (default: 256)")
@@ -86,6 +89,16 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against speed into this file")
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON array")
     parser.set_defaults(run=run_arc)
+
+
+def add_arrival_options(parser: argparse._ActionsContainer) -> None:
+    """When absent experts arrive. `pyorch verify` has these options too."""
+    parser.add_argument("--read-time", type=float, default=1.0, metavar="LAYERS",
+                        help="for lossy settings: an expert counts as read after the time in which so many layers of a "
+                             "token are computed; it does not depend on this machine (default: %(default)g)")
+    parser.add_argument("--read-seed", type=int, default=0, metavar="N",
+                        help="let each of these reads take from half to one and a half of that time, as drawn with "
+                             "this seed (default: 0, all the same)")
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +130,7 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
                         help="for a lossy setting: keep this share of each layer's experts in memory")
     parser.add_argument("--cache", choices=("static", "dynamic"), default="static",
                         help="see `pyorch eval arc --help` (default: static)")
+    add_arrival_options(parser)
     parser.add_argument("--compare", metavar="MODEL.gguf",
                         help="measure the KL divergence from this model (default: with a lossy setting, from the model "
                              "itself)")
@@ -131,6 +145,7 @@ def run_arc(args: argparse.Namespace) -> int:
 
     from pyorch.files import write_text
     from pyorch.eval import report, sweep
+    from pyorch.eval.arrival import Arrival
     from pyorch.eval.plot import draw
     from pyorch.eval.record import Record
     from pyorch.pictures import check_plot
@@ -140,6 +155,7 @@ def run_arc(args: argparse.Namespace) -> int:
         rates=parse_rates(args.cache_rate) if args.cache_rate else (),
         methods=_methods(args),
         cache=args.cache,
+        arrival=Arrival(args.read_time, args.read_seed),
         texts=tuple(args.text),
         n_text_tokens=args.text_tokens,
         buddies_file=args.buddies_file,
@@ -197,7 +213,6 @@ def parse_rates(text: str) -> tuple[float, ...]:
 
 def _methods(args: argparse.Namespace) -> tuple:
     from pyorch.eval.method import BASELINES, ORIGINAL, baseline, lossy_method, speculation
-    from pyorch.settings.prefetch import Prefetch
     from pyorch.settings.substitution import Substitution
 
     words = args.baseline.split(",") if args.baseline else []
@@ -214,9 +229,7 @@ def _methods(args: argparse.Namespace) -> tuple:
         methods += [lossy_method(substitution), *(row for row in beside if row.substitution != substitution)]
     if not substitutions:
         methods += [baseline(word) for word in gated]
-    for predictor in args.speculate:
-        Prefetch.parse(predictor).check_executable()
-        methods.append(speculation(predictor))
+    methods += [speculation(text) for text in args.speculate]
     if not methods:
         raise PyorchError("there is no row to measure: give --baseline, --buddies or --speculate")
     return tuple(dict.fromkeys(methods))
@@ -256,9 +269,10 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
     settings = given_settings(args)
     substitution = settings.get("substitution")
-    if settings.get("speculate"):
-        if substitution is not None or args.cache_rate is not None:
-            raise PyorchError("with --speculate no expert is absent: leave out --cache-rate and --buddies")
+    if settings.get("speculate") and substitution is None:
+        if args.cache_rate is not None:
+            raise PyorchError("with --speculate no expert is absent: leave out --cache-rate, or say with --buddies how "
+                              "experts are treated that were not predicted")
     elif (args.cache_rate is not None) != (substitution is not None):
         raise PyorchError(
             "--cache-rate makes experts absent and --buddies replaces them: give both, or neither")
@@ -302,7 +316,7 @@ def _window(stretch) -> dict[str, object]:
         "first_token": stretch.first, "n_tokens": stretch.perplexity.n_tokens,
         "perplexity": stretch.perplexity.perplexity, "kl_divergence": stretch.perplexity.kl_divergence,
         "absent_per_token": slots.per_token("absent"),
-        "changed_per_token": slots.per_token("substituted") + slots.per_token("dropped"),
+        "changed_per_token": sum(slots.per_token(name) for name in ("substituted", "dropped", "ghosts")),
         "read_per_token": slots.read_per_token, "resident_experts": stretch.resident,
     }
 
@@ -321,6 +335,7 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
 
     from pyorch.traces.data import read_documents
     from pyorch.eval import method, over_time, perplexity
+    from pyorch.eval.arrival import Arrival
     from pyorch.settings.prefetch import Prefetch
     from pyorch.llama.model import load
 
@@ -341,7 +356,8 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
                 model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
             else:
                 model = stack.enter_context(
-                    method.dynamic_model(args.model, lossy, method.share(args.cache_rate), buddies, **options))
+                    method.dynamic_model(args.model, lossy, method.share(args.cache_rate), buddies,
+                                         Arrival(args.read_time, args.read_seed), **options))
         reference = None
         if args.speculate:
             model.speculate(settings.get("prefetch", Prefetch()), prompts=True)
@@ -349,7 +365,8 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
             reference = stack.enter_context(method.resident_model(args.compare or args.model, **options))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
         stretches = over_time.measure(
-            model, texts, reference, method.n_ubatch(substitution, args.cache), settings.get("n_threads"),
+            model, texts, reference, method.n_ubatch(substitution, args.cache, bool(args.speculate)),
+            settings.get("n_threads"),
             partial(progress.update, "tokens"),
         )
         return stretches, model.stats().substitution, model.stats().speculation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pyorch.cli.eval import add_arrival_options
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
 from pyorch.cli.progress import Progress
@@ -28,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: a paragraph of prose)")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
+    add_arrival_options(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON array with one object for each budget")
     parser.set_defaults(run=run)
     return parser
@@ -37,14 +39,15 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if every logit is bit-identical under every budget; 1 otherwise, also where that was asked for."""
     prompt = read_prompt(args.prompt, args.file)
 
+    from pyorch.eval.arrival import Arrival
     from pyorch.eval.verify import PROMPT, verify
 
     comparisons = []
     budgets, settings = listed(args, "budget") or VERIFY_BUDGETS, given_settings(args, "budget")
     with Progress(live=not args.verbose) as progress:
         for comparison in verify(
-            args.model, budgets, prompt or PROMPT, args.tokens, on_progress=progress.update, verbose=args.verbose,
-            **settings,
+            args.model, budgets, prompt or PROMPT, args.tokens, on_progress=progress.update,
+            arrival=Arrival(args.read_time, args.read_seed), verbose=args.verbose, **settings,
         ):
             comparisons.append(comparison)
             if not args.json:

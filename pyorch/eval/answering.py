@@ -22,6 +22,7 @@ from pyorch.errors import PyorchError
 from pyorch.eval import generation, harness_arguments
 from pyorch.eval.harness_arguments import Arguments
 from pyorch.eval.likelihood import MAX_CONTINUATIONS, Likelihoods, Prompt, likelihoods
+from pyorch.eval.arrival import Arrival
 from pyorch.eval.method import (
     ORIGINAL, dynamic_model, lossy_method, n_ubatch, read_buddies, simulated, static_model,
 )
@@ -77,7 +78,7 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
         method = lossy_method(dataclasses.replace(substitution, prefill=True))
         buddies = read_buddies(path, buddies_file, needed=substitution.mode == "buddies")
     forecast = str(options.get("prefetch", "auto")) if options.pop("speculate", False) else None
-    with dynamic_model(path, method, options.pop("budget", AUTO), buddies, **options) as model:
+    with dynamic_model(path, method, options.pop("budget", AUTO), buddies, Arrival(), **options) as model:
         if forecast is not None:
             model.speculate(forecast, prompts=True)
         yield Answering(model, asked, width)

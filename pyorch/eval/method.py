@@ -3,8 +3,9 @@
 A cache rate c keeps the share c of each layer's experts resident. A *static* cache is simulated: the model is in
 memory whole, and substitution takes the experts that the trace selected most often for resident, and no others.
 So what happens to a token depends on the token alone, questions are computed in large batches, and results are
-reproducible. It is a hard judge: a real cache follows the text, and misses less. A *dynamic* cache is a real one:
-the budget is the share c of the experts, and tokens are fed one at a time.
+reproducible. It is a hard judge: a real cache follows the text, and misses less. A *dynamic* cache is one that follows
+the text: the budget is the share c of the experts, and tokens are fed one at a time. When experts arrive in it is
+simulated (pyorch.eval.arrival), so that these results can be had again, too; speed is measured without that.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from pyorch.errors import PyorchError
+from pyorch.eval.arrival import Arrival
 from pyorch.eval.likelihood import N_BATCH
 from pyorch.llama import memory
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
+from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
@@ -34,8 +39,9 @@ _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 @dataclass(frozen=True)
 class Method:
     """A row of the papers' tables: "original" waits for absent experts, "random" and "buddies" replace them,
-    "speculate" computes with the experts that a predictor, `forecast`, expects. beside: the settings of the row that a
-    baseline stands beside, whose gates it has."""
+    "speculate" computes with the experts that a predictor, `forecast`, expects; with a substitution too, with those of
+    its router's choice that were expected, and treats the others as the substitution says. beside: the settings of the
+    row that a baseline stands beside, whose gates it has."""
 
     name: str
     substitution: Substitution | None
@@ -44,7 +50,7 @@ class Method:
 
     @property
     def settings(self) -> str:
-        return self.forecast if self.substitution is None else str(self.substitution)
+        return "+".join(part for part in (self.forecast, str(self.substitution or "")) if part)
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,9 @@ def slots(model: Model) -> Slots:
     stats = model.stats()
     n_tokens = stats.experts.tokens // len(model.layers) if stats.experts is not None and model.layers else 0
     counts = stats.substitution
-    if stats.speculation is not None:
-        return Slots(n_tokens, 0, stats.speculation.slots - stats.speculation.right, 0)
     if counts is None:
-        return Slots(n_tokens, 0, 0, 0)
+        wrong = stats.speculation.slots - stats.speculation.right if stats.speculation is not None else 0
+        return Slots(n_tokens, 0, wrong, 0)
     refused = (
         counts.refused_tae
         + counts.refused_margin
@@ -101,8 +106,12 @@ ORIGINAL = Method("original", None)
 BASELINES = (ORIGINAL.name, "random", "drop")
 
 
-def speculation(forecast: str) -> Method:
-    return Method("speculate", None, forecast)
+def speculation(text: str) -> Method:
+    """Of "quasi-hidden", or with a substitution for what was not expected, "quasi-hidden+mode=none,miss=ghost".
+    PyorchError for what cannot be executed."""
+    forecast, _, settings = text.partition("+")
+    Prefetch.parse(forecast).check_executable()
+    return Method("speculate", Substitution.parse(settings) if settings else None, forecast)
 
 
 def lossy_method(substitution: Substitution) -> Method:
@@ -127,15 +136,16 @@ _OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
     "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus", "max_error")}
 
 
-def n_ubatch(substitution: Substitution | None, cache: str = STATIC) -> int:
+def n_ubatch(substitution: Substitution | None, cache: str = STATIC, speculates: bool = False) -> int:
     """Tokens that may be computed at once.
 
     1 with a cache that changes from token to token, where settings look at all tokens of a micro-batch (eq. 2, reuse
-    in eq. 3), of which decoding has one, and where they count what all layers do to a token: the last has other rows.
+    in eq. 3; what was forecast for one is there for the others), of which decoding has one, and where they count what
+    all layers do to a token: the last has other rows.
     """
     by_batch = substitution is not None and (
         substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1
-        or substitution.rho_token is not None)
+        or substitution.rho_token is not None or speculates)
     return 1 if cache == DYNAMIC or by_batch else N_BATCH
 
 
@@ -179,22 +189,19 @@ def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies
     """A static cache. Without a method that replaces experts nothing is simulated: it waits for all of them, or
     computes with what is forecast, absent or not."""
     model.reset_stats()
-    if method.substitution is None:
-        if method.forecast:
-            model.speculate(method.forecast, prompts=True)
-        try:
-            yield model
-        finally:
-            if method.forecast:
-                model.speculate(None)
-        return
-    model.set_cache(buddies.most_active(rate))
-    model.substitute(_everywhere(method.substitution), buddies)
+    if method.substitution is not None:
+        model.set_cache(buddies.most_active(rate))
+        model.substitute(_everywhere(method.substitution), buddies)
+    if method.forecast:
+        model.speculate(method.forecast, prompts=True)
     try:
         yield model
     finally:
-        model.substitute(None)
-        model.set_cache(None)
+        if method.forecast:
+            model.speculate(None)
+        if method.substitution is not None:
+            model.substitute(None)
+            model.set_cache(None)
 
 
 def _everywhere(substitution: Substitution | None) -> Substitution | None:
@@ -204,20 +211,25 @@ def _everywhere(substitution: Substitution | None) -> Substitution | None:
 
 @contextlib.contextmanager
 def dynamic_model(
-    path: str | os.PathLike[str], method: Method, budget: str, buddies: Buddies | None, **options: object
+    path: str | os.PathLike[str], method: Method, budget: str, buddies: Buddies | None, arrival: Arrival | None = None,
+    **options: object,
 ) -> Iterator[Model]:
     """The model under a real budget, freshly loaded: a share such as "50%", or a size.
 
     With buddy lists, the cache begins with the experts that the trace selected most often: what stands in for
-    absent experts would otherwise keep an empty cache from filling.
+    absent experts would otherwise keep an empty cache from filling. arrival: of experts, simulated; None: as they come.
     """
     with load(path, budget=budget, **{"n_ctx": _N_CTX, **options}) as model:
+        begin: dict[int, np.ndarray] = {}
         if buddies is not None and model.engine is not None:
             stats = model.engine.stats()
             rate = min(1.0, stats.budget_bytes / max(1, model.map.info.slots_bytes))
-            for il, mask in buddies.most_active(rate).items():
+            begin = buddies.most_active(rate)
+            for il, mask in begin.items():
                 model.layers[il].prefetch(mask.nonzero()[0])
             model.engine.wait_idle()
+        if arrival is not None and method.substitution is not None:
+            arrival.simulate(model, begin)
         model.substitute(_everywhere(method.substitution), buddies)
         if method.forecast:
             model.speculate(method.forecast, prompts=True)

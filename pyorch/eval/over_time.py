@@ -37,12 +37,17 @@ def measure(
     for window in texts:
         before = slots(model)
         found = perplexity.measure(model, [window], reference, n_ubatch, n_threads)
-        experts = model.stats().experts
-        resident = experts.resident_experts if experts is not None else None
+        resident = _resident_experts(model)
         stretches.append(Stretch(first, found, slots(model) - before, resident))
         first += found.n_tokens
         on_progress(first, total)
     return stretches
+
+
+def _resident_experts(model: Model) -> int | None:
+    if model.engine is None:
+        return None
+    return (model.engine.simulated_stats() if model.engine.simulates_cache else model.engine.stats()).resident_experts
 
 
 def together(stretches: Sequence[Stretch]) -> Perplexity:

@@ -16,6 +16,7 @@ from pathlib import Path
 from pyorch.errors import FormatError
 from pyorch.eval import arc, perplexity
 from pyorch.eval.arc import Task, difference
+from pyorch.eval.arrival import Arrival
 from pyorch.eval.difference import Difference
 from pyorch.eval.method import (
     DYNAMIC, ORIGINAL, STATIC, Method, dynamic_model, n_ubatch, read_buddies, share, simulated, slots, static_model,
@@ -48,6 +49,7 @@ class Plan:
     rates: tuple[float, ...] = ()
     methods: tuple[Method, ...] = (ORIGINAL,)
     cache: str = STATIC
+    arrival: Arrival = Arrival()  # in a dynamic cache
     budget: Budget = AUTO
     n_shots: int = 0
     shots_data: str | None = None
@@ -107,15 +109,15 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
                     references.prepare(model, n_ubatch(None, plan.cache))
             for rate, method in wanted:
                 budget = plan.budget if rate is None else share(rate)
-                with dynamic_model(plan.model, method, budget, buddies, **_options(plan)) as model:
-                    width = n_ubatch(method.substitution, plan.cache)
+                with dynamic_model(plan.model, method, budget, buddies, plan.arrival, **_options(plan)) as model:
+                    width = n_ubatch(method.substitution, plan.cache, bool(method.forecast))
                     record.judged(_row_key(rate, method),
                                   _judge(model, _tasks(model, plan), width, plan, references, progress))
             return
         with static_model(plan.model, **_options(plan)) as model:
             tasks = _tasks(model, plan)
             for rate, method in wanted:
-                width = n_ubatch(method.substitution)
+                width = n_ubatch(method.substitution, speculates=bool(method.forecast))
                 references.prepare(model, width)
                 with simulated(model, method, rate, buddies):
                     record.judged(_row_key(rate, method), _judge(model, tasks, width, plan, references, progress))
@@ -182,7 +184,8 @@ def _baselines(plan: Plan, record: Record, rate: float | None, method: Method) -
     return {
         other.name: _judgement(record, rate, other)
         for other in plan.methods
-        if other.beside is not None and method.beside is None and other.beside == method.substitution
+        if other.beside is not None and method.beside is None and not method.forecast
+        and other.beside == method.substitution
     }
 
 
@@ -304,6 +307,8 @@ def conditions(plan: Plan) -> dict[str, object]:
         "--shots-data": _digest(plan.shots_data) if plan.shots_data and plan.n_shots else None,
         "--limit": plan.limit,
         "--cache": plan.cache,
+        "--read-time": plan.arrival.read_time if plan.cache == DYNAMIC else None,
+        "--read-seed": plan.arrival.seed if plan.cache == DYNAMIC else None,
         "--text": [_digest(path) for path in plan.texts],
         "--text-tokens": plan.n_text_tokens if plan.texts else None,
         **{f"{kind} file": _digest(path) if path else None for kind, path in lossy.items()},

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from pyorch.eval.arrival import Arrival
 from pyorch.eval.logits import kl_divergences, top1_agreements
 from pyorch.eval.method import kernels, resident_model
 from pyorch.llama import memory
@@ -85,9 +86,12 @@ def verify(
     n_tokens: int = 32,
     n_threads: int | None = None,
     on_progress: OnProgress | None = None,
+    arrival: Arrival = Arrival(),
     **load_options: object,
 ) -> Iterator[Comparison]:
     """Compares prefill of the prompt, in more than one ubatch, and n_tokens decoded one by one.
+
+    arrival: which experts a lossy setting finds absent, in simulated time.
 
     The reference chooses the tokens, greedily; each budget is given the same ones. Yields one
     comparison for each budget, as it is made.
@@ -101,6 +105,8 @@ def verify(
         reference = _reference(model, prompt, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:
+            if model.stats().substitution is not None:
+                arrival.simulate(model)
             logits = replayed(model, reference, n_threads, partial(report, f"budget {budget}"))
             comparison = _compare(str(budget), reference.logits, logits, model)
         yield comparison

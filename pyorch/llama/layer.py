@@ -16,8 +16,6 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.buddies import Buddies
 
-NOTHING_ABSENT = "with speculative execution nothing is absent that could be substituted: choose one of them"
-
 
 @dataclass(frozen=True)
 class LayerPolicy:
@@ -63,8 +61,6 @@ class Layer:
     def policy(self, policy: LayerPolicy) -> None:
         if not isinstance(policy, LayerPolicy):
             raise TypeError(f"the policy of a layer is a pyorch.LayerPolicy, not {policy!r}")
-        if policy.substitution is not None and self._record.speculating:
-            raise PyorchError(NOTHING_ABSENT)
         limit = self.n_expert if policy.max_experts is None else policy.max_experts
         added = sorted(policy.pinned - self._policy.pinned)
         self._engine.pin(self.il, added)
@@ -93,12 +89,10 @@ class Layer:
     def substitute(
         self, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
     ) -> None:
-        """Sets policy.substitution, and the lists that it chooses from. PyorchError while layers speculate.
+        """Sets policy.substitution, and the lists that it chooses from.
 
         hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
         """
-        if substitution is not None and self._record.speculating:
-            raise PyorchError(NOTHING_ABSENT)
         apply_ghosts(self._engine, self.il, substitution, self._record.sidecars)
         apply_substitution(self._engine, self.il, substitution, buddies, hops)
         self.buddies = buddies

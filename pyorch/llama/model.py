@@ -19,7 +19,7 @@ from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
 from pyorch.llama.closed import ClosedLlama
 from pyorch.llama.context_plan import DEFAULT_CTX, WIDE_UBATCH
-from pyorch.llama.layer import NOTHING_ABSENT, Layer, ResidencyView
+from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
@@ -195,8 +195,8 @@ class Model:
             buddies: the lists, or their file. Default: those in use, else the sidecar beside the model.
             hops: by il, uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
 
-        Raises PyorchError where layers speculate, or the settings need what there is not; FormatError for lists that
-        are damaged or another model's.
+        Raises PyorchError where the settings need what there is not; FormatError for lists that are damaged or another
+        model's.
         """
         settings = Substitution.parse(substitution) if substitution is not None else None
         in_use = next((layer.buddies for layer in self.layers.values()), None)
@@ -223,17 +223,18 @@ class Model:
     def speculate(self, prefetch: str | None, prompts: bool = False) -> None:
         """Lets layers execute what is forecast for them one layer earlier, and read nothing else (lossy).
 
+        Layers that are substituted compute what their routers choose: what was forecast of it counts as there, and for
+        the rest their substitution says what is done.
+
         Args:
             prefetch: what forecasts, such as "hybrid", or "auto"; None: routers decide again, and what is read ahead is
                 what the model was loaded with.
             prompts: in prompts too, which shows what it costs in accuracy.
 
-        Raises PyorchError where layers are substituted, or the predictor's forecasts cannot be executed.
+        Raises PyorchError where the predictor's forecasts cannot be executed.
         """
         if self.engine is None:
             return
-        if prefetch is not None and any(layer.policy.substitution is not None for layer in self.layers.values()):
-            raise PyorchError(NOTHING_ABSENT)
         record = self._record
         forecast = record.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), record.sidecars)
         apply_prefetch(forecast, self.engine, record.sidecars)

@@ -92,7 +92,8 @@ class Stats:
 class SubstitutionStats:
     """What substitution did in the ubatches that it may touch. The names are those of pyorch_substitution_counts.
 
-    A slot is one of the experts of a token in a layer; tokens are counted once for each layer.
+    A slot is one of the experts of a token in a layer; tokens are counted once for each layer. on_their_way: changed
+    slots whose experts were being read, so that it depends on the time that things take which slots were changed.
     """
 
     tokens: int
@@ -110,6 +111,7 @@ class SubstitutionStats:
     refused_sacred: int
     ghosts: int
     refused_error: int
+    on_their_way: int
 
     @property
     def changed(self) -> int:
@@ -119,7 +121,8 @@ class SubstitutionStats:
     def __str__(self) -> str:
         """For people."""
         by_ghosts = f", {self.ghosts} computed by ghosts" if self.ghosts else ""
-        return f"{self.substituted} expert slots substituted, {self.dropped} dropped{by_ghosts}"
+        late = f", {self.on_their_way} of them while their experts were being read" if self.on_their_way else ""
+        return f"{self.substituted} expert slots substituted, {self.dropped} dropped{by_ghosts}{late}"
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, check, default, lib, new
 from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
 from pyorch.runtime.observers import Routing
-from pyorch.runtime.statistics import SubstitutionStats, read
+from pyorch.runtime.statistics import Stats, SubstitutionStats, read
 
 
 class SubstitutionCalls(EngineHandle):
-    """What absent experts are replaced by, and what was counted of that."""
+    """What absent experts are replaced by, and what was counted of that. simulates_cache: which ones are absent is
+    simulated."""
+
+    simulates_cache = False
 
     def set_substitution(self, il: int, settings: Mapping[str, int | float]) -> None:
         """How a layer treats absent experts: fields of pyorch_substitution, the others by default."""
@@ -89,6 +92,32 @@ class SubstitutionCalls(EngineHandle):
         """Substitution takes exactly the experts of mask, bool[n_expert], for resident; None: those that are."""
         raw = None if mask is None else np.ascontiguousarray(mask, np.uint8)
         check(lib.pyorch_set_cache(self.handle, il, array("uint8_t[]", raw), 0 if raw is None else raw.size))
+
+    def simulate_cache(self, read_layers: float, seed: int = 0) -> None:
+        """From now on substitution takes for resident what would be in a cache with the engine's budget and policy, in
+        simulated time, empty at first.
+
+        read_layers: so many times as long as a layer of a token computes, an expert is read. seed: 0: reads take their
+        bytes' time; else from half to one and a half of it. REQUIRES: nothing is being decoded.
+        """
+        check(lib.pyorch_simulate_cache(self.handle, 1, read_layers, seed))
+        self.simulates_cache = True
+
+    def end_simulated_cache(self) -> None:
+        """What is resident counts as that again."""
+        check(lib.pyorch_simulate_cache(self.handle, 0, 0, 0))
+        self.simulates_cache = False
+
+    def fill_simulated_cache(self, il: int, experts: Iterable[int]) -> None:
+        """These come into the simulated cache at once, as far as its budget reaches."""
+        ids = np.ascontiguousarray(experts, np.int32)
+        check(lib.pyorch_fill_simulated_cache(self.handle, il, array("int32_t[]", ids), len(ids)))
+
+    def simulated_stats(self, il: int = -1) -> Stats:
+        """Of the simulated cache, as stats(). PyorchError where there is none."""
+        raw = new("pyorch_stats")
+        check(lib.pyorch_get_simulated_stats(self.handle, il, raw))
+        return read(Stats, raw)
 
     def substitute(
         self, routing: Routing, resident: np.ndarray, normalized: bool = False, softmax_selected: bool = False

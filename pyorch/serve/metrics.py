@@ -24,6 +24,7 @@ _COUNTERS = (
     ("substituted_slots", "Expert slots that another expert stood in for (lossy).", "substituted", 1),
     ("dropped_slots", "Expert slots that were left out (lossy).", "dropped", 1),
     ("ghost_slots", "Expert slots that ghosts computed (lossy).", "ghosts", 1),
+    ("on_their_way_slots", "Lossy expert slots whose experts were being read meanwhile.", "on_their_way", 1),
 )
 # Of experts on a device, where there is one.
 _DEVICE_COUNTERS = (

@@ -225,8 +225,6 @@ class Residency:
         wanted = None if value is None else Substitution.parse(_text("substitution", value))
         if wanted is not None and not wanted.lossy:
             wanted = None
-        if wanted is not None and self._managed.speculating:
-            raise PyorchError("with speculative execution nothing is absent that could be substituted")
         ghosts = find_ghosts(wanted, self._managed.sidecars)
         lists = self._buddies or find_buddies(wanted, self._managed.settings.buddies, self._managed.sidecars)
 

@@ -138,8 +138,9 @@ class Settings:
     )
     speculate: bool = option(
         False, flag, "true or false", group=LOSSY,
-        help="compute with the experts that the predictor of --prefetch names, and read no others; the predictor must "
-             "be {executable} (auto: hybrid if there is an estimator)",
+        help="compute with the experts that the predictor of --prefetch names, and read no others; with --buddies, of "
+             "the experts that the router chooses, those that the predictor did not name are treated as absent ones "
+             "are, for example by ghosts; the predictor must be {executable} (auto: hybrid if there is an estimator)",
     )
 
     # What only programs set. None: what the caller of llama_cpp chose.
@@ -154,9 +155,6 @@ class Settings:
         parse_fields(self)
         if self.substitution is not None and not self.substitution.lossy:
             object.__setattr__(self, "substitution", None)
-        if self.speculate and self.substitution is not None:
-            raise PyorchError("with speculative execution nothing is absent that could be substituted: "
-                              "choose one of them")
         if self.pools is not None and not self.packed:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")

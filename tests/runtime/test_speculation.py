@@ -7,12 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from buddy_lists import complete_buddies
+from ghost_layers import N_EXPERT, random_ghosts
 from models import CHECKPOINT
 
 import pyorch
 from pyorch.cli import main
+from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context
+from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, Routing
+from pyorch.settings.substitution import Substitution
 
 N_LAYERS, N_USED = 8, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n"
@@ -115,8 +120,6 @@ def test_what_cannot_be_executed_is_refused(model, small_moe: Path, capsys):
     with pytest.raises(pyorch.PyorchError, match="needs an estimator"):
         model.speculate("hybrid")
     command = ["run", str(small_moe), "-p", "x", "-n", "2", "--budget", "50%", "--ctx", "64", "--speculate"]
-    assert main([*command, "--substitute", "random"]) == 2
-    assert "choose one of them" in capsys.readouterr().err
     assert main([*command, "--prefetch", "none"]) == 2
     assert "no weights to compute with" in capsys.readouterr().err
 
@@ -139,3 +142,75 @@ def test_eval_has_rows_of_speculation(small_moe: Path, capsys):
     rows = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in rows] == ["original", "speculate"]
     assert rows[-1]["settings"] == "quasi-hidden"
+
+
+GHOSTS = "mode=none,miss=ghost,order=weight"
+NOTHING, EVERYTHING = np.zeros(N_EXPERT, bool), np.ones(N_EXPERT, bool)
+
+
+def set_ghosts(model, substitution: str | None, residents: dict[int, np.ndarray] | None) -> None:
+    for il in model.layers:
+        random_ghosts(1).apply(model.engine, il)
+        apply_substitution(model.engine, il, None if substitution is None else Substitution.parse(substitution), None)
+    model.set_cache(residents)
+    model.reset_stats()
+
+
+@pytest.mark.parametrize("settings", [GHOSTS, f"{GHOSTS},sacred=1", "mode=none,miss=drop"])
+def test_what_was_not_forecast_is_treated_as_absent_and_what_was_as_there(model, settings: str):
+    """As without speculation, of a cache that holds for each token what was forecast for it."""
+    tokens = tokens_of(model)[:16]
+    predictions: list[Prediction] = []
+    set_ghosts(model, settings, dict.fromkeys(model.layers, NOTHING))
+    model.speculate("quasi-hidden:1:1")
+    model.engine.set_prediction_observer(predictions.append)
+    speculated = decode(model, tokens)
+    model.engine.set_prediction_observer(None)
+    counts, right = model.engine.substitution_stats(), model.engine.speculation_stats()
+    assert counts.ghosts + counts.dropped > 0 and right.slots == right.right > 0
+    assert counts.ghosts + counts.dropped + counts.refused_sacred + right.right == len(tokens) * (N_LAYERS - 1) * N_USED
+
+    model.speculate(None)
+    forecast = {il: [it.experts[:N_USED] for it in predictions if it.il == il] for il in range(1, N_LAYERS)}
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        for n, token in enumerate(tokens):
+            there = {il: np.isin(np.arange(N_EXPERT), forecast[il][n]) for il in forecast}
+            set_ghosts(model, settings, {0: EVERYTHING, **there})  # the first layer waits: nothing comes before it
+            assert context.decode([token]).tobytes() == speculated[n : n + 1].tobytes()
+
+
+def test_ghosts_of_what_is_there_compute_nothing_and_the_router_is_obeyed(model):
+    tokens = tokens_of(model)
+    lossless = decode(model, tokens)
+    set_ghosts(model, GHOSTS, dict.fromkeys(model.layers, EVERYTHING))
+    model.speculate("quasi-hidden:1:1")
+    assert decode(model, tokens).tobytes() == lossless.tobytes()
+    assert model.engine.substitution_stats().changed == 0
+
+
+def test_run_and_eval_speculate_with_ghosts_for_what_was_not_predicted(small_moe: Path, tmp_path: Path, capsys):
+    import json
+
+    path = tmp_path / "model.gguf"
+    os.link(small_moe, path)
+    with ModelMap(path) as model_map:
+        random_ghosts(1).write(tmp_path / "model.ghosts.gguf", model_map)
+        complete_buddies().write(tmp_path / "model.buddies.gguf", model_map)
+    run = ["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "20%", "--ctx", "64", "--threads", "1",
+           "--prefetch", "quasi-hidden", "--json", "--buddies", GHOSTS]
+    assert main([*run, "--speculate"]) == 0
+    stats = json.loads(capsys.readouterr().out)["stats"]
+    assert stats["speculation"]["right"] > 0 and stats["substitution"]["ghosts"] > 0
+    data = CHECKPOINT / "facts-test.jsonl"
+    command = ["eval", "arc", str(path), "--data", str(data), "--limit", "4", "--cache-rate", "0.5", "--threads", "1",
+               "--speculate", f"quasi-hidden+{GHOSTS}", "--speed-tokens", "0", "--json"]
+    assert main(command) == 0
+    row = json.loads(capsys.readouterr().out)[-1]
+    assert row["settings"].startswith("quasi-hidden+mode=none") and row["judged_ghosts_per_token"] > 0
+    command = ["eval", "perplexity", str(path), "--data", str(CHECKPOINT / "text-test.txt"), "--tokens", "24", "--threads",
+               "1", "--speculate", "--prefetch", "quasi-hidden", "--cache-rate", "0.5", "--buddies", GHOSTS, "--json"]
+    assert main(command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["substitution"]["ghosts"] > 0 and found["speculation"]["right"] > 0 and found["kl_divergence"] > 0
+    assert main([*command[:-3], "--json"]) == 2
+    assert "say with --buddies how experts are treated that were not predicted" in capsys.readouterr().err

@@ -617,16 +617,3 @@ def test_reuse_spreads_the_tokens_of_a_batch_over_several_buddies(model):
         model.engine.set_substitution(0, {"mode": 1, "reuse": reuse})
         experts, _, _ = model.engine.substitute(routing, np.arange(N_EXPERT) != 9)
         assert experts[:, 0].tolist() == chosen
-
-
-def test_nothing_is_substituted_while_layers_speculate(small_moe: Path):
-    with pyorch.load(small_moe, budget="50%", prefetch="none", n_ctx=256, n_threads=1) as speculating:
-        speculating.speculate("next-router:1:1")
-        with pytest.raises(PyorchError, match="choose one of them"):
-            speculating.substitute("mode=random")
-        with pytest.raises(PyorchError, match="choose one of them"):
-            speculating.layers[3].policy = pyorch.LayerPolicy(substitution=Substitution(mode="random"))
-        assert speculating.layers[3].policy.substitution is None
-        speculating.speculate(None)
-        speculating.substitute("mode=random")
-        assert speculating.layers[3].policy.substitution == Substitution(mode="random")

@@ -62,8 +62,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_settings_that_exclude_each_other_are_refused_at_the_door() -> None:
-    with pytest.raises(PyorchError, match="choose one of them"):
-        Settings(speculate=True, substitution="rho=3")
     with pytest.raises(PyorchError, match="give one of them"):
         Settings(tuned="a.json", substitution="rho=3")
 

@@ -129,6 +129,40 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
     });
 }
 
+pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double read_layers, uint64_t seed) {
+    return guarded_outside_callbacks(__func__, [&] {
+        std::shared_ptr<SimulatedCache> cache;
+        if (on) {
+            pyorch_stats now = {};
+            engine->table.get_stats(-1, now);
+            pyorch_config config = engine->config;
+            config.budget_bytes = now.budget_bytes;
+            cache = std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
+        }
+        engine->routing.virtual_cache = cache;
+        engine->simulated_cache       = std::move(cache);
+    });
+}
+
+static SimulatedCache & simulated_cache(pyorch_engine * engine) {
+    if (!engine->simulated_cache) {
+        throw Failure(PYORCH_INVALID, "no cache is simulated");
+    }
+    return *engine->simulated_cache;
+}
+
+pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {
+    return guarded_outside_callbacks(__func__, [&] { simulated_cache(engine).fill(il, experts, n); });
+}
+
+pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
+    return guarded([&] {
+        pyorch_stats out = {};
+        simulated_cache(engine).get_stats(il, out);
+        write_struct(stats, "pyorch_stats", out);
+    });
+}
+
 pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts) {
     return guarded([&] {
         pyorch_substitution_counts sum = {};

@@ -43,7 +43,8 @@ double SimulatedDisk::end_of(double begin, double seconds) const {
 
 SimulatedReader::SimulatedReader(Loader & loader, const SimulatedDisk & disk, const SimulatedDecoders & decoders,
                                  std::function<void(double)> waited) :
-        Reader(loader), disk(disk), decoders(decoders), waited(std::move(waited)), free_at(decoders.n) {}
+        Reader(loader), disk(disk), decoders(decoders), waited(std::move(waited)), free_at(decoders.n),
+        random(disk.seed) {}
 
 double SimulatedReader::ends_at() const {
     return decoding.empty() || (busy && ends <= decoding.front().ends) ? ends : decoding.front().ends;
@@ -87,8 +88,12 @@ void SimulatedReader::take(double at) {
         }
         busy  = true;
         began = at;
-        ends  = disk.end_of(at, disk.read_seconds + (double) request.size / disk.bytes_per_second);
+        ends  = disk.end_of(at, (disk.read_seconds + (double) request.size / disk.bytes_per_second) * chance());
     }
+}
+
+double SimulatedReader::chance() {
+    return disk.seed ? 0.5 + 0x1p-53 * (double) (random() >> 11) : 1;
 }
 
 // What all of a matrix was read of is decoded by the threads that are free first, step by step.

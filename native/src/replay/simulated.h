@@ -6,6 +6,7 @@
 #include "loading/reader.h"
 
 #include <functional>
+#include <random>
 
 namespace pyorch {
 
@@ -29,6 +30,7 @@ struct SimulatedDisk {
     double bytes_per_second;
     double pause_seconds;    // at the end of each period it stands still for so long
     double period_seconds;
+    uint64_t seed = 0;       // 0: reads take no other time; else from half to one and a half of it, as drawn
 
     // When it ends what it needs so many seconds for.
     double end_of(double begin, double seconds) const;
@@ -75,7 +77,9 @@ private:
     bool                        busy    = false;
     double                      began   = 0;
     double                      ends    = 0;
+    std::mt19937_64             random;
 
+    double chance();
     void take(double at);
     void decode(const ReadRequest & request, double at);
 };

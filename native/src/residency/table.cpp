@@ -430,9 +430,16 @@ void Table::unshare(Owner & other) {
     loads.wake();
 }
 
-void Table::resident(int layer, std::vector<uint8_t> & mask) {
+void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {
     std::lock_guard<std::mutex> lock(mutex);
-    mask = layers[layer].is_resident;
+    const Layer & l = layers[layer];
+    mask = l.is_resident;
+    if (loading) {
+        loading->resize(l.n_expert);
+        for (int id = 0; id < l.n_expert; ++id) {
+            (*loading)[id] = l.experts[id].loading();
+        }
+    }
 }
 
 double Table::read_bytes_per_second() {

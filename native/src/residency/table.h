@@ -101,8 +101,8 @@ public:
     // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.
     bool readable(const char * address) const { return address != zeros; }
 
-    // mask[n_expert]: 1 for each expert of the layer that is resident.
-    void resident(int layer, std::vector<uint8_t> & mask);
+    // mask[n_expert]: 1 for each expert of the layer that is resident; loading[n_expert]: for each that is on its way.
+    void resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading = nullptr);
 
     // Of one reader, lately; 0 before the first read.
     double read_bytes_per_second();

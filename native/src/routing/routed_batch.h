@@ -36,6 +36,10 @@ struct RoutedBatch {
     int32_t * experts; // [n_tokens][n_used]
     float *   weights; // [n_tokens][n_used]
 
+    // By expert: nonzero for those that were forecast for the layer, which are there or will be waited for. Empty: nothing
+    // was forecast, or it was executed.
+    std::vector<uint8_t> guessed;
+
     // Experts that were requested and that others stand in for, or that are left out, for some token at least, ascending:
     // to be read when nothing else is wanted.
     std::vector<int> deferred;

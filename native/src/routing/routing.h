@@ -6,6 +6,7 @@
 #include "cluster/remote_bank.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
+#include "residency/virtual_cache.h"
 #include "routing/activations.h"
 #include "routing/calibration.h"
 #include "routing/expert_recipe.h"
@@ -56,6 +57,9 @@ struct Routing {
     Routers &    routers;
     RemoteBank & remote;
     DeviceTier * device = nullptr; // null: none
+
+    // Says what substitution takes for resident, and sees what layers compute; null: what is. Set while nothing computes.
+    std::shared_ptr<VirtualCache> virtual_cache;
 
     Observer      observer;
     Activations   activations;

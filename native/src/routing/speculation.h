@@ -1,5 +1,8 @@
 // Speculative execution (Speculating Experts, section 4): a layer computes with the experts and weights that were
 // forecast for it one layer earlier, in place of its router's. Lossy.
+//
+// Where absent experts are treated (routing/substitution.h), forecasts only say which ones are read: the router's choice
+// and its weights stand, and what was not forecast and is not there is treated as its settings say.
 
 #pragma once
 
@@ -24,6 +27,9 @@ public:
     // weights; otherwise nothing is replaced, which is true of the first layer too. Whether it was.
     bool apply(RoutedBatch & batch, const std::vector<Forecast> & forecasts);
 
+    // Marks them in batch.guessed, under the same conditions, and replaces nothing.
+    bool mark(RoutedBatch & batch, const std::vector<Forecast> & forecasts);
+
     pyorch_speculation_counts counts() const;
     void reset_counts();
 
@@ -31,6 +37,8 @@ private:
     std::atomic<pyorch_speculate> chosen{PYORCH_SPECULATE_NONE};
     mutable std::mutex            mutex;
     pyorch_speculation_counts     counted = {};
+
+    bool count(const RoutedBatch & batch, const std::vector<Forecast> & forecasts, bool executed);
 };
 
 } // namespace pyorch

@@ -44,9 +44,16 @@ bool speculative(const Routing & routing, const RoutedBatch & batch) {
 
 void speculate(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
-    if (speculative(routing, batch)) {
-        const bool first = batch.layer == context.layers.front();
-        routing.speculation.apply(batch, first ? std::vector<Forecast>() : routing.prefetcher.next_forecasts(context.id, batch.layer));
+    if (!speculative(routing, batch)) {
+        return;
+    }
+    const bool first     = batch.layer == context.layers.front();
+    const auto forecasts = first ? std::vector<Forecast>() :
+        routing.prefetcher.next_forecasts(context.id, batch.layer);
+    if (routing.substitutions.active(batch.layer, batch.decode)) {
+        routing.speculation.mark(batch, forecasts);
+    } else {
+        routing.speculation.apply(batch, forecasts);
     }
 }
 
@@ -90,13 +97,18 @@ void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
 
 void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
-    // What is calibrated are the experts that routers choose, and their own outputs.
-    if (!routing.substitutions.active(batch.layer, batch.decode) || speculative(routing, batch) ||
-        routing.calibration.active()) {
+    // What is calibrated are the experts that routers choose, and their own outputs. A layer for which nothing was
+    // forecast waits, whether forecasts are executed or not.
+    if (!routing.substitutions.active(batch.layer, batch.decode) || routing.calibration.active() ||
+        (speculative(routing, batch) && batch.guessed.empty())) {
         return;
     }
-    thread_local std::vector<uint8_t> resident;
-    routing.table.resident(batch.layer, resident);
+    thread_local std::vector<uint8_t> resident, loading;
+    if (routing.virtual_cache) {
+        routing.virtual_cache->look(batch.layer, resident, loading);
+    } else {
+        routing.table.resident(batch.layer, resident, &loading);
+    }
     if (batch.on_device) {
         routing.device->mark(batch.layer, resident);
     }
@@ -110,7 +122,9 @@ void substitute(Context & context, RoutedBatch & batch) {
     }
     batch.changed = context.changed_of(batch.n_tokens);
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
-    routing.substitutions.apply(batch, resident.data(), slot_bytes, routing.table.read_bytes_per_second());
+    const double   rate = routing.virtual_cache ? routing.virtual_cache->bytes_per_second() :
+        routing.table.read_bytes_per_second();
+    routing.substitutions.apply(batch, resident.data(), loading.data(), slot_bytes, rate);
     vacate(batch, resident);
 }
 
@@ -168,9 +182,12 @@ void acquire(Context & context, RoutedBatch & batch) {
         experts.erase(std::remove_if(experts.begin(), experts.end(), there), experts.end());
         asked.erase(std::remove_if(asked.begin(), asked.end(), there), asked.end());
     }
-    Table &                table   = context.routing.table;
-    table.acquire(context.owner, batch.layer,
-        { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() });
+    const Demand demand = { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() };
+    if (context.routing.virtual_cache) {
+        context.routing.virtual_cache->pass(context.id, batch.layer, demand, batch.deferred);
+    }
+    Table & table = context.routing.table;
+    table.acquire(context.owner, batch.layer, demand);
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }

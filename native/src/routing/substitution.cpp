@@ -455,6 +455,7 @@ void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & fro
     to.refused_sacred       += from.refused_sacred;
     to.ghosts               += from.ghosts;
     to.refused_error        += from.refused_error;
+    to.on_their_way         += from.on_their_way;
 }
 
 void BetaController::passed(double bytes_to_read, double budget_bytes) {
@@ -505,7 +506,20 @@ void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
     layers[layer].cache = std::move(mask);
 }
 
-void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, uint64_t slot_bytes, double read_bytes_per_second) {
+// Slots that were not waited for, whose experts were being read meanwhile: a moment later they would have been there.
+static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * loading) {
+    uint64_t n     = 0;
+    auto     ghost = batch.ghosts.begin();
+    for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
+        const bool is_ghost = ghost != batch.ghosts.end() && *ghost == s;
+        ghost += is_ghost;
+        n     += (is_ghost || batch.experts[s] != batch.requested[s]) && loading[batch.requested[s]];
+    }
+    return n;
+}
+
+void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t slot_bytes,
+                          double read_bytes_per_second) {
     std::lock_guard<std::mutex> lock(mutex);
     Layer & l = layers[batch.layer];
     pyorch_substitution settings = l.settings;
@@ -514,8 +528,14 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, uint64_
     }
     // A router may see something else than its experts.
     batch.ghost_layer = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
-    const pyorch_substitution_counts counts =
-        substitute(settings, l.lists, batch.ghost_layer.get(), batch, l.cache.empty() ? resident : l.cache.data());
+    const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();
+    std::vector<uint8_t> there(cache, cache + batch.n_expert);
+    for (int id = 0; id < (int) batch.guessed.size(); ++id) {
+        there[id] = there[id] ? there[id] : batch.guessed[id] ? HERE : ABSENT;
+    }
+    pyorch_substitution_counts counts =
+        substitute(settings, l.lists, batch.ghost_layer.get(), batch, there.data());
+    counts.on_their_way = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
     if (settings.read_ms > 0) {
         l.controller.passed((double) (counts.absent - counts.avoided) * slot_bytes,
             settings.read_ms / 1000 * read_bytes_per_second / layers.size());

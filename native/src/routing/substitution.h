@@ -82,8 +82,10 @@ public:
         return mode == ALWAYS || (mode == DECODE && decode);
     }
 
-    // resident: the real residency. slot_bytes: of one expert; read_bytes_per_second: as measured, for the adaptive beta.
-    void apply(RoutedBatch & batch, const uint8_t * resident, uint64_t slot_bytes, double read_bytes_per_second);
+    // resident: the real residency, beside which what was forecast counts as there. slot_bytes: of one expert; read_bytes_per_second: as measured, for the adaptive beta.
+    // loading: [n_expert], nonzero for those that are on their way.
+    void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t slot_bytes,
+        double read_bytes_per_second);
 
     // As apply, but counts nothing and adapts nothing.
     pyorch_substitution_counts preview(RoutedBatch & batch, const uint8_t * resident);

@@ -39,6 +39,16 @@ int main() {
     const pyorch_speculation_counts counts = speculation.counts();
     require(counts.tokens == 1 && counts.slots == 2 && counts.right == 1, "one was what the router asked for");
 
+    // Where absent experts are treated, forecasts only say what is there.
+    experts[0] = 1;
+    experts[1] = 3;
+    weights[0] = 0.7f;
+    require(speculation.mark(batch, { forecast }), "a complete forecast is marked");
+    require(batch.guessed == std::vector<uint8_t>({ 1, 1, 0, 0, 0 }), "of it, as many experts as are used");
+    require(experts[1] == 3 && weights[0] == 0.7f, "the router's choice stands");
+    require(speculation.counts().slots == 3 && speculation.counts().right == 2, "one slot is computed as forecast, and right");
+    require(!speculation.mark(batch, {}) && batch.guessed.empty(), "where nothing is forecast, nothing is marked");
+
     // Of a first layer nothing is forecast, a forecast of fewer tokens is not taken for another's, and one without
     // weights cannot be computed with.
     Forecast bare = forecast;
@@ -46,7 +56,7 @@ int main() {
     for (const auto & forecasts : { std::vector<Forecast>(), std::vector<Forecast> { forecast, forecast }, std::vector<Forecast> { bare } }) {
         experts[0] = 4;
         require(!speculation.apply(batch, forecasts), "not taken");
-        require(experts[0] == 4 && speculation.counts().slots == 2, "what was there stays");
+        require(experts[0] == 4 && speculation.counts().slots == 3, "what was there stays");
     }
     return 0;
 }
