@@ -1,7 +1,7 @@
 // The residency table as it would be on a machine whose disk and processor take the time that they are told: the table, its
 // policy and its reader in simulated time, beside an engine that computes.
 //
-// A layer of a token computes for 1 (second), however long it takes here. One reader takes what the table orders, in the
+// A layer of a token computes for 1, however long it takes here; to who asks in seconds, that is a millisecond. One reader takes what the table orders, in the
 // table's order; a layer waits for what it demands. Nothing is guessed.
 
 #pragma once
@@ -27,7 +27,7 @@ public:
 
     void   look(int layer, std::vector<uint8_t> & resident, std::vector<uint8_t> & loading) override;
     void   pass(const void * context, int layer, const Demand & demand, const std::vector<int> & deferred) override;
-    double bytes_per_second() const override { return disk.bytes_per_second; }
+    double bytes_per_second() const override { return 1000 * disk.bytes_per_second; }
 
     void get_stats(int il, pyorch_stats & stats) { table.get_stats(il, stats); }
     void reset_stats() { table.reset_stats(); }

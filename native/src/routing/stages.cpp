@@ -182,12 +182,13 @@ void acquire(Context & context, RoutedBatch & batch) {
         experts.erase(std::remove_if(experts.begin(), experts.end(), there), experts.end());
         asked.erase(std::remove_if(asked.begin(), asked.end(), there), asked.end());
     }
-    const Demand demand = { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() };
     if (context.routing.virtual_cache) {
-        context.routing.virtual_cache->pass(context.id, batch.layer, demand, batch.deferred);
+        context.routing.virtual_cache->pass(context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues },
+            batch.deferred);
     }
     Table & table = context.routing.table;
-    table.acquire(context.owner, batch.layer, demand);
+    table.acquire(context.owner, batch.layer,
+        { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }
