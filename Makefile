@@ -61,7 +61,7 @@ bench-prediction: setup
 # How fast experts of compressed packs are put together again, likewise.
 bench-ghosts: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
-	    $(BIN)/cmake --build "$$tree" --target ghosts_bench >/dev/null && "$$tree"/bin/ghosts_bench
+	    $(BIN)/cmake --build "$$tree" --target ghosts_bench >/dev/null && "$$tree"/bin/ghosts_bench 1
 
 bench-codecs: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
