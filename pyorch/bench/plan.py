@@ -147,5 +147,6 @@ def _lossy(config: Config, settings: Settings) -> Config:
     """As a lossless one, but for what is lossy in the settings."""
     names = [name for name, option in options(Settings).items() if option.group == LOSSY or name == "tuned"]
     change = {name: getattr(settings, name) for name in names}
-    what = "speculating" if settings.speculate else f"{settings.tuned or settings.substitution}"
+    parts = ("speculating" if settings.speculate else None, settings.tuned or settings.substitution)
+    what = " and ".join(str(part) for part in parts if part is not None)
     return replace(config, label=f"{config.label}, lossy {what}", settings=replace(config.settings, **change))

@@ -65,9 +65,10 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
     path, n_threads, settings = asked.path, asked.n_threads, {**asked.settings}
     substitution, buddies_file = settings.pop("substitution", None), settings.pop("buddies", None)
     options = {**settings, "n_threads": n_threads}
-    width = n_ubatch(substitution)
+    forecast = str(options.get("prefetch", "auto")) if options.pop("speculate", False) else ""
+    width = n_ubatch(substitution, speculates=bool(forecast))
     if asked.cache_rate is not None:
-        method = lossy_method(substitution)
+        method = dataclasses.replace(lossy_method(substitution), forecast=forecast)
         buddies = read_buddies(path, buddies_file, needed=True)
         with static_model(path, **options) as model, simulated(model, method, asked.cache_rate, buddies):
             yield Answering(model, asked, width)
@@ -77,10 +78,8 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
         # What is judged is computed as prompts are: nothing of it would be replaced otherwise.
         method = lossy_method(dataclasses.replace(substitution, prefill=True))
         buddies = read_buddies(path, buddies_file, needed=substitution.mode == "buddies")
-    forecast = str(options.get("prefetch", "auto")) if options.pop("speculate", False) else None
+    method = dataclasses.replace(method, forecast=forecast)
     with dynamic_model(path, method, options.pop("budget", AUTO), buddies, Arrival(), **options) as model:
-        if forecast is not None:
-            model.speculate(forecast, prompts=True)
         yield Answering(model, asked, width)
 
 
