@@ -165,11 +165,23 @@ def test_mean_outputs_are_those_of_experts_and_not_of_ghosts(model) -> None:
 def test_a_real_cache_reads_what_ghosts_computed_behind_everything_else(small_moe: Path) -> None:
     with pyorch.load(small_moe, budget="30%", n_ctx=256, n_threads=1, prefetch="none") as model:
         set_ghosts(model, same(0.5), "mode=none,miss=ghost,prefill=1", None)
-        decode(model, n_prompt=1)
-        model.engine.wait_idle()
+        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+            for token in model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]:
+                context.decode([token])
+                model.engine.wait_idle()
         counts, stats = model.engine.substitution_stats(), model.engine.stats()
         assert counts.ghosts > 0 and stats.misses == 0, "nobody waits for any"
         assert stats.loads > N_EXPERT and stats.resident_experts > N_EXPERT
+
+
+def test_what_ghosts_compute_counts_towards_a_limit_over_all_layers(model) -> None:
+    limited = "mode=none,miss=ghost,max_replaced_per_token=8,max_replaced=3,prefill=1"
+    set_ghosts(model, same(0.5), limited, np.ones(N_EXPERT, bool))
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        for token in model.llama.tokenize(TEXT.encode(), add_bos=False)[:3]:
+            model.reset_stats()
+            context.decode([token])
+            assert [model.engine.substitution_stats(il).ghosts for il in range(4)] == [3, 3, 2, 0]
 
 
 @pytest.mark.parametrize("seed", range(6))
