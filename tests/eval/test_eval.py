@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import errno
 import json
 import math
@@ -224,6 +225,34 @@ def test_a_static_cache_is_the_most_active_experts(whole: Model) -> None:
     assert 7 / 8 < counts.n_tokens / sum(it.n_tokens for it in task.prompts) < 1
     after = arc.score(whole, task, n_threads=1)
     assert whole.stats().substitution is None and arc.accuracy(after).acc > 0.4, "lossless again"
+
+
+@pytest.mark.parametrize("settings", [
+    "mode=none,miss=drop,sacred=2,max_replaced=1", "mode=random,min_entropy=0.9", "mode=random,max_lead=0.1",
+    "mode=cache,bonus=1,sacred=1",
+])
+def test_every_absent_slot_is_counted_whichever_gate_refused_it(whole: Model, settings: str) -> None:
+    buddies = complete_buddies()
+    masks, absent = buddies.most_active(0.5), 0
+
+    def count(routing) -> None:
+        nonlocal absent
+        absent += int((~masks[routing.il][routing.experts]).sum())
+
+    task = arc.read_task(whole, FACTS, limit=2)
+    with method.simulated(whole, method.lossy_method(Substitution.parse(settings)), 0.5, buddies):
+        whole.engine.set_observer(count)
+        arc.score(whole, task, n_threads=1)
+        whole.engine.set_observer(None)
+        counts = method.slots(whole)
+    assert counts.absent == absent > 0 and 0 < counts.read_per_token < counts.per_token("absent")
+
+
+def test_a_baseline_beside_ghosts_has_none() -> None:
+    ghosts = Substitution.parse("mode=none,miss=auto,max_error=0.1,order=weight,sacred=2")
+    gates = Substitution(order="weight", sacred=2)
+    assert method.baseline("random", ghosts).substitution == dataclasses.replace(gates, mode="random")
+    assert method.baseline("drop", ghosts).substitution == dataclasses.replace(gates, mode="none", miss="drop")
 
 
 def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
