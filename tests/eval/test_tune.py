@@ -93,6 +93,16 @@ def test_of_few_questions_all_settings_answer_all() -> None:
     assert {it.outcome.share for it in trials} == {1.0} and trials[0].outcome.slots.read_per_token == 0
 
 
+def test_that_few_answers_are_alike_is_no_proof() -> None:
+    """An error of 0 would be certainty; of all questions it stands."""
+    world = World()
+    for reads in range(8):
+        world.add(reads, 0.0)
+    for trial in search(world):
+        share = trial.outcome.share
+        assert trial.outcome.error == (1 / (N_QUESTIONS * share) if share < 1 else 0)
+
+
 def test_out_of_reach() -> None:
     world = World()
     world.add(0, 0.3), world.add(5, 0.2)
