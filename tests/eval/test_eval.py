@@ -24,6 +24,7 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
 from pyorch.eval.difference import Difference
+from pyorch.eval.logits import kl_divergences
 from pyorch.settings.budget import RESIDENT
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution
@@ -296,6 +297,20 @@ def test_divergence_stands_beside_accuracy(
                            buddies_file, "--tokens", 200)
     assert lossy["kl_divergence"] == pytest.approx(alone["kl_divergence"], rel=0.02)
     assert run_sweep(capsys, *arguments) == rows, "from the record"
+
+
+def test_a_divergence_is_that_from_the_reference_and_not_the_other_way_round() -> None:
+    even, sure = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])
+    expected = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    assert kl_divergences(even, sure) == pytest.approx([expected])
+    assert kl_divergences(sure, even) == pytest.approx([math.log(2) + 0.9 * math.log(0.9) + 0.1 * math.log(0.1)])
+
+
+def test_errors_of_averages_over_files_are_those_of_independent_means() -> None:
+    one = [Accuracy("1110", "1110"), Accuracy("10", "10")]
+    other = [Accuracy("0110", "0110"), Accuracy("01", "01")]
+    found = arc.difference(one, other, "acc")  # 1, 0, 0, 0 in the first file and 1, -1 in the second
+    assert found == Difference(pytest.approx((0.25 + 0) / 2), pytest.approx(math.sqrt(0.25 / 4 + 2 / 2) / 2))
 
 
 def test_errors_of_divergences_are_those_of_blocks() -> None:
