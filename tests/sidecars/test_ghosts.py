@@ -245,6 +245,40 @@ def test_a_step_that_has_no_room_gives_way_to_a_smaller_one() -> None:
         assert fit.ranks.tolist() == ranks, room
 
 
+def test_of_experts_that_gain_alike_the_one_that_is_absent_more_often_gets_the_row() -> None:
+    left = np.array([[10.0, 5.0, 4.0], [10.0, 5.0, 4.0]])
+    fit = SimpleNamespace(left=left, energies=np.full(2, 20.0), absence=np.array([0.1, 0.9]), n_expert=2, base_bytes=0,
+                          row_bytes=10, ranks=None)
+    for room, ranks in ((10, [0, 1]), (20, [0, 2]), (30, [1, 2])):
+        fitting._divide([fit], room)
+        assert fit.ranks.tolist() == ranks, room
+
+
+def test_a_mean_that_is_worse_than_nothing_is_no_ghost_unless_rows_make_up_for_it() -> None:
+    fit = SimpleNamespace(left=np.array([[25.0, 5.0], [15.0, 14.0]]), energies=np.full(2, 20.0), absence=np.ones(2),
+                          n_expert=2, base_bytes=0, row_bytes=10, ranks=None)
+    for room, ranks in ((0, [-1, 0]), (10, [1, 0]), (20, [1, 1])):
+        fitting._divide([fit], room)
+        assert fit.ranks.tolist() == ranks, room
+
+
+def test_a_ghost_is_the_map_of_its_regression(model_map: ModelMap, trace: Trace, of_rank_8: Ghosts) -> None:
+    """With rows of one size on both sides, for which 16 bits have room."""
+    from pyorch.convert.expert_outputs import LayerExperts
+
+    fit, experts, layer = fitting._LayerFit(model_map, trace, 0, sacred=0), LayerExperts(model_map, 0), of_rank_8.layers[0]
+    for _ in fit.steps():
+        pass
+    expert = int(layer.rank.argmax())
+    chosen, rows = fit._samples[expert], layer.rows(expert)
+    inputs = np.asarray(trace.inputs[1][:, 0], np.float32)
+    regression = Regression(chosen.samples(inputs, experts.outputs(expert, inputs[chosen.rows])))
+    mean, down, up = regression.map(regression.ridge(fit.ridge), int(layer.rank[expert]))
+    expected = mean + inputs @ down.T @ up
+    np.testing.assert_allclose(layer.outputs(expert, inputs), expected, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(np.linalg.norm(layer.down[rows], axis=1), np.linalg.norm(layer.up[rows], axis=1), rtol=1e-4)
+
+
 def test_an_expert_that_was_hardly_selected_counts_hardly(model_map: ModelMap, trace: Trace) -> None:
     """Though it is fitted on all inputs: it gets bytes by what it costs to be without it."""
     fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
