@@ -14,8 +14,9 @@ from models import CHECKPOINT
 from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import levers
+from pyorch.eval import tune as tuning
 from pyorch.eval.arc import Accuracy
-from pyorch.eval.method import Slots
+from pyorch.eval.method import Method, Slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.search import PARTS, Evidence, Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, median
@@ -196,6 +197,28 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     assert tuned.tokens_per_second > 0 and tuned.original_tokens_per_second > 0
     assert printed["trials"][0]["reached"] and printed["trials"][0]["tokens_per_second"] is not None
     assert len(printed["trials"]) == 5 and {it["tried_on"] for it in printed["trials"]} == {1.0}
+
+
+def test_of_those_that_keep_the_accuracy_the_fastest_wins(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the one that reads least, whatever this machine does. Rounds go there and back."""
+    asked: list[str] = []
+
+    def measured(path: str, method: Method, *rest: object, **options: object) -> Speed:
+        asked.append(method.settings)
+        return Speed(8, 1.0 if "sacred=2" in method.settings else 2.0, 0, 0, 0, 0.0, 0, 0, 0)
+
+    monkeypatch.setattr(tuning, "measure_speed", measured)
+    path = tmp_path / "small.tuned.json"
+    assert main([str(it) for it in (
+        "tune", small_moe, "--data", FACTS, "--limit", 4, "--buddies-file", buddies_file, "--cache-rate", 0.75,
+        "--min-accuracy", "1%", "--lever", "mode=none,miss=drop,order=weight,sacred=1|2|3", "--threads", 1,
+        "-o", path)]) == 0
+    with ModelMap(small_moe) as model_map:
+        tuned = read_tuned(path, model_map)
+    assert "sacred=2" in tuned.settings and tuned.tokens_per_second == 8 and tuned.original_tokens_per_second == 4
+    assert len(asked) == 3 * 4 and asked[:4] == asked[4:8][::-1] == asked[8:]
 
 
 def test_tune_for_a_divergence_needs_no_questions(

@@ -197,6 +197,18 @@ def test_experts_that_are_waited_for_do_not_count(model_map: ModelMap, trace: Tr
     assert sums[2] < 0.7 * sums[0] and sums[6] == sums[0]
 
 
+def test_a_sample_counts_by_the_square_of_its_weight(model_map: ModelMap, trace: Trace) -> None:
+    """As an error there adds to the squared error of the layer."""
+    fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
+    for _ in fit.steps():
+        pass
+    often = [e for e in range(fit.n_expert) if (fit._weights[:, e] > 0).sum() >= fitting._LEAST_SAMPLES]
+    assert len(often) > 3
+    for expert in often:
+        chosen = fit._samples[expert]
+        np.testing.assert_allclose(chosen.weights, fit._weights[chosen.rows, expert] ** 2)
+
+
 def test_an_expert_of_many_samples_counts_for_all_that_were_left_out(
     model_map: ModelMap, trace: Trace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +278,8 @@ def test_a_ghost_is_the_map_of_its_regression(model_map: ModelMap, trace: Trace,
     """With rows of one size on both sides, for which 16 bits have room."""
     from pyorch.convert.expert_outputs import LayerExperts
 
-    fit, experts, layer = fitting._LayerFit(model_map, trace, 0, sacred=0), LayerExperts(model_map, 0), of_rank_8.layers[0]
+    fit, experts = fitting._LayerFit(model_map, trace, 0, sacred=0), LayerExperts(model_map, 0)
+    layer = of_rank_8.layers[0]
     for _ in fit.steps():
         pass
     expert = int(layer.rank.argmax())
@@ -276,7 +289,8 @@ def test_a_ghost_is_the_map_of_its_regression(model_map: ModelMap, trace: Trace,
     mean, down, up = regression.map(regression.ridge(fit.ridge), int(layer.rank[expert]))
     expected = mean + inputs @ down.T @ up
     np.testing.assert_allclose(layer.outputs(expert, inputs), expected, atol=1e-4 * np.abs(expected).max())
-    np.testing.assert_allclose(np.linalg.norm(layer.down[rows], axis=1), np.linalg.norm(layer.up[rows], axis=1), rtol=1e-4)
+    sizes = [np.linalg.norm(matrix[rows], axis=1) for matrix in (layer.down, layer.up)]
+    np.testing.assert_allclose(*sizes, rtol=1e-4)
 
 
 def test_an_expert_that_was_hardly_selected_counts_hardly(model_map: ModelMap, trace: Trace) -> None:
