@@ -25,6 +25,7 @@ from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
 from pyorch.eval.difference import Difference
 from pyorch.eval.logits import kl_divergences
+from pyorch.eval.speed import Speed
 from pyorch.settings.budget import RESIDENT
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution
@@ -355,6 +356,24 @@ def test_speed_is_of_the_real_budget(small_moe: Path, buddies_file: Path, capsys
     assert all(it["tokens_per_second"] > 0 for it in rows) and whole["speedup"] == original["speedup"] == 1
     assert whole["bytes_read_per_token"] == 0 < lossy["bytes_read_per_token"] < original["bytes_read_per_token"]
     assert original["decoded_substituted_per_token"] == 0 < lossy["decoded_substituted_per_token"]
+
+
+def test_speeds_are_medians_of_rounds_there_and_back(
+    small_moe: Path, buddies_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    seconds = iter((1.0, 1.0, 1.0, 4.0, 2.0, 8.0))
+
+    def measured(path: str, it: method.Method, *rest: object, **options: object) -> Speed:
+        asked.append(it.name)
+        return Speed(8, next(seconds), 0, 0, 0, 0.0, 0, 0, 0)
+
+    monkeypatch.setattr(sweep, "measure_speed", measured)
+    original, lossy = run_sweep(
+        capsys, small_moe, "--data", FACTS, "--limit", 2, "--cache-rate", 0.5, "--buddies", "mode=random",
+        "--buddies-file", buddies_file, "--speed-tokens", 8)
+    assert asked == ["original", "random", "random", "original", "original", "random"]
+    assert (original["tokens_per_second"], lossy["tokens_per_second"], lossy["speedup"]) == (4, 8, 2)
 
 
 def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(

@@ -15,7 +15,7 @@ from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import levers
 from pyorch.eval import tune as tuning
-from pyorch.eval.arc import Accuracy
+from pyorch.eval.arc import Accuracy, Task
 from pyorch.eval.method import Method, Slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.search import PARTS, Evidence, Goal, Outcome, Search, Trial
@@ -197,6 +197,17 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     assert tuned.tokens_per_second > 0 and tuned.original_tokens_per_second > 0
     assert printed["trials"][0]["reached"] and printed["trials"][0]["tokens_per_second"] is not None
     assert len(printed["trials"]) == 5 and {it["tried_on"] for it in printed["trials"]} == {1.0}
+
+
+def test_the_first_part_of_the_questions_is_of_all_of_the_file() -> None:
+    """Which may have one kind of them behind another."""
+    task = Task("a.jsonl", tuple(range(80)), tuple(range(80)))
+    shuffled = tuning._shuffled(task)
+    first = tuning._part(shuffled, 0, 1)
+    assert first.questions == first.prompts and len(first.questions) == 10
+    assert min(first.questions) < 20 and max(first.questions) >= 60
+    parts = [question for part in range(PARTS) for question in tuning._part(shuffled, part, part + 1).questions]
+    assert sorted(parts) == list(range(80)) and tuning._shuffled(task) == shuffled
 
 
 def test_of_those_that_keep_the_accuracy_the_fastest_wins(
