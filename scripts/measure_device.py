@@ -66,7 +66,7 @@ def setups(model: ModelMap, shares: list[int], budget: str) -> list[Setup]:
             n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= room)
             first = model.layers[n].il if n < len(of_layer) else -1
             rows.append(Setup(STOCK, f"--n-cpu-moe {n}", sum(of_layer[n:]), first))
-        for misses in ("processor", "upload"):
+        for misses in ("processor", "upload", "auto"):
             rows.append(Setup(OURS, f"{share} %, misses: {misses}", room, misses=misses, budget=budget))
     return rows
 

@@ -22,7 +22,8 @@ class LayerPolicy:
     """How the experts of one layer are kept.
 
     Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
-    while it runs; pinned ones stay. substitution: what stands in for absent ones (lossy); None: nothing.
+    while it runs; pinned ones stay. On a device min_on_device of them stay, and no more than max_on_device (None: no
+    limit) come. substitution: what stands in for absent ones (lossy); None: nothing.
     prefetch: what guesses them while earlier layers decode, such as "next-router:2:0.5"; None: as the model was loaded.
     """
 
@@ -31,6 +32,12 @@ class LayerPolicy:
     pinned: frozenset[int] = frozenset()
     substitution: Substitution | None = None
     prefetch: str | None = None
+    min_on_device: int = 0
+    max_on_device: int | None = None
+
+    @property
+    def on_device(self) -> tuple[int, int | None]:
+        return self.min_on_device, self.max_on_device
 
 
 class Layer:
@@ -66,6 +73,9 @@ class Layer:
         self._engine.pin(self.il, added)
         try:
             self._engine.set_layer_limits(self.il, policy.min_experts, limit)
+            if policy.on_device != self._policy.on_device:
+                most = self.n_expert if policy.max_on_device is None else policy.max_on_device
+                self._engine.set_device_limits(self.il, policy.min_on_device, most)
             if policy.substitution != self._policy.substitution:
                 apply_ghosts(self._engine, self.il, policy.substitution, self._record.sidecars)
                 apply_substitution(self._engine, self.il, policy.substitution, self.buddies)

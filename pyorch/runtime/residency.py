@@ -17,6 +17,11 @@ class ResidencyCalls(EngineHandle):
         """How many experts of a layer eviction leaves, and how many the layer may hold."""
         check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
 
+    def set_device_limits(self, il: int, min_experts: int, max_experts: int) -> None:
+        """The same in slots of the device, whose memory a first context has taken. PyorchError before, BudgetError where
+        the minima leave no slot."""
+        check(lib.pyorch_set_device_limits(self.handle, il, min_experts, max_experts))
+
     def residency(self, il: int) -> Residency:
         """Which experts of a layer are resident, being read, pinned, in use and in the memory of the device, now."""
         flags = np.empty(self.n_expert[il], np.uint8)

@@ -206,6 +206,29 @@ def test_what_an_estimate_goes_by_is_measured_once_and_kept(
             small_model(small_moe, "50%", device=device.name, device_misses=wrong)
 
 
+def test_a_layer_has_limits_on_the_device(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray
+) -> None:
+    def there(model: Model) -> list[int]:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        return [layer.stats().device_experts for layer in model.layers.values()]
+
+    with small_model(small_moe, "50%", device=device.name, vram_budget="30%") as model:
+        before = there(model)
+        model.layers[3].policy = pyorch.LayerPolicy(max_on_device=5)
+        assert model.layers[3].stats().device_experts == 5 < before[3]
+        model.layers[4].policy = pyorch.LayerPolicy(min_on_device=before[4])
+        after = there(model)
+        assert after[3] <= 5 and after[4] >= before[4]
+        with pytest.raises(PyorchError, match="leaves none of .* slots"):
+            for il in (5, 6, 7):
+                model.layers[il].policy = pyorch.LayerPolicy(min_on_device=64)
+        with pytest.raises(PyorchError, match="must be 0 <= min <= max <= 64"):
+            model.layers[5].policy = pyorch.LayerPolicy(max_on_device=65)
+    with small_model(small_moe, "50%") as model, pytest.raises(PyorchError, match="made without a device"):
+        model.layers[3].policy = pyorch.LayerPolicy(max_on_device=5)
+
+
 def test_residency_tells_the_tiers_apart(small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]) -> None:
     with small_model(small_moe, "50%", device=device.name, vram_budget="20%") as model:
         logits(model, prompt_tokens)

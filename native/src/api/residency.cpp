@@ -18,6 +18,16 @@ pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_
     return guarded_outside_callbacks(__func__, [&] { engine->table.set_layer_limits(il, min, max); });
 }
 
+pyorch_status pyorch_set_device_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
+    return guarded_outside_callbacks(__func__, [&] {
+        const int layer = engine->table.layer_index(il);
+        if (!engine->device) {
+            throw pyorch::Failure(PYORCH_INVALID, "the engine was made without a device");
+        }
+        engine->device->set_limits(layer, min, max);
+    });
+}
+
 pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t * mask, int32_t n) {
     return guarded([&] {
         engine->table.get_residency(il, mask, n);

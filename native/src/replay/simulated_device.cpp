@@ -33,6 +33,12 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         DeviceRates::of(config.device_rates), expert_bytes);
 }
 
+SimulatedDevice::~SimulatedDevice() {
+    for (size_t of = 0; of < coming.size(); ++of) {
+        table.set_above((int) of, std::vector<uint8_t>(table.map.layers[of].n_expert));
+    }
+}
+
 double SimulatedDevice::send(double now, uint64_t n_bytes) {
     bytes  += n_bytes;
     free_at = std::max(now, free_at) + (double) n_bytes * seconds_per_byte;

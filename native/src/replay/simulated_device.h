@@ -17,6 +17,10 @@ class SimulatedDevice {
 public:
     // REQUIRES: the table outlives it, and device_bytes above 0.
     SimulatedDevice(Table & table, const pyorch_replay_config & config);
+    ~SimulatedDevice(); // and the table forgets who was there
+
+    SimulatedDevice(const SimulatedDevice &) = delete;
+    SimulatedDevice & operator=(const SimulatedDevice &) = delete;
 
     // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says which
     // of the experts that its router chose the device has or gets.

@@ -28,7 +28,11 @@ void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
 void Table::set_above(int layer, const std::vector<uint8_t> & there) {
     std::lock_guard<std::mutex> lock(mutex);
     for (int id = 0; id < layers[layer].n_expert; ++id) {
-        layers[layer].experts[id].above = there[id];
+        Expert & e = layers[layer].experts[id];
+        if (e.above != (there[id] != 0)) {
+            e.above = there[id] != 0;
+            value_changed(e);
+        }
     }
 }
 

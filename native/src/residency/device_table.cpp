@@ -44,8 +44,14 @@ void DeviceTable::foresee(int layer, int expert, uint64_t next_use) {
 }
 
 void DeviceTable::set_limits(int layer, int min, int max) {
-    layers[layer].min = min;
-    layers[layer].max = max;
+    Layer & l = layers[layer];
+    l.min = min;
+    l.max = max;
+    for (auto least = victims.least(layer, FOR_DEMAND); l.n_seated > max && least.expert >= 0;
+         least = victims.least(layer, FOR_DEMAND)) {
+        ++l.counts.evictions;
+        give(layer, least.expert);
+    }
 }
 
 // A value by itself: of no forecast, and wherever the layer is in the cycle of layers.
@@ -210,9 +216,10 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
                 continue;
             }
             const Victims::Least here = victims.least(each, FOR_DEMAND);
-            if (here.expert >= 0 && worth(each, here.key) < lowest) {
+            const double         kept = here.expert >= 0 ? worth(each, policy->settled(here.key)) : Victims::NEVER;
+            if (kept < lowest) {
                 least  = here;
-                lowest = worth(each, here.key);
+                lowest = kept;
                 of     = each;
             }
         }

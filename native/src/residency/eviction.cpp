@@ -36,6 +36,8 @@ public:
         return usage.heat;
     }
 
+    double settled(double value) const override { return value + 1; }
+
 private:
     double half_life;
 };
@@ -107,10 +109,10 @@ class LeastStale : public Lru {
     bool counts_turns() const override { return true; }
 };
 
-// What its Learner says. What was asked for by name was not learnt from: it counts as much as can be until it is.
+// What its Learner says: a value, or the logarithm of uses. What was asked for by name was not learnt from: it counts as much as can be until it is.
 class Learned : public Lru {
 public:
-    Learned(double most, bool turns) : most(most), turns(turns) {}
+    Learned(double most, bool turns, double times, double more) : most(most), turns(turns), times(times), more(more) {}
 
     void used(Usage & usage, uint64_t now) override {
         usage.last_use = now;
@@ -121,11 +123,14 @@ public:
         return usage.learned;
     }
 
+    double settled(double value) const override { return times * value + more; }
+
     bool counts_turns() const override { return turns; }
 
 private:
     double most;
     bool   turns;
+    double times, more; // of what is there
 };
 
 // What is needed last goes first: the bound of what a policy can do on demand.
@@ -144,8 +149,9 @@ std::unique_ptr<EvictionPolicy> make_policy(pyorch_policy policy, int n_moe_laye
         case PYORCH_LFU:     return std::make_unique<Lfu>(half_life);
         case PYORCH_FINEMOE: return std::make_unique<FineMoe>(half_life);
         case PYORCH_BELADY:  return std::make_unique<Belady>();
-        case PYORCH_LEARNED: return std::make_unique<Learned>(1, true);
-        case PYORCH_BANDIT:  return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false);
+        case PYORCH_LEARNED: return std::make_unique<Learned>(1, true, 4, 0);
+        case PYORCH_BANDIT:
+            return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false, 1, 1);
         case PYORCH_LEAST_STALE: return std::make_unique<LeastStale>();
         case PYORCH_FIFO:    return std::make_unique<Fifo>();
         case PYORCH_MARKING: return std::make_unique<Marking>();

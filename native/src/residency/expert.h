@@ -31,7 +31,7 @@ struct Expert {
     bool         guessed    = false;        // read ahead on a guess, for the next pass of its layer
     const void * guessed_for = nullptr;     // by this context
     bool         elsewhere  = false;        // another server computes it now: it is not read ahead here
-    bool         above      = false;        // a tier above has it, or is getting it
+    bool         above      = false;        // a tier above has it, or is getting it: it goes first here
     bool         displaced  = false;        // had to go since its layer last came
     bool         unwanted   = false;        // that pass went without it: its load ends with the request under way
     int          in_use     = 0;            // by running layers

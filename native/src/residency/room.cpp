@@ -61,9 +61,9 @@ void Table::evict(Expert & e) {
 }
 
 // Whether it goes before all others, whatever its value. What a pool has too is there to be computed with now; to get
-// it again costs little.
+// it again costs little. What a tier above has is not asked for here.
 bool Table::passes(const Expert & e) {
-    return e.scanned || (e.kept != Form::ABSENT && !e.guessed && !e.read_ahead);
+    return e.scanned || e.above || (e.kept != Form::ABSENT && !e.guessed && !e.read_ahead);
 }
 
 // It counts as used now.

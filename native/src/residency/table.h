@@ -155,7 +155,8 @@ public:
     // layer needs them after all, or by name.
     void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
 
-    // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them.
+    // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them, and they
+    // go first, though not before something needs their memory.
     void set_above(int layer, const std::vector<uint8_t> & there);
 
     // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).

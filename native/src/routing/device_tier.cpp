@@ -133,6 +133,28 @@ void DeviceTier::set_policy(pyorch_policy which) {
     }
 }
 
+void DeviceTier::set_limits(int layer, int min, int max) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int n_expert = table.map.layers[layer].n_expert;
+    if (!seats || min < 0 || max > n_expert || min > max) {
+        throw Failure(PYORCH_INVALID, !seats ? "experts of a layer have limits on a device once its memory was taken" :
+            format("limits of layer %d on the device must be 0 <= min <= max <= %d, not %d and %d",
+                table.map.layers[layer].il, n_expert, min, max));
+    }
+    minima.resize(table.map.layers.size());
+    int sum = min;
+    for (int other : bank.all()[bank.pool_of(layer)].layers) {
+        sum += other != layer ? minima[other] : 0;
+    }
+    if (min > 0 && sum >= bank.n_slots(layer)) {
+        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d leaves none of %d slots of the device to "
+            "others", min, table.map.layers[layer].il, bank.n_slots(layer)));
+    }
+    minima[layer] = min;
+    seats->set_limits(layer, min, max);
+    tell_moved();
+}
+
 void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) {
     std::vector<int> slots(batch.n_expert, DeviceTable::NONE);
     for (int expert : experts) {

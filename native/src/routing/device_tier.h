@@ -57,6 +57,9 @@ public:
 
     void set_policy(pyorch_policy policy);
 
+    // See pyorch_set_device_limits. Throws Failure.
+    void set_limits(int layer, int min, int max);
+
     // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
     void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
 
@@ -102,6 +105,7 @@ private:
     std::condition_variable      ended;
     std::unique_ptr<DeviceTable> seats;    // null until there is memory
     std::unique_ptr<DeviceAreas> areas;    // the same
+    std::vector<int>             minima;   // by layer, once one was set
     bool                         opened   = false;
     bool                         stopping = false;
     std::list<Upload>            uploads;  // under way, or not yet seen by their layer

@@ -170,6 +170,36 @@ static void experts_that_the_router_asks_for_count_as_used_whatever_took_their_p
     }
 }
 
+static void what_a_tier_above_has_goes_first_and_not_before_it_must() {
+    House house(2, 0.5);
+    house.pass(0, range(0, 15));
+    std::vector<uint8_t> above(House::N_EXPERT);
+    above[14] = 1; // used last, with all others
+    house.table.set_above(0, above);
+    house.pass(0, range(0, 15));
+    house.pass(1, { 0 });
+    CHECK(house.n_resident(0) == 15); // there was room
+    house.pass(1, { 1 });
+    CHECK(!house.resident(0, 14) && house.n_resident(0) == 14);
+    house.pass(0, range(0, 15));
+    house.table.set_above(0, std::vector<uint8_t>(House::N_EXPERT)); // it is worth what it was again
+    house.pass(1, { 2 });
+    CHECK(house.resident(0, 14));
+}
+
+static void what_is_there_stays_unless_another_is_clearly_better() {
+    const auto lfu = make_policy(PYORCH_LFU, 1), learned = make_policy(PYORCH_LEARNED, 1), lru = make_policy(PYORCH_LRU, 1);
+    Usage once, thrice;
+    lfu->used(once, 1);
+    for (int i = 0; i < 3; ++i) {
+        lfu->used(thrice, 1);
+    }
+    CHECK(lfu->settled(lfu->value(once, 0, false)) < lfu->value(thrice, 0, false));
+    lfu->used(once, 1);
+    CHECK(lfu->settled(lfu->value(once, 0, false)) > lfu->value(thrice, 0, false));
+    CHECK(learned->settled(0.2) > 0.7 && learned->settled(0.2) < 0.9 && lru->settled(7) == 7);
+}
+
 int main(int argc, char ** argv) {
     return run(argc, argv, {
         the_index_finds_what_a_search_of_all_finds,
@@ -180,5 +210,7 @@ int main(int argc, char ** argv) {
         marking_takes_at_random_what_was_not_used_in_its_phase,
         a_forecast_changes_what_goes_unless_it_comes_too_late,
         experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
+        what_a_tier_above_has_goes_first_and_not_before_it_must,
+        what_is_there_stays_unless_another_is_clearly_better,
     });
 }

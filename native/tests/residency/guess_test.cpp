@@ -201,6 +201,20 @@ static void who_lacks_memory_gets_that_of_a_guess_under_way() {
     CHECK(house.table.release(house.owner) && house.table.release(other));
 }
 
+static void what_a_tier_above_has_is_not_guessed() {
+    House house(12);
+    house.pass(house.owner, 0, { 0 });
+    house.table.set_above(1, { 1, 0, 0, 0 });
+    std::vector<Table::Want> wants = { { 0, 0.5, true, false }, { 1, 0.5, true, false } };
+    house.table.want(house.owner.context, 1, 0, wants);
+    CHECK(!wants[0].absent && wants[1].absent);
+    house.table.set_above(1, { 1, 1, 0, 0 }); // it comes there before it was read here
+    CHECK(house.read_all() == 0 && !house.resident(1, 0) && !house.resident(1, 1));
+    house.table.set_above(1, { 0, 0, 0, 0 });
+    house.guess(house.owner, 1, 1);
+    CHECK(house.read_all() > 0 && house.resident(1, 1));
+}
+
 int main(int argc, char ** argv) {
     return run(argc, argv, {
         a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk,
@@ -209,5 +223,6 @@ int main(int argc, char ** argv) {
         an_abandoned_guess_goes_on_for_who_needs_it_after_all,
         an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name,
         who_lacks_memory_gets_that_of_a_guess_under_way,
+        what_a_tier_above_has_is_not_guessed,
     });
 }
