@@ -107,6 +107,14 @@ def test_replay_counts_what_an_engine_with_a_device_counts(
     assert simulated.device_hits > 0 and simulated.device_loads > 0
 
 
+def test_prompts_pass_through_areas_and_leave_slots_as_they_are(model_map: ModelMap, recording: Recording) -> None:
+    options = dict(policy="lru", budget="100%", as_decode=False)
+    wide, narrow = (replay(model_map, recording, ReplaySettings(vram_budget=size, **options)).stats for size in ("80%", "20%"))
+    assert wide.device_bytes == wide.device_misses * model_map.layers[0].expert_bytes > 0
+    assert wide.device_computed == wide.device_misses == narrow.device_misses
+    assert wide.device_hits == wide.device_loads == narrow.device_bytes == narrow.device_computed == 0
+
+
 def test_an_upload_takes_the_time_of_the_link(model_map: ModelMap) -> None:
     """Two tokens as below, all in host memory but what is read in no time. A router takes 4 ms, an expert 2. Upload takes
     1 ms for each expert. Token 1: both are uploaded and computed: 4 + 2 + 4. Token 2: one is."""
@@ -448,6 +456,19 @@ def test_the_command_prints_all_combinations(small_moe: Path, trace: Path, capsy
     assert f"{report['rows'][0]['tpot_ms']:.1f}" in lines[5]
 
 
+def test_the_command_prints_what_a_device_has_and_gets(small_moe: Path, trace: Path, capsys) -> None:
+    command = ["replay", str(small_moe), str(trace), "--policy", "lfu", "--budget", "40%", "--read-bandwidth", "1GB/s",
+               "--vram-budget", "20%", "--device-misses", "upload", "--link-bandwidth", "10GB/s"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "device: 20% of its memory for experts, misses: upload, uploads with 10 GB/s" in lines[3]
+    assert main([*command, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    row = report["rows"][0]
+    assert report["device_misses"] == "upload" and 0 < row["device_hit_rate"] < 1 and row["uploaded_bytes"] > 0
+    assert lines[-1].split()[-2] == f"{row['device_hit_rate']:.1%}"
+
+
 def test_the_command_measures_the_disk_if_it_is_not_told(small_moe: Path, trace: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("pyorch.cli.replay.PROBE_SECONDS", 0.05)
     assert main(["replay", str(small_moe), str(trace), "--budget", "50%"]) == 0
@@ -464,6 +485,10 @@ def test_the_command_refuses_what_cannot_be(
         ([small_moe, trace, "--budget", "2%"], "is below the floor"),
         ([small_moe, trace, "--policy", "mru"], 'policy "mru" is not known'),
         ([small_moe, trace, "--prefetch", "next-router:x"], "is not a predictor"),
+        ([small_moe, trace, "--vram-budget", "lots"], '--vram-budget "lots" is not understood'),
+        ([small_moe, trace, "--vram-budget", "auto"], "needs a size or a share as the memory of a device"),
+        ([small_moe, trace, "--link-bandwidth", "1GB/s"], "say its memory with --vram-budget"),
+        ([small_moe, trace, "--vram-budget", "9%", "--device-misses", "auto"], "say the rates that auto goes by"),
         ([small_moe, trace, "--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),
     ):
         assert main(["replay", *rate, *map(str, arguments)]) == 2
