@@ -10,10 +10,11 @@ from pyorch.errors import DeviceError, PyorchError
 from pyorch.llama import measure
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.originals import original
+from pyorch.runtime import fatal
 from pyorch.runtime.devices import find_device
 from pyorch.settings.budget import AUTO
 from pyorch.settings.device import NONE
-from pyorch.sizes import MiB
+from pyorch.sizes import MiB, format_bytes
 
 # Of the device's memory, what stays free under the automatic budget: for what its driver and others take, and for what
 # llama.cpp makes beside the buffers that it reports.
@@ -66,16 +67,29 @@ def lost(managed: ManagedModel) -> str:
     return f"the device {managed.settings.device} is lost: its process ended, or cannot be reached"
 
 
-def plan_device(managed: ManagedModel, params: llama.llama_context_params) -> None:
-    """Under the automatic budget, experts get what a first context with these parameters will leave of the device."""
+def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_loaded: bool = True) -> None:
+    """What experts get of the device: under the automatic budget, what a first context with these parameters will leave
+    of it; of a budget that was given, no more than that, and a line says so.
+
+    is_loaded: the dense weights are there already.
+    """
     device = managed.device
-    if managed.engine is None or device is None or managed.settings.vram_budget != AUTO or managed.device_planned:
+    if managed.engine is None or device is None or managed.device_planned:
         return
+    info, budget = managed.map.info, managed.settings.vram_budget
     with managed.engine.capture(), measure.twin(
         original("llama_model_load_from_file"), managed.path, managed.params
     ) as twin:
         sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, managed.device_name)
     needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
-    margin = max(MARGIN_BYTES, round(MARGIN_SHARE * device.total_bytes()))
-    managed.engine.set_device_budget(max(0, device.free_bytes() - needed - margin))
+    if not is_loaded:
+        needed += info.dense_bytes - host_dense_bytes(managed)
+    left = device.free_bytes() - needed
+    if budget == AUTO:
+        margin = max(MARGIN_BYTES, round(MARGIN_SHARE * device.total_bytes()))
+        managed.engine.set_device_budget(max(0, left - margin))
+    elif left < (given := min(budget.amount.of(info.expert_bytes), info.expert_bytes)):
+        managed.engine.set_device_budget(max(0, left))
+        fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the context: "
+                     f"so much is for experts, not {format_bytes(given)}")
     managed.device_planned = True

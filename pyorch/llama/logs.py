@@ -78,9 +78,9 @@ def forget_errors() -> None:
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[str]]:
-    """The lines that the calling thread makes llama.cpp log, instead of writing them."""
-    _collecting.lines = []
+    """The lines that the calling thread makes llama.cpp log, instead of writing them. Nests: the innermost has them."""
+    before, _collecting.lines = getattr(_collecting, "lines", None), []
     try:
         yield _collecting.lines
     finally:
-        _collecting.lines = None
+        _collecting.lines = before

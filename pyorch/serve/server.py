@@ -137,7 +137,6 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
         try:
             ubatch = default_ubatch(record)
             params = server.context_params()
-            plan_device(record, params)
             if record.automatic:
                 widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
@@ -148,6 +147,7 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
             server.default(llama_server.UBATCH, "-ub", ubatch)
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
+            plan_device(record, server.context_params(), is_loaded=False)
             yield record
         finally:
             if record.engine is not None:

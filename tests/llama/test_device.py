@@ -26,10 +26,16 @@ from pyorch.errors import DeviceError, PyorchError
 from pyorch.eval.verify import verify
 from pyorch.llama import context_plan, interception, logs, measure
 from pyorch.llama.context import Context
-from pyorch.llama.device import plan_device
+from pyorch.llama.device import host_dense_bytes, plan_device
+from pyorch.llama.managed import find
 from pyorch.llama.model import Model
+from pyorch.runtime import fatal
+from pyorch.runtime.devices import Device
+from pyorch.serve import server
+from pyorch.serve.llama_server import Flags
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import DeviceMisses
+from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
 
 
@@ -265,14 +271,14 @@ def test_verify_says_who_computed(small_moe: Path, device: DeviceProcess) -> Non
 def test_a_server_computes_on_the_device(small_moe: Path, tmp_path: Path) -> None:
     device = DeviceProcess(tmp_path / "device.log")  # of its own: such a device serves one process at a time
     options = ("--budget", "50%", "--device", device.name, "--vram-budget", "40%", "--threads", "1", "--", "-np", "1")
-    server = ServerProcess(pyorch_serve(small_moe, *options), tmp_path / "server.log")
+    serving = ServerProcess(pyorch_serve(small_moe, *options), tmp_path / "server.log")
     try:
-        text = server.complete(PROMPT, extra_body=WHOLE_PROMPT)
-        with urllib.request.urlopen(server.url + "/metrics", timeout=HANG_SECONDS) as answer:
+        text = serving.complete(PROMPT, extra_body=WHOLE_PROMPT)
+        with urllib.request.urlopen(serving.url + "/metrics", timeout=HANG_SECONDS) as answer:
             metrics = answer.read().decode()
-        seen = server.get("/residency")
+        seen = serving.get("/residency")
     finally:
-        server.stop()
+        serving.stop()
         device.stop()
     hits = re.search(r"^pyorch_device_hits_total (\S+)$", metrics, re.MULTILINE)
     assert hits is not None and float(hits[1]) > 0
@@ -280,7 +286,7 @@ def test_a_server_computes_on_the_device(small_moe: Path, tmp_path: Path) -> Non
     there = [sum(int(state, 32) & 16 > 0 for state in layer["states"]) for layer in seen["layers"]]
     assert there == [layer["device_experts"] for layer in seen["layers"]] and sum(there) > 0
     assert seen["settings"]["device"].startswith("RPC")
-    assert "pyorch: device: hit rate " in server.log.read_text()
+    assert "pyorch: device: hit rate " in serving.log.read_text()
     with small_model(small_moe, "50%") as model:
         assert text == "".join(model.generate(PROMPT, max_tokens=16, temperature=0))
 
@@ -356,6 +362,32 @@ def test_the_devices_share_is_planned_for_the_ubatch_that_the_context_has(
     with pyorch.load(small_moe, budget="auto", n_ctx=512, n_batch=128, device=device.name) as model:
         assert planned == [llama_cpp.llama_n_ubatch(model.llama.ctx)] == [64]
         assert model.stats().experts.device_used_bytes > 0
+
+
+def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_is_said_once(
+    small_moe: Path, device: DeviceProcess, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int]
+) -> None:
+    """As far as the device says what it has free, which this one, with the memory of the machine, does not."""
+    said = []
+    monkeypatch.setattr(fatal, "notice", said.append)
+    monkeypatch.setattr(Device, "free_bytes", lambda _: 12 * MiB)
+    with small_model(small_moe, "50%", n_ubatch=32, device=device.name, vram_budget="100%") as model:
+        with context(model) as it:
+            it.decode(prompt_tokens[:8])
+        in_python = model.stats().experts.device_budget_bytes
+        dense = model.map.info.dense_bytes - host_dense_bytes(find(model.llama.model))
+    assert len(said) == 1 and "so much is for experts, not 12 MiB" in said[0]
+    assert 0 < in_python < 12 * MiB
+    # A server's dense layers are not there yet when it plans; its context is as wide as it will be.
+    planned = []
+    monkeypatch.setattr(server, "plan_device", lambda managed, params, is_loaded: (
+        planned.append(params.n_ubatch), plan_device(managed, params, is_loaded)))
+    settings = Settings(budget="50%", device=device.name, vram_budget="100%")
+    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as it:
+        assert 0 < it.engine.stats().device_budget_bytes <= 12 * MiB - dense
+    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1"]), False) as it:
+        assert it.engine.stats().device_budget_bytes == 0
+    assert planned == [32, 2048]
 
 
 def test_a_device_that_is_not_there_is_named(small_moe: Path) -> None:
