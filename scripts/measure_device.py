@@ -1,11 +1,19 @@
-"""Speed with experts on a device, against llama.cpp's own ways at the same memory of the device.
+"""Speed with experts on a device, against llama.cpp's own ways at the same memory of the device; and the tables and
+figures of the papers that keep experts in GPU memory, in form.
 
     scripts/measure_device.sh MODEL.gguf CUDA0 > device.md
 
-Each configuration runs in a process of its own, in turn, in rounds; the table has medians. The tokens are those of a
-text, not drawn at random: they decide which experts are used. llama.cpp's ways are --cpu-moe (all experts on the
-processor), --n-cpu-moe (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the
-device.
+Each configuration runs in a process of its own, in turn, in rounds; tables have medians. The tokens are those of a
+text, not drawn at random: they decide which experts are used.
+
+speed       prefill and decode by share of the experts in VRAM, once with all of them in host memory and once with less,
+            so that all three tiers work. llama.cpp's ways are --cpu-moe (all experts on the processor), --n-cpu-moe
+            (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the device.
+latencies   what an expert costs that is not in VRAM, as BuddyMoE's table 1: the time of a token beyond that of a token
+            with all experts in VRAM, divided by its misses.
+limits      time of a token by VRAM and what moves experts, as FineMoE's figure 12.
+ablation    hits by eviction policy and by predictor, as FineMoE's figure 14.
+prefetching time of a token on demand and reading ahead, by length of the prompt, as Speculating Experts' figure 8.
 """
 
 from __future__ import annotations
@@ -17,58 +25,59 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 
-import pyorch
 from pyorch import _libs
+from pyorch.library.choices import Needs, predictors
 from pyorch.llama import logs
 from pyorch.llama.context import Context
+from pyorch.llama.memory import physical_cores
+from pyorch.llama.model import Model, load
 from pyorch.runtime.devices import find_device
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import format_bytes
 
 STOCK, OURS = "llama.cpp", "pyorch"
 _EXPERTS = r"blk\.LAYERS\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+_POLICIES = ("lru", "lfu", "learned")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One row. on_processor: of llama.cpp, so many of the first layers have their experts there, -1: all."""
+    """One measurement. on_processor: of llama.cpp, so many of the first layers have their experts there, -1: all.
+
+    share: of the experts in VRAM, in percent. budget: of host memory. prompts: their tokens.
+    """
 
     who: str
     name: str
-    vram_bytes: int = 0
+    prompts: tuple[int, ...]
+    share: int = 0
     on_processor: int = 0
     misses: str = "processor"
     budget: str = "100%"
+    prefetch: str = "none"
+    policy: str = ""
+    substitution: str = ""
 
 
 @dataclass(frozen=True)
 class Speed:
-    prefill: dict[str, float]  # tokens per second, by the tokens of the prompt
-    decode: float
-    uploaded: float = 0.0  # bytes per decoded token
-    hit_rate: float | None = None
+    """Of prompts, in tokens per second; and of the tokens decoded after the longest one, by token."""
+
+    prefill: dict[str, float]
+    decode_ms: float
     used_bytes: int = 0
-
-
-def setups(model: ModelMap, shares: list[int], budget: str) -> list[Setup]:
-    of_layer = [layer.n_expert * layer.expert_bytes for layer in model.layers]
-    rows = [Setup(STOCK, "--cpu-moe", on_processor=-1)]
-    for share in shares:
-        room = sum(of_layer) * share // 100
-        if share == 100:
-            rows.append(Setup(STOCK, "all on the device", sum(of_layer)))
-        else:
-            n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= room)
-            first = model.layers[n].il if n < len(of_layer) else -1
-            rows.append(Setup(STOCK, f"--n-cpu-moe {n}", sum(of_layer[n:]), first))
-        for misses in ("processor", "upload", "auto"):
-            rows.append(Setup(OURS, f"{share} %, misses: {misses}", room, misses=misses, budget=budget))
-    return rows
+    uploaded: float = 0.0
+    read: float = 0.0
+    misses: float = 0.0  # uses of experts that found none in VRAM
+    hit_rate: float | None = None
+    host_hit_rate: float | None = None
+    foreseen: float | None = None  # of the experts that were not in host memory, those that had been read ahead
 
 
 def stock_model(path: str, device: str, setup: Setup) -> int:
@@ -102,43 +111,53 @@ def tokens_of(model: int, text: str, n: int) -> list[int]:
     return room[:n]
 
 
-def measure(model: int, arguments: argparse.Namespace, text: str) -> tuple[dict[str, float], float]:
-    widest = max(arguments.prompt)
-    tokens = tokens_of(model, text, widest + 2 * arguments.tokens)
+def measure(
+    model: int, setup: Setup, arguments: argparse.Namespace, count_anew: Callable[[], None] = lambda: None
+) -> tuple[dict[str, float], float]:
+    """count_anew: called when the tokens come that are measured."""
+    text = Path(arguments.data).read_text(encoding="utf-8")
+    widest, n = max(setup.prompts), arguments.tokens
+    tokens = tokens_of(model, text, widest + 2 * n)
     prefill = {}
-    with Context(model, n_ctx=widest + 2 * arguments.tokens, n_batch=widest, n_ubatch=widest, n_outputs=1,
+    with Context(model, n_ctx=widest + 2 * n, n_batch=widest, n_ubatch=min(widest, 2048), n_outputs=1,
                  n_threads=arguments.threads) as context:
-        for n in arguments.prompt:
+        for length in setup.prompts:
             for _ in range(2):  # the first makes graphs and buffers
                 context.clear()
                 begin = time.perf_counter()
-                context.decode(tokens[:n], outputs=[n - 1])
-                prefill[str(n)] = n / (time.perf_counter() - begin)
-        for token in tokens[widest:widest + arguments.tokens]:  # what is kept follows the text
+                context.decode(tokens[:length], outputs=[length - 1])
+                prefill[str(length)] = length / (time.perf_counter() - begin)
+        for token in tokens[widest:widest + n]:  # what is kept follows the text
             context.decode([token])
+        count_anew()
         begin = time.perf_counter()
-        for token in tokens[widest + arguments.tokens:]:
+        for token in tokens[widest + n:]:
             context.decode([token])
-        return prefill, arguments.tokens / (time.perf_counter() - begin)
+        return prefill, 1000 * (time.perf_counter() - begin) / n
 
 
 def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
-    text = Path(arguments.data).read_text(encoding="utf-8")
     logs.set_quiet(True)
     if setup.who == STOCK:
-        model = stock_model(str(arguments.model), arguments.device, setup)
-        prefill, decode = measure(model, arguments, text)
-        return Speed(prefill, decode, used_bytes=setup.vram_bytes)
-    with pyorch.load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads,
-                     device=arguments.device, vram_budget=setup.vram_bytes, device_misses=setup.misses) as model:
-        prefill, decode = measure(model.llama.model, arguments, text)
-        experts = model.stats().experts
-        n_tokens = sum(2 * n for n in arguments.prompt) + 2 * arguments.tokens
-        return Speed(prefill, decode, experts.device_bytes / n_tokens, experts.device_hit_rate,
-                     experts.device_used_bytes)
+        return Speed(*measure(stock_model(str(arguments.model), arguments.device, setup), setup, arguments))
+    options = {"policy": setup.policy} if setup.policy else {}
+    with load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads, device=arguments.device,
+              vram_budget=f"{setup.share}%", device_misses=setup.misses, prefetch=setup.prefetch,
+              substitution=setup.substitution or None, **options) as model:
+        prefill, decode_ms = measure(model.llama.model, setup, arguments, model.reset_stats)
+        return counted(model, prefill, decode_ms, arguments.tokens)
 
 
-def in_process(setup: Setup) -> Speed:
+def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens: int) -> Speed:
+    experts = model.stats().experts
+    absent = experts.prefetch_hits + experts.misses - experts.prefetch_late
+    known = lambda rate: None if rate != rate else rate  # noqa: E731
+    return Speed(prefill, decode_ms, experts.device_used_bytes, experts.device_bytes / n_tokens,
+                 experts.bytes_read / n_tokens, experts.device_misses / n_tokens, known(experts.device_hit_rate),
+                 known(experts.hit_rate), experts.prefetch_hits / absent if absent > 0 else None)
+
+
+def in_process(setup: Setup, arguments: argparse.Namespace) -> Speed:
     """In a child, which is told the setup on its command line and answers on its last line."""
     command = [sys.executable, __file__, *sys.argv[1:], "--setup", json.dumps(asdict(setup))]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -147,50 +166,172 @@ def in_process(setup: Setup) -> Speed:
     return Speed(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def row(setup: Setup, speeds: list[Speed], prompts: list[int]) -> str:
-    first = speeds[0]
-    prefill = [f"{statistics.median(speed.prefill[str(n)] for speed in speeds):.1f}" for n in prompts]
-    decode = statistics.median(speed.decode for speed in speeds)
-    ours = (f"{first.hit_rate:.1%}", format_bytes(round(first.uploaded))) if first.hit_rate is not None else ("", "")
-    return cells(setup.who, setup.name, format_bytes(first.used_bytes), *prefill, f"{decode:.2f}", *ours)
+class Report:
+    """Measures each setup once in each round, whatever table wants it, and prints tables of medians."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._speeds: dict[Setup, Speed] = {}
+
+    def speeds(self, setups: Sequence[Setup]) -> list[Speed]:
+        plain = [replace(setup, name="") for setup in setups]
+        new = list(dict.fromkeys(setup for setup in plain if setup not in self._speeds))
+        rounds: dict[Setup, list[Speed]] = {setup: [] for setup in new}
+        for number in range(self._arguments.rounds):
+            for setup in new:
+                print(f"round {number + 1} of {self._arguments.rounds}: {setup}", file=sys.stderr, flush=True)
+                rounds[setup].append(in_process(setup, self._arguments))
+        self._speeds |= {setup: median(speeds) for setup, speeds in rounds.items()}
+        return [self._speeds[setup] for setup in plain]
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
+        lines = [f"## {title}", "", cells(columns), "|" + " --- |" * len(columns), *map(cells, rows), ""]
+        print("\n".join(lines), flush=True)
 
 
-def cells(*texts: str) -> str:
+def median(speeds: Sequence[Speed]) -> Speed:
+    """Counts are those of one round: they follow from the tokens."""
+    prefill = {n: statistics.median(speed.prefill[n] for speed in speeds) for n in speeds[0].prefill}
+    return replace(speeds[0], prefill=prefill, decode_ms=statistics.median(speed.decode_ms for speed in speeds))
+
+
+def cells(texts: Sequence[str]) -> str:
     return " | ".join(["", *texts, ""]).strip()
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> None:
+    of_layer = [layer.n_expert * layer.expert_bytes for layer in model.layers]
+    prompts = tuple(arguments.prompt)
+    columns = ("by", "experts", "of the device", *(f"prefill of {n}, tok/s" for n in prompts), "decode, tok/s", "hits",
+               "uploaded a token", "read a token")
+    for budget in arguments.budgets:
+        setups = [] if budget != "100%" else [Setup(STOCK, "--cpu-moe", prompts, on_processor=-1)]
+        for share in arguments.shares:
+            if budget == "100%":
+                n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= sum(of_layer) * share // 100)
+                first = model.layers[n].il if n < len(of_layer) else -1
+                setups.append(Setup(STOCK, f"--n-cpu-moe {n}" if n else "all on the device", prompts, share, first))
+            setups += [Setup(OURS, f"{share} %, misses: {misses}", prompts, share, misses=misses, budget=budget,
+                             prefetch="auto") for misses in arguments.misses]
+        report.table(f"Speed, {budget} of the experts in host memory", columns, (
+            (setup.who, setup.name, format_bytes(one.used_bytes) if setup.who == OURS else "",
+             *(f"{one.prefill[str(n)]:.1f}" for n in prompts), f"{1000 / one.decode_ms:.2f}", percent(one.hit_rate),
+             *(map(format_bytes, (round(one.uploaded), round(one.read))) if setup.who == OURS else ("", "")))
+            for setup, one in zip(setups, report.speeds(setups))
+        ))
+
+
+def latencies(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
+    prompts, share, less = tuple(arguments.prompt[:1]), arguments.shares[0], arguments.budgets[-1]
+    setups = [
+        Setup(OURS, "hit in VRAM", prompts, 100, misses="upload"),
+        Setup(OURS, "on demand: uploaded, then computed there", prompts, share, misses="upload"),
+        Setup(OURS, "computed by the processor, in host memory", prompts, share),
+        Setup(OURS, "computed by the processor, some read from disk", prompts, share, budget=less),
+        Setup(OURS, "the same, reading ahead", prompts, share, budget=less, prefetch="auto"),
+        Setup(OURS, "a resident expert in place of one that is to be read", prompts, share, budget=less,
+              substitution=arguments.substitution),
+    ]
+    hit, *others = report.speeds(setups)
+    rows = [(setups[0].name, f"{hit.decode_ms:.2f}", f"{hit.misses:.1f}", "0", "lossless")]
+    rows += [(setup.name, f"{one.decode_ms:.2f}", f"{one.misses:.1f}",
+              f"{(one.decode_ms - hit.decode_ms) / one.misses:.3f}" if one.misses else "",
+              f"lossy: {setup.substitution}" if setup.substitution else "lossless")
+             for setup, one in zip(setups[1:], others)]
+    report.table(f"What an expert costs that is not in VRAM, {share} % of them there (BuddyMoE, table 1)",
+                 ("scenario", "ms a token", "misses a token", "ms a miss", "accuracy"), iter(rows))
+
+
+def limits(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
+    prompts, less = tuple(arguments.prompt[:1]), arguments.budgets[-1]
+    ways = {
+        "on demand, lru": {"misses": "upload", "policy": "lru"},
+        "on demand, lfu": {"misses": "upload", "policy": "lfu"},
+        "on demand, learned": {"misses": "upload", "policy": "learned"},
+        "by the processor": {},
+        f"by the processor, {less} in host memory": {"budget": less},
+        "the same, reading ahead": {"budget": less, "prefetch": "auto"},
+    }
+    setups = [[Setup(OURS, "", prompts, share, **way) for way in ways.values()] for share in arguments.shares]
+    speeds = report.speeds([setup for row in setups for setup in row])
+    found = iter(speeds)
+    report.table("Milliseconds a token by experts in VRAM (FineMoE, figure 12)", ("experts in VRAM", *ways), (
+        (f"{share} %", *(f"{next(found).decode_ms:.2f}" for _ in ways)) for share in arguments.shares
+    ))
+
+
+def ablation(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
+    prompts, share, less = tuple(arguments.prompt[:1]), arguments.shares[0], arguments.budgets[-1]
+    setups = [Setup(OURS, policy, prompts, share, misses="upload", budget=less, policy=policy) for policy in _POLICIES]
+    report.table(f"Hits by policy, {share} % in VRAM and {less} in host memory (FineMoE, figure 14b)",
+                 ("policy", "hits in VRAM", "of the others, in host memory"),
+                 ((setup.name, percent(one.hit_rate), percent(one.host_hit_rate))
+                  for setup, one in zip(setups, report.speeds(setups))))
+    names = [name for name in predictors().present if not Needs.ESTIMATOR & predictors()[name].needs]
+    setups = [Setup(OURS, name, prompts, share, budget=less, prefetch=f"{name}:1:0" if name != "none" else name)
+              for name in names]
+    report.table(f"Foreseen by predictor, {share} % in VRAM and {less} in host memory (FineMoE, figure 14a)",
+                 ("predictor", "foreseen of what was absent", "in host memory", "ms a token"),
+                 ((setup.name, percent(one.foreseen), percent(one.host_hit_rate), f"{one.decode_ms:.2f}")
+                  for setup, one in zip(setups, report.speeds(setups))))
+
+
+def prefetching(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
+    share, less = arguments.shares[0], arguments.budgets[-1]
+    ahead = "quasi-hidden:1:0"
+    setups = [Setup(OURS, "", (length,), share, misses="upload", budget=less, prefetch=prefetch)
+              for length in arguments.contexts for prefetch in ("none", ahead)]
+    speeds = iter(report.speeds(setups))
+    pairs = [(next(speeds).decode_ms, next(speeds).decode_ms) for _ in arguments.contexts]
+    report.table(f"Milliseconds a token on demand and ahead, {share} % in VRAM and {less} in host memory "
+                 "(Speculating Experts, figure 8)", ("tokens of the prompt", "on demand", ahead, "change"), (
+        (str(length), f"{demand:.2f}", f"{foreseen:.2f}", f"{foreseen / demand - 1:+.0%}")
+        for length, (demand, foreseen) in zip(arguments.contexts, pairs)
+    ))
+
+
+TABLES = {table.__name__: table for table in (speed, latencies, limits, ablation, prefetching)}
 
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+def words(text: str) -> list[str]:
+    return text.split(",")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("device", help="such as CUDA0, or rpc:HOST:PORT")
+    parser.add_argument("--only", type=words, default=list(TABLES), metavar="TABLE,...")
     parser.add_argument("--tokens", type=int, default=128, help="decoded, once to warm up and once measured")
     parser.add_argument("--prompt", type=numbers, default=[512, 2048], help="tokens of prompts, ascending")
+    parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 16384], help="tokens of prompts, prefetching")
     parser.add_argument("--shares", type=numbers, default=[25, 50, 75, 100], help="of the experts, in percent")
-    parser.add_argument("--budget", default="100%", help="host memory for experts; less than all: three tiers work")
+    parser.add_argument("--budgets", type=words, default=["100%", "40%"],
+                        help="host memory for experts; the last one is less than all, so that three tiers work")
+    parser.add_argument("--misses", type=words, default=["processor", "upload", "auto"])
+    parser.add_argument("--substitution", default="mode=random,max_replaced=4", help="the lossy row of latencies")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--data", default=argparse.__file__, help="text whose tokens are computed")
     parser.add_argument("--setup", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.threads = arguments.threads or pyorch.llama.memory.physical_cores()
     if arguments.setup:
         print(json.dumps(asdict(run(Setup(**arguments.setup), arguments))))
         return
-    rows = setups(ModelMap(arguments.model), arguments.shares, arguments.budget)
-    speeds: dict[Setup, list[Speed]] = {setup: [] for setup in rows}
-    for number in range(arguments.rounds):
-        for setup in rows:
-            print(f"round {number + 1} of {arguments.rounds}: {setup.who}, {setup.name}", file=sys.stderr, flush=True)
-            speeds[setup].append(in_process(setup))
-    prefills = [f"prefill of {n}, tok/s" for n in arguments.prompt]
-    print(cells("by", "experts", "of the device", *prefills, "decode, tok/s", "hits", "uploaded a token"))
-    print("|" + " --- |" * (6 + len(prefills)))
-    for setup in rows:
-        print(row(setup, speeds[setup], arguments.prompt))
+    unknown = set(arguments.only) - set(TABLES)
+    if unknown:
+        parser.error(f"there is no table {', '.join(sorted(unknown))}: use {', '.join(TABLES)}")
+    model, report = ModelMap(arguments.model), Report(arguments)
+    for name in arguments.only:
+        TABLES[name](report, model, arguments)
 
 
 if __name__ == "__main__":
