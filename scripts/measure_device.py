@@ -58,6 +58,7 @@ class Setup:
     prompts: tuple[int, ...]
     share: int = 0
     on_processor: int = 0
+    vram_bytes: int = 0  # of experts there, of llama.cpp
     misses: str = "processor"
     budget: str = "100%"
     prefetch: str = "none"
@@ -214,11 +215,12 @@ def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
             if budget == "100%":
                 n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= sum(of_layer) * share // 100)
                 first = model.layers[n].il if n < len(of_layer) else -1
-                setups.append(Setup(STOCK, f"--n-cpu-moe {n}" if n else "all on the device", prompts, share, first))
+                setups.append(Setup(STOCK, f"--n-cpu-moe {n}" if n else "all on the device", prompts, share, first,
+                                    sum(of_layer[n:])))
             setups += [Setup(OURS, f"{share} %, misses: {misses}", prompts, share, misses=misses, budget=budget,
                              prefetch="auto") for misses in arguments.misses]
         report.table(f"Speed, {budget} of the experts in host memory", columns, (
-            (setup.who, setup.name, format_bytes(one.used_bytes) if setup.who == OURS else "",
+            (setup.who, setup.name, format_bytes(one.used_bytes or setup.vram_bytes),
              *(f"{one.prefill[str(n)]:.1f}" for n in prompts), f"{1000 / one.decode_ms:.2f}", percent(one.hit_rate),
              *(map(format_bytes, (round(one.uploaded), round(one.read))) if setup.who == OURS else ("", "")))
             for setup, one in zip(setups, report.speeds(setups))

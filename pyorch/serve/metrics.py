@@ -42,13 +42,21 @@ _GAUGES = (
 )
 # Of the whole engine only.
 _ENGINE_COUNTERS = (
-    ("decode_failures", "Computations that failed.", "failures"),
-    ("layer_passes", "Layers computed.", "layer_passes"),
+    ("decode_failures", "Computations that failed.", "failures", 1),
+    ("layer_passes", "Layers computed.", "layer_passes", 1),
 )
 _ENGINE_GAUGES = (
     ("budget_bytes", "Memory that experts may occupy.", "budget_bytes"),
     ("used_bytes", "Memory that experts occupy.", "used_bytes"),
     ("peak_bytes", "The most memory that experts ever occupied.", "peak_bytes"),
+)
+
+# The same, where there is a device.
+_DEVICE_ENGINE_COUNTERS = (("device_upload_seconds", "Time that uploads took, summed over threads.",
+                            "device_upload_ns", 1e-9),)
+_DEVICE_ENGINE_GAUGES = (
+    ("device_budget_bytes", "Memory of the device that experts may occupy.", "device_budget_bytes"),
+    ("device_used_bytes", "Memory of the device that experts occupy.", "device_used_bytes"),
 )
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -75,9 +83,9 @@ class _Collector:
             for il, counts in layers:
                 by_layer.add_metric([il], _value(counts, source) * factor)
             yield by_layer
-        for name, text, source in _ENGINE_COUNTERS:
-            yield CounterMetricFamily(f"pyorch_{name}", text, value=_value(whole, source))
-        for name, text, source in _ENGINE_GAUGES:
+        for name, text, source, factor in _ENGINE_COUNTERS + (_DEVICE_ENGINE_COUNTERS if on_device else ()):
+            yield CounterMetricFamily(f"pyorch_{name}", text, value=_value(whole, source) * factor)
+        for name, text, source in _ENGINE_GAUGES + (_DEVICE_ENGINE_GAUGES if on_device else ()):
             yield GaugeMetricFamily(f"pyorch_{name}", text, value=_value(whole, source))
 
 

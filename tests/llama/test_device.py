@@ -280,8 +280,9 @@ def test_a_server_computes_on_the_device(small_moe: Path, tmp_path: Path) -> Non
     finally:
         serving.stop()
         device.stop()
-    hits = re.search(r"^pyorch_device_hits_total (\S+)$", metrics, re.MULTILINE)
-    assert hits is not None and float(hits[1]) > 0
+    hits, used, uploading = (re.search(rf"^pyorch_device_{name} (\S+)$", metrics, re.MULTILINE)
+                             for name in ("hits_total", "used_bytes", "upload_seconds_total"))
+    assert float(hits[1]) > 0 and float(used[1]) == seen["totals"]["device_used_bytes"] and float(uploading[1]) > 0
     assert seen["totals"]["device_hits"] == float(hits[1]) == sum(layer["device_hits"] for layer in seen["layers"])
     there = [sum(int(state, 32) & 16 > 0 for state in layer["states"]) for layer in seen["layers"]]
     assert there == [layer["device_experts"] for layer in seen["layers"]] and sum(there) > 0
