@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+from devices import DeviceProcess
 from servers import ServerProcess, Stream, pyorch_serve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -86,3 +87,29 @@ def test_it_moves_while_the_server_decodes_and_its_slider_sets_the_budget(server
         page.wait_for("document.documentElement.scrollWidth <= 360")
         assert page.console == []
     assert server.process.poll() is None
+
+
+def test_experts_on_a_device_are_told_apart(small_moe: Path, tmp_path: Path):
+    device = DeviceProcess(tmp_path / "device.log")
+    server = ServerProcess(pyorch_serve(small_moe, "--budget", "30%", "--device", device.name, "--vram-budget", "100%",
+                                        "--threads", "1", "--", "--context-shift"), tmp_path / "log")
+    try:
+        with chromium.Page() as page, decoding(server):
+            page.open(f"{server.url}/pyorch")
+            page.wait_for("document.getElementById('device-hit-rate')?.textContent.includes('%')")
+            page.wait_for("parseFloat(document.getElementById('tokens').textContent) > 0")
+            page.wait_for("!document.getElementById('device-legend').hidden && "
+                          "document.getElementById('settings').textContent.includes('of its memory used')")
+            page.value("document.getElementById('map').focus()")
+            cell = "document.getElementById('cell').textContent"
+            for expert in range(64):  # those that were used are there
+                page.press("ArrowRight")
+                page.wait_for(f"{cell}.startsWith('layer 0, expert {expert}: ')")
+                if "on the device" in page.value(cell):
+                    break
+            assert "on the device" in page.value(cell)
+            assert page.console == []
+    finally:
+        server.process.kill()
+        server.process.communicate()
+        device.stop()
