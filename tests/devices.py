@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import socket
+import struct
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 
 from processes import HANG_SECONDS
 from servers import wait_until
 
-from pyorch import ports
+from pyorch import _libs, ports
+
+# Devices that there are in this build: ggml's RPC always; others where `make test-vulkan` has them built.
+KINDS = ["rpc", *(["vulkan"] if (_libs.lib_dir() / f"libggml-vulkan{_libs._SUFFIX}").exists() else [])]
 
 _TRIES = 5  # a port that is free may be taken by another process before it is used
 
 
+class VulkanDevice:
+    """The first one that Vulkan has."""
+
+    name = "Vulkan0"
+    kernels_of_processor = False
+
+    def stop(self) -> None:
+        """Nothing: it is in this process."""
+
+
 class DeviceProcess:
     """Serves ggml's RPC at `name`, until stop(). stderr goes to a file, so that it never blocks."""
+
+    kernels_of_processor = True  # so that it does not matter to the bits who computes what
 
     def __init__(self, log: Path, memory: int | None = None) -> None:
         """memory: bytes that the device can allocate; Linux only."""
@@ -42,3 +60,53 @@ class DeviceProcess:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait(HANG_SECONDS)
+
+
+class CountingWire:
+    """Stands between a device's clients and its process at `name`, and counts what they ask it for."""
+
+    GET = 8  # RPC_CMD_GET_TENSOR
+    SET = 6  # RPC_CMD_SET_TENSOR
+
+    def __init__(self, device: DeviceProcess) -> None:
+        self._to = ("127.0.0.1", device.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.name = f"rpc:127.0.0.1:{self._listener.getsockname()[1]}"
+        self.reset()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def reset(self) -> None:
+        self.commands: Counter[int] = Counter()
+        self.bytes: Counter[int] = Counter()  # that went either way with them
+
+    def stop(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self._to)
+            for wire in (client, server):
+                wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._ask, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
+
+    def _ask(self, client: socket.socket, server: socket.socket) -> None:
+        """Each command is its number, the length of what follows as 8 bytes, and that."""
+        with client.makefile("rb") as stream:
+            while len(head := stream.read(9)) == 9:
+                command, n = struct.unpack("<BQ", head)
+                body = stream.read(n)
+                self.commands[command] += 1
+                # A question ends in how much is wanted; an answer has no number.
+                self.bytes[command] += struct.unpack("<Q", body[-8:])[0] if command == self.GET else n
+                server.sendall(head + body)
+        server.shutdown(socket.SHUT_WR)
+
+    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+        while data := server.recv(1 << 16):
+            client.sendall(data)
+        client.close()

@@ -58,6 +58,8 @@ def device_name(given: str) -> str:
     """Of "none", "auto", "rpc:HOST:PORT" or a device of ggml, which is asked for when a model is loaded."""
     if not isinstance(given, str) or not given.strip() or not (given.isascii() and given.isprintable()):
         raise ValueError(given)
+    if "," in given:
+        raise PyorchError(f'device "{given}" is more than one: experts lie in the memory of one device')
     host, _, port = given.removeprefix(REMOTE).rpartition(":")
     if given.startswith(REMOTE) and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise PyorchError(f'device "{given}" is not understood: of another process it is rpc:HOST:PORT, such as '

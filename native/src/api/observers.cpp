@@ -16,6 +16,7 @@ pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn obs
         std::lock_guard<std::mutex> lock(shown.mutex);
         shown.function = observer;
         shown.user     = user;
+        shown.active   = observer != nullptr;
     });
 }
 

@@ -11,7 +11,8 @@ std::map<const void *, std::unique_ptr<Context>> contexts;
 
 } // namespace
 
-Context::Context(const void * id, Routing & routing) : id(id), routing(routing), owner { id } {
+Context::Context(const void * id, Routing & routing) :
+        id(id), routing(routing), owner { id }, needs(graph_needs(routing)) {
     for (int layer = 0; layer < (int) routing.table.map.layers.size(); ++layer) {
         graph.push_back({ this, layer, false });
         graph.push_back({ this, layer, true });
@@ -31,6 +32,17 @@ int32_t * Context::changed_of(int n_tokens) {
         changed.assign(n_tokens, most);
     }
     return changed.data();
+}
+
+ggml_tensor * Context::landing_of(int64_t n) {
+    if (landings.empty() || landings.back()->ne[0] < n) {
+        ggml_tensor * landing = routing.device->landings.take(n);
+        if (!landing) {
+            return nullptr;
+        }
+        landings.push_back(landing);
+    }
+    return landings.back();
 }
 
 void Context::advance(const int32_t * to, int n_tokens) {
@@ -70,6 +82,9 @@ void end_context(const void * id, bool freed) {
     } else {
         context->routing.prefetcher.forget(id);
         context->routing.table.forget(context->owner);
+        for (ggml_tensor * landing : context->landings) {
+            context->routing.device->landings.give_back(landing);
+        }
         std::lock_guard<std::mutex> lock(mutex);
         contexts.erase(id);
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "routing/device_tier.h"
+#include "routing/graph_needs.h"
 #include "routing/routing.h"
 
 #include <list>
@@ -45,10 +46,20 @@ struct GraphLayer {
 
     // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
     // outputs.
+    unsigned             needs        = GRAPH_ALL; // of the graph: see graph_needs.h
+    int                  n_embd       = 0;
+    int                  n_used       = 0;
     bool                 on_device    = false; // it takes part
+    bool                 alone        = false; // no row of the layer is the processor's
     bool                 through_area = false; // with all experts of the layer
     std::vector<int32_t> device_slots = {};
     std::vector<int32_t> joined_rows  = {};
+
+    // What goes between host memory and the device only where the processor computes a row: the router's inputs,
+    // and where its rows are wanted there. null: they go with the graph.
+    ggml_tensor *        device_inputs = nullptr;
+    std::vector<float>   inputs        = {};
+    ggml_tensor *        landing       = nullptr;
 };
 
 struct Context {
@@ -63,6 +74,8 @@ struct Context {
     bool                    continues = false; // that one had the next token of each sequence of the one before
     std::vector<int32_t>    changed;         // see RoutedBatch, of the layers of its running ubatch
     DeviceHold              on_device;       // what its latest layer computes with there
+    std::vector<ggml_tensor *> landings;     // of the rows that the processor computes, there; each larger than the one before
+    unsigned                needs;           // of the graphs that are built now
     std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
@@ -73,6 +86,9 @@ struct Context {
     // `changed`, for a layer of so many tokens. A last layer has fewer than those before, and nobody says which: each
     // then counts for as many as the one that lost most.
     int32_t * changed_of(int n_tokens);
+
+    // Memory of the device for so many floats, until the context is freed; null: it has none.
+    ggml_tensor * landing_of(int64_t n);
 
     // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one
     // that was cut back breaks what went on.

@@ -3,6 +3,7 @@
 #include "base/notice.h"
 #include "base/status.h"
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama-moe.h"
 
@@ -24,9 +25,29 @@ void slots_op(ggml_tensor * slots, int ith, int, void * user) {
     }
 }
 
+// src[2]: the processor's outputs [n_embd, n_used, n_tokens], contiguous. Those that are wanted go to the device here,
+// where they do not go with the graph.
 void rows_op(ggml_tensor * rows, int ith, int, void * user) {
-    if (ith == 0) {
-        copy_numbers(rows, ((const GraphLayer *) user)->joined_rows);
+    const GraphLayer & g = *(const GraphLayer *) user;
+    if (ith != 0) {
+        return;
+    }
+    copy_numbers(rows, g.joined_rows);
+    const ggml_tensor * outputs = rows->src[2];
+    const size_t        n       = g.landing ? g.joined_rows.size() : 0;
+    for (size_t begin = 0, end; begin < n; begin = end + 1) {
+        for (end = begin; end < n && g.joined_rows[end] >= g.n_used; ++end) {}
+        if (end > begin) {
+            ggml_backend_tensor_set(g.landing, (const char *) outputs->data + begin * outputs->nb[1],
+                begin * outputs->nb[1], (end - begin) * outputs->nb[1]);
+        }
+    }
+}
+
+void inputs_op(ggml_tensor * inputs, int ith, int, void * user) {
+    const GraphLayer & g = *(const GraphLayer *) user;
+    if (ith == 0 && g.inputs.size() == (size_t) ggml_nelements(inputs)) { // else no row is computed with them
+        memcpy(inputs->data, g.inputs.data(), ggml_nbytes(inputs));
     }
 }
 
@@ -51,6 +72,30 @@ public:
         return found != copies.end() ? found->second : copies[t] = depends(t) ? make(t) : t;
     }
 
+    // Once all are copied: the processor's way reads the router's inputs from there, and nothing else of them. False:
+    // it needs them otherwise, and stays as it is.
+    bool redirect_inputs(ggml_tensor * from) {
+        std::vector<ggml_tensor *> readers;
+        for (const auto & [original, copied] : copies) {
+            if (copied == original) {
+                continue;
+            }
+            for (int i = 0; i < GGML_MAX_SRC; ++i) {
+                if (!original->src[i] || !is_inputs(original->src[i])) {
+                    continue;
+                }
+                if (!is_experts(original) || i != 1) {
+                    return false;
+                }
+                readers.push_back(original);
+            }
+        }
+        for (ggml_tensor * reader : readers) {
+            reader->src[1] = from;
+        }
+        return !readers.empty();
+    }
+
 private:
     const llama_moe_route &                route;
     const DeviceTier &                     tier;
@@ -58,6 +103,10 @@ private:
     ggml_tensor * const                    slots;
     std::map<ggml_tensor *, ggml_tensor *> copies;
     std::map<const ggml_tensor *, bool>    dependent;
+
+    bool is_inputs(const ggml_tensor * t) const {
+        return t == route.inp || (t->op == GGML_OP_RESHAPE && t->src[0] == route.inp);
+    }
 
     bool is_experts(const ggml_tensor * t) const {
         const ManagedTensor * m = t->op == GGML_OP_MUL_MAT_ID ? managed(t->src[0]) : nullptr;
@@ -141,37 +190,70 @@ ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggm
     return numbers;
 }
 
+// The router's inputs in host memory, [n_embd, 1, n_tokens].
+ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
+    ggml_tensor * args[] = { route.selected, route.down_exps };
+    ggml_tensor * inputs = ggml_custom_4d(route.ctx, GGML_TYPE_F32, route.inp->ne[0], 1, route.inp->ne[1], 1, args, 2,
+        inputs_op, 1, &layer);
+    ggml_format_name(inputs, "pyorch_inputs-%d", route.il);
+    return inputs;
+}
+
 } // namespace
 
-ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, ggml_tensor * released,
-    GraphLayer & layer) {
+ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer) {
     DeviceTier & tier = *layer.context->routing.device;
     layer.on_device    = false;
     layer.through_area = tier.takes_area((int) route.selected->ne[1], route.decode);
     if (route.warmup || (!layer.through_area && tier.bank.n_slots(layer.layer) == 0)) {
-        return released;
+        return nullptr;
     }
     try {
         ggml_tensor * slots =
             layer.through_area ? nullptr : add_numbers(route, layer, slots_op, "pyorch_slots");
-        // The device's way is the first source, so that it has begun when the processor begins.
-        ggml_tensor * both  = ggml_concat(route.ctx,
-            ChainCopier(route, tier, layer.layer, slots).copy(computed), released, 1);
-        // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
-        const bool    last  = layer.through_area && layer.context->layers.back() == layer.layer;
-        ggml_tensor * rows  = last
-            ? add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0))
-            : add_numbers(route, layer, rows_op, "pyorch_rows");
+        ChainCopier   chain(route, tier, layer.layer, slots);
+        ggml_tensor * there = chain.copy(computed);
         layer.on_device = true;
-        return ggml_get_rows(route.ctx, both, rows);
+        layer.alone     = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
+        const bool wants_inputs = layer.needs & (GRAPH_INPUTS | GRAPH_RESIDUALS); // then they come anyway
+        if (!layer.alone && !wants_inputs && route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp)) {
+            if (chain.redirect_inputs(add_inputs(route, layer))) {
+                layer.device_inputs = route.inp;
+            }
+        }
+        return there;
     } catch (const Failure & failure) {
         static bool said = false;
         if (!said) {
             said = true;
             notice(format("note: the experts of block %d stay off the device: %s", route.il, failure.what()));
         }
-        return released;
+        return nullptr;
     }
+}
+
+ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released,
+    GraphLayer & layer) {
+    // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
+    const bool last = layer.through_area && layer.context->layers.back() == layer.layer;
+    if (!last && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
+        layer.landing = layer.context->landing_of(ggml_nelements(released));
+    }
+    // The device's way is the first source, so that it has begun when the processor begins.
+    if (!layer.landing) {
+        ggml_tensor * both = ggml_concat(route.ctx, there, released, 1);
+        ggml_tensor * rows = last
+            ? add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0))
+            : add_numbers(route, layer, rows_op, "pyorch_rows");
+        return ggml_get_rows(route.ctx, both, rows);
+    }
+    ggml_tensor * rows   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
+    // A tensor of the device's memory, not a view of one: so that what reads it is computed there.
+    ggml_tensor * landed = ggml_new_tensor_3d(route.ctx, GGML_TYPE_F32, released->ne[0], released->ne[1], released->ne[2]);
+    ggml_backend_tensor_alloc(layer.landing->buffer, landed, layer.landing->data);
+    ggml_tensor * both   = ggml_concat(route.ctx, there, landed, 1);
+    both->src[2] = rows; // none of its own: so that what lands is read when it is there
+    return ggml_get_rows(route.ctx, both, rows);
 }
 
 void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, int n_tokens,

@@ -12,10 +12,12 @@ struct llama_moe_route;
 
 namespace pyorch {
 
-// computed [n_embd, n_used, n_tokens]: the outputs, as the processor is about to compute them; released: the same,
-// behind whatever else follows there. Returns the outputs of both. Where the device cannot take part, because something
-// on the way mixes rows: released.
-ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, ggml_tensor * released,
+// computed [n_embd, n_used, n_tokens]: the outputs, as the processor is about to compute them. Returns the device's, and
+// layer.alone says whether it computes them all. null where it cannot take part, because something on the way mixes rows.
+ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer);
+
+// The outputs of both: there, and released, those of the processor behind whatever else follows on its way.
+ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released,
     GraphLayer & layer);
 
 // What the nodes of the chain read: which slots, and which rows behind both ways. experts: of the batch, by slot of it.

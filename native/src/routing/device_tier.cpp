@@ -5,8 +5,9 @@
 namespace pyorch {
 
 DeviceTier::DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config) :
-        bank(table.map, device), table(table), policy((pyorch_policy) config.policy),
-        misses((pyorch_device_misses) config.device_misses), rates(DeviceRates::of(config.device_rates)), budget(config.device_bytes) {}
+        bank(table.map, device), landings(device), table(table), policy((pyorch_policy) config.policy),
+        misses((pyorch_device_misses) config.device_misses), rates(DeviceRates::of(config.device_rates)),
+        budget(config.device_bytes) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -49,6 +50,7 @@ void DeviceTier::open() {
     seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
     areas    = std::make_unique<DeviceAreas>(table, bank);
     uploader = std::thread([this] { work(); });
+    all_fit  = bank.has_room_for_all();
     opened   = true; // else the next context tries again
 }
 
@@ -97,6 +99,11 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
         return;
     }
     areas->release(&hold);
+    for (int expert : batch.alone ? experts : std::vector<int>()) { // what another context brings nobody else computes
+        ended.wait(lock, [&] {
+            return seats->slot(batch.layer, expert) != DeviceTable::NONE || !seats->known(batch.layer, expert);
+        });
+    }
     const std::vector<double> * own = nullptr;
     for (const auto & [layer, values] : learned) {
         own = layer == batch.layer ? &values : own;
@@ -206,6 +213,11 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
         count_computed(batch);
         return;
     }
+    if (batch.alone) {
+        bring_all(owner, hold, batch);
+        count_computed(batch);
+        return;
+    }
     // What passes through a window cannot be taken out of its order: the processor computes it.
     const auto passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
     for (int expert : batch.uploads) {
@@ -222,9 +234,47 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
         } else {
             seats->abandon(batch.layer, expert);
         }
+        ended.notify_all();
     }
     bring_behind(owner, batch);
     count_computed(batch);
+}
+
+// In the order in which a layer passes that does not fit into host memory; and it is one thread that asks.
+void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
+    const char marker = 0;
+    owner.n_threads   = 1;
+    std::vector<int>     slots;
+    std::vector<uint8_t> came(batch.uploads.size(), 1);
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int expert : batch.uploads) {
+            slots.push_back(seats->coming_to(batch.layer, expert));
+        }
+    }
+    for (int role = 0; role < (int) table.map.layers[batch.layer].tensors.size(); ++role) {
+        for (size_t i = 0; i < slots.size(); ++i) {
+            const char * bytes = table.address(owner, batch.layer, batch.uploads[i], role, true, &marker);
+            if (table.readable(bytes)) {
+                bank.upload(batch.layer, slots[i], role, bytes);
+            } else {
+                came[i] = 0; // and the decode fails, where the layer gives its experts back
+            }
+        }
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    for (size_t i = 0; i < slots.size(); ++i) {
+        const int expert = batch.uploads[i];
+        if (came[i]) {
+            seats->arrived(batch.layer, expert);
+            seats->hold(batch.layer, expert);
+            hold.experts.push_back(expert);
+            batch.device_slots[expert] = slots[i];
+        } else {
+            seats->abandon(batch.layer, expert);
+        }
+    }
+    ended.notify_all();
 }
 
 void DeviceTier::count_computed(const RoutedBatch & batch) {

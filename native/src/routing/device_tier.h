@@ -14,11 +14,13 @@
 #pragma once
 
 #include "banks/device_bank.h"
+#include "banks/device_landings.h"
 #include "residency/device_table.h"
 #include "residency/table.h"
 #include "routing/device_areas.h"
 #include "routing/routed_batch.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <list>
@@ -49,7 +51,11 @@ public:
     // A graph is made: takes the memory, the first time.
     void open();
 
-    DeviceBank bank;
+    // Whether all experts have their places there, once it is open: then no other side computes any.
+    bool has_room_for_all() const { return all_fit; }
+
+    DeviceBank     bank;
+    DeviceLandings landings;
 
     // experts: those that the layer computes with here, visit: those that its router chose; ascending. Says which of
     // them are computed on the device, and what is to come there. hold: of the context, what it held is given back.
@@ -103,6 +109,7 @@ private:
     std::mutex                   mutex;
     std::condition_variable      wanted;
     std::condition_variable      ended;
+    std::atomic<bool>            all_fit{false};
     std::unique_ptr<DeviceTable> seats;    // null until there is memory
     std::unique_ptr<DeviceAreas> areas;    // the same
     std::vector<int>             minima;   // by layer, once one was set
@@ -115,6 +122,7 @@ private:
     void give_back(DeviceHold & hold);
     void tell_moved();
     void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
+    void bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
     void count_computed(const RoutedBatch & batch);

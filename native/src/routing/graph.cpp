@@ -22,9 +22,9 @@ namespace {
 // Set on compute thread 0, and asked for by the same thread after that very node.
 thread_local bool failed = false;
 
-// The sources of a route node, all but the ids contiguous. A weight that the processor has, PLACE, has our nodes
-// computed by it, whatever a device says that it could do.
-enum { SELECTED, WEIGHTS, PROBS, LOGITS, INPUT, PLACE, RESIDUAL };
+// The sources of a route node, all but the ids contiguous, null where the graph does not need them. A weight that the
+// processor has, PLACE, has our nodes computed by it, whatever a device says that it could do.
+enum { SELECTED, PLACE, WEIGHTS, PROBS, LOGITS, INPUT, RESIDUAL, N_SOURCES };
 
 const float * floats(const ggml_tensor * ids, int source) {
     return ids->src[source] ? (const float *) ids->src[source]->data : nullptr;
@@ -49,6 +49,16 @@ void forget_batch(GraphLayer & g) {
     g.hole = -1;
 }
 
+// Of all tokens, where the processor computes for any. Everything before the route node is computed by now, and the
+// device's way through the experts, behind it, keeps them.
+void fetch_inputs(GraphLayer & g) {
+    const auto by_processor = [&](int32_t row) { return row >= g.n_used; };
+    if (g.device_inputs && std::any_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor)) {
+        g.inputs.resize(ggml_nelements(g.device_inputs));
+        ggml_backend_tensor_get(g.device_inputs, g.inputs.data(), 0, ggml_nbytes(g.device_inputs));
+    }
+}
+
 void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
@@ -64,7 +74,9 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
         return;
     }
     g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + n_slots);
-    g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
+    if (floats(ids, WEIGHTS)) {
+        g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
+    }
     forget_batch(g);
 
     RoutedBatch batch = {};
@@ -74,7 +86,8 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.n_tokens          = (int) ids->ne[1];
     batch.n_expert          = layer.n_expert;
     batch.n_used            = (int) ids->ne[0];
-    batch.n_embd            = (int) ids->src[INPUT]->ne[0];
+    batch.n_embd            = g.n_embd;
+    batch.complete          = (g.needs & GRAPH_CHANGES) != 0;
     batch.requested         = g.requested.data();
     batch.requested_weights = floats(ids, WEIGHTS);
     batch.probs             = floats(ids, PROBS);
@@ -85,9 +98,10 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.normalized        = g.normalized;
     batch.softmax_selected  = g.softmax_selected;
     batch.experts           = (int32_t *) ids->data;
-    batch.weights           = g.weights.data();
+    batch.weights           = floats(ids, WEIGHTS) ? g.weights.data() : nullptr;
     batch.portable          = g.portable;
     batch.on_device         = g.on_device;
+    batch.alone             = g.alone;
     batch.through_area      = g.through_area;
     run_stages(*g.context, batch);
     g.elsewhere   = std::move(batch.elsewhere);
@@ -108,6 +122,11 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
                 g.elsewhere[expert] = 1;
             }
         }
+        fetch_inputs(g);
+    }
+    if (g.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
+        failed       = true;
+        decode_error = g.context->owner.error;
     }
 }
 
@@ -225,7 +244,7 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
             return;
         }
     }
-    if (routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
+    if ((g.needs & GRAPH_CHANGES) && routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
     }
@@ -242,23 +261,32 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) {
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
+    layer.needs  = route.warmup ? 0 : layer.context->needs;
+    layer.n_embd = (int) route.inp->ne[0];
+    layer.n_used = (int) route.selected->ne[0];
+    layer.alone  = false;
+    layer.device_inputs = layer.landing = nullptr;
     ggml_tensor * const residual = residual_of(route);
-    ggml_tensor * args[] = {
+    const bool wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));
+    const auto source = [&](bool wanted, ggml_tensor * t) {
+        return wanted && t ? contiguous(route.ctx, t) : nullptr; // as a source it is kept until this node is computed
+    };
+    ggml_tensor * args[N_SOURCES] = {
         route.selected,
-        contiguous(route.ctx, route.weights),
-        contiguous(route.ctx, route.probs),
-        contiguous(route.ctx, route.logits),
-        contiguous(route.ctx, route.inp),
         route.down_exps,
-        residual ? contiguous(route.ctx, residual) : nullptr, // as a source it is kept until this node is computed
+        source(layer.needs & GRAPH_WEIGHTS, route.weights),
+        source(layer.needs & GRAPH_PROBS, route.probs),
+        source(layer.needs & GRAPH_LOGITS, route.logits),
+        source(wants_inputs, route.inp),
+        source(layer.needs & GRAPH_RESIDUALS, residual),
     };
     const ggml_tensor * selected = route.selected;
     // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have.
     route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
-        args, residual ? 7 : 6, route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
+        args, N_SOURCES, route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);
     route.selected->extra = &layer;
-    if (!route.warmup) {
+    if (layer.needs & GRAPH_CHANGES) {
         ggml_tensor * after[] = { route.selected, route.down_exps };
         route.weights = ggml_custom_4d(route.ctx, GGML_TYPE_F32, 1, selected->ne[0], selected->ne[1], 1, after, 2,
             weights_op, 1, &layer);

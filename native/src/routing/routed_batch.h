@@ -21,6 +21,10 @@ struct RoutedBatch {
     int  n_used;
     int  n_embd;
 
+    // Whether all that follows is there, and what is computed may be changed; else there are the experts, and what
+    // else was wanted when the graph was made.
+    bool complete;
+
     // What the router asked for, and what it saw. Stays as it is.
     const int32_t * requested;         // [n_tokens][n_used] experts
     const float *   requested_weights; // [n_tokens][n_used] of their outputs
@@ -65,6 +69,7 @@ struct RoutedBatch {
     // there; empty: none is. Those that come there before the layer is computed, and those that come while it is and
     // serve the next time.
     bool             on_device;
+    bool             alone;        // and computes all: no row is the processor's
     bool             through_area; // of the device: an expert's slot there is its own number
     std::vector<int> device_slots;
     std::vector<int> uploads;

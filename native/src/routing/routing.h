@@ -13,6 +13,7 @@
 #include "routing/speculation.h"
 #include "routing/substitution.h"
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -42,6 +43,7 @@ struct Observer {
     std::mutex         mutex;
     pyorch_observer_fn function = nullptr;
     void *             user     = nullptr;
+    std::atomic<bool>  active{false}; // there is one; who asks does not lock, for it may be the observer itself
 };
 
 struct Routing {

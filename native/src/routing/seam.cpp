@@ -145,6 +145,9 @@ void on_route(llama_moe_route * route) {
     if (!m) {
         return;
     }
+    if (m->routing->device) {
+        m->routing->device->open();
+    }
     Context & context = open_context(route->context, *m->routing);
     if (!route->warmup) { // which selects another number of experts
         context.computes(m->layer);
@@ -164,20 +167,30 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
         layer.portable = m->routing->recipes.learn(m->layer, *route, experts).empty() &&
             route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
     }
-    ggml_tensor * released = add_release(*route, experts, layer);
-    if (!m->routing->device) {
-        return released;
+    ggml_tensor * there = m->routing->device ? add_device_chain(*route, experts, layer) : nullptr;
+    if (there && layer.alone) {
+        return there;
     }
-    m->routing->device->open();
-    return add_device_chain(*route, experts, released, layer);
+    ggml_tensor * released = add_release(*route, experts, layer);
+    return there ? join_device_rows(*route, there, released, layer) : released;
+}
+
+bool on_stale(const void * id) {
+    Context * context = find_context(id);
+    if (!context) {
+        return false;
+    }
+    const unsigned built = context->needs;
+    context->needs = graph_needs(context->routing);
+    return context->needs != built;
 }
 
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine can
 // be captured.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked };
-    static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_begin, end_context,
-        on_file_size };
+    static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,
+        end_context, on_file_size };
     try {
         cpu_backend().set_expert_hooks(&cpu_hooks);
     } catch (const Failure &) {

@@ -15,7 +15,7 @@ void observe(Context & context, RoutedBatch & batch) {
     context.routing.activations.count(batch.layer, batch.requested, batch.n_tokens * batch.n_used);
     Observer & observer = context.routing.observer;
     std::lock_guard<std::mutex> lock(observer.mutex);
-    if (!observer.function) {
+    if (!observer.function || !batch.complete) { // it came after the graph was made
         return;
     }
     pyorch_routing routing;
@@ -44,7 +44,7 @@ bool speculative(const Routing & routing, const RoutedBatch & batch) {
 
 void speculate(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
-    if (!speculative(routing, batch)) {
+    if (!batch.complete || !speculative(routing, batch)) {
         return;
     }
     const bool first     = batch.layer == context.layers.front();
@@ -99,7 +99,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
     // What is calibrated are the experts that routers choose, and their own outputs. A layer for which nothing was
     // forecast waits, whether forecasts are executed or not.
-    if (!routing.substitutions.active(batch.layer, batch.decode) || routing.calibration.active() ||
+    if (!batch.complete || !routing.substitutions.active(batch.layer, batch.decode) || routing.calibration.active() ||
         (speculative(routing, batch) && batch.guessed.empty())) {
         return;
     }
@@ -130,7 +130,7 @@ void substitute(Context & context, RoutedBatch & batch) {
 
 void place(Context & context, RoutedBatch & batch) {
     RemoteBank & remote = context.routing.remote;
-    if (remote.active() && batch.portable) {
+    if (batch.complete && remote.active() && batch.portable) {
         thread_local std::vector<uint8_t> resident; // they cost nothing here
         context.routing.table.resident(batch.layer, resident);
         if (batch.on_device) {
@@ -167,7 +167,7 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
 // Experts in the slots of a device are not wanted in host memory, neither now nor for having been used: what is there
 // has no copy here, unless there is room for it.
 void offload(Context & context, RoutedBatch & batch) {
-    if (batch.on_device && !context.routing.calibration.active()) {
+    if (batch.alone || (batch.on_device && !context.routing.calibration.active())) {
         context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
             { context.id, batch.layer, context.continues, context.routing.device->bank.used(),
                 distinct(batch, batch.requested) });
@@ -204,6 +204,11 @@ void predict(Context & context, RoutedBatch & batch) {
         is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants(reach);
     if (!speculates && !predicts && !(prefetcher.active() && !batch.decode && (needs & NEEDS_PREFILL))) {
         return;
+    }
+    const bool states = (needs & (NEEDS_INPUTS | NEEDS_RESIDUALS)) != 0;
+    if (!batch.weights || (states && !batch.inputs && !batch.residuals) || ((needs & NEEDS_INPUTS) && !batch.inputs) ||
+        ((needs & NEEDS_PROBS) && !batch.probs)) {
+        return; // it was chosen after the graph was made
     }
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
     const size_t n_state = (size_t) batch.n_tokens * batch.n_embd;

@@ -11,6 +11,7 @@
 #include "routing/ghosts.h"
 #include "routing/routed_batch.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -80,6 +81,11 @@ public:
     bool active(int layer, bool decode) const {
         const int mode = layers[layer].active.load(std::memory_order_relaxed);
         return mode == ALWAYS || (mode == DECODE && decode);
+    }
+
+    // Any layer of any ubatch.
+    bool active() const {
+        return std::any_of(layers.begin(), layers.end(), [](const Layer & l) { return l.active != NEVER; });
     }
 
     // resident: the real residency, beside which what was forecast counts as there. slot_bytes: of one expert; read_bytes_per_second: as measured, for the adaptive beta.
