@@ -74,8 +74,9 @@ struct Context {
     bool                    continues = false; // that one had the next token of each sequence of the one before
     std::vector<int32_t>    changed;         // see RoutedBatch, of the layers of its running ubatch
     DeviceHold              on_device;       // what its latest layer computes with there
-    std::vector<ggml_tensor *> landings;     // of the rows that the processor computes, there; each larger than the one before
     unsigned                needs;           // of the graphs that are built now
+    // Where the rows that the processor computes go there; each is larger than the one before.
+    std::vector<ggml_tensor *> landings;
     std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }

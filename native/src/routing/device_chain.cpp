@@ -249,7 +249,7 @@ ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * ther
     }
     ggml_tensor * rows   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
     // A tensor of the device's memory, not a view of one: so that what reads it is computed there.
-    ggml_tensor * landed = ggml_new_tensor_3d(route.ctx, GGML_TYPE_F32, released->ne[0], released->ne[1], released->ne[2]);
+    ggml_tensor * landed = ggml_new_tensor(route.ctx, GGML_TYPE_F32, GGML_MAX_DIMS, released->ne);
     ggml_backend_tensor_alloc(layer.landing->buffer, landed, layer.landing->data);
     ggml_tensor * both   = ggml_concat(route.ctx, there, landed, 1);
     both->src[2] = rows; // none of its own: so that what lands is read when it is there

@@ -12,8 +12,8 @@ struct llama_moe_route;
 
 namespace pyorch {
 
-// computed [n_embd, n_used, n_tokens]: the outputs, as the processor is about to compute them. Returns the device's, and
-// layer.alone says whether it computes them all. null where it cannot take part, because something on the way mixes rows.
+// computed [n_embd, n_used, n_tokens]: the outputs, as the processor is about to compute them. Returns the device's;
+// layer.alone says whether it computes them all. null where it cannot take part: something on the way mixes rows.
 ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer);
 
 // The outputs of both: there, and released, those of the processor behind whatever else follows on its way.

@@ -244,7 +244,8 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
             return;
         }
     }
-    if ((g.needs & GRAPH_CHANGES) && routing.calibration.active() && experts->type == GGML_TYPE_F32 && ggml_is_contiguous(experts)) {
+    if ((g.needs & GRAPH_CHANGES) && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
+        ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
     }

@@ -7,8 +7,9 @@
 namespace pyorch {
 
 unsigned graph_needs(const Routing & routing) {
-    if (!routing.device || routing.observer.active || routing.substitutions.active() ||
-        routing.speculation.mode() != PYORCH_SPECULATE_NONE || routing.remote.active() || routing.calibration.active()) {
+    const bool changes = routing.substitutions.active() || routing.remote.active() || routing.calibration.active() ||
+        routing.speculation.mode() != PYORCH_SPECULATE_NONE;
+    if (!routing.device || routing.observer.active || changes) {
         return GRAPH_ALL;
     }
     if (routing.device->has_room_for_all()) { // each expert comes once, and nothing is gained by a forecast
