@@ -191,8 +191,9 @@ def test_what_is_on_the_device_costs_no_transfer(
 
 @pytest.mark.parametrize(("vram_budget", "misses"), [("100%", "upload"), ("50%", "processor")])
 def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of_those_it_lacks(
-    small_moe: Path, process: DeviceProcess, prompt_tokens: list[int], vram_budget: str, misses: str
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], vram_budget: str, misses: str
 ) -> None:
+    process = DeviceProcess(tmp_path / "log")  # of its own: such a device serves one connection at a time
     wire = CountingWire(process)
     with small_model(small_moe, "50%", device=wire.name, vram_budget=vram_budget, device_misses=misses,
                      prefetch="none") as model, \
@@ -219,6 +220,7 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
         it.decode(prompt_tokens[1:2])
         assert wire.commands[wire.GET] <= len(model.layers) * 2 + 1
     wire.stop()
+    process.stop()
 
 
 def test_where_each_token_is_computed_follows_from_the_tokens(
