@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from processes import HANG_SECONDS
@@ -91,8 +93,12 @@ class CountingWire:
             server = socket.create_connection(self._to)
             for wire in (client, server):
                 wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            threading.Thread(target=self._ask, args=(client, server), daemon=True).start()
-            threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
+            for work in (self._ask, self._answer):
+                threading.Thread(target=self._until_closed, args=(work, client, server), daemon=True).start()
+
+    def _until_closed(self, work: Callable[[socket.socket, socket.socket], None], *wires: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            work(*wires)
 
     def _ask(self, client: socket.socket, server: socket.socket) -> None:
         """Each command is its number, the length of what follows as 8 bytes, and that."""
@@ -106,7 +112,7 @@ class CountingWire:
                 server.sendall(head + body)
         server.shutdown(socket.SHUT_WR)
 
-    def _answer(self, server: socket.socket, client: socket.socket) -> None:
+    def _answer(self, client: socket.socket, server: socket.socket) -> None:
         while data := server.recv(1 << 16):
             client.sendall(data)
         client.close()
