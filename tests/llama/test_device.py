@@ -290,7 +290,7 @@ def test_a_layer_has_limits_on_the_device(
         model.layers[3].policy = pyorch.LayerPolicy(max_on_device=5)
 
 
-def test_residency_tells_the_tiers_apart(small_moe: Path, process: DeviceProcess, prompt_tokens: list[int]) -> None:
+def test_residency_tells_the_tiers_apart(small_moe: Path, device: Device, prompt_tokens: list[int]) -> None:
     with small_model(small_moe, "50%", device=device.name, vram_budget="20%") as model:
         logits(model, prompt_tokens)
         model.engine.wait_idle()
