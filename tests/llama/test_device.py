@@ -428,7 +428,7 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
     """As far as the device says what it has free, which this one, with the memory of the machine, does not."""
     said = []
     monkeypatch.setattr(fatal, "notice", said.append)
-    monkeypatch.setattr(Device, "free_bytes", lambda _: 12 * MiB)
+    monkeypatch.setattr(RuntimeDevice, "free_bytes", lambda _: 12 * MiB)
     with small_model(small_moe, "50%", n_ubatch=32, device=process.name, vram_budget="100%") as model:
         with context(model) as it:
             it.decode(prompt_tokens[:8])
