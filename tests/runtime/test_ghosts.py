@@ -174,6 +174,18 @@ def test_a_real_cache_reads_what_ghosts_computed_behind_everything_else(small_mo
         assert stats.loads > N_EXPERT and stats.resident_experts > N_EXPERT
 
 
+def test_what_is_left_out_gives_nothing_whatever_lay_in_its_rows(model) -> None:
+    """A weight of 0 makes nothing of a number, but not of an infinite one."""
+    tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:6]
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        set_ghosts(model, same(3e38), "mode=none,miss=ghost", np.ones(N_EXPERT, bool))
+        spoiled = [context.decode([token]) for token in tokens]
+        context.clear()
+        set_ghosts(model, same(0.0), "mode=none,miss=drop", np.ones(N_EXPERT, bool))
+        assert not np.isfinite(spoiled).all()
+        assert all(np.isfinite(context.decode([token])).all() for token in tokens)
+
+
 def test_what_ghosts_compute_counts_towards_a_limit_over_all_layers(model) -> None:
     limited = "mode=none,miss=ghost,max_replaced_per_token=8,max_replaced=3,prefill=1"
     set_ghosts(model, same(0.5), limited, np.ones(N_EXPERT, bool))
