@@ -66,10 +66,10 @@ def test_verify_tells_the_cost_of_a_lossy_setting_and_that_bits_differ(
 
 
 def test_bench_compares_lossy_with_lossless(pyorch: Command, model: Path):
-    done = pyorch("bench", model, "--budget", "25%", "--buddies", "default", "--tokens", 8, "--prompt-tokens", 16,
+    done = pyorch("bench", model, "--budget", "25%", "--buddies", "buddies", "--tokens", 8, "--prompt-tokens", 16,
                   "--repeat", 1, "--threads", 1)
     assert done.returncode == 0, done.stderr
-    assert "budget 25%, lossy default: decode" in done.stdout and "changed slots/token" in done.stdout
+    assert "budget 25%, lossy buddies: decode" in done.stdout and "changed slots/token" in done.stdout
 
 
 def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_path: Path):
@@ -104,7 +104,7 @@ def test_a_tuned_setting_brings_its_setting_and_its_budget(pyorch: Command, mode
         (("--buddies", "cosine=1"), '"cosine" is not known'),
         (("--buddies-file", "x.gguf"), "ask for substitution with --buddies"),
         (("--buddy-weight", "own"), "ask for them with --buddies or --substitute"),
-        (("--buddies", "default", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
+        (("--buddies", "buddies", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
         (("--tuned", "nowhere.json"), "nowhere.json cannot be read"),
     ],
 )
@@ -116,11 +116,11 @@ def test_a_mistake_gets_a_sentence(pyorch: Command, model: Path, flags: tuple[st
 def test_lists_that_are_missing_or_another_models_are_refused(pyorch: Command, model: Path, small_moe: Path, tmp_path: Path):
     alone = tmp_path / "alone.gguf"
     os.link(small_moe, alone)
-    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "default")
+    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "buddies")
     assert done.returncode == 2 and "pyorch buddies" in done.stderr
     damaged = tmp_path / "alone.buddies.gguf"
     damaged.write_bytes(model.with_name("model.buddies.gguf").read_bytes()[:2000])
-    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "default")
+    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "buddies")
     assert done.returncode == 2 and "alone.buddies.gguf" in done.stderr and "Traceback" not in done.stderr
 
 
