@@ -17,7 +17,7 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test chat-page wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads setup clean
+.PHONY: demo test test-vulkan test-cuda-build chat-page wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads setup clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -29,6 +29,13 @@ test: setup
 	@$(BIN)/cmake --build build/py3-* --target native-tests >build/native-tests.log || \
 	    { cat build/native-tests.log >&2; exit 1; }
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# Builds with another backend in build/vulkan and build/cuda, and tests them; a line says what is missing for that.
+test-vulkan: setup
+	@$(BIN)/python scripts/device_build.py vulkan
+
+test-cuda-build: setup
+	@$(BIN)/python scripts/device_build.py cuda
 
 # For other machines: dist/pyorch-VERSION-py3-none-manylinux_..._ARCHITECTURE.whl. It need not be built on the processor
 # that it is for, but on a system whose glibc is not newer than those it is for.

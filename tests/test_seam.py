@@ -30,7 +30,9 @@ SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")
 def test_the_difference_to_llama_cpp_stays_small():
     added = [line for patch in sorted((ROOT / "patches").glob("*.patch"))
              for line in patch.read_text(encoding="utf-8").splitlines() if re.match(r"\+(?!\+\+ )", line)]
-    assert 200 < len(added) <= 310  # ten of them so that a device that is lost does not end the process
+    # Ten of them so that a device that is lost does not end the process, three so that its server goes on, four so
+    # that graphs bring no more from a device than is wanted.
+    assert 200 < len(added) <= 315
 
 
 @pytest.fixture(scope="module")
