@@ -70,7 +70,8 @@ typedef struct pyorch_replay_result {
     double   read_seconds;  // in which the disk was busy
     double   predict_wall_seconds; // that forecasts really took, on this machine
     double   decode_work_seconds;  // of threads that decode compressed experts, their sum
-    int64_t  device_hits, device_misses, device_computed, device_loads, device_evictions, device_bytes; // see pyorch_stats
+    int64_t  device_hits, device_misses, device_computed; // see pyorch_stats
+    int64_t  device_loads, device_evictions, device_bytes;
 } pyorch_replay_result;
 
 // Plays a recording on a simulated engine, which keeps what it then has resident.

@@ -356,8 +356,8 @@ typedef struct pyorch_device_info {
 // PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
 pyorch_status pyorch_find_device(const char * name, void ** device);
 
-// How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a second,
-// of uploads, of the processor for the first row of an expert and for each further one, and the same of the device.
+// How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a
+// second, of uploads, of the processor for the first row of an expert and for each further one, and the same of the device.
 // Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
 pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device, int32_t n_threads, double * rates);
 

@@ -41,8 +41,8 @@ _TIMES = ("tpot_ms", "stall_ms", "tokens_per_second")
 @dataclass(frozen=True)
 class Row:
     """Of one combination. recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of
-    the experts that were needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses that
-    found the expert on the device (--vram-budget); the hit rate of the measures is that of host memory, among the
+    the experts that were needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses
+    that found the expert on the device (--vram-budget); the hit rate of the measures is that of host memory, among the
     others."""
 
     policy: str

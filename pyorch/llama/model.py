@@ -124,8 +124,8 @@ class Model:
 
     @property
     def device_misses(self) -> DeviceMisses:
-        """What computes experts that the device lacks, with the rates that are measured for auto: the same ones give the
-        same bits."""
+        """What computes experts that the device lacks, with the rates that are measured for auto: the same ones give
+        the same bits."""
         return self._record.device_misses
 
     @property

@@ -18,8 +18,8 @@ class ResidencyCalls(EngineHandle):
         check(lib.pyorch_set_layer_limits(self.handle, il, min_experts, max_experts))
 
     def set_device_limits(self, il: int, min_experts: int, max_experts: int) -> None:
-        """The same in slots of the device, whose memory a first context has taken. PyorchError before, BudgetError where
-        the minima leave no slot."""
+        """The same in slots of the device, whose memory a first context has taken. PyorchError before, BudgetError
+        where the minima leave no slot."""
         check(lib.pyorch_set_device_limits(self.handle, il, min_experts, max_experts))
 
     def residency(self, il: int) -> Residency:

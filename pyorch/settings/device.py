@@ -23,8 +23,8 @@ _N_RATES = 5
 class DeviceMisses:
     """who: one of DEVICE_MISSES.
 
-    rates: what auto estimates by, bytes of weights a second: of uploads, of the processor for the first row of an expert
-    and for each further one, and the same of the device (pyorch_measure_device); (): they are measured.
+    rates: what auto estimates by, bytes of weights a second: of uploads, of the processor for the first row of an
+    expert and for each further one, and the same of the device (pyorch_measure_device); (): they are measured.
     """
 
     who: str = PROCESSOR

@@ -90,8 +90,8 @@ class Settings:
         DeviceMisses(), DeviceMisses.parse, "processor, upload, auto or auto with five rates", flag="--device-misses",
         metavar="WHO",
         help="what computes experts that the device lacks: processor, from host memory, while they are uploaded if "
-             "they are worth it; upload, so that the device computes them as soon as they are there; or auto, whichever "
-             "is estimated to be faster. The estimate goes by rates that are measured once and kept; "
+             "they are worth it; upload, so that the device computes them as soon as they are there; or auto, "
+             "whichever is estimated to be faster. The estimate goes by rates that are measured once and kept; "
              "auto:UPLOAD:FIRST:MORE:FIRST:MORE says them, in bytes of weights a second: of uploads, of the processor "
              "for the first row of an expert and for each further one, and the same of the device",
         default_text="processor",

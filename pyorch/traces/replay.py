@@ -52,8 +52,8 @@ class ReplaySettings:
     pools: as pyorch.load takes it, where the map has a compressed pack. decode_bandwidth: of one thread that decodes its
     experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
 
-    vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none. The
-    policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the device,
+    vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none.
+    The policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the device,
     bytes a second; 0: uploads take no time. What the device computes takes as long as elsewhere.
 
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
@@ -104,7 +104,7 @@ class Replayed(Measures):
     n_decoded: int
     seconds: float
     disk_busy: float  # share of the time
-    stats: Stats  # of a device its device_hits, device_misses, device_computed, device_loads, device_evictions, device_bytes
+    stats: Stats  # of a device what _OF_DEVICE names
     n_expert_used: int
     hit_rates: np.ndarray = field(repr=False)  # float64[L], by layer
     # uint64[L, D, R], of forecasts for a layer, d + 1 layers ahead: those whose rank r was used, and all.

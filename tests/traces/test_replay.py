@@ -109,15 +109,16 @@ def test_replay_counts_what_an_engine_with_a_device_counts(
 
 def test_prompts_pass_through_areas_and_leave_slots_as_they_are(model_map: ModelMap, recording: Recording) -> None:
     options = dict(policy="lru", budget="100%", as_decode=False)
-    wide, narrow = (replay(model_map, recording, ReplaySettings(vram_budget=size, **options)).stats for size in ("80%", "20%"))
+    wide, narrow = (
+        replay(model_map, recording, ReplaySettings(vram_budget=size, **options)).stats for size in ("80%", "20%"))
     assert wide.device_bytes == wide.device_misses * model_map.layers[0].expert_bytes > 0
     assert wide.device_computed == wide.device_misses == narrow.device_misses
     assert wide.device_hits == wide.device_loads == narrow.device_bytes == narrow.device_computed == 0
 
 
 def test_an_upload_takes_the_time_of_the_link(model_map: ModelMap) -> None:
-    """Two tokens as below, all in host memory but what is read in no time. A router takes 4 ms, an expert 2. Upload takes
-    1 ms for each expert. Token 1: both are uploaded and computed: 4 + 2 + 4. Token 2: one is."""
+    """Two tokens as below, read in no time. A router takes 4 ms, computing in a layer 4, an upload 1 ms for each expert.
+    Token 1: both are uploaded and computed: 4 + 2 + 4. Token 2: one is."""
     expert_bytes = model_map.layers[0].expert_bytes
     it = replay(model_map, two_tokens(), ReplaySettings(
         "lru", budget="50%", compute_ms=8, route_share=0.5, read_bandwidth=math.inf, vram_budget=10 * expert_bytes,

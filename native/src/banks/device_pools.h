@@ -1,7 +1,7 @@
 // How the slots of a device are shared by layers.
 //
-// Layers whose experts are alike share their slots, as many layers as a tensor has room for: together they are a *pool*.
-// So a layer has as many slots as its experts are worth, and none lies idle.
+// Layers whose experts are alike share their slots, as many layers as a tensor has room for: together they are a
+// *pool*. So a layer has as many slots as its experts are worth, and none lies idle.
 
 #pragma once
 
@@ -12,8 +12,8 @@
 namespace pyorch {
 
 struct DevicePool {
-    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger buffers.
-    // Slots of one layer are never more than the model's own tensor has experts, with which a backend has to cope.
+    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger
+    // buffers. Slots of one layer are never more than the model's own tensor has experts, with which a backend has to cope.
     static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
 
     std::vector<int> layers;    // indices into those with experts, ascending

@@ -27,8 +27,8 @@ struct DeviceRates {
 
 // Of the experts that a layer lacks on the device, how many should be uploaded before it is computed: those with most
 // rows. The layer takes the uploads, one after another, and then what the slower of the two sides takes, each of which
-// computes one expert after another. bytes: of one expert. rows: of those that are there; lacking: of the others, the most
-// first. candidates: so many of the latter can be uploaded.
+// computes one expert after another. bytes: of one expert. rows: of those that are there; lacking: of the others, the
+// most first. candidates: so many of the latter can be uploaded.
 int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
     const std::vector<int> & lacking, int candidates);
 

@@ -108,8 +108,8 @@ private:
     ggml_cgraph *              few  = nullptr;
     ggml_cgraph *              more = nullptr;
 
-    // Until the backend is done. One of another process sends what it is asked and waits for no answer: so it is asked for
-    // something.
+    // Until the backend is done. One of another process sends what it is told and waits for no answer: so it is asked
+    // for something.
     void wait(const ggml_tensor * t) {
         ggml_backend_synchronize(backend);
         char byte;

@@ -446,8 +446,8 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     }
     if (config.device_misses > PYORCH_ESTIMATED ||
         (config.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(config.device_rates).known())) {
-        throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks, and rates above 0 where that "
-            "is estimated");
+        throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks, and rates above 0 where "
+            "that is estimated");
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
         !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||

@@ -1,6 +1,6 @@
 // Slots of a device in front of host memory, in simulated time: who is there and what is computed there are decided by
-// the table that decides it beside llama.cpp (residency/device_table.h). What is modelled is the link: it takes one expert
-// after another. The device computes as fast as the processor.
+// the table that decides it beside llama.cpp (residency/device_table.h). What is modelled is the link: it takes one
+// expert after another. The device computes as fast as the processor.
 
 #pragma once
 
@@ -22,12 +22,12 @@ public:
     SimulatedDevice(const SimulatedDevice &) = delete;
     SimulatedDevice & operator=(const SimulatedDevice &) = delete;
 
-    // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says which
-    // of the experts that its router chose the device has or gets.
+    // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says
+    // which of the experts that its router chose the device has or gets.
     DevicePass begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode, double & now);
 
-    // What comes for that layer goes over the link, from host memory, which has it; returns when it is there. What comes
-    // behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
+    // What comes for that layer goes over the link, from host memory, which has it; returns when it is there. What
+    // comes behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
     double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
 
     void foresee(int layer, int expert, uint64_t next_use) { seats->foresee(layer, expert, next_use); }

@@ -66,8 +66,8 @@ public:
     // In a replay: when an expert will be used next (see Usage).
     void foresee(int layer, int expert, uint64_t next_use);
 
-    // Of a layer's experts at least `min` stay while there are so many, and no more than `max` come; what is more goes, as
-    // soon as nobody holds it.
+    // Of a layer's experts at least `min` stay while there are so many, and no more than `max` come; what is more and
+    // not held goes.
     // REQUIRES: 0 <= min <= max, and the minima of a pool leave a slot.
     void set_limits(int layer, int min, int max);
 

@@ -155,8 +155,8 @@ public:
     // layer needs them after all, or by name.
     void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
 
-    // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them, and they
-    // go first, though not before something needs their memory.
+    // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them, and
+    // they go first, though not before something needs their memory.
     void set_above(int layer, const std::vector<uint8_t> & there);
 
     // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
@@ -183,9 +183,9 @@ public:
         publish_all();
     }
 
-    // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is told of
-    // it. Its budget is that of the tier. Calls use(layer, values) for each layer of which the Learner says something else
-    // now; never, where the policy learns nothing.
+    // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is
+    // told of it. Its budget is that of the tier. Calls use(layer, values) for each layer of which the Learner says
+    // something else now; never, where the policy learns nothing.
     template <typename Use>
     void learn_visit(Visit visit, Use use) {
         std::lock_guard<std::mutex> learning_lock(learning);

@@ -154,8 +154,8 @@ void DeviceTier::set_limits(int layer, int min, int max) {
         sum += other != layer ? minima[other] : 0;
     }
     if (min > 0 && sum >= bank.n_slots(layer)) {
-        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d leaves none of %d slots of the device to "
-            "others", min, table.map.layers[layer].il, bank.n_slots(layer)));
+        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d leaves none of %d slots of the device "
+            "to others", min, table.map.layers[layer].il, bank.n_slots(layer)));
     }
     minima[layer] = min;
     seats->set_limits(layer, min, max);

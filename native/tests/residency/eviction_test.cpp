@@ -188,7 +188,8 @@ static void what_a_tier_above_has_goes_first_and_not_before_it_must() {
 }
 
 static void what_is_there_stays_unless_another_is_clearly_better() {
-    const auto lfu = make_policy(PYORCH_LFU, 1), learned = make_policy(PYORCH_LEARNED, 1), lru = make_policy(PYORCH_LRU, 1);
+    const auto lfu = make_policy(PYORCH_LFU, 1), learned = make_policy(PYORCH_LEARNED, 1);
+    const auto lru = make_policy(PYORCH_LRU, 1);
     Usage once, thrice;
     lfu->used(once, 1);
     for (int i = 0; i < 3; ++i) {
