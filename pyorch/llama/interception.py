@@ -6,6 +6,7 @@ that do the same and look after the engine. Without settings in force they only 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import os
@@ -242,3 +243,12 @@ def _install() -> None:
 
 
 _install()
+
+
+@atexit.register
+def _notice_lost_devices() -> None:
+    """While Python still runs: a thread of ggml logs that a device is lost when it is asked for something, and would wait
+    for ever for an interpreter that ends, and the context that is freed then for that thread."""
+    for managed in list(models.values()):
+        if managed.device is not None:
+            managed.device.is_lost()

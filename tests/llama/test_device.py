@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import urllib.request
@@ -17,7 +18,7 @@ import batches
 from architectures import Zoo
 from devices import KINDS, CountingWire, DeviceProcess, VulkanDevice
 from models import PROMPT, assert_same_bits, small_model
-from processes import HANG_SECONDS, pyorch as pyorch_command
+from processes import HANG_SECONDS, pyorch as pyorch_command, python
 from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 import pyorch
@@ -381,6 +382,23 @@ def test_a_device_that_is_lost_fails_the_decode_and_spares_the_process(
         assert len(logits(model, prompt_tokens)) == len(logits(resident, prompt_tokens))
     with pytest.raises(PyorchError, match="no device can be reached"):
         small_model(small_moe, "50%", device=lost.name)
+
+
+def test_a_process_ends_that_has_not_closed_its_model_on_a_device_that_is_lost(small_moe: Path) -> None:
+    """And did not notice: it computes nothing any more."""
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from devices import DeviceProcess
+        from models import small_model
+        device = DeviceProcess(Path(sys.argv[2]))
+        model = small_model(sys.argv[1], "50%", device=device.name, vram_budget="50%")
+        device.stop()
+        print("ends")
+    """
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = python("-c", script, small_moe, small_moe.with_name("device.log"), env=os.environ | {"PYTHONPATH": paths})
+    assert (done.returncode, done.stdout) == (0, "ends\n"), done.stderr
 
 
 def test_the_memory_plan_has_room_for_the_buffers_of_both_ways(small_moe: Path, process: DeviceProcess) -> None:
