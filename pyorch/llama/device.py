@@ -90,6 +90,6 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
         managed.engine.set_device_budget(max(0, left - margin))
     elif left < (given := min(budget.amount.of(info.expert_bytes), info.expert_bytes)):
         managed.engine.set_device_budget(max(0, left))
-        fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the context: "
-                     f"so much is for experts, not {format_bytes(given)}")
+        fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
+                     f"context: so much is for experts, not {format_bytes(given)}")
     managed.device_planned = True

@@ -247,8 +247,8 @@ _install()
 
 @atexit.register
 def _notice_lost_devices() -> None:
-    """While Python still runs: a thread of ggml logs that a device is lost when it is asked for something, and would wait
-    for ever for an interpreter that ends, and the context that is freed then for that thread."""
+    """While Python still runs: a thread of ggml logs that a device is lost when it is asked for something, and would
+    wait for ever for an interpreter that ends, and the context that is freed then for that thread."""
     for managed in list(models.values()):
         if managed.device is not None:
             managed.device.is_lost()

@@ -117,11 +117,13 @@ def test_the_devices_memory_is_taken_once_and_within_its_budget(
         with on_device(small_moe, device, vram_budget=vram_budget, n_ubatch=32) as model:
             with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=32, n_threads=1) as context:
                 held = []
-                for tokens in (prompt_tokens[:32], *([token] for token in prompt_tokens[:N_DECODED]), prompt_tokens[:32]):
+                prompt, text = prompt_tokens[:32], prompt_tokens[:N_DECODED]
+                for tokens in (prompt, *([token] for token in text), prompt):
                     context.decode(tokens)
                     held.append(data_bytes(str(device.process.pid)))
                     check = model.stats().experts
-                    assert check.device_used_bytes <= check.device_budget_bytes and check.peak_bytes <= check.budget_bytes
+                    assert check.device_used_bytes <= check.device_budget_bytes
+                    assert check.peak_bytes <= check.budget_bytes
             return held, check.device_used_bytes + 2 * measure.chain_bytes(model.map, 32)  # of two contexts
 
     try:
@@ -141,7 +143,8 @@ def test_slots_of_a_server_compute_together_within_both_budgets(small_moe: Path,
                      "--ctx", "2048", "--prefetch", "previous-token", "--", "-np", "4"), tmp_path / "log")
     try:
         with ThreadPoolExecutor(5) as pool:
-            runs = [pool.submit(server.complete, PROMPT[: -(n % 4) or None], extra_body=WHOLE_PROMPT) for n in range(12)]
+            prompts = [PROMPT[: -(n % 4) or None] for n in range(12)]
+            runs = [pool.submit(server.complete, prompt, extra_body=WHOLE_PROMPT) for prompt in prompts]
             seen = []
             while not all(run.done() for run in runs):
                 seen.append(server.get("/residency")["totals"])
