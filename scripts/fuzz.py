@@ -160,8 +160,8 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     _must(("buddies", model, "--trace", trace))
     _must(("ghosts", model, "--trace", trace, "--rank", "1"))
     _must(("calibrate", model, "--data", text, "--tokens", "64", "--threads", "1"))
-    uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--buddies", "buddies"),
-            "predictor": ("--prefetch", "quasi-hidden"), "ghosts": ("--buddies", "mode=none,miss=ghost")}
+    uses = {"maps": ("--prefetch", "expert-map"), "buddies": ("--lossy", "buddies"),
+            "predictor": ("--prefetch", "quasi-hidden"), "ghosts": ("--lossy", "mode=none,miss=ghost")}
     sidecars = [
         Target(gguf_mutator(model.with_suffix(f".{name}.gguf").read_bytes()), f"model.{name}.gguf", (model,),
                (("run", model.name, *_RUN, "--budget", "60%", *options),))

@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "bench", summary,
         "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap\n"
-        "  pyorch bench olmoe.gguf --budget 25%,50% --buddies mode=none,miss=drop,sacred=2 --plot read.png\n"
+        "  pyorch bench olmoe.gguf --budget 25%,50% --lossy heaviest --plot read.png\n"
         "  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2\n"
         "  pyorch bench olmoe.gguf --budget 25%,50% --device CUDA0 --vram-budget 25%",
     )
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
             configs = [config for config in configs if not config.preload]
         rounds.check_limits(configs)
         if args.plot is not None and not asked.lossy:
-            raise PyorchError("--plot draws what lossy settings read: give one with --buddies")
+            raise PyorchError("--plot draws what lossy settings read: give one with --lossy")
         with Progress() as progress:
             results = rounds.run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
         if not any(run.measurement for run in results.runs):

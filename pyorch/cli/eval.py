@@ -23,7 +23,7 @@ from pyorch.sizes import counted
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "eval", summary,
-        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --buddies coverage=0.95,max_replaced=3",
+        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --lossy coverage=0.95,max_replaced=3",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
     _add_arc(kinds)
@@ -39,7 +39,7 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     parser = add_command(
         kinds, "arc", "measure the accuracy on multiple-choice questions, and compare lossy settings",
         "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl ARC-Challenge-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
-        "      --baseline original,random --buddies coverage=0.95,max_replaced=3 --speed-tokens 256 --plot sweep.png",
+        "      --baseline original,random --lossy coverage=0.95,max_replaced=3 --speed-tokens 256 --plot sweep.png",
     )
     parser.description += (
         " Answers are scored as lm-evaluation-harness scores arc_easy and arc_challenge. With --cache-rate, the table "
@@ -51,16 +51,16 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep = parser.add_argument_group("lossy settings")
     sweep.add_argument("--cache-rate", metavar="SHARE,...",
                        help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
-    sweep.add_argument("--buddies", action="append", default=[], dest="settings", metavar="SETTINGS",
+    sweep.add_argument("--lossy", action="append", default=[], dest="settings", metavar="SETTINGS",
                        help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; "
                             "may be repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
                        help="add a row that computes with predicted experts; PREDICTOR is "
                             f"{listed(predictors().executable)}; PREDICTOR+SETTINGS, such as "
                             "quasi-hidden+mode=none,miss=ghost, treats experts that the router wants and that were not "
-                            "predicted as --buddies SETTINGS does; may be repeated")
+                            "predicted as --lossy SETTINGS does; may be repeated")
     sweep.add_argument("--baseline", default="original", metavar="NAME,...",
-                       help="add rows to compare with: original (lossless); and beside each row of --buddies, under its "
+                       help="add rows to compare with: original (lossless); and beside each row of --lossy, under its "
                             "gates, random (a random resident expert replaces an absent one) and drop (it is left out) "
                             "(default: original)")
     sweep.add_argument("--text", action="extend", nargs="+", default=[], metavar="FILE",
@@ -117,7 +117,7 @@ def add_question_options(parser: argparse.ArgumentParser) -> None:
 def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
     parser = add_command(
         kinds, "perplexity", "perplexity of texts, and KL divergence from the lossless model",
-        "pyorch eval perplexity olmoe.gguf --data book.txt --cache-rate 0.5 --buddies coverage=0.95,max_replaced=3",
+        "pyorch eval perplexity olmoe.gguf --data book.txt --cache-rate 0.5 --lossy coverage=0.95,max_replaced=3",
     )
     add_model_options(parser, LOSSY)
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE",
@@ -224,14 +224,14 @@ def _methods(args: argparse.Namespace) -> tuple:
     substitutions = [Substitution.parse(settings) for settings in args.settings]
     for settings, substitution in zip(args.settings, substitutions):
         if not substitution.lossy:
-            raise PyorchError(f'--buddies "{settings}" replaces nothing: that is the baseline original')
+            raise PyorchError(f'--lossy "{settings}" replaces nothing: that is the baseline original')
         beside = [baseline(word, substitution) for word in gated]
         methods += [lossy_method(substitution), *(row for row in beside if row.substitution != substitution)]
     if not substitutions:
         methods += [baseline(word) for word in gated]
     methods += [speculation(text) for text in args.speculate]
     if not methods:
-        raise PyorchError("there is no row to measure: give --baseline, --buddies or --speculate")
+        raise PyorchError("there is no row to measure: give --baseline, --lossy or --speculate")
     return tuple(dict.fromkeys(methods))
 
 
@@ -271,11 +271,11 @@ def run_perplexity(args: argparse.Namespace) -> int:
     substitution = settings.get("substitution")
     if settings.get("speculate") and substitution is None:
         if args.cache_rate is not None:
-            raise PyorchError("with --speculate no expert is absent: leave out --cache-rate, or say with --buddies how "
+            raise PyorchError("with --speculate no expert is absent: leave out --cache-rate, or say with --lossy how "
                               "experts are treated that were not predicted")
     elif (args.cache_rate is not None) != (substitution is not None):
         raise PyorchError(
-            "--cache-rate makes experts absent and --buddies replaces them: give both, or neither")
+            "--cache-rate makes experts absent and --lossy replaces them: give both, or neither")
     if args.cache_rate is not None and args.budget not in (None, "auto"):
         raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
 

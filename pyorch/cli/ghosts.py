@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "ghosts", summary, "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%")
     parser.description += (
         " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the output "
-        "of an absent expert, where the user allows it (--buddies mode=none,miss=ghost,sacred=2). Ghosts are written into a file "
+        "of an absent expert, where the user allows it (--lossy ghosts). Ghosts are written into a file "
         "beside the model, and all of them stay in memory."
     )
     add_model(parser)

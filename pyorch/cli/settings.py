@@ -14,7 +14,7 @@ from pyorch.settings.substitution import OFF, PRESETS, Substitution
 
 OPTIONS = options(Settings)
 
-_SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight"}  # flags for a part of --buddies
+_SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight"}  # flags for a part of --lossy
 
 
 def add_settings(
@@ -51,8 +51,8 @@ def add_settings(
 
 
 def _help_of_substitution() -> str:
-    """A line for each setting of --buddies: its plain name, the paper's symbol, what it does."""
-    lines = ["Off unless asked for: the model's answers change. SETTINGS of --buddies, with the symbols of the BuddyMoE "
+    """A line for each setting of --lossy: its plain name, the paper's symbol, what it does."""
+    lines = ["Off unless asked for: the model's answers change. SETTINGS of --lossy, with the symbols of the BuddyMoE "
              "paper, which can be given too:"]
     for name, option in options(Substitution).items():
         heading = f"{option.plain} ({name})" if option.plain else name
@@ -133,10 +133,10 @@ def _substitution(args: argparse.Namespace, values: dict[str, Any]) -> dict[str,
         return {}
     if given is None and not changes:
         if "buddies" in values:
-            raise PyorchError("--buddies-file names lists that nothing uses: ask for substitution with --buddies")
+            raise PyorchError("--buddies-file names lists that nothing uses: ask for substitution with --lossy")
         return {}
     if given is None and changes.keys() <= {"weight"}:
-        raise PyorchError("--buddy-weight says how buddies weigh: ask for them with --buddies or --substitute")
+        raise PyorchError("--buddy-weight says how buddies weigh: ask for them with --lossy or --substitute")
     if given is None:
         given = Substitution() if "mode" in changes else OFF
     changed = dataclasses.replace(given, **changes)

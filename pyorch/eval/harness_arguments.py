@@ -1,9 +1,9 @@
 """What a harness is given after --model_args: the model, and options of commands, by the names of their flags.
 
     model=olmoe.gguf,budget=40%,prefetch=none
-    model=olmoe.gguf,cache_rate=0.5,buddies="max_replaced=3,min_entropy=p20"
+    model=olmoe.gguf,cache_rate=0.5,lossy="max_replaced=3,min_entropy=p20"
 
-lm_eval cuts the text at commas. Where `buddies` has no quotes around it, its parts after the first one arrive as
+lm_eval cuts the text at commas. Where `lossy` has no quotes around it, its parts after the first one arrive as
 arguments of their own, and are put together again here.
 """
 
@@ -22,7 +22,7 @@ from pyorch.settings.substitution import Substitution
 MAX_LENGTH = 4096  # tokens of a text, unless the user says otherwise: attention needs memory by its square
 MAX_GEN_TOKS = 256
 
-_BUDDIES = "buddies"  # the flag that has settings of its own
+_LOSSY = "lossy"  # the flag that has settings of its own
 _NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps", "learned")  # the harness has its own sizes, and runs once
 
 
@@ -54,7 +54,7 @@ def read(given: Mapping[str, Any]) -> Arguments:
     n_threads = settings.pop("n_threads", None) or None
     checked = Settings(**settings)
     if cache_rate is not None and not isinstance(checked.substitution, Substitution):
-        raise PyorchError("cache_rate simulates a cache for settings that replace absent experts: give buddies too, or "
+        raise PyorchError("cache_rate simulates a cache for settings that replace absent experts: give lossy too, or "
                           "a budget in its place")
     if cache_rate is not None and "budget" in settings:
         raise PyorchError("cache_rate simulates a cache, and needs the whole model in memory: leave out budget")
@@ -67,10 +67,10 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     names = {known for name, option in options(Substitution).items() for known in (name, option.plain)}
     parts = {name: given.pop(name) for name in list(given) if name in names and name not in declared}
     if parts:
-        if _BUDDIES not in given:
-            raise PyorchError(f"{next(iter(parts))} is a setting of buddies: give buddies too, such as "
-                              f'buddies="max_replaced=3,min_entropy=p20"')
-        given[_BUDDIES] = ",".join([str(given[_BUDDIES]), *(f"{name}={value}" for name, value in parts.items())])
+        if _LOSSY not in given:
+            raise PyorchError(f"{next(iter(parts))} is a setting of lossy: give lossy too, such as "
+                              f'lossy="max_replaced=3,min_entropy=p20"')
+        given[_LOSSY] = ",".join([str(given[_LOSSY]), *(f"{name}={value}" for name, value in parts.items())])
     unknown = sorted(given.keys() - declared.keys())
     if unknown:
         raise PyorchError(f'"{unknown[0]}" is no argument of the model pyorch: use model, cache_rate, max_length, '

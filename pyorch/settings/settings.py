@@ -126,7 +126,7 @@ class Settings:
         help="take the lossy setting that pyorch tune found, and its budget if no other is given",
     )
     substitution: Substitution | None = option(
-        None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--buddies", metavar="SETTINGS",
+        None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--lossy", metavar="SETTINGS",
         help="do not wait for all absent experts: heaviest waits for a token's two heaviest in a layer and leaves out "
              "the others, ghosts has small estimates of those (pyorch ghosts), buddies has similar resident experts "
              "replace what is absent, as far as settings such as max_replaced=3,min_entropy=p15 allow",
@@ -138,7 +138,7 @@ class Settings:
     )
     speculate: bool = option(
         False, flag, "true or false", group=LOSSY,
-        help="compute with the experts that the predictor of --prefetch names, and read no others; with --buddies, of "
+        help="compute with the experts that the predictor of --prefetch names, and read no others; with --lossy, of "
              "the experts that the router chooses, those that the predictor did not name are treated as absent ones "
              "are, for example by ghosts; the predictor must be {executable} (auto: hybrid if there is an estimator)",
     )

@@ -158,7 +158,7 @@ def test_the_text_that_is_timed_is_judged(small_moe: Path, tmp_path: Path, capfd
     """Accuracy and speed are of the same text and the same cache."""
     pytest.importorskip("matplotlib")
     command = ["bench", str(small_moe), "--budget", "25%", "--tokens", "24", "--prompt-tokens", "16", "--repeat", "1",
-               "--threads", "1", "--buddies", "mode=none,miss=drop", "--buddies", "mode=none,miss=drop,sacred=4"]
+               "--threads", "1", "--lossy", "mode=none,miss=drop", "--lossy", "mode=none,miss=drop,sacred=4"]
     assert main([*command, "--plot", str(tmp_path / "read.png")]) == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if "same most probable token" in line]
     assert [line.partition(": ")[0] for line in lines] == [

@@ -62,7 +62,7 @@ def test_a_pipe_is_no_model(refused, tmp_path: Path) -> None:
 def test_a_pipe_is_no_sidecar(refused, small_moe: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     assert "pipe.gguf is no file" in refused("pack", small_moe, "--check", "-o", tmp_path / "pipe.gguf")
-    assert "pipe.gguf is no file" in refused("run", small_moe, "-p", "x", "--budget", "50%", "--buddies", "buddies",
+    assert "pipe.gguf is no file" in refused("run", small_moe, "-p", "x", "--budget", "50%", "--lossy", "buddies",
                                              "--buddies-file", tmp_path / "pipe.gguf")
 
 

@@ -48,9 +48,9 @@ def pyorch(capsys: pytest.CaptureFixture[str]) -> Command:
 
 def test_run_says_what_was_substituted(pyorch: Command, model: Path):
     run = ("run", model, "-p", PROMPT, "-n", 24, "--budget", "25%", "--threads", 1, "--seed", 1, "--temp", 0)
-    done = pyorch(*run, "--buddies", "rho=2")
+    done = pyorch(*run, "--lossy", "rho=2")
     assert done.returncode == 0 and "lossy  " in done.stderr, done.stderr
-    lossy = json.loads(pyorch(*run, "--buddies", "rho=2", "--json").stdout)["stats"]["substitution"]
+    lossy = json.loads(pyorch(*run, "--lossy", "rho=2", "--json").stdout)["stats"]["substitution"]
     assert lossy["substituted"] > 0 and lossy["tokens"] > 0
     lossless = pyorch(*run)
     assert "lossy" not in lossless.stderr and json.loads(pyorch(*run, "--json").stdout)["stats"]["substitution"] is None
@@ -66,7 +66,7 @@ def test_verify_tells_the_cost_of_a_lossy_setting_and_that_bits_differ(
 
 
 def test_bench_compares_lossy_with_lossless(pyorch: Command, model: Path):
-    done = pyorch("bench", model, "--budget", "25%", "--buddies", "buddies", "--tokens", 8, "--prompt-tokens", 16,
+    done = pyorch("bench", model, "--budget", "25%", "--lossy", "buddies", "--tokens", 8, "--prompt-tokens", 16,
                   "--repeat", 1, "--threads", 1)
     assert done.returncode == 0, done.stderr
     assert "budget 25%, lossy buddies: decode" in done.stdout and "changed slots/token" in done.stdout
@@ -80,7 +80,7 @@ def test_exec_substitutes_in_a_script_that_knows_nothing_of_it(model: Path, tmp_
         f"llm({PROMPT!r}, max_tokens=24)\n"
         "print(interception.find(llm.model).engine.substitution_stats().substituted)\n"
     )
-    done = pyorch_process("exec", "--budget", "25%", "--buddies", "rho=2", script, model)
+    done = pyorch_process("exec", "--budget", "25%", "--lossy", "rho=2", script, model)
     assert done.returncode == 0 and int(done.stdout) > 0, done.stderr
 
 
@@ -100,11 +100,11 @@ def test_a_tuned_setting_brings_its_setting_and_its_budget(pyorch: Command, mode
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--buddies", "max_replaced=many"), 'max_replaced="many" is not a whole number'),
-        (("--buddies", "cosine=1"), '"cosine" is not known'),
-        (("--buddies-file", "x.gguf"), "ask for substitution with --buddies"),
-        (("--buddy-weight", "own"), "ask for them with --buddies or --substitute"),
-        (("--buddies", "buddies", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
+        (("--lossy", "max_replaced=many"), 'max_replaced="many" is not a whole number'),
+        (("--lossy", "cosine=1"), '"cosine" is not known'),
+        (("--buddies-file", "x.gguf"), "ask for substitution with --lossy"),
+        (("--buddy-weight", "own"), "ask for them with --lossy or --substitute"),
+        (("--lossy", "buddies", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
         (("--tuned", "nowhere.json"), "nowhere.json cannot be read"),
     ],
 )
@@ -116,11 +116,11 @@ def test_a_mistake_gets_a_sentence(pyorch: Command, model: Path, flags: tuple[st
 def test_lists_that_are_missing_or_another_models_are_refused(pyorch: Command, model: Path, small_moe: Path, tmp_path: Path):
     alone = tmp_path / "alone.gguf"
     os.link(small_moe, alone)
-    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "buddies")
+    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--lossy", "buddies")
     assert done.returncode == 2 and "pyorch buddies" in done.stderr
     damaged = tmp_path / "alone.buddies.gguf"
     damaged.write_bytes(model.with_name("model.buddies.gguf").read_bytes()[:2000])
-    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--buddies", "buddies")
+    done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--lossy", "buddies")
     assert done.returncode == 2 and "alone.buddies.gguf" in done.stderr and "Traceback" not in done.stderr
 
 

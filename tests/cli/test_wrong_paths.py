@@ -15,7 +15,7 @@ INPUTS = [
     "run NONE -p x",
     "run MODEL -f NONE",
     "run MODEL -p x --tuned NONE",
-    "run MODEL -p x --buddies default --buddies-file NONE",
+    "run MODEL -p x --lossy buddies --buddies-file NONE",
     "serve NONE",
     "serve MODEL --tuned NONE",
     "convert NONE -o OUT",

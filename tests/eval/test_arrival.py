@@ -129,7 +129,7 @@ def test_verify_gives_the_same_twice_and_says_what_was_on_its_way(small_moe: Pat
 
 
 def test_numbers_that_no_arrival_can_have_are_refused(small_moe: Path, capsys: pytest.CaptureFixture[str]):
-    command = ["verify", str(small_moe), "--budget", "50%", "--buddies", LOSSY]
+    command = ["verify", str(small_moe), "--budget", "50%", "--lossy", LOSSY]
     for option in (("--read-time", "-1"), ("--read-time", "inf"), ("--read-time", "nan"), ("--read-seed", "-3")):
         assert main([*command, *option]) == 2
         assert option[0] in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_numbers_that_no_arrival_can_have_are_refused(small_moe: Path, capsys: p
 
 def test_eval_of_a_cache_that_fills_gives_the_same_twice(small_moe: Path, capsys: pytest.CaptureFixture[str]):
     command = ["eval", "perplexity", str(small_moe), "--data", str(CHECKPOINT / "text-test.txt"), "--cache-rate", "0.3",
-               "--cache", "dynamic", "--buddies", LOSSY, "--window", "16", "--tokens", "48", "--each-window", "--json",
+               "--cache", "dynamic", "--lossy", LOSSY, "--window", "16", "--tokens", "48", "--each-window", "--json",
                "--read-time", "3"]
     results = []
     for threads in ("1", "1"):

@@ -261,7 +261,7 @@ def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (
-        small_moe, "--data", FACTS, "--limit", 10, "--cache-rate", "0.75,0.375", "--buddies", "alpha=0.9,rho=2",
+        small_moe, "--data", FACTS, "--limit", 10, "--cache-rate", "0.75,0.375", "--lossy", "alpha=0.9,rho=2",
         "--baseline", "original,random,drop", "--buddies-file", buddies_file, "--speed-tokens", 0,
     )
     rows = run_sweep(capsys, *arguments)
@@ -283,7 +283,7 @@ def test_divergence_stands_beside_accuracy(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (
-        small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--buddies", "alpha=1,rho=2", "--buddies",
+        small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--lossy", "alpha=1,rho=2", "--lossy",
         "mode=none,miss=drop", "--baseline", "original,drop", "--buddies-file", buddies_file, "--speed-tokens", 0,
         "--text", TEXT, "--text-tokens", 200, "--resume", tmp_path / "sweep.json")
     rows = run_sweep(capsys, *arguments)
@@ -294,7 +294,7 @@ def test_divergence_stands_beside_accuracy(
     assert lossy["kl_divergence above drop"] == pytest.approx(lossy["kl_divergence"] - gated["kl_divergence"])
     assert 0 < lossy["kl_divergence above drop stderr"] < lossy["kl_divergence stderr"] + gated["kl_divergence stderr"]
     assert "kl_divergence above drop" not in dropping, "it is that itself"
-    alone = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--buddies", "alpha=1,rho=2", "--buddies-file",
+    alone = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--lossy", "alpha=1,rho=2", "--buddies-file",
                            buddies_file, "--tokens", 200)
     assert lossy["kl_divergence"] == pytest.approx(alone["kl_divergence"], rel=0.02)
     assert run_sweep(capsys, *arguments) == rows, "from the record"
@@ -334,7 +334,7 @@ def test_a_full_disk_is_named_before_predictions_are_made(whole: Model, monkeypa
 def test_a_dynamic_cache_misses_and_replaces(small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     original, lossy = run_sweep(
         capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.25", "--cache", "dynamic",
-        "--buddies", "alpha=1", "--buddies-file", buddies_file, "--speed-tokens", 0,
+        "--lossy", "alpha=1", "--buddies-file", buddies_file, "--speed-tokens", 0,
     )
     assert original["judged_substituted_per_token"] == 0 < lossy["judged_substituted_per_token"]
 
@@ -349,7 +349,7 @@ def test_every_token_that_a_dynamic_cache_is_judged_by_may_lose_experts(small_mo
 
 def test_speed_is_of_the_real_budget(small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_sweep(
-        capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "1,0.25", "--buddies", "alpha=1",
+        capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "1,0.25", "--lossy", "alpha=1",
         "--buddies-file", buddies_file, "--speed-tokens", 16, "--speed-rounds", 1,
     )
     whole, _, original, lossy = rows
@@ -370,7 +370,7 @@ def test_speeds_are_medians_of_rounds_there_and_back(
 
     monkeypatch.setattr(sweep, "measure_speed", measured)
     original, lossy = run_sweep(
-        capsys, small_moe, "--data", FACTS, "--limit", 2, "--cache-rate", 0.5, "--buddies", "mode=random",
+        capsys, small_moe, "--data", FACTS, "--limit", 2, "--cache-rate", 0.5, "--lossy", "mode=random",
         "--buddies-file", buddies_file, "--speed-tokens", 8)
     assert asked == ["original", "random", "random", "original", "original", "random"]
     assert (original["tokens_per_second"], lossy["tokens_per_second"], lossy["speedup"]) == (4, 8, 2)
@@ -389,7 +389,7 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
             substituted.append(method.slots(whole).substituted)
     assert substituted[0] == 0 < substituted[1]
     row = run_sweep(
-        capsys, small_moe, "--data", FACTS, "--limit", 3, "--cache-rate", 0.5, "--buddies", it.settings, "--buddies-file",
+        capsys, small_moe, "--data", FACTS, "--limit", 3, "--cache-rate", 0.5, "--lossy", it.settings, "--buddies-file",
         buddies_file, "--speed-tokens", 0)[1]
     assert row["judged_substituted_per_token"] > 0
     for settings, width in (("rho=2,tau=p15", arc.N_BATCH), ("beta=0.5", 1), ("reuse=0.9", 1), ("read_ms=2", 1),
@@ -400,8 +400,8 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
 
 def sweep_arguments(small_moe: Path, buddies_file: Path, record: Path) -> list[str]:
     return [str(it) for it in (
-        "eval", "arc", small_moe, "--data", FACTS, "--limit", 8, "--cache-rate", "0.5", "--buddies", "rho=1",
-        "--buddies", "rho=2", "--baseline", "original,random", "--buddies-file", buddies_file, "--speed-tokens", 0,
+        "eval", "arc", small_moe, "--data", FACTS, "--limit", 8, "--cache-rate", "0.5", "--lossy", "rho=1",
+        "--lossy", "rho=2", "--baseline", "original,random", "--buddies-file", buddies_file, "--speed-tokens", 0,
         "--threads", 1, "--resume", record)]
 
 
@@ -451,7 +451,7 @@ def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsy
     table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
     rows = run_sweep(
         capsys, small_moe, "--data", FACTS, "--data", CHECKPOINT / "facts-train.jsonl", "--limit", 4, "--cache-rate", "0.5",
-        "--buddies", "rho=2", "--buddies-file", buddies_file, "--speed-tokens", 8, "--csv", table, "--plot", picture,
+        "--lossy", "rho=2", "--buddies-file", buddies_file, "--speed-tokens", 8, "--csv", table, "--plot", picture,
     )
     with table.open() as file:
         read = list(csv.DictReader(file))
@@ -465,7 +465,7 @@ def test_the_table_has_a_line_for_each_row_and_leaves_out_what_was_not_measured(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(it) for it in (
-        "eval", "arc", small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--buddies", "mode=none,miss=drop",
+        "eval", "arc", small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--lossy", "mode=none,miss=drop",
         "--buddies-file", buddies_file, "--speed-tokens", 0, "--threads", 1)]) == 0
     printed = capsys.readouterr()
     header, original, dropping = printed.out.splitlines()
@@ -529,7 +529,7 @@ def test_lossless_under_a_budget_diverges_by_nothing(small_moe: Path, capsys: py
 def test_less_is_lost_as_the_cache_fills(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = tmp_path / "alone.gguf"  # no lists lie beside it, so the cache begins empty
     os.link(small_moe, alone)
-    it = run_perplexity(capsys, alone, "--cache-rate", 0.75, "--cache", "dynamic", "--buddies", "mode=none,miss=drop",
+    it = run_perplexity(capsys, alone, "--cache-rate", 0.75, "--cache", "dynamic", "--lossy", "mode=none,miss=drop",
                         "--window", 32, "--tokens", 320, "--each-window")
     windows = it["windows"]
     assert [each["first_token"] for each in windows] == list(range(0, 320, 32))
@@ -548,7 +548,7 @@ def test_divergence_grows_as_the_cache_shrinks(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lossy = [
-        run_perplexity(capsys, small_moe, "--cache-rate", rate, "--buddies", "alpha=1", "--buddies-file", buddies_file,
+        run_perplexity(capsys, small_moe, "--cache-rate", rate, "--lossy", "alpha=1", "--buddies-file", buddies_file,
                        "--tokens", 150)
         for rate in (1, 0.75, 0.25)
     ]
@@ -560,7 +560,7 @@ def test_divergence_grows_as_the_cache_shrinks(
 def test_a_gate_that_lets_nothing_pass_is_lossless_token_by_token(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    it = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--buddies", "beta=0.01", "--buddies-file", buddies_file,
+    it = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--lossy", "beta=0.01", "--buddies-file", buddies_file,
                         "--tokens", 60)
     assert it["kl_divergence"] == 0 and it["substitution"]["refused_distribution"] > 0
 
@@ -581,14 +581,14 @@ def test_malformed_questions_name_the_line(small_moe: Path, tmp_path: Path, caps
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["--cache-rate", "1.5"], 'cache rate "1.5" is not a share'),
-    (["--buddies", "rho=3"], "give --cache-rate"),
-    (["--cache-rate", "0.5", "--buddies", "max_replaced=x"], 'max_replaced="x" is not a whole number'),
+    (["--lossy", "rho=3"], "give --cache-rate"),
+    (["--cache-rate", "0.5", "--lossy", "max_replaced=x"], 'max_replaced="x" is not a whole number'),
     (["--cache-rate", "0.5", "--baseline", "best"], 'baseline "best" is not known'),
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
     (["--limit", "0"], "--limit 0 is less than 1"),
     (["--shots", "400"], "no question is left"),
     (["--shots", "401"], "has 400 questions, 401 examples"),
-    (["--cache-rate", "0.5", "--buddies", "rho=3", "--speed-tokens", "0"], "make them with `pyorch buddies`"),
+    (["--cache-rate", "0.5", "--lossy", "rho=3", "--speed-tokens", "0"], "make them with `pyorch buddies`"),
     (["--cache-rate", "0.5", "--plot", "x.png", "--speed-tokens", "0"], "needs --speed-tokens"),
 ])
 def test_mistakes_are_sentences(

@@ -69,9 +69,9 @@ def test_accuracy_is_that_of_eval_arc_question_by_question(small_moe: Path, tmp_
 
 
 def test_a_lossy_setting_is_judged_as_eval_arc_judges_it(small_moe: Path, lists: Path, tmp_path: Path) -> None:
-    """Settings of buddies have commas, at which the harness cuts."""
+    """Settings of lossy have commas, at which the harness cuts."""
     results, values, right = evaluate(
-        tmp_path, f"model={small_moe},cache_rate=0.5,buddies=rho=3,tau=p15,alpha=1,threads=1")
+        tmp_path, f"model={small_moe},cache_rate=0.5,lossy=rho=3,tau=p15,alpha=1,threads=1")
     settings = method.lossy_method(Substitution.parse("rho=3,tau=p15,alpha=1"))
     buddies = method.read_buddies(small_moe, str(lists), needed=True)
     with (method.static_model(small_moe, n_threads=1) as model,
@@ -126,7 +126,7 @@ print(json.dumps(results))
 @pytest.mark.parametrize("model_args, sentence", [
     ("budget=40%", "which model is missing"),
     ("model=nowhere.gguf", "nowhere.gguf: no such model"),
-    ("model={model},max_replaced=3", "max_replaced is a setting of buddies: give buddies too"),
+    ("model={model},max_replaced=3", "max_replaced is a setting of lossy: give lossy too"),
     ("model={model},buget=40%", '"buget" is no argument of the model pyorch: use model, cache_rate'),
     ("model={model},budget=1KiB", "budget 1 KiB is below the floor"),
     ("model={model},cache_rate=0.5", "cache_rate simulates a cache for settings that replace absent experts"),

@@ -197,7 +197,7 @@ def test_run_and_eval_speculate_with_ghosts_for_what_was_not_predicted(small_moe
         random_ghosts(1).write(tmp_path / "model.ghosts.gguf", model_map)
         complete_buddies().write(tmp_path / "model.buddies.gguf", model_map)
     run = ["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "20%", "--ctx", "64", "--threads", "1",
-           "--prefetch", "quasi-hidden", "--json", "--buddies", GHOSTS]
+           "--prefetch", "quasi-hidden", "--json", "--lossy", GHOSTS]
     assert main([*run, "--speculate"]) == 0
     stats = json.loads(capsys.readouterr().out)["stats"]
     assert stats["speculation"]["right"] > 0 and stats["substitution"]["ghosts"] > 0
@@ -208,9 +208,9 @@ def test_run_and_eval_speculate_with_ghosts_for_what_was_not_predicted(small_moe
     row = json.loads(capsys.readouterr().out)[-1]
     assert row["settings"].startswith("quasi-hidden+mode=none") and row["judged_ghosts_per_token"] > 0
     command = ["eval", "perplexity", str(path), "--data", str(CHECKPOINT / "text-test.txt"), "--tokens", "24", "--threads",
-               "1", "--speculate", "--prefetch", "quasi-hidden", "--cache-rate", "0.5", "--buddies", GHOSTS, "--json"]
+               "1", "--speculate", "--prefetch", "quasi-hidden", "--cache-rate", "0.5", "--lossy", GHOSTS, "--json"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["substitution"]["ghosts"] > 0 and found["speculation"]["right"] > 0 and found["kl_divergence"] > 0
     assert main([*command[:-3], "--json"]) == 2
-    assert "say with --buddies how experts are treated that were not predicted" in capsys.readouterr().err
+    assert "say with --lossy how experts are treated that were not predicted" in capsys.readouterr().err

@@ -268,7 +268,7 @@ def test_a_lossy_server_says_what_it_substituted(small_moe: Path, tmp_path: Path
     os.link(small_moe, model)
     with ModelMap(model) as model_map:
         random_buddies(1).write(model.with_name("model.buddies.gguf"), model_map)
-    options = ("--budget", "25%", "--threads", "1", "--buddies", "rho=2", "--json")
+    options = ("--budget", "25%", "--threads", "1", "--lossy", "rho=2", "--json")
     server = start(pyorch_serve(model, *options))
     assert server.complete(PROMPT, 24)
     status, stdout = server.stop()

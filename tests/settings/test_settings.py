@@ -86,7 +86,7 @@ def test_settings_survive_being_told_to_another_process(**given: object) -> None
 @pytest.mark.parametrize("flags", [
     ("--budget", "40%", "--policy", "lru", "--prefetch", "none", "--reads", "threads:2", "--buffered"),
     ("--ctx", "64", "--ubatch", "32", "--threads", "3"),
-    ("--buddies", "rho=3", "--buddies-file", "a.gguf"), ("--speculate",), ("--tuned", "a.json"),
+    ("--lossy", "rho=3", "--buddies-file", "a.gguf"), ("--speculate",), ("--tuned", "a.json"),
 ])
 def test_a_flag_and_a_keyword_mean_the_same(flags: tuple[str, ...]) -> None:
     names = {option.flag or f"--{option.name}": name for name, option in options(Settings).items()}
@@ -133,7 +133,7 @@ def test_several_values_are_each_read_once() -> None:
 
 def test_parts_of_a_substitution_have_flags_of_their_own() -> None:
     assert given_settings(parse("--substitute", "random"))["substitution"] == Substitution(mode="random")
-    changed = given_settings(parse("--buddies", "rho=3", "--on-miss", "drop"))["substitution"]
+    changed = given_settings(parse("--lossy", "rho=3", "--on-miss", "drop"))["substitution"]
     assert changed == Substitution(rho=3, miss="drop")
     with pytest.raises(PyorchError, match="--buddy-weight says how buddies weigh"):
         given_settings(parse("--buddy-weight", "own"))
