@@ -348,6 +348,7 @@ typedef struct pyorch_device_info {
     uint64_t struct_size;
     uint64_t free_bytes, total_bytes; // of its memory
     char     name[64];
+    char     buffers[64]; // what llama.cpp calls its buffers
     char     description[192];
 } pyorch_device_info;
 

@@ -166,4 +166,4 @@ def _context_bytes(managed: ManagedModel) -> int:
     params.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, params.n_batch)
     with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
         init = original("llama_init_from_model")
-        return measure.context_sizes(init, twin, params, managed.map, managed.device_name).host
+        return measure.context_sizes(init, twin, params, managed.map, managed.device).host

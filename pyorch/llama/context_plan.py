@@ -48,7 +48,7 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
             params.n_ubatch = n_ubatch
             beside = measure.chain_bytes(managed.map, n_ubatch) if managed.device is not None else 0
             init = original("llama_init_from_model")
-            return measure.context_sizes(init, twin, params, managed.map, managed.device_name).host + beside
+            return measure.context_sizes(init, twin, params, managed.map, managed.device).host + beside
 
         if widen:
             params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)

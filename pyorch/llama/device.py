@@ -80,7 +80,7 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
     with managed.engine.capture(), measure.twin(
         original("llama_model_load_from_file"), managed.path, managed.params
     ) as twin:
-        sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, managed.device_name)
+        sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, managed.device)
     needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
     if not is_loaded:
         needed += info.dense_bytes - host_dense_bytes(managed)

@@ -55,11 +55,6 @@ class ManagedModel:
         """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
         return self.pid != os.getpid()
 
-    @property
-    def device_name(self) -> str:
-        """"" without a device."""
-        return self.device.name if self.device is not None else ""
-
     @functools.cached_property
     def sidecars(self) -> Sidecars:
         return Sidecars(self.map)

@@ -17,6 +17,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs
 from pyorch.runtime import fatal
+from pyorch.runtime.devices import Device
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
@@ -55,14 +56,14 @@ def twin(load: Callable, path: str, params: llama.llama_model_params) -> Iterato
 
 def context_bytes(init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap) -> int:
     """As context_sizes(), of a context that is wholly in host memory."""
-    return context_sizes(init, model, params, model_map, "").host
+    return context_sizes(init, model, params, model_map, None).host
 
 
 def context_sizes(
-    init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap, device: str
+    init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap, device: Device | None
 ) -> ContextSizes:
     """KV cache, compute buffers and work space of a context with these parameters; model: a twin, with dense layers on
-    the device of this name, "" for none.
+    this device, None for none.
 
     Raises BudgetError if llama.cpp refuses the parameters.
     """
@@ -78,27 +79,23 @@ def context_sizes(
     return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.device)
 
 
-def reported_sizes(lines: Iterable[str], device: str) -> ContextSizes:
+def reported_sizes(lines: Iterable[str], device: Device | None) -> ContextSizes:
     """What llama.cpp's lines say of a context. A KV cache is divided as its layers are."""
     of_host = of_device = 0.0
     places: list[bool] = []
     for line in lines:
         if place := _PLACE.search(line):
-            places.append(_is_on(device, place[1]))
+            places.append(device is not None and place[1] == device.name)
         elif size := _SIZE.search(line):
             share = sum(places) / len(places) if places else 0.0
             of_device += share * float(size[1])
             of_host += (1 - share) * float(size[1])
             places = []
         elif buffer := _BUFFER.search(line):
-            of_device += float(buffer[2]) * _is_on(device, buffer[1])
-            of_host += float(buffer[2]) * (not _is_on(device, buffer[1]))
+            there = device is not None and buffer[1] == device.buffers
+            of_device += float(buffer[2]) * there
+            of_host += float(buffer[2]) * (not there)
     return ContextSizes(round(of_host * MiB), round(of_device * MiB))
-
-
-def _is_on(device: str, name: str) -> bool:
-    """Whether a device or a buffer is of this device: RPC0[HOST:PORT] is one of RPC0, CUDA_Host is none of CUDA0."""
-    return bool(device) and re.match(re.escape(device) + r"(?![0-9])", name) is not None
 
 
 def refusal(model_map: ModelMap) -> str:

@@ -120,7 +120,8 @@ class Model:
     @property
     def device(self) -> str:
         """Of the device that computes, its name; "" where only the processor does."""
-        return self._record.device_name
+        device = self._record.device
+        return device.name if device is not None else ""
 
     @property
     def device_misses(self) -> DeviceMisses:

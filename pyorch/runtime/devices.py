@@ -14,10 +14,11 @@ from pyorch.settings.device import REMOTE
 class Device:
     """A device of one of ggml's backends. handle: its ggml_backend_dev_t, valid as long as this process.
 
-    is_remote: another process has it.
+    buffers: what llama.cpp calls its buffers. is_remote: another process has it.
     """
 
     name: str
+    buffers: str
     description: str
     handle: Any
     is_remote: bool
@@ -49,7 +50,7 @@ def find_device(name: str) -> Device:
     handle = ffi.new("void **")
     check(lib.pyorch_find_device(name.encode(), handle))
     info = _info(handle[0])
-    return Device(string(info.name), string(info.description), handle[0], name.startswith(REMOTE))
+    return Device(string(info.name), string(info.buffers), string(info.description), handle[0], name.startswith(REMOTE))
 
 
 def _info(handle: Any) -> Any:

@@ -116,7 +116,7 @@ class Echo:
             original("llama_model_load_from_file"), managed.path, managed.params
         ) as twin:
             init = original("llama_init_from_model")
-            return measure.context_sizes(init, twin, params, managed.map, managed.device_name).host
+            return measure.context_sizes(init, twin, params, managed.map, managed.device).host
 
 
 def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:

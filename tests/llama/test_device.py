@@ -32,6 +32,7 @@ from pyorch.llama.managed import find
 from pyorch.llama.model import Model
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import Device as RuntimeDevice
+from pyorch.runtime.devices import find_device
 from pyorch.runtime.statistics import Stats
 from pyorch.serve import server
 from pyorch.serve.llama_server import Flags
@@ -415,19 +416,22 @@ def test_the_memory_plan_has_room_for_the_buffers_of_both_ways(small_moe: Path, 
 
 
 def test_what_a_context_takes_on_the_device_is_not_taken_from_experts_in_host_memory(
-    small_moe: Path, process: DeviceProcess, monkeypatch: pytest.MonkeyPatch
+    small_moe: Path, process: DeviceProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    find_device(process.name)
+    second = DeviceProcess(tmp_path / "log")  # whose buffers have another name than the device itself
     planned, context_sizes = [], measure.context_sizes
     monkeypatch.setattr(measure, "context_sizes", lambda *given: planned.append(context_sizes(*given)) or planned[-1])
-    options = {"n_ctx": 4096, "n_batch": 64, "n_ubatch": 64, "device": process.name}
+    options = {"n_ctx": 4096, "n_batch": 64, "n_ubatch": 64, "device": second.name}
     with pyorch.load(small_moe, budget="auto", **options) as model:
         work = measure.work_bytes(model.map, 64)
     with logs.collect() as lines, pyorch.load(small_moe, budget="50%", vram_budget="0", **options) as model:
-        made = measure.reported_sizes(lines, model.device)
+        made = measure.reported_sizes(lines, find(model.llama.model).device)
     assert made.device > 8 * MiB > made.host > 0  # the KV cache is there
     for sizes in planned:
         assert sizes.host - work == pytest.approx(made.host, abs=0.1 * MiB)
         assert sizes.device == pytest.approx(made.device, abs=0.1 * MiB)
+    second.stop()
 
 
 def test_the_devices_share_is_planned_for_the_ubatch_that_the_context_has(

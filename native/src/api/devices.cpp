@@ -22,6 +22,7 @@ pyorch_status pyorch_get_device(void * device, pyorch_device_info * info) {
         pyorch_device_info out = {};
         device_memory(dev, out.free_bytes, out.total_bytes);
         snprintf(out.name, sizeof(out.name), "%s", ggml_backend_dev_name(dev));
+        snprintf(out.buffers, sizeof(out.buffers), "%s", ggml_backend_buft_name(ggml_backend_dev_buffer_type(dev)));
         snprintf(out.description, sizeof(out.description), "%s", ggml_backend_dev_description(dev));
         write_struct(info, "pyorch_device_info", out);
     });
