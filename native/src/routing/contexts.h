@@ -52,6 +52,7 @@ struct GraphLayer {
     bool                 on_device    = false; // it takes part
     bool                 alone        = false; // no row of the layer is the processor's
     bool                 through_area = false; // with all experts of the layer
+    bool                 may_repeat   = false; // a token may name a slot twice: kernels compute each row by itself
     std::vector<int32_t> device_slots = {};
     std::vector<int32_t> joined_rows  = {};
 

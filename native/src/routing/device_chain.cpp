@@ -63,9 +63,9 @@ void last_rows_op(ggml_tensor * rows, int ith, int nth, void * user) {
 // Copies the nodes that depend on the experts' matrices. All others serve both ways.
 class ChainCopier {
 public:
-    // slots: null: the experts are in an area.
-    ChainCopier(const llama_moe_route & route, const DeviceTier & tier, int layer, ggml_tensor * slots) :
-            route(route), tier(tier), layer(layer), slots(slots) {}
+    // slots [n_used, n_tokens]: of the bank, or of an area.
+    ChainCopier(const llama_moe_route & route, const DeviceTier & tier, const GraphLayer & layer, ggml_tensor * slots) :
+            route(route), tier(tier), layer(layer.layer), in_area(layer.through_area), slots(slots) {}
 
     ggml_tensor * copy(ggml_tensor * t) {
         const auto found = copies.find(t);
@@ -100,6 +100,7 @@ private:
     const llama_moe_route &                route;
     const DeviceTier &                     tier;
     const int                              layer;
+    const bool                             in_area;
     ggml_tensor * const                    slots;
     std::map<ggml_tensor *, ggml_tensor *> copies;
     std::map<const ggml_tensor *, bool>    dependent;
@@ -170,8 +171,8 @@ private:
             }
             if (is_experts(t)) {
                 const int role = managed(t->src[0])->role;
-                made->src[0] = slots ? tier.bank.slots(layer, role) : tier.area(layer, role);
-                made->src[2] = slots ? slots : t->src[2];
+                made->src[0] = in_area ? tier.area(layer, role) : tier.bank.slots(layer, role);
+                made->src[2] = slots;
             }
         }
         ggml_format_name(made, "pyorch_device.%s", ggml_get_name(t));
@@ -199,19 +200,29 @@ ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     return inputs;
 }
 
+// Whether kernels take a slot that a token names twice: those for one token and quantized weights do, they compute each
+// row by itself. Those that sort rows by expert leave rows out, write elsewhere, or end the process: mm_ids_helper and
+// ggml_cuda_mul_mat_id of ggml's CUDA.
+bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int layer) {
+    const auto & slots = bank.all()[bank.pool_of(layer)].roles;
+    return route.selected->ne[1] == 1 && std::all_of(slots.begin(), slots.end(), [](const ggml_tensor * matrix) {
+        return matrix && ggml_is_quantized(matrix->type);
+    });
+}
+
 } // namespace
 
 ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer) {
     DeviceTier & tier = *layer.context->routing.device;
     layer.on_device    = false;
     layer.through_area = tier.takes_area((int) route.selected->ne[1], route.decode);
-    if (route.warmup || (!layer.through_area && tier.bank.n_slots(layer.layer) == 0)) {
+    layer.may_repeat   = may_repeat(route, tier.bank, layer.layer);
+    const int64_t n_least = layer.may_repeat ? 1 : route.selected->ne[0];
+    if (route.warmup || (!layer.through_area && tier.bank.n_slots(layer.layer) < n_least)) {
         return nullptr;
     }
     try {
-        ggml_tensor * slots =
-            layer.through_area ? nullptr : add_numbers(route, layer, slots_op, "pyorch_slots");
-        ChainCopier   chain(route, tier, layer.layer, slots);
+        ChainCopier   chain(route, tier, layer, add_numbers(route, layer, slots_op, "pyorch_slots"));
         ggml_tensor * there = chain.copy(computed);
         layer.on_device = true;
         layer.alone     = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
@@ -258,30 +269,36 @@ ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * ther
 
 void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, int n_tokens,
     const std::vector<int> & device_slots, int n_device_slots) {
-    // A row that the processor computes goes through a slot that no other row is in: so no kernel gets more rows for an
-    // expert than the model has.
-    // With n of them in use, one of the first n + 1 is not, if there are so many.
-    const auto is_slot = [](int slot) { return slot >= 0; };
-    const auto n_taken = std::count_if(device_slots.begin(), device_slots.end(), is_slot);
-    thread_local std::vector<uint8_t> used;
-    used.assign(std::min<size_t>(n_device_slots, n_taken + 1), 0);
-    for (int slot : device_slots) {
-        if (slot >= 0 && slot < (int) used.size()) {
-            used[slot] = 1;
-        }
-    }
-    const auto idle  = std::find(used.begin(), used.end(), 0);
-    const int  other = idle != used.end() ? (int) (idle - used.begin()) : 0;
     layer.device_slots.resize((size_t) n_used * n_tokens);
     layer.joined_rows.resize((size_t) n_used * n_tokens);
     auto ghost = layer.ghosts.begin();
-    for (int s = 0; s < n_used * n_tokens; ++s) {
-        // What a ghost computes stands in the processor's rows, whatever expert its slot names meanwhile.
-        const bool is_ghost = ghost != layer.ghosts.end() && *ghost == s;
-        ghost += is_ghost;
-        const int slot = is_ghost || device_slots.empty() ? -1 : device_slots[experts[s]];
-        layer.device_slots[s] = slot >= 0 ? slot : other;
-        layer.joined_rows[s]  = s % n_used + (slot >= 0 ? 0 : n_used);
+    for (int begin = 0; begin < n_used * n_tokens; begin += n_used) {
+        int32_t * const slots = layer.device_slots.data() + begin;
+        int32_t * const rows  = layer.joined_rows.data() + begin;
+        for (int i = 0; i < n_used; ++i) {
+            // What a ghost computes stands in the processor's rows, whatever expert its slot names meanwhile.
+            const bool is_ghost = ghost != layer.ghosts.end() && *ghost == begin + i;
+            ghost += is_ghost;
+            slots[i] = is_ghost || device_slots.empty() ? -1 : device_slots[experts[begin + i]];
+            // An expert that is named again, by a slot that is left out, is computed once.
+            const int first = (int) (std::find(slots, slots + i, slots[i]) - slots);
+            rows[i] = slots[i] < 0 ? n_used + i : first;
+            slots[i] = slots[i] >= 0 && first < i && !layer.alone ? -1 : slots[i];
+        }
+        // All other rows go through slots that the token does not use: enough of the first n_used are not. No slot has
+        // more rows than there are tokens, as no expert of a model has.
+        int other = -1;
+        for (int i = 0; i < n_used; ++i) {
+            if (slots[i] >= 0) {
+                continue;
+            }
+            if (other < 0 || !layer.may_repeat) {
+                do {
+                    ++other;
+                } while (std::find(slots, slots + n_used, other) != slots + n_used);
+            }
+            slots[i] = other < n_device_slots ? other : 0;
+        }
     }
 }
 

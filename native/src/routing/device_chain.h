@@ -21,6 +21,8 @@ ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * ther
     GraphLayer & layer);
 
 // What the nodes of the chain read: which slots, and which rows behind both ways. experts: of the batch, by slot of it.
+// No token names a slot twice, unless layer.may_repeat.
+// REQUIRES: n_device_slots >= n_used, unless layer.may_repeat.
 void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, int n_tokens,
     const std::vector<int> & device_slots, int n_device_slots);
 

@@ -1,0 +1,76 @@
+// Which slots of a device the rows of a layer go through: claims about native/src/routing/device_chain.h.
+
+#include "check.h"
+#include "routing/device_chain.h"
+
+#include <algorithm>
+#include <set>
+
+using namespace pyorch;
+
+namespace {
+
+constexpr int NONE   = DeviceTable::NONE;
+constexpr int N_USED = 3;
+
+// Of two tokens; experts 0, 1, 2 and 5 have slots.
+const std::vector<int32_t> experts      = { 1, 4, 3, 5, 4, 0 };
+const std::vector<int>     device_slots = { 0, 2, 7, NONE, NONE, 1 };
+
+GraphLayer layer() {
+    return { nullptr, 0, false };
+}
+
+void each_row_is_taken_from_the_side_that_computes_it() {
+    GraphLayer g = layer();
+    set_device_rows(g, experts.data(), N_USED, 2, device_slots, 8);
+    CHECK(g.joined_rows == std::vector<int32_t>({ 0, 4, 5, 0, 4, 2 }));
+    CHECK(g.device_slots[0] == 2 && g.device_slots[3] == 1 && g.device_slots[5] == 0);
+    g.ghosts = { 0 };
+    set_device_rows(g, experts.data(), N_USED, 2, device_slots, 8);
+    CHECK(g.joined_rows == std::vector<int32_t>({ 3, 4, 5, 0, 4, 2 }));
+    set_device_rows(g, experts.data(), N_USED, 2, {}, 8);
+    CHECK(g.joined_rows == std::vector<int32_t>({ 3, 4, 5, 3, 4, 5 }));
+}
+
+void no_token_names_a_slot_twice() {
+    for (const auto & slots : { device_slots, std::vector<int>(), std::vector<int>({ 2, 0, NONE, NONE, NONE, 1 }) }) {
+        GraphLayer g = layer();
+        set_device_rows(g, experts.data(), N_USED, 2, slots, N_USED);
+        for (int token = 0; token < 2; ++token) {
+            const auto begin = g.device_slots.begin() + token * N_USED;
+            CHECK(std::set<int32_t>(begin, begin + N_USED).size() == N_USED);
+            CHECK(*std::max_element(begin, begin + N_USED) < N_USED);
+        }
+    }
+}
+
+void an_expert_that_is_named_again_is_computed_once() {
+    GraphLayer g = layer();
+    const std::vector<int32_t> twice = { 1, 0, 1 };
+    set_device_rows(g, twice.data(), N_USED, 1, device_slots, 8);
+    CHECK(g.joined_rows == std::vector<int32_t>({ 0, 1, 0 }));
+    CHECK(g.device_slots == std::vector<int32_t>({ 2, 0, 1 }));
+}
+
+void where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot() {
+    GraphLayer g = layer();
+    g.may_repeat = true;
+    const std::vector<int32_t> one = { 4, 0, 3 };
+    set_device_rows(g, one.data(), N_USED, 1, device_slots, 8);
+    CHECK(g.device_slots == std::vector<int32_t>({ 1, 0, 1 }));
+    CHECK(g.joined_rows == std::vector<int32_t>({ 3, 1, 5 }));
+    set_device_rows(g, one.data(), N_USED, 1, device_slots, 1); // there is no other
+    CHECK(g.device_slots == std::vector<int32_t>({ 0, 0, 0 }));
+}
+
+} // namespace
+
+int main() {
+    for (auto * claim : { each_row_is_taken_from_the_side_that_computes_it, no_token_names_a_slot_twice,
+             an_expert_that_is_named_again_is_computed_once,
+             where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot }) {
+        claim();
+    }
+    return 0;
+}
