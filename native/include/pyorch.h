@@ -393,7 +393,7 @@ pyorch_status pyorch_measure_disk(const pyorch_model_map * map, const pyorch_con
 pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
 
 // The same of the layer's experts in slots of the device, once its memory was taken: min of them stay when others come,
-// and no more than max come. PYORCH_BUDGET where the minima leave no slot.
+// and no more than max come, unless all experts of the model have slots. PYORCH_BUDGET where the minima leave no slot.
 pyorch_status pyorch_set_device_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
 
 enum {

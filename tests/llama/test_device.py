@@ -292,6 +292,9 @@ def test_a_layer_has_limits_on_the_device(
             model.layers[5].policy = pyorch.LayerPolicy(max_on_device=65)
     with small_model(small_moe, "50%") as model, pytest.raises(PyorchError, match="made without a device"):
         model.layers[3].policy = pyorch.LayerPolicy(max_on_device=5)
+    with small_model(small_moe, "50%", device=process.name, vram_budget="100%") as model:
+        model.layers[3].policy = pyorch.LayerPolicy(max_on_device=2) # fewer than a token uses, and nobody else computes
+        there(model)
 
 
 def test_residency_tells_the_tiers_apart(small_moe: Path, device: Device, prompt_tokens: list[int]) -> None:

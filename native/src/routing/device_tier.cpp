@@ -158,7 +158,8 @@ void DeviceTier::set_limits(int layer, int min, int max) {
             "to others", min, table.map.layers[layer].il, bank.n_slots(layer)));
     }
     minima[layer] = min;
-    seats->set_limits(layer, min, max);
+    // Where each has a slot, none takes another's; and what does not come there nobody computes.
+    seats->set_limits(layer, min, all_fit ? n_expert : max);
     tell_moved();
 }
 
