@@ -99,9 +99,11 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
         return;
     }
     areas->release(&hold);
-    for (int expert : batch.alone ? experts : std::vector<int>()) { // what another context brings nobody else computes
+    if (batch.alone) { // what another context brings nobody else computes; and while one is waited for, others set out
         ended.wait(lock, [&] {
-            return seats->slot(batch.layer, expert) != DeviceTable::NONE || !seats->known(batch.layer, expert);
+            return std::none_of(experts.begin(), experts.end(), [&](int expert) {
+                return seats->known(batch.layer, expert) && seats->slot(batch.layer, expert) == DeviceTable::NONE;
+            });
         });
     }
     const std::vector<double> * own = nullptr;
