@@ -129,10 +129,11 @@ def test_a_prompt_passes_through_the_device_whatever_fits_where(
         assert experts.device_used_bytes <= experts.device_budget_bytes and experts.peak_bytes <= experts.budget_bytes
 
 
+@pytest.mark.parametrize("vram_budget", ["60%", "100%"])
 def test_two_contexts_share_a_device(
-    small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray
+    small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str
 ) -> None:
-    with small_model(small_moe, "50%", device=device.name, vram_budget="60%") as model:
+    with small_model(small_moe, "50%", device=device.name, vram_budget=vram_budget) as model:
         with ThreadPoolExecutor(2) as threads:
             for run in [threads.submit(logits, model, prompt_tokens) for _ in range(4)]:
                 assert_same(run.result(), expected, device, model.stats().experts)
