@@ -18,8 +18,8 @@ _SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight
 
 
 def add_settings(
-    parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None,
-    without: Collection[str] = (), repeated: Collection[str] = (),
+    parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (),
+    defaults: Mapping[str, str] | None = None, without: Collection[str] = (), repeated: Collection[str] = (),
 ) -> None:
     """Adds flags for groups of options, and single ones, by name. What is not given is None.
 
@@ -27,7 +27,8 @@ def add_settings(
     options for which the command chooses, by name; "" is nothing. without: options that would do nothing here.
     repeated: options that may be given several times; see one_by_one().
     """
-    added = [name for name, option in OPTIONS.items() if (name in wanted or option.group in wanted) and name not in without]
+    added = [name for name, option in OPTIONS.items()
+             if (name in wanted or option.group in wanted) and name not in without]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
     shown = [name for name in added if OPTIONS[name].group != LOSSY]
     later = [name for name in shown if OPTIONS[name].group == EXPERTS and name != "budget"]
@@ -133,7 +134,8 @@ def _substitution(args: argparse.Namespace, values: dict[str, Any]) -> dict[str,
         return {}
     if given is None and not changes:
         if "buddies" in values:
-            raise PyorchError("--buddies-file names lists that nothing uses: ask for substitution with --lossy")
+            raise PyorchError("--buddies-file names lists that nothing uses: say with --lossy what replaces absent "
+                              "experts, such as --lossy buddies")
         return {}
     if given is None and changes.keys() <= {"weight"}:
         raise PyorchError("--buddy-weight says how buddies weigh: ask for them with --lossy or --substitute")
@@ -150,7 +152,6 @@ def _check_maps(values: dict[str, Any]) -> None:
     if not prefetch.searches_maps:
         raise PyorchError(f'--maps is for the predictors {names()["searching"]}, and --prefetch is "{prefetch}"')
     check_target(values["maps"].absolute())
-
 
 
 def _check_learned(values: dict[str, Any]) -> None:

@@ -240,7 +240,12 @@ def dynamic_model(
 def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed: bool) -> Buddies | None:
     """The lists of a model, from a file or from beside it; None where there are none and none are needed."""
     with ModelMap(path) as model_map:
-        if buddies_file is None and not needed and "buddies" not in model_map.sidecars():
+        if buddies_file is None and "buddies" not in model_map.sidecars():
+            if needed and model_map.layers:
+                raise PyorchError(
+                    f"there are no buddy lists beside {path}; they also say which experts a trace selected most "
+                    "often, and a cache rate takes those for resident: make them with `pyorch buddies`, or name "
+                    "them with --buddies-file")
             return None
         return find_buddies(Substitution(), buddies_file, Sidecars(model_map))
 

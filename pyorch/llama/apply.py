@@ -103,13 +103,13 @@ def check_substitution(
     placed: other servers compute experts, so the engine itself knows hops.
     """
     if settings.needs_buddies and buddies is None:
-        raise PyorchError(f"substitution in layer {il} needs buddy lists: make them with `pyorch buddies`")
+        raise PyorchError(f"this lossy setting needs buddy lists in layer {il}: make them with `pyorch buddies`")
     if settings.kappa and hops is None and not placed:
-        raise PyorchError("substitution setting kappa weighs the hops to where experts are, and nobody said how many "
-                          "there are: leave kappa out")
+        raise PyorchError("lossy setting by_hops (kappa) weighs the hops to where experts are, and nobody said how "
+                          "many there are: leave it out")
     if settings.weight == "fitted" and settings.mode == "buddies" and not buddies.layers[il].has_scales:
         raise PyorchError(
-            f"substitution setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
+            f"lossy setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
             "have none: make them with `pyorch buddies --compare`"
         )
 

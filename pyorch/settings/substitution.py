@@ -15,8 +15,8 @@ from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
 
-# By what they do: wait for a token's heaviest experts, and leave out the other absent ones, or let their ghosts or buddies
-# stand in. Of all settings that need no file, heaviest lost least for what it read; ghosts lose half of that
+# By what they do: wait for a token's heaviest experts, and leave out the other absent ones, or let their ghosts or
+# buddies stand in. Of all settings that need no file, heaviest lost least for what it read; ghosts lose half of that
 # (docs/lossy.md).
 PRESETS = {
     "heaviest": "mode=none,order=weight,miss=drop,sacred=2",
@@ -76,8 +76,8 @@ class Substitution:
 
     mode: str = option(
         "buddies", str, "a word", group=LOSSY,
-        help="what replaces an absent expert: a buddy (buddies), the resident expert that the router ranks highest, with "
-             "its own weight (cache), any resident expert (random, a baseline), or nothing (none)")
+        help="what replaces an absent expert: a buddy (buddies), the resident expert that the router ranks highest, "
+             "with its own weight (cache), any resident expert (random, a baseline), or nothing (none)")
     alpha: float | None = option(
         None, _number, "a number", plain="coverage", group=LOSSY, default_text="the sidecar's",
         help="an expert's buddies are those peers it is oftenest selected with that make up this share of all (eq. 5)")
@@ -128,8 +128,8 @@ class Substitution:
     miss: str = option(
         "fetch", str, "a word", group=LOSSY,
         help="an absent expert that may be replaced, but has no resident buddy, is read (fetch), left out (drop), or "
-             "estimated by its ghost (ghost, see pyorch ghosts); auto takes whichever of buddy, ghost and leaving out is "
-             "expected to err least, and reads what would exceed max_error")
+             "estimated by its ghost (ghost, see pyorch ghosts); auto takes whichever of buddy, ghost and leaving out "
+             "is expected to err least, and reads what would exceed max_error")
     max_error: float | None = option(
         None, _number, "a number", group=LOSSY,
         help="with miss=auto, most expected squared error of a token in a layer, as a share of the layer's squared "
@@ -142,8 +142,8 @@ class Substitution:
         help="with mode=cache, only the so many experts that the router ranks highest stand in")
     bonus: float | None = option(
         None, _number, "a number", group=LOSSY,
-        help="with mode=cache, an expert stands in only if its logit is lower by no more than this: as if residents had "
-             "so much more")
+        help="with mode=cache, an expert stands in only if its logit is lower by no more than this: as if residents "
+             "had so much more")
     prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
     seed: int = option(0, _seed, _SEED, group=LOSSY, help="of the random baseline")
 
@@ -155,7 +155,7 @@ class Substitution:
             try:
                 object.__setattr__(self, name, declared.read(given))
             except (ValueError, TypeError, OverflowError):
-                raise PyorchError(f'substitution setting {_plain(name)}="{given}" is not {declared.kind}') from None
+                raise PyorchError(f'lossy setting {_plain(name)}="{given}" is not {declared.kind}') from None
         _check(self)
 
     @classmethod
@@ -169,6 +169,9 @@ class Substitution:
         known, values = options(cls), {}
         plain = {option.plain: name for name, option in known.items() if option.plain}
         first, _, rest = text.partition(",")
+        again = next((key for item in rest.split(",") if (key := item.partition("=")[0].strip()) in PRESETS), None)
+        if again is not None:
+            raise PyorchError(f'lossy setting "{again}" stands first, and alone: "{again},KEY=VALUE,..."')
         if first.strip() in PRESETS:
             preset = cls.parse(PRESETS[first.strip()])
             changes = cls.parse(rest)
@@ -179,18 +182,23 @@ class Substitution:
             key = plain.get(key, key)
             if key not in known:
                 names = (f"{option.plain or name}" for name, option in known.items())
-                raise PyorchError(f'substitution setting "{key}" is not known: begin with {" or ".join(PRESETS)}, or use '
-                                  f'{", ".join(names)}')
+                raise PyorchError(f'lossy setting "{key}" is not known: begin with {" or ".join(PRESETS)}, or give '
+                                  f'KEY=VALUE of {", ".join(names)}')
             if key in values:
-                raise PyorchError(f'substitution setting "{_plain(key)}" is given twice')
+                raise PyorchError(f'lossy setting "{_plain(key)}" is given twice')
             values[key] = "1" if key == "prefill" and not equals else value
         return cls(**values)
 
     def __str__(self) -> str:
-        """What parse() reads, in plain names, without defaults."""
-        changed = texts(self)
+        """What parse() reads, in plain names, without defaults; behind heaviest or ghosts what differs from them."""
+        changed, preset = texts(self), ()
+        for name, settings in PRESETS.items():
+            fixed = texts(Substitution.parse(settings))
+            if fixed and fixed.keys() <= changed.keys() and all(changed[key] == fixed[key] for key in ("mode", "miss")):
+                changed, preset = {key: value for key, value in changed.items() if value != fixed.get(key)}, (name,)
+                break
         parts = (f"{_plain(name)}={int(value) if value is True else value}" for name, value in changed.items())
-        return ",".join(parts) or "buddies"
+        return ",".join((*preset, *parts)) or "buddies"
 
     @property
     def lossy(self) -> bool:
@@ -209,36 +217,36 @@ def _check(settings: Substitution) -> None:
     for name in ("mode", "weight", "order", "miss"):
         allowed = choices.substitution(name)
         if getattr(settings, name) not in allowed:
-            raise PyorchError(f'substitution setting {name}="{getattr(settings, name)}" is not known: '
+            raise PyorchError(f'lossy setting {name}="{getattr(settings, name)}" is not known: '
                               f'use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:
-        raise PyorchError(f"substitution setting coverage={settings.alpha:g} is not above 0 and at most 1")
+        raise PyorchError(f"lossy setting coverage={settings.alpha:g} is not above 0 and at most 1")
     for name in ("k", "rho", "rho_token", "rank", "sacred", "among"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            raise PyorchError(f"substitution setting {_plain(name)}={value} is below 1: leave it out for no limit")
+            raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for no limit")
     if not settings.temperature > 0:
-        raise PyorchError(f"substitution setting temperature={settings.temperature:g} is not above 0")
+        raise PyorchError(f"lossy setting temperature={settings.temperature:g} is not above 0")
     for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus", "max_error", "seed"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
-            raise PyorchError(f"substitution setting {_plain(name)}={value:g} is negative")
+            raise PyorchError(f"lossy setting {_plain(name)}={value:g} is negative")
     if settings.weight == "fitted" and settings.mode in ("random", "cache"):
-        raise PyorchError("substitution setting weight=fitted is for buddies, whose outputs were compared: "
+        raise PyorchError("lossy setting weight=fitted is for buddies, whose outputs were compared: "
                           f"not for mode={settings.mode}")
     for name in ("among", "bonus"):
         if getattr(settings, name) is not None and settings.mode != "cache":
-            raise PyorchError(f"substitution setting {name} is for mode=cache, not for mode={settings.mode}")
+            raise PyorchError(f"lossy setting {name} is for mode=cache, not for mode={settings.mode}")
     if settings.max_error is not None and settings.miss != "auto":
-        raise PyorchError(f"substitution setting max_error is for miss=auto, not for miss={settings.miss}")
+        raise PyorchError(f"lossy setting max_error is for miss=auto, not for miss={settings.miss}")
     if settings.beta is not None and settings.read_ms is not None:
-        raise PyorchError("substitution settings max_absent and read_ms exclude each other: read_ms chooses max_absent")
+        raise PyorchError("lossy settings max_absent and read_ms exclude each other: read_ms chooses max_absent")
     for name in ("tau", "gamma"):
         value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
-            raise PyorchError(f"substitution setting {_plain(name)}={value} is not a percentile from p0 to p100")
+            raise PyorchError(f"lossy setting {_plain(name)}={value} is not a percentile from p0 to p100")
         if isinstance(value, Percentile) and settings.temperature != 1:
-            raise PyorchError(f"substitution setting {_plain(name)}={value} is a percentile of what was profiled at "
+            raise PyorchError(f"lossy setting {_plain(name)}={value} is a percentile of what was profiled at "
                               f"temperature 1: use a number with temperature={settings.temperature:g}")
 
 

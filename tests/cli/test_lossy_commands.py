@@ -102,7 +102,7 @@ def test_a_tuned_setting_brings_its_setting_and_its_budget(pyorch: Command, mode
     [
         (("--lossy", "max_replaced=many"), 'max_replaced="many" is not a whole number'),
         (("--lossy", "cosine=1"), '"cosine" is not known'),
-        (("--buddies-file", "x.gguf"), "ask for substitution with --lossy"),
+        (("--buddies-file", "x.gguf"), "such as --lossy buddies"),
         (("--buddy-weight", "own"), "ask for them with --lossy or --substitute"),
         (("--lossy", "buddies", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
         (("--tuned", "nowhere.json"), "nowhere.json cannot be read"),

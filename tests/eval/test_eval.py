@@ -589,6 +589,7 @@ def test_malformed_questions_name_the_line(small_moe: Path, tmp_path: Path, caps
     (["--shots", "400"], "no question is left"),
     (["--shots", "401"], "has 400 questions, 401 examples"),
     (["--cache-rate", "0.5", "--lossy", "rho=3", "--speed-tokens", "0"], "make them with `pyorch buddies`"),
+    (["--cache-rate", "0.5", "--lossy", "heaviest"], "a cache rate takes those for resident: make them with"),
     (["--cache-rate", "0.5", "--plot", "x.png", "--speed-tokens", "0"], "needs --speed-tokens"),
 ])
 def test_mistakes_are_sentences(

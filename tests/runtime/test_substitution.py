@@ -594,7 +594,7 @@ def test_kappa_weighs_hops(model):
 
     assert chosen("alpha=1") == chosen("alpha=1", hops) == 1
     assert chosen("alpha=1,kappa=0.3", hops) == 2
-    with pytest.raises(PyorchError, match="kappa weighs the hops to where experts are, and nobody said"):
+    with pytest.raises(PyorchError, match=r"by_hops \(kappa\) weighs the hops to where experts are, and nobody said"):
         model.substitute("alpha=1,kappa=0.3", buddies)
     model.substitute("alpha=1", buddies)
     apply_substitution(model.engine, 0, Substitution.parse("alpha=1,kappa=0.3"), buddies, placed=True)

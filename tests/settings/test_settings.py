@@ -163,7 +163,7 @@ def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
     assert not heaviest.needs_buddies and Substitution.parse(str(heaviest)) == heaviest
     assert Substitution.parse("ghosts") == replace(heaviest, miss="ghost") and Substitution.parse("buddies") == Substitution()
     assert Substitution.parse("heaviest,sacred=1,max_replaced=3") == replace(heaviest, sacred=1, rho=3)
-    for text, sentence in (("sacred=1,heaviest", '"heaviest" is not known'), ("heaviest,x=1", '"x" is not known'),
+    for text, sentence in (("sacred=1,heaviest", '"heaviest" stands first'), ("heaviest,x=1", '"x" is not known'),
                            ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known')):
         with pytest.raises(PyorchError, match=sentence):
             Substitution.parse(text)
@@ -183,6 +183,25 @@ def test_a_number_that_the_library_cannot_hold_is_refused(text: str) -> None:
     assert Substitution(rho=np.int64(3)).rho == 3
 
 
+@pytest.mark.parametrize("given, printed", [
+    ("heaviest", "heaviest"), ("mode=none,miss=drop,order=weight,sacred=2", "heaviest"),
+    ("heaviest,sacred=1", "heaviest,sacred=1"), ("ghosts,max_replaced=3", "ghosts,max_replaced=3"),
+    ("heaviest,miss=ghost", "ghosts"), ("heaviest,order=rank", "mode=none,miss=drop,sacred=2"),
+    ("mode=none,miss=drop,order=weight", "mode=none,order=weight,miss=drop"), ("buddies", "buddies"),
+    ("buddies,sacred=1", "sacred=1"),
+    ("mode=random,miss=drop,order=weight,sacred=2", "mode=random,order=weight,miss=drop,sacred=2"),
+])
+def test_settings_are_printed_as_short_as_they_are_given(given: str, printed: str) -> None:
+    assert str(Substitution.parse(given)) == printed
+    assert Substitution.parse(printed) == Substitution.parse(given)
+
+
+@pytest.mark.parametrize("text", ["sacred=1,heaviest", "heaviest,ghosts", "mode=none,buddies"])
+def test_a_word_for_settings_stands_before_the_others(text: str) -> None:
+    with pytest.raises(PyorchError, match='" stands first, and alone: "'):
+        Substitution.parse(text)
+
+
 def test_settings_of_buddies_have_plain_names() -> None:
     """By which they are printed. Those of the paper's symbols go on meaning the same."""
     plain = ("coverage=0.9,max_buddies=4,max_replaced=2,max_replaced_per_token=9,min_entropy=p15,max_lead=0.5,"
@@ -194,5 +213,5 @@ def test_settings_of_buddies_have_plain_names() -> None:
     assert {part.partition("=")[0] for part in printed.split(",")} == {part.partition("=")[0] for part in plain.split(",")}
     with pytest.raises(PyorchError, match='"max_replaced" is given twice'):
         Substitution.parse("rho=2,max_replaced=2")
-    with pytest.raises(PyorchError, match="is not known: begin with heaviest or .* use .*max_replaced"):
+    with pytest.raises(PyorchError, match="is not known: begin with heaviest or .* KEY=VALUE of .*max_replaced"):
         Substitution.parse("many=2")
