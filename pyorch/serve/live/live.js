@@ -74,7 +74,7 @@ function show(now) {
   $("advice").textContent = now.settings.advice;
   const { policy, prefetch, substitution, device } = now.settings;
   const { device_used_bytes, device_bytes } = now.totals;
-  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: buddies ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read${device ? ` · ${device}: ${size(device_used_bytes)} of its memory used, ${size(device_bytes)} uploaded` : ""}`;
+  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read${device ? ` · ${device}: ${size(device_used_bytes)} of its memory used, ${size(device_bytes)} uploaded` : ""}`;
   $("on-device").hidden = $("device-legend").hidden = !device;
   last = now;
 }
