@@ -153,8 +153,8 @@ def split(n_requests: int, val_share: float, seed: int) -> np.ndarray:
     Raises PyorchError for fewer than two requests.
     """
     if n_requests < 2:
-        raise PyorchError(f"the text makes {counted(n_requests, 'request')}: two are needed, one of them to be held out; "
-                          "use more documents, or a smaller --ctx")
+        raise PyorchError(f"the text makes {counted(n_requests, 'request')}: two are needed, one of them to be held "
+                          "out; use more documents, or a smaller --ctx")
     n = min(max(1, round(val_share * n_requests)), n_requests - 1)
     held_out = np.zeros(n_requests, bool)
     held_out[np.random.default_rng(seed).choice(n_requests, n, replace=False)] = True

@@ -163,8 +163,8 @@ class LayerExperts:
         """Codec, and what is stored."""
         stored = _read(ByteRange(str(self._map.pack), int(row["offset"]), int(row["stored"])))
         if checksum(stored) != row["checksum"]:
-            raise FormatError(f"{self._map.pack} is damaged: expert {row['expert']} of layer {self._layer.il} is not as it "
-                              "was packed")
+            raise FormatError(f"{self._map.pack} is damaged: expert {row['expert']} of layer {self._layer.il} is not "
+                              "as it was packed")
         return codecs.NAMES[row["codec"]], stored
 
     def _vector(self, role: str, name: str, expert: int) -> np.ndarray | None:

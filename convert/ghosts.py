@@ -1,18 +1,18 @@
 """Ghosts from a trace: for each expert a mean output and a linear map of low rank of the router's input.
 
 Of an expert, the samples are the router inputs x that selected it, its outputs y on them, and the squares w^2 of its
-routing weights: what an error there adds to the squared error of the layer. Those do not count where the expert is among
-the heaviest of a token, which is waited for all the same: they would count most of all. A ghost of rank r is the reduced-rank ridge
-regression of y on x, both centered at their weighted means: with X and Y the rows w (x - mean) and w (y - mean), and the
-singular value decomposition X = Q S R, the matrix of rank r with the least |Y - X B^T|^2 + lambda |B|^2 is the projection
-of the one of full rank, B = Y^T Q diag(S / (S^2 + lambda)) R, on the first r right singular vectors of
-diag(S / sqrt(S^2 + lambda)) Q^T Y. Where there are fewer samples than inputs, Q S R has as many rows as there are samples,
-which is the dual form.
+routing weights: what an error there adds to the squared error of the layer. Those do not count where the expert is
+among the heaviest of a token, which is waited for all the same: they would count most of all. A ghost of rank r is the
+reduced-rank ridge regression of y on x, both centered at their weighted means: with X and Y the rows w (x - mean) and w
+(y - mean), and the singular value decomposition X = Q S R, the matrix of rank r with the least |Y - X B^T|^2 + lambda
+|B|^2 is the projection of the one of full rank, B = Y^T Q diag(S / (S^2 + lambda)) R, on the first r right singular
+vectors of diag(S / sqrt(S^2 + lambda)) Q^T Y. Where there are fewer samples than inputs, Q S R has as many rows as
+there are samples, which is the dual form.
 
 All that is chosen is chosen by what is left on samples that were held out, in turns: lambda for a layer, and how many
-rows each expert of the model gets. Of all bytes, each expert first gets its mean, and then those rows are added that leave
-less for their bytes than all others do, where the expert is absent: in a cache of half of the experts, as often as Che's
-approximation says by how often the trace uses it.
+rows each expert of the model gets. Of all bytes, each expert first gets its mean, and then those rows are added that
+leave less for their bytes than all others do, where the expert is absent: in a cache of half of the experts, as often
+as Che's approximation says by how often the trace uses it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class Regression:
         return _thin_svd(gains[:, None] * self._qy)[2].T
 
     def map(self, ridge: float, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """mean float[n_out], down float[r, n_in] and up float[r, n_out], r at most rank: y is about mean + up^T down x."""
+        """mean float[n_out], down float[r, n_in] and up float[r, n_out], r at most rank: y is about mean + up^T down
+        x."""
         up = self.directions(ridge)[:, :rank]
         down = (up.T @ self._qy.T) * (self._s / (self._s**2 + ridge)) @ self._r
         return self._y_mean - up @ (down @ self._x_mean), down, up.T
@@ -140,7 +141,8 @@ class Regression:
         return np.array([held_out.weights @ ((y - foretold @ b) ** 2).sum(axis=1) for b in maps])
 
     def left_by_rank(self, held_out: Samples, ridge: float, most: int) -> np.ndarray:
-        """float[most + 1]: the same of the maps of rank 0, 1, ...; higher ranks than there are leave what the last does."""
+        """float[most + 1]: the same of the maps of rank 0, 1, ...; higher ranks than there are leave what the last
+        does."""
         p = self.directions(ridge)[:, :most]
         b = self._qy * (self._s / (self._s**2 + ridge))[:, None]
         foretold = (held_out.inputs - self._x_mean) @ self._r.T @ (b @ p)
@@ -152,8 +154,8 @@ class Regression:
 
 
 def _thin_svd(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The singular value decomposition, without singular values that are nearly 0. By the smaller matrix of products, which is
-    several times as fast, and exact enough beside a ridge."""
+    """The singular value decomposition, without singular values that are nearly 0. By the smaller matrix of products,
+    which is several times as fast, and exact enough beside a ridge."""
     wide = a.shape[0] <= a.shape[1]
     squares, vectors = np.linalg.eigh(a @ a.T if wide else a.T @ a)
     kept = (squares > max(float(squares.max(initial=0)), 1e-60) * 1e-10).nonzero()[0][::-1]
@@ -201,7 +203,8 @@ def build(
         report("writing down", done, len(fits))
         layers[fit.il] = fit.ghosts()
     n_bytes = sum(fit.base_bytes + fit.row_bytes * int(np.maximum(fit.ranks, 0).sum()) for fit in fits)
-    return Built(Ghosts(layers, len(trace.inputs[0]), settings.sacred), tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
+    ghosts = Ghosts(layers, len(trace.inputs[0]), settings.sacred)
+    return Built(ghosts, tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,8 @@ class _LayerFit:
 
 def absence(uses: np.ndarray, rate: float = 0.5) -> np.ndarray:
     """float64[n_expert]: how often each expert is absent from a cache of so large a share of the experts (Che, Tung and
-    Wang, "Hierarchical Web caching systems", 2002, eq. 5): exp(-u T) of its uses u for a token, with the T that fits."""
+    Wang, "Hierarchical Web caching systems", 2002, eq. 5): exp(-u T) of its uses u for a token, with the T that
+    fits."""
     used = uses[uses > 0]
     if not len(used) or len(used) <= rate * len(uses):  # all that are used have room
         return np.where(uses > 0, np.exp(-1.0), 1.0)
@@ -365,8 +369,8 @@ def absence(uses: np.ndarray, rate: float = 0.5) -> np.ndarray:
 
 
 def _divide(fits: list[_LayerFit], n_bytes: int) -> None:
-    """Sets the ranks of all ghosts: of what is left for each byte, the steepest descents first, along the lower convex hull
-    of each expert's curve. PyorchError for too few bytes."""
+    """Sets the ranks of all ghosts: of what is left for each byte, the steepest descents first, along the lower convex
+    hull of each expert's curve. PyorchError for too few bytes."""
     room = n_bytes - sum(fit.base_bytes for fit in fits)
     if room < 0:
         needed = n_bytes - room
@@ -377,7 +381,8 @@ def _divide(fits: list[_LayerFit], n_bytes: int) -> None:
     def offer(at: int, expert: int, rank: int) -> None:
         """The best step on from a rank, of those for which there is room."""
         most = min(fits[at].left.shape[1] - 1, rank + room // fits[at].row_bytes)
-        gains = (fits[at].left[expert, rank] - fits[at].left[expert, rank + 1 : most + 1]) / np.arange(1, most + 1 - rank)
+        left = fits[at].left[expert]
+        gains = (left[rank] - left[rank + 1 : most + 1]) / np.arange(1, most + 1 - rank)
         if len(gains) and gains.max() > 0:
             further = int(gains.argmax())
             gain = fits[at].absence[expert] * float(gains[further]) / fits[at].row_bytes

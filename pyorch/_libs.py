@@ -1,8 +1,8 @@
 """Finds the shared libraries of this package, makes `llama_cpp` load the same ones, and says how their threads wait.
 
 A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls. The package `llama_cpp`
-that is imported with pyorch is the one beside the libraries: bindings of another release would call them wrongly. Little
-is imported here: it comes before all else, while Ctrl-C is not quiet yet (pyorch/starting.py).
+that is imported with pyorch is the one beside the libraries: bindings of another release would call them wrongly.
+Little is imported here: it comes before all else, while Ctrl-C is not quiet yet (pyorch/starting.py).
 """
 
 from __future__ import annotations

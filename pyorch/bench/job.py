@@ -40,8 +40,8 @@ class Config:
 class Job:
     """A configuration and the work to measure it with.
 
-    data: a text file; None: tokens at random, of the first 256. n_sequences: decoded at once, each after a prompt of its
-    own; n_prompt, n_tokens: of each of them.
+    data: a text file; None: tokens at random, of the first 256. n_sequences: decoded at once, each after a prompt of
+    its own; n_prompt, n_tokens: of each of them.
     """
 
     model: str

@@ -103,8 +103,9 @@ def footer(
         rows.append((
             "noise", f"other processes used up to {max(busy):.0%} of the processors meanwhile: these numbers say little"
         ))
-    rows.append(("roofline", "not shown: the model fits into the processor's cache, and the disk plays no part" if cached
-                 else "max(compute time, missed bytes / peak disk bandwidth) / measured time"))
+    rows.append(("roofline",
+                 "not shown: the model fits into the processor's cache, and the disk plays no part" if cached else
+                 "max(compute time, missed bytes / peak disk bandwidth) / measured time"))
     return rows
 
 

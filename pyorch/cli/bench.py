@@ -38,9 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
     parser.add_argument("--baseline", default="", metavar="WHAT,...",
-                        help="also measure llama.cpp without pyorch, in turn: mmap (under the same limit), stock (all in "
-                             "memory, as it is by default), plain (all in memory, and pyorch beside it, both without "
-                             "repacked kernels)")
+                        help="also measure llama.cpp without pyorch, in turn: mmap (under the same limit), stock (all "
+                             "in memory, as it is by default), plain (all in memory, and pyorch beside it, both "
+                             "without repacked kernels)")
     parser.add_argument("--goals", action="store_true",
                         help="measure what pyorch wants to reach, and print whether it does; not with --budget, "
                              "--memory-limit and --baseline")

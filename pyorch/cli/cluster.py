@@ -48,8 +48,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         take_server_flags(starting)
     status = _add_action(actions, "status", "show how the servers do", _status, "pyorch cluster status --json")
     status.add_argument("--json", action="store_true", help="print it as one JSON object")
-    rebalance = _add_action(actions, "rebalance", "have the scheduler place the experts again now, which it does by itself "
-                            "every so often", _rebalance, "pyorch cluster rebalance --json")
+    rebalance = _add_action(actions, "rebalance", "have the scheduler place the experts again now, which it does by "
+                            "itself every so often", _rebalance, "pyorch cluster rebalance --json")
     rebalance.add_argument("--json", action="store_true", help="print the decision as one JSON object")
     measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for pyorch simulate",
                           _measure, "pyorch cluster measure -o costs.json")

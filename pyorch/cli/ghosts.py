@@ -27,8 +27,8 @@ class Report:
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(subparsers, "ghosts", summary, "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%")
     parser.description += (
-        " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the output "
-        "of an absent expert, where the user allows it (--lossy ghosts). Ghosts are written into a file "
+        " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the "
+        "output of an absent expert, where the user allows it (--lossy ghosts). Ghosts are written into a file "
         "beside the model, and all of them stay in memory."
     )
     add_model(parser)
@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="a trace that pyorch profile recorded, with --inputs")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--bytes", metavar="SIZE",
-                      help="memory for all ghosts: a share of the experts such as 3%%, or a size such as 200MiB; experts "
-                           "that gain more get more of it (default: 3%%)")
+                      help="memory for all ghosts: a share of the experts such as 3%%, or a size such as 200MiB; "
+                           "experts that gain more get more of it (default: 3%%)")
     size.add_argument("--rank", type=int, metavar="R",
                       help="rows of the map of each expert instead, fewer where more would be worse")
     parser.add_argument("--sacred", type=int, default=2, metavar="N",

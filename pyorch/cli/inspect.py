@@ -54,8 +54,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose\n"
                          "  pyorch inspect olmoe.gguf --disk")
     parser.add_argument("--disk", action="store_true",
-                        help="measure how experts are read fastest from this file system, keep that for all models on it, "
-                             "and show it")
+                        help="measure how experts are read fastest from this file system, keep that for all models on "
+                             "it, and show it")
     add_model(parser)
     parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
                         help="show the size of the KV cache for N tokens (default: 4096)")
@@ -157,8 +157,8 @@ def _facts(model: Inspection) -> Facts:
         facts.append(("budget", f"from {format_bytes(model.floor_bytes, round_up=True)} ({share:.0%}) "
                                 f"to {format_bytes(model.slots_bytes, round_up=True)} (100%)"))
         if model.layer_bytes > model.floor_bytes:
-            facts.append(("prompts", f"with a budget below {format_bytes(model.layer_bytes, round_up=True)} each layer's "
-                                     "experts pass through memory matrix by matrix, without a loss"))
+            facts.append(("prompts", f"with a budget below {format_bytes(model.layer_bytes, round_up=True)} each "
+                                     "layer's experts pass through memory matrix by matrix, without a loss"))
     else:
         facts.append(("budget", "none: a dense model has no experts to manage"))
     if model.disk is not None:

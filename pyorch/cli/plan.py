@@ -94,8 +94,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--decode-bandwidth", metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
-                        help="threads that decode (default: those that compute and those of the engine, at most as many "
-                             "as there are processors)")
+                        help="threads that decode (default: those that compute and those of the engine, at most as "
+                             "many as there are processors)")
     parser.add_argument("--check", action="store_true",
                         help="plan by the first half of the trace, and play the second half")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")

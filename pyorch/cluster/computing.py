@@ -7,9 +7,9 @@ dense part: a layer, and a token in it. Errors count as shares of the time, for 
 
 A step outside the layers cannot be told from its layers, all steps having as many: it is a part of `layer`.
 
-Servers on one machine get probes at the same time, too: then its processors are busy for longer than the same work takes
-alone, because memory, caches and the system are shared. So many seconds of work as are done while all of them are busy
-for a second are the cores that the machine is worth.
+Servers on one machine get probes at the same time, too: then its processors are busy for longer than the same work
+takes alone, because memory, caches and the system are shared. So many seconds of work as are done while all of them are
+busy for a second are the cores that the machine is worth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _PROBES = ((2, 16), (8, 0), (24, 0), (64, 0), (160, 0), (320, 0))
 _ROUNDS = 3  # of all of them; the first, in which buffers are made and pages come, does not count
 _SECONDS = 60.0  # after which no further round begins, for one server
 
-# Probes of all servers of a machine at once, and seconds in which they get them. Short ones: they end at about the same time.
+# Probes of all servers of a machine at once, and seconds in which they get them. Short ones: they end at about the same
+# time.
 _TOGETHER, _TOGETHER_SECONDS = ((2, 16), (64, 0)), 4.0
 
 

@@ -108,8 +108,8 @@ class Server:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Of a running cluster. interval: seconds. algorithm: of pyorch.cluster.placement. costs: what pyorch cluster measure
-    wrote; None: links are as the cluster.toml has them, and the rest as pyorch.cluster.coefficients."""
+    """Of a running cluster. interval: seconds. algorithm: of pyorch.cluster.placement. costs: what pyorch cluster
+    measure wrote; None: links are as the cluster.toml has them, and the rest as pyorch.cluster.coefficients."""
 
     enabled: bool = True
     interval: float = 300.0

@@ -123,8 +123,8 @@ class Counters:
 
 @dataclass(frozen=True)
 class Processors:
-    """Of a server's machine. name: the same for all servers on it. n: processors; busy: seconds that all of them together
-    were, since any time. n_threads: that compute in a job of the server."""
+    """Of a server's machine. name: the same for all servers on it. n: processors; busy: seconds that all of them
+    together were, since any time. n_threads: that compute in a job of the server."""
 
     name: str
     n: int

@@ -37,7 +37,8 @@ class RecentUses:
         self.uses, self.seconds = np.zeros(shape), 0.0  # that were looked at; both fade
 
     def add(self, uses: np.ndarray, seconds: float) -> None:
-        """What was used in the last so many seconds, float64 of that shape. What was known before is that much older."""
+        """What was used in the last so many seconds, float64 of that shape. What was known before is that much
+        older."""
         faded = FADING ** (seconds / self.interval)
         self.uses = faded * self.uses + uses
         self.seconds = faded * self.seconds + seconds

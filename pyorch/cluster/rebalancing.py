@@ -1,4 +1,5 @@
-"""What the scheduler of a running cluster decides by: what each server did since it was looked at last, and what it costs.
+"""What the scheduler of a running cluster decides by: what each server did since it was looked at last, and what it
+costs.
 
 Plain data in, a decision out; who asks the servers, and moves experts, is pyorch.cluster.scheduler.
 """

@@ -1,7 +1,7 @@
 """The scheduler of a running cluster, as a Ray actor: it places experts by what users asked lately, and moves them.
 
-It is on no request's way. What it must know it asks of the servers each time: which plan they follow, what was selected,
-and what it told them to remember; so one that dies is started again by Ray and goes on.
+It is on no request's way. What it must know it asks of the servers each time: which plan they follow, what was
+selected, and what it told them to remember; so one that dies is started again by Ray and goes on.
 
 Who holds what is a plan with a number, of which each server has a copy. A server's own row says what it keeps in
 memory, the other rows whom it asks for the rest. Experts move in rounds, each server takes one:
@@ -51,8 +51,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Report:
-    """pid: of the actor. interval: seconds. next: when it decides again, seconds since the epoch. plan: number of the one
-    that is followed. last: None before the first decision. local: of each server, the share of activations that it
+    """pid: of the actor. interval: seconds. next: when it decides again, seconds since the epoch. plan: number of the
+    one that is followed. last: None before the first decision. local: of each server, the share of activations that it
     computed itself in the last window. moving: None while no experts move. moved: by the last migration that ended;
     failed: why the last one did not end as it was to, "" if it did."""
 
@@ -150,8 +150,8 @@ class Scheduler:
         self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
         for name, since in self._absent_since.items():
             if now - since < self._setting.interval:
-                return Verdict(now, False, f"server {name} does not answer; its experts are placed anew when it has not "
-                                           f"for {self._setting.interval:g} s"), None
+                return Verdict(now, False, f"server {name} does not answer; its experts are placed anew when it has "
+                                           f"not for {self._setting.interval:g} s"), None
         if not found or self._plan is None:
             return Verdict(now, False, "no server answers"), None
         if not self._recent.uses.uses.any():
@@ -258,7 +258,8 @@ class Scheduler:
                 raise PyorchError("experts wait for each other's room")
 
     def _known(self, candidate: Placement, resident: np.ndarray, there: np.ndarray) -> Placement:
-        """The plan with what is resident now. Servers that are not there have what they had, for when they come back."""
+        """The plan with what is resident now. Servers that are not there have what they had, for when they come
+        back."""
         device = np.where(candidate.device != ABSENT, candidate.device, self._plan.device)
         device = np.where(resident, np.maximum(device, 0), ABSENT).astype(np.int16)
         device[~there] = self._plan.device[~there]

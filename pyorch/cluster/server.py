@@ -151,8 +151,8 @@ class Server:
             return self._change("move", plan.changed(moves), number, moves=[list(move) for move in moves])
 
     def expert(self, layer: int, expert: int) -> bytes | str:
-        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them; a sentence where
-        they cannot be read there."""
+        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them; a sentence
+        where they cannot be read there."""
         plan, _ = self._planned
         try:
             with self._reading:

@@ -1,9 +1,9 @@
 """When experts arrive in a cache whose time is simulated: so that what is evaluated does not depend on the machine.
 
-Whether an expert that is on its way counts as absent decides what a lossy setting computes. Here it is decided by a clock
-of its own: a layer of a token takes one unit of it, reads come one after another through a disk that takes as long as it
-is told, and a layer waits for what it demands. The residency table, its eviction and what is deferred are those of a run.
-Guesses are not simulated: a run finds somewhat more experts there.
+Whether an expert that is on its way counts as absent decides what a lossy setting computes. Here it is decided by a
+clock of its own: a layer of a token takes one unit of it, reads come one after another through a disk that takes as
+long as it is told, and a layer waits for what it demands. The residency table, its eviction and what is deferred are
+those of a run. Guesses are not simulated: a run finds somewhat more experts there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pyorch.llama.model import Model
 
 @dataclass(frozen=True)
 class Arrival:
-    """read_time: of an expert, in layers of a token. seed: 0: every read takes that; else from half to one and a half of
-    it, as drawn. PyorchError for what cannot be."""
+    """read_time: of an expert, in layers of a token. seed: 0: every read takes that; else from half to one and a half
+    of it, as drawn. PyorchError for what cannot be."""
 
     read_time: float = 1.0
     seed: int = 0

@@ -119,8 +119,8 @@ def lossy_method(substitution: Substitution) -> Method:
 
 
 def baseline(name: str, beside: Substitution | None = None) -> Method:
-    """A row to compare with: one of BASELINES. Random residents, and leaving experts out, work under the gates of the row
-    beside which they stand, in its order and within its limits; beside none, under no gates."""
+    """A row to compare with: one of BASELINES. Random residents, and leaving experts out, work under the gates of the
+    row beside which they stand, in its order and within its limits; beside none, under no gates."""
     if name == ORIGINAL.name:
         return ORIGINAL
     gates = Substitution() if beside is None else beside
@@ -151,8 +151,8 @@ def n_ubatch(substitution: Substitution | None, cache: str = STATIC, speculates:
 
 @contextlib.contextmanager
 def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
-    """A model of whose experts simulated() can take any away. All are in memory where they fit; else as many as do, which
-    takes longer and changes no result."""
+    """A model of whose experts simulated() can take any away. All are in memory where they fit; else as many as do,
+    which takes longer and changes no result."""
     with ModelMap(path) as model_map:
         info = model_map.info
         if not model_map.layers:
@@ -166,8 +166,8 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
 def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
     """Options of load() with which a managed model and the resident one compute with the same kernels.
 
-    llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit beside
-    each other, both compute with the plain kernels, for which weights may stay in the file.
+    llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit
+    beside each other, both compute with the plain kernels, for which weights may stay in the file.
     """
     with ModelMap(path) as model_map:
         info = model_map.info

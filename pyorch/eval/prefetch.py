@@ -278,8 +278,8 @@ def split(trace: Trace) -> tuple[TracePart, TracePart]:
     request = trace.records["request"]
     numbers, index = np.unique(request, return_inverse=True)
     if len(numbers) < 3:
-        raise PyorchError(f"{trace.path} has {counted(len(numbers), 'request')}: with three or more some can be held out; "
-                          "give more text, or a past with --history or --history-trace")
+        raise PyorchError(f"{trace.path} has {counted(len(numbers), 'request')}: with three or more some can be held "
+                          "out; give more text, or a past with --history or --history-trace")
     held_out = np.isin(index % 10, _HELD_OUT)
     return (TracePart(trace.path, trace.header, trace.records[~held_out]),
             TracePart(trace.path, trace.header, trace.records[held_out]))

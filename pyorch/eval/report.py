@@ -75,13 +75,15 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
             (
                 _CHANGED,
                 lambda row: _number(
-                    row.speed, lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}"
+                    row.speed,
+                    lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}"
                 ),
             ),
         ]
     elif swept:
         columns.append(
-            (_CHANGED, lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}")
+            (_CHANGED,
+             lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}")
         )
     return columns
 

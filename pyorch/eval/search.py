@@ -72,8 +72,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Goal:
-    """The asked share of the original's accuracy, which settings have to keep beyond chance, and the most divergence, in
-    nats. None: not asked."""
+    """The asked share of the original's accuracy, which settings have to keep beyond chance, and the most divergence,
+    in nats. None: not asked."""
 
     min_accuracy: float | None
     max_kl: float | None

@@ -85,8 +85,8 @@ def measure_speed(
 
 
 def median(rounds: Sequence[Speed]) -> Speed:
-    """The round of the median rate: one that the machine slowed down does not count. Of an even number, the slower of the
-    two in the middle."""
+    """The round of the median rate: one that the machine slowed down does not count. Of an even number, the slower of
+    the two in the middle."""
     return sorted(rounds, key=lambda speed: speed.rate)[(len(rounds) - 1) // 2]
 
 

@@ -17,8 +17,8 @@ ABI = 1  # PYORCH_ABI of the headers that this package is written for
 
 
 def declared(library: str) -> Any:
-    """The ffi of a library, with what its headers declare: the build wrote that down (native/cmake/declarations.py), for
-    parsing them takes a tenth of a second."""
+    """The ffi of a library, with what its headers declare: the build wrote that down (native/cmake/declarations.py),
+    for parsing them takes a tenth of a second."""
     path = _libs.lib_dir() / f"{library}_declarations.py"
     if not path.is_file():
         raise ImportError(f"{path} is missing: {_TOGETHER}")

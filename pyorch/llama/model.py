@@ -295,7 +295,8 @@ class Model:
     def close(self) -> None:
         """Frees the context, the model and then its engine. May be called again.
 
-        After it, generate(), its unfinished generators and `llama` raise PyorchError. Refused in an observer or a source.
+        After it, generate(), its unfinished generators and `llama` raise PyorchError. Refused in an observer or a
+        source.
         """
         self.llama.close()
 

@@ -130,7 +130,8 @@ class RemoteCalls(EngineHandle):
         """Who can compute each expert of a layer: numbers of connect(), or HERE.
 
         Args:
-            peers: int[n_expert] or int[n_expert, n_places]. HERE ends a list, and where it is empty, this server computes.
+            peers: int[n_expert] or int[n_expert, n_places]. HERE ends a list, and where it is empty, this server
+            computes.
                 Of several that are there, the one is asked that has least to do in the ubatch. An expert that is
                 resident here is computed here.
 

@@ -38,8 +38,9 @@ class ResidencyCalls(EngineHandle):
         self._order(lib.pyorch_pin, il, experts)
 
     def offer(self, il: int, expert: int, matrices: bytes) -> None:
-        """The bytes of an expert, as the model's file has them, in the order of its roles: taken in place of a read, the
-        next time it comes into memory. Ignored of one that is there, or on its way, and where experts are in a pack.
+        """The bytes of an expert, as the model's file has them, in the order of its roles: taken in place of a read,
+        the next time it comes into memory. Ignored of one that is there, or on its way, and where experts are in a
+        pack.
 
         PyorchError for another size.
         """

@@ -20,7 +20,8 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def get(host: str, port: int, path: str) -> str | None:
-    """The answer, None where there is none within a second, or not with status 200. Port 0: the host is a Unix socket."""
+    """The answer, None where there is none within a second, or not with status 200. Port 0: the host is a Unix
+    socket."""
     connection = http.client.HTTPConnection(host, port, timeout=_SECONDS) if port else _UnixConnection(host)
     try:
         connection.request("GET", path)

@@ -28,11 +28,12 @@ class Ending:
     """SIGINT and SIGTERM end the server that runs inside serving().
 
     The first one: no connection is accepted any more, and those end that have not sent a whole request. Requests that
-    run have so many seconds; what is left of them is cut. Then llama-server returns, and the caller writes what it has to
-    write; further signals are without effect until the context is left. A second signal before llama-server has returned
-    does not wait for it: what is to be written is written, and the process ends.
+    run have so many seconds; what is left of them is cut. Then llama-server returns, and the caller writes what it has
+    to write; further signals are without effect until the context is left. A second signal before llama-server has
+    returned does not wait for it: what is to be written is written, and the process ends.
 
-    begin_again() ends the server in the same order. again: that was all, and another server is to begin: no signal came.
+    begin_again() ends the server in the same order. again: that was all, and another server is to begin: no signal
+    came.
     """
 
     def __init__(self, grace: float) -> None:

@@ -24,8 +24,8 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class Request:
     """A request for a route.
 
-    headers: by name, in lower case. own: what llama-server itself answers to it, "" where it lacks the route; own_status
-    with it. local: it came over the loopback interface or a Unix socket.
+    headers: by name, in lower case. own: what llama-server itself answers to it, "" where it lacks the route;
+    own_status with it. local: it came over the loopback interface or a Unix socket.
     """
 
     method: str

@@ -62,7 +62,8 @@ def serve(
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
         grace: seconds that requests have to end, see pyorch.serve.ending.
-        beside: a context that is entered when requests are answered, on another thread, and left before the engine ends.
+        beside: a context that is entered when requests are answered, on another thread, and left before the engine
+        ends.
         placed: other servers will compute experts, which is a hop for `kappa` (BuddyMoE eq. 3).
         options: of pyorch.load. What was learned is written to maps at the end.
 

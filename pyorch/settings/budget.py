@@ -27,7 +27,8 @@ class Budget:
 
     @classmethod
     def parse(cls, text: int | str | Budget) -> Budget:
-        """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "resident". BudgetError for what is none of these."""
+        """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "resident". BudgetError for what is none of
+        these."""
         if isinstance(text, Budget):
             return text
         if isinstance(text, str) and text in _NAMED:

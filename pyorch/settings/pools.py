@@ -30,7 +30,8 @@ class Pools:
         if not all(0 <= share <= 1 for share in self.shares):
             raise PyorchError(f"shares of pools must be from 0 to 1, and {self} has others")
         if not math.isclose(sum(self.shares), 1, abs_tol=_TOLERANCE):
-            raise PyorchError(f"the sum of the shares of all pools must be 1, and that of {self} is {sum(self.shares):g}")
+            raise PyorchError(
+                f"the sum of the shares of all pools must be 1, and that of {self} is {sum(self.shares):g}")
 
     @property
     def shares(self) -> tuple[float, float, float, float]:

@@ -17,8 +17,8 @@ _SMALLEST, _LARGEST = 4 * KiB, 1 * GiB
 class Reads:
     """reader: one of READERS; auto: io_uring where the kernel has and allows it, else threads.
 
-    depth: requests under way at once. request_bytes: of one at most; 0: what suits the depth, and of both as the disk was
-    measured to need.
+    depth: requests under way at once. request_bytes: of one at most; 0: what suits the depth, and of both as the disk
+    was measured to need.
     """
 
     reader: str = "auto"

@@ -46,8 +46,8 @@ class Settings:
              "takes what the memory limit leaves",
     )
     policy: str | None = option(
-        None, text, "the name of a policy", metavar="NAME", help="which experts leave memory first (eviction policy). {policies}",
-        default_text="{policy}",
+        None, text, "the name of a policy", metavar="NAME",
+        help="which experts leave memory first (eviction policy). {policies}", default_text="{policy}",
     )
     prefetch: Prefetch = option(
         Prefetch(), Prefetch.parse, "text or a Prefetch", metavar="WHAT",

@@ -163,7 +163,8 @@ def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> 
     left = arrays.get(f"blk.{il}.left")
     if left is not None and (left.dtype != np.float32 or left.shape != found["ids"].shape or (left < 0).any()
                              or (left > 1).any()):
-        raise FormatError(f"{path}: what buddies of layer {il} leave are no numbers from 0 to 1 for each: make it again")
+        raise FormatError(
+            f"{path}: what buddies of layer {il} leave are no numbers from 0 to 1 for each: make it again")
     layer = LayerBuddies(il, **{name: np.array(array) for name, array in found.items()},
                          left=None if left is None else np.array(left))
     _check(path, layer)

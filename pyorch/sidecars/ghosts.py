@@ -1,6 +1,7 @@
 """Ghosts: what estimates the output of an absent expert, in the sidecar model.ghosts.gguf.
 
-`pyorch ghosts` fits them (pyorch.convert.ghosts) and writes the file; here they are read, checked and given to an engine.
+`pyorch ghosts` fits them (pyorch.convert.ghosts) and writes the file; here they are read, checked and given to an
+engine.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ VERSION = 1
 class LayerGhosts:
     """The ghosts of one layer: of the router's input x, an expert gives about mean + up^T (down x), of its own rows.
 
-    Rows of down and up are those of expert 0, then those of expert 1, and so on. Those of a file stay as it has them, in
-    float16: an engine makes a copy of its own.
+    Rows of down and up are those of expert 0, then those of expert 1, and so on. Those of a file stay as it has them,
+    in float16: an engine makes a copy of its own.
     """
 
     rank: np.ndarray  # int32[n_expert], -1: the expert has no ghost
     mean: np.ndarray  # float32 or float16[n_expert, n_out], as are down and up
     down: np.ndarray  # [sum of the ranks, n_in]
     up: np.ndarray  # [sum of the ranks, n_out]
-    error: np.ndarray  # float32[n_expert], the mean square of what the ghost misses, on inputs that it was not fitted on,
-    #                    as a share of the layer's mean squared output; of an expert that has the whole weight of a token
+    error: np.ndarray  # float32[n_expert], the mean square of what the ghost misses, on inputs that it was not fitted
+    #                    on, as a share of the layer's mean squared output; of an expert that has the whole weight of
+    #                    a token
     energy: np.ndarray  # float32[n_expert], the mean square of the expert's output, likewise
 
     def rows(self, expert: int) -> slice:
@@ -58,7 +60,8 @@ class Ghosts:
     sacred: int
 
     def apply(self, engine: Engine, il: int) -> None:
-        """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for others'."""
+        """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for
+        others'."""
         layer = self.layers[il]
         engine.set_ghosts(il, layer.rank, layer.mean, layer.down, layer.up, layer.error, layer.energy)
 

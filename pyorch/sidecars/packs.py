@@ -29,8 +29,8 @@ PLAIN = "plain"  # as matrices lie in the model
 CODECS = "codecs"  # metadata of compressed packs: of every matrix of every layer, what it is stored with
 
 # A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
-# one. expert, role: whose. codec: in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw: bytes
-# in the pack, and of what it stands for. checksum: XXH3 with 64 bits of what is stored.
+# one. expert, role: whose. codec: in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw:
+# bytes in the pack, and of what it stands for. checksum: XXH3 with 64 bits of what is stored.
 CHUNK = np.dtype([(name, np.int64) for name in ("expert", "role", "plane", "codec", "offset", "stored", "raw")]
                  + [("checksum", np.uint64)])
 

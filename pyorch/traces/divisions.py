@@ -24,8 +24,8 @@ _CHOICE_PASSES = 24_000
 
 @dataclass(frozen=True)
 class Played:
-    """hits: of the experts of a token, or of a batch of them, in a layer those in each of F, C, S and E, and in none, on
-    average. wait_ms: what these tokens waited for."""
+    """hits: of the experts of a token, or of a batch of them, in a layer those in each of F, C, S and E, and in none,
+    on average. wait_ms: what these tokens waited for."""
 
     hits: tuple[float, float, float, float, float]
     wait_ms: float

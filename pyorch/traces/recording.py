@@ -168,8 +168,8 @@ def decoded_recording(trace: Trace, model_map: ModelMap) -> Recording:
     recording = recording.of_layers(wanted)
     n_used = model_map.info.n_expert_used
     if recording.experts.shape[2] != n_used:
-        raise FormatError(f"{trace.path} is damaged: it has {recording.experts.shape[2]} experts of a token in a layer, "
-                          f"not {n_used}")
+        raise FormatError(f"{trace.path} is damaged: it has {recording.experts.shape[2]} experts of a token in a "
+                          f"layer, not {n_used}")
     for layer, last in zip(model_map.decoded_layers, recording.experts.max(axis=(0, 2))):
         if last >= layer.n_expert:
             raise FormatError(

@@ -49,12 +49,12 @@ class ReplaySettings:
     prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the forecasts
     that follow from it.
 
-    pools: as pyorch.load takes it, where the map has a compressed pack. decode_bandwidth: of one thread that decodes its
-    experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
+    pools: as pyorch.load takes it, where the map has a compressed pack. decode_bandwidth: of one thread that decodes
+    its experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
 
     vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none.
-    The policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the device,
-    bytes a second; 0: uploads take no time. What the device computes takes as long as elsewhere.
+    The policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the
+    device, bytes a second; 0: uploads take no time. What the device computes takes as long as elsewhere.
 
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
     recording, of prompts too, is one that is decoded, as if the text had been generated.
