@@ -224,7 +224,8 @@ def _check(settings: Substitution) -> None:
     for name in ("k", "rho", "rho_token", "rank", "sacred", "among"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for no limit")
+            off = "none, without heaviest and ghosts" if name == "sacred" else "no limit"
+            raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for {off}")
     if not settings.temperature > 0:
         raise PyorchError(f"lossy setting temperature={settings.temperature:g} is not above 0")
     for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus", "max_error", "seed"):
