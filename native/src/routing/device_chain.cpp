@@ -269,6 +269,22 @@ ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * ther
 
 void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, int n_tokens,
     const std::vector<int> & device_slots, int n_device_slots) {
+    // Slots that no row is in: so no kernel gets more rows for an expert than the model has, and none computes in
+    // another way. With n in use, n_used of the first n + n_used are not, if there are so many.
+    const auto is_slot = [](int slot) { return slot >= 0; };
+    const auto n_taken = std::count_if(device_slots.begin(), device_slots.end(), is_slot);
+    std::vector<uint8_t> taken(std::min<size_t>(n_device_slots, n_taken + n_used));
+    for (int slot : device_slots) {
+        if (slot >= 0 && slot < (int) taken.size()) {
+            taken[slot] = 1;
+        }
+    }
+    std::vector<int> idle;
+    for (int slot = 0; slot < (int) taken.size(); ++slot) {
+        if (!taken[slot]) {
+            idle.push_back(slot);
+        }
+    }
     layer.device_slots.resize((size_t) n_used * n_tokens);
     layer.joined_rows.resize((size_t) n_used * n_tokens);
     auto ghost = layer.ghosts.begin();
@@ -285,19 +301,22 @@ void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, in
             rows[i] = slots[i] < 0 ? n_used + i : first;
             slots[i] = slots[i] >= 0 && first < i && !layer.alone ? -1 : slots[i];
         }
-        // All other rows go through slots that the token does not use: enough of the first n_used are not. No slot has
-        // more rows than there are tokens, as no expert of a model has.
-        int other = -1;
+        // All other rows go through these, or where there are too few, through slots that the token does not use.
+        size_t next = 0;
+        int    free = 0;
         for (int i = 0; i < n_used; ++i) {
             if (slots[i] >= 0) {
                 continue;
             }
-            if (other < 0 || !layer.may_repeat) {
-                do {
-                    ++other;
-                } while (std::find(slots, slots + n_used, other) != slots + n_used);
+            if (next < idle.size()) {
+                slots[i] = idle[next];
+                next += !layer.may_repeat;
+                continue;
             }
-            slots[i] = other < n_device_slots ? other : 0;
+            while (std::find(slots, slots + n_used, free) != slots + n_used) {
+                ++free;
+            }
+            slots[i] = free < n_device_slots ? free : 0;
         }
     }
 }
