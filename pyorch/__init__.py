@@ -13,7 +13,7 @@ TYPE_CHECKING = False  # typing alone would take as long as all that is imported
 if TYPE_CHECKING:
     from pyorch.runtime.engine import Engine
     from pyorch.runtime.statistics import Stats
-    from pyorch.errors import BudgetError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
+    from pyorch.errors import BudgetError, DeviceError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
     from pyorch.llama.interception import manage
     from pyorch.llama.layer import LayerPolicy
     from pyorch.llama.model import Model, load
@@ -26,6 +26,7 @@ __version__: str
 # Where each name is: importing all of it takes a second, and the command line's --help needs none.
 _HOMES = {
     "BudgetError": "errors",
+    "DeviceError": "errors",
     "Engine": "runtime.engine",
     "ExpertReadError": "errors",
     "FormatError": "errors",

@@ -23,7 +23,7 @@ from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 import pyorch
 from pyorch.cli.verify import sentence
-from pyorch.errors import DeviceError, PyorchError
+from pyorch.errors import PyorchError
 from pyorch.eval.verify import verify
 from pyorch.llama import context_plan, interception, logs, measure
 from pyorch.llama.context import Context
@@ -379,9 +379,9 @@ def test_a_device_that_is_lost_fails_the_decode_and_spares_the_process(
             it.decode(prompt_tokens[:40])
             lost.stop()
             for _ in range(2):
-                with pytest.raises(DeviceError, match="is lost"):
+                with pytest.raises(pyorch.DeviceError, match="is lost"):
                     it.decode(prompt_tokens[:1])
-        with pytest.raises(DeviceError, match="is lost"):
+        with pytest.raises(pyorch.DeviceError, match="is lost"):
             list(model.generate("import os", max_tokens=2))
     with small_model(small_moe, "50%") as model:
         assert len(logits(model, prompt_tokens)) == len(logits(resident, prompt_tokens))
