@@ -69,7 +69,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep.add_argument("--text-tokens", type=int, default=4000, metavar="N",
                        help="predict at most N tokens of --text (default: 4000)")
     sweep.add_argument("--buddies-file", metavar="FILE",
-                       help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
+                       help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
+                            "(default: MODEL.buddies.gguf beside the model)")
     sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
                        help="measure accuracy with a simulated cache of the most active experts, in batches (static), "
                             "or with one that follows the text, token by token (dynamic) (default: static)")

@@ -52,13 +52,14 @@ def add_settings(
 
 
 def _help_of_substitution() -> str:
-    """A line for each setting of --lossy: its plain name, the paper's symbol, what it does."""
-    lines = ["Off unless asked for: the model's answers change. SETTINGS of --lossy, with the symbols of the BuddyMoE "
-             "paper, which can be given too:"]
+    """A line for each preset of --lossy, and for each setting: its plain name, the paper's symbol, what it does."""
+    lines = ["Off unless asked for: the model's answers change. SETTINGS of --lossy are one of these words, or "
+             "KEY=VALUE,... of the keys below, or the word first and then what differs, as in heaviest,sacred=1:"]
+    lines += (f"  {name:20} short for {settings}" for name, settings in PRESETS.items())
+    lines.append("The keys, with the symbols of the BuddyMoE paper, which can be given too:")
     for name, option in options(Substitution).items():
         heading = f"{option.plain} ({name})" if option.plain else name
         lines.append(f"  {heading:20} {option.help}")
-    lines += (f"  {name:20} as the first of SETTINGS: short for {settings}" for name, settings in PRESETS.items())
     return "\n".join(lines)
 
 

@@ -44,9 +44,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="accuracy: the answer with the highest likelihood per character (acc_norm), or the "
                              "highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--buddies-file", metavar="FILE",
-                        help="lists of buddies (default: MODEL.buddies.gguf beside the model)")
+                        help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
+                             "(default: MODEL.buddies.gguf beside the model)")
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
-                        help="try these settings, with alternatives between bars: mode=none,miss=drop,sacred=1|2 "
+                        help="try these settings, with alternatives between bars: heaviest,sacred=1|2 "
                              "stands for two; may be repeated (default: some of leaving out, of cache-aware routing, "
                              "of buddies, and of ghosts where the model has some)")
     parser.add_argument("--candidates", type=int, default=3, metavar="N",

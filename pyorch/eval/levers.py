@@ -1,6 +1,6 @@
 """Levers: families of lossy settings, as text, of which `pyorch tune` tries each.
 
-A lever is written as settings are, with alternatives between bars: "mode=none,miss=drop,sacred=1|2" is two settings.
+A lever is written as settings are, with alternatives between bars: "heaviest,sacred=1|2" is two settings.
 Whatever pyorch.settings.substitution can read can be a lever.
 """
 
