@@ -17,7 +17,8 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test test-vulkan test-cuda-build chat-page wheel test-wheel bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads setup clean
+.PHONY: demo test test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
+.PHONY: bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -65,11 +66,12 @@ bench-prediction: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
 	    $(BIN)/cmake --build "$$tree" --target prediction_bench >/dev/null && "$$tree"/bin/prediction_bench
 
-# How fast experts of compressed packs are put together again, likewise.
+# What ghosts of absent experts cost, beside ggml's own operations, likewise.
 bench-ghosts: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
 	    $(BIN)/cmake --build "$$tree" --target ghosts_bench >/dev/null && "$$tree"/bin/ghosts_bench 1
 
+# How fast experts of compressed packs are put together again, likewise.
 bench-codecs: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
 	    $(BIN)/cmake --build "$$tree" --target codecs_bench >/dev/null && "$$tree"/bin/codecs_bench
