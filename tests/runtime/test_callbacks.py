@@ -91,7 +91,7 @@ def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
         getattr(model.engine, kind)(lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
         for token in prompt_tokens[8:12]:
             context.decode([token])
-        model.engine.wait_idle()
+            model.engine.wait_idle()  # a thread without a turn forgets all but the last layers: those it is shown
         getattr(model.engine, kind)(None)
     assert len(seen) == 1
     for name in REFUSED:
