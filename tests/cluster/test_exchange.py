@@ -14,6 +14,7 @@ import pytest
 from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
 
+from pyorch import ports
 from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.errors import PyorchError
@@ -96,7 +97,7 @@ def test_a_new_placement_and_a_server_that_moves_fail_no_request(servers, reside
 def test_a_server_that_was_cut_off_is_asked_again_once_it_is_met_again(servers):
     (_, exchange), (b_model, b), _ = servers
     b_model.engine.stop_listening()
-    port = b.listen()
+    port = b.listen(port=ports.free())
     exchange.meet("b", "127.0.0.1", port, timeout=60)
     b_model.engine.stop_listening()
     with socket.create_server(("127.0.0.1", port)) as listening:

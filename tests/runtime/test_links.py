@@ -17,6 +17,7 @@ import pytest
 from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
 
+from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.sidecars.container import fingerprint
@@ -27,11 +28,12 @@ TOKEN = "a token for tests"
 class Link:
     """A relay to a port, as a link whose ends do not hear of what becomes of it.
 
-    cut: nothing passes, and nobody is told, new connections included. delay: seconds, of each piece that passes.
+    cut: nothing passes, and nobody is told, new connections included. cut_at: a piece of so many bytes or more cuts it
+    before it passes. delay: seconds, of each piece that passes.
     """
 
     def __init__(self, port: int) -> None:
-        self.cut, self.delay = False, 0.0
+        self.cut, self.cut_at, self.delay = False, float("inf"), 0.0
         self._to = port
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -80,6 +82,7 @@ class Link:
         data = b""
         with contextlib.suppress(OSError):
             data = source.recv(1 << 20)
+        self.cut |= len(data) >= self.cut_at
         if not data:
             self._selector.unregister(source)
         self._under_way.append((time.monotonic() + self.delay, self._other[source], data))
@@ -118,10 +121,18 @@ def placed(client: Model, link: Link, timeout: float) -> int:
 
 
 def replaced(client: Model, link: Link, number: int, timeout: float) -> int:
-    """The same with another timeout: a short one is for servers that are to be lost."""
-    other = placed(client, link, timeout)
+    """The same with another timeout: a short one is for servers that are to be lost. One that is silent for so long
+    while it joins, as it may be on a busy machine, is asked again."""
+    found: list[int] = []
+
+    def is_joined() -> bool:
+        with contextlib.suppress(PyorchError):
+            found.append(placed(client, link, timeout))
+        return bool(found)
+
+    wait_until(is_joined)
     client.engine.disconnect(number)
-    return other
+    return found[0]
 
 
 def decoded(model: Model, prompt: list[int], n_tokens: int = 3) -> list[np.ndarray]:
@@ -139,6 +150,11 @@ def assert_right(model: Model, prompt: list[int], expected: list[np.ndarray]) ->
         assert_same_bits(rows, right)
 
 
+def evict_all(model: Model) -> None:
+    for layer in model.layers.values():
+        model.engine.evict(layer.il, range(layer.n_expert))
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + HANG_SECONDS
     while not condition():
@@ -152,10 +168,10 @@ def test_a_link_that_is_cut_without_a_word_costs_no_request_and_is_used_when_it_
     with linked(small_moe) as (client, server, link, number):
         assert_right(client, prompt_tokens, expected)
         assert client.engine.stats().loads == 0 and client.engine.remote_stats().fallback == 0
-        number = replaced(client, link, number, timeout=2.0)
+        number = replaced(client, link, number, timeout=0.5)
         link.cut = True
-        wait_until(lambda: not client.engine.peer(number).joined)
-        assert "said nothing for 2000 ms" in client.engine.peer(number).error
+        wait_until(lambda: not client.engine.peer(number).joined and
+                   "said nothing for 500 ms" in client.engine.peer(number).error)
         assert_right(client, prompt_tokens, expected)
         before = client.engine.remote_stats().slots
         assert client.engine.stats().loads > 0
@@ -163,8 +179,7 @@ def test_a_link_that_is_cut_without_a_word_costs_no_request_and_is_used_when_it_
         link.cut = False
 
         def is_used() -> bool:
-            for layer in client.layers.values():
-                client.engine.evict(layer.il, range(layer.n_expert))
+            evict_all(client)
             assert_right(client, prompt_tokens, expected)
             return client.engine.remote_stats().slots > before
 
@@ -174,16 +189,16 @@ def test_a_link_that_is_cut_without_a_word_costs_no_request_and_is_used_when_it_
 
 def test_a_link_that_is_cut_inside_a_request_costs_nothing_but_time(small_moe, prompt_tokens, expected):
     with linked(small_moe) as (client, server, link, number):
-        number = replaced(client, link, number, timeout=2.0)
-        link.delay = 0.05  # so that there is a time between question and answer
-        result: list[np.ndarray] = []
-        thread = threading.Thread(target=lambda: result.extend(decoded(client, prompt_tokens)))
-        thread.start()
-        wait_until(lambda: client.engine.peer(number).requests > 0)
-        link.cut = True
-        thread.join()
-        for rows, right in zip(result, expected, strict=True):
-            assert_same_bits(rows, right)
+        number = replaced(client, link, number, timeout=0.5)
+        link.cut_at = 2048  # bytes: of signs of life there are fewer, of the rows of a question more
+
+        def is_cut() -> bool:
+            """Not where the server was lost before it was asked, on a busy machine."""
+            evict_all(client)
+            assert_right(client, prompt_tokens, expected)
+            return link.cut
+
+        wait_until(is_cut)
         assert client.engine.peer(number).failed >= 1 and client.engine.remote_stats().fallback > 0
 
 
@@ -199,8 +214,7 @@ def test_where_the_link_is_slower_than_the_disk_experts_are_read(small_moe, prom
         assert 1 <= asked.requests < 32, "four ubatches of eight layers"
 
         client.engine.allow_reads(False)
-        for layer in client.layers.values():
-            client.engine.evict(layer.il, range(layer.n_expert))
+        evict_all(client)
         link.delay = 0.0
         loads, read = client.engine.stats().loads, client.engine.remote_stats().read
         assert_right(client, prompt_tokens, expected)
