@@ -68,13 +68,13 @@ def watched(small_moe: Path):
         model.engine.set_observer(None)
 
 
-def decode(model, tokens, context: Context | None = None) -> None:
-    if context is None:
-        with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
-            decode(model, tokens, context)
-        return
-    for token in tokens:
-        context.decode([token])
+def decode(model, tokens, wait: bool = False) -> None:
+    """wait: behind each token, for all that was guessed and is read ahead."""
+    with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        for token in tokens:
+            context.decode([token])
+            if wait:
+                model.engine.wait_idle()
 
 
 def tokens_of(model) -> list[int]:
@@ -83,10 +83,9 @@ def tokens_of(model) -> list[int]:
 
 def test_demand_goes_before_what_is_read_ahead(watched: WatchedSource):
     ahead = 0
-    while ahead <= 100:  # there was something to go before
+    while ahead <= 100:  # there was something to go before: at least what is read behind a token for the next
         watched.log.clear()
-        decode(watched.model, tokens_of(watched.model))
-        watched.model.engine.wait_idle()
+        decode(watched.model, tokens_of(watched.model), wait=True)
         for il, experts, reads in watched.passes():
             demanded = [layer == il and expert in experts for layer, expert in reads]
             if True in demanded:
@@ -128,16 +127,12 @@ def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
         tokens = 4 * tokens_of(model)
 
         def loads(min_precision: float) -> int:
-            """Read ahead for the last 20 tokens, after those before were counted. At least the guesses of a token's
-            first layer are in time: behind the token before, all that was guessed is waited for."""
-            with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
-                model.engine.set_prefetch("layer-all", 1, min_precision)
-                for i, token in enumerate(tokens):
-                    if i == len(tokens) - 20:
-                        model.reset_stats()
-                    context.decode([token])
-                    model.engine.wait_idle()
-                return model.stats().experts.prefetch_loads
+            """Read ahead for 20 tokens, after those before were counted: at least for the first layer of each."""
+            model.engine.set_prefetch("layer-all", 1, min_precision)
+            decode(model, tokens[:-20], wait=True)
+            model.reset_stats()
+            decode(model, tokens[-20:], wait=True)
+            return model.stats().experts.prefetch_loads
 
         assert loads(0.4) < loads(0.0) / 4, "one expert of ten is used"
 

@@ -38,7 +38,7 @@ def test_running_requests_end_with_a_sentence_and_the_next_is_answered_by_the_pr
                                 "--context-shift", "-np", "2"))
     with closing(Stream(server, -1)) as one, closing(Stream(server, -1)) as other:
         next(iter(one)), next(iter(other))
-        assert float(metric(server, "pyorch_device_hits_total")) > 0
+        wait_until(lambda: float(metric(server, "pyorch_device_hits_total")) > 0)
         device.stop()
         for stream in (one, other):
             *parts, last = stream

@@ -186,7 +186,13 @@ static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
     const ReadCost unknown = {}, fast = { 0, 1e-9 }, slow = { 0, 1e9 }, busy = { 1e9, 1e-9 };
 
     CHECK(!send_some(bank, 4, 2, fast).empty()); // nobody knows yet how long it takes
-    CHECK(bank.peer(peer)->answer_seconds(4) >= 0.002 && bank.peer(peer)->answer_seconds(1000) >= 0.002);
+    double few = 0, many = 0;
+    while (few == 0 || many == 0) { // forgotten, if this thread was away for a tenth of a second
+        CHECK(!send_some(bank, 4, 2, unknown).empty());
+        few  = bank.peer(peer)->answer_seconds(4);
+        many = bank.peer(peer)->answer_seconds(1000);
+    }
+    CHECK(few >= 0.002 && many >= 0.002);
     for (const ReadCost & read : { unknown, slow, busy }) {
         CHECK(!send_some(bank, 4, 2, read).empty());
     }
