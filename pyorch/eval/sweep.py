@@ -130,7 +130,7 @@ def _options(plan: Plan) -> dict[str, object]:
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
     buddies = _buddies(plan)
-    methods = {_row_key(None, method): method for method in (ORIGINAL, *plan.methods)}.values()
+    methods = _distinct((ORIGINAL, *plan.methods))
     order = [
         (rate, method)
         for i in range(plan.n_rounds)
@@ -155,7 +155,7 @@ def rows(plan: Plan, record: Record) -> list[Row]:
     table = []
     for rate in plan.rates or (None,):
         reference = _speed(plan, record, rate, ORIGINAL)
-        for method in plan.methods if plan.rates else (ORIGINAL,):
+        for method in _distinct(plan.methods) if plan.rates else (ORIGINAL,):
             judgement = _judgement(record, rate, method)
             kept = {
                 metric: judgement.average(metric) / original.average(metric)
@@ -271,6 +271,16 @@ class _Questions:
 
     def end_task(self, n_questions: int) -> None:
         self._before += n_questions
+
+
+def _distinct(methods: Sequence[Method]) -> list[Method]:
+    """Each row once: a baseline may stand beside several settings that have the same gates, or be one of them."""
+    found: dict[str, Method] = {}
+    for method in methods:
+        key = _row_key(None, method)
+        if key not in found or method.beside is None:
+            found[key] = method
+    return list(found.values())
 
 
 def _row_key(rate: float | None, method: Method) -> str:

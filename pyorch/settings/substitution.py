@@ -166,6 +166,9 @@ class Substitution:
             return text
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is not text")
+        if not text.strip():
+            raise PyorchError(f'lossy settings are empty: begin with {" or ".join(PRESETS)}, or give KEY=VALUE, such as '
+                              "max_replaced=3")
         known, values = options(cls), {}
         plain = {option.plain: name for name, option in known.items() if option.plain}
         first, _, rest = text.partition(",")
@@ -174,10 +177,10 @@ class Substitution:
             raise PyorchError(f'lossy setting "{again}" stands first, and alone: "{again},KEY=VALUE,..."')
         if first.strip() in PRESETS:
             preset = cls.parse(PRESETS[first.strip()])
-            changes = cls.parse(rest)
+            changes = cls.parse(rest) if rest else preset
             keys = [item.partition("=")[0].strip() for item in rest.split(",") if item]
             return replace(preset, **{name: getattr(changes, name) for name in (plain.get(key, key) for key in keys)})
-        for item in (text.split(",") if text else ()):
+        for item in text.split(","):
             key, equals, value = (part.strip() for part in item.partition("="))
             key = plain.get(key, key)
             if key not in known:

@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import os
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
 from pyorch.eval.difference import Difference
 from pyorch.eval.logits import kl_divergences
+from pyorch.eval.record import Judgement, Record
 from pyorch.eval.speed import Speed
 from pyorch.settings.budget import RESIDENT
 from pyorch.llama.model import Model
@@ -255,6 +257,19 @@ def test_a_baseline_beside_ghosts_has_none() -> None:
     gates = Substitution(order="weight", sacred=2)
     assert method.baseline("random", ghosts).substitution == dataclasses.replace(gates, mode="random")
     assert method.baseline("drop", ghosts).substitution == dataclasses.replace(gates, mode="none", miss="drop")
+
+
+def test_what_stands_beside_several_rows_is_one_row_and_leads_are_told_of_each_of_them() -> None:
+    """Baselines of heaviest and of ghosts have the same gates, and leaving out beside ghosts is heaviest itself."""
+    lossy = [Substitution.parse(name) for name in ("ghosts", "heaviest")]
+    beside = [[method.baseline(name, it) for name in ("random", "drop")] for it in lossy]
+    methods = [row for it, baselines in zip(lossy, beside) for row in (method.lossy_method(it), *baselines)]
+    record = Record(None, {})
+    record.judgements = defaultdict(lambda: Judgement((Accuracy("1", "1"),), method.Slots(1, 0, 0, 0), None))
+    rows = sweep.rows(sweep.Plan("model.gguf", ("facts.jsonl",), (0.5,), tuple(methods)), record)
+    assert [row.settings for row in rows] == ["ghosts", "mode=random,order=weight,sacred=2", "heaviest",
+                                              "mode=random,order=weight,miss=drop,sacred=2"]
+    assert [list(row.leads) for row in rows] == [["random", "drop"], [], ["random", "drop"], []]
 
 
 def test_a_static_sweep_is_reproducible_and_counts_what_it_did(

@@ -202,6 +202,13 @@ def test_a_word_for_settings_stands_before_the_others(text: str) -> None:
         Substitution.parse(text)
 
 
+@pytest.mark.parametrize("text", ["", " "])
+def test_empty_lossy_settings_are_refused(text: str) -> None:
+    """And do not mean the default ones, which are those of buddies."""
+    with pytest.raises(PyorchError, match="lossy settings are empty: begin with heaviest or ghosts or buddies, or give"):
+        Settings(substitution=text)
+
+
 def test_settings_of_buddies_have_plain_names() -> None:
     """By which they are printed. Those of the paper's symbols go on meaning the same."""
     plain = ("coverage=0.9,max_buddies=4,max_replaced=2,max_replaced_per_token=9,min_entropy=p15,max_lead=0.5,"
