@@ -61,6 +61,9 @@ struct GraphLayer {
     ggml_tensor *        device_inputs = nullptr;
     std::vector<float>   inputs        = {};
     ggml_tensor *        landing       = nullptr;
+
+    // What lets the processor begin beside the device, see beside_device(); null: nothing is computed there.
+    ggml_tensor *        beside        = nullptr;
 };
 
 struct Context {

@@ -200,6 +200,24 @@ ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     return inputs;
 }
 
+// ggml's scheduler waits for the device before a part of the processor's that takes nothing from it, lest memory that the
+// device reads is written meanwhile. One that takes an input of the graph begins at once, with a copy of it: so the
+// processor's part takes this one, which has no bytes. What the device reads in host memory is an output, which
+// nothing overwrites: `slots`, and the weights where they are ours.
+ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & layer, ggml_tensor * slots) {
+    const DeviceTier &  tier = *layer.context->routing.device;
+    const ggml_tensor * in   = layer.through_area ? tier.area(layer.layer, 0) : tier.bank.slots(layer.layer, 0);
+    ggml_tensor *       none = ggml_new_tensor_1d(route.ctx, GGML_TYPE_I32, 0);
+    ggml_backend_tensor_alloc(in->buffer, none, in->data);
+    ggml_format_name(none, "pyorch_beside-%d", route.il);
+    ggml_set_input(none);
+    ggml_set_output(slots);
+    if (layer.needs & GRAPH_CHANGES) {
+        ggml_set_output(route.weights);
+    }
+    return none;
+}
+
 // Whether kernels take a slot that a token names twice: those for one token and quantized weights do, they compute each
 // row by itself. Those that sort rows by expert leave rows out, write elsewhere, or end the process: mm_ids_helper and
 // ggml_cuda_mul_mat_id of ggml's CUDA.
@@ -222,7 +240,8 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
         return nullptr;
     }
     try {
-        ChainCopier   chain(route, tier, layer, add_numbers(route, layer, slots_op, "pyorch_slots"));
+        ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
+        ChainCopier   chain(route, tier, layer, slots);
         ggml_tensor * there = chain.copy(computed);
         layer.on_device = true;
         layer.alone     = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
@@ -232,6 +251,7 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
                 layer.device_inputs = route.inp;
             }
         }
+        layer.beside = layer.alone ? nullptr : beside_device(route, layer, slots);
         return there;
     } catch (const Failure & failure) {
         static bool said = false;

@@ -266,7 +266,7 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
     layer.n_embd = (int) route.inp->ne[0];
     layer.n_used = (int) route.selected->ne[0];
     layer.alone  = false;
-    layer.device_inputs = layer.landing = nullptr;
+    layer.device_inputs = layer.landing = layer.beside = nullptr;
     ggml_tensor * const residual = residual_of(route);
     const bool wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));
     const auto source = [&](bool wanted, ggml_tensor * t) {
@@ -304,10 +304,10 @@ static bool has_host_weights(const ggml_tensor * node) {
 }
 
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer) {
-    ggml_tensor * args[] = { experts, route.selected, route.down_exps };
+    ggml_tensor * args[] = { experts, route.selected, route.down_exps, layer.beside };
     ggml_tensor * released = has_host_weights(experts) ?
-        ggml_custom_inplace(route.ctx, experts, args + 1, 2, release_op, 1, &layer) :
-        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 3,
+        ggml_custom_inplace(route.ctx, experts, args + 1, 3, release_op, 1, &layer) :
+        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4,
             release_op, 1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
     if (route.warmup) {
