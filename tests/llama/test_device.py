@@ -129,6 +129,17 @@ def test_a_prompt_passes_through_the_device_whatever_fits_where(
         assert experts.device_used_bytes <= experts.device_budget_bytes and experts.peak_bytes <= experts.budget_bytes
 
 
+def test_uploads_through_page_locked_memory_bring_the_same(
+    small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device.kernels_of_processor:
+        pytest.skip("ggml's RPC has no page-locked memory")
+    monkeypatch.setenv("PYORCH_UPLOADS", "staged")
+    with small_model(small_moe, "50%", device=device.name, vram_budget="60%", device_misses="upload") as model:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        assert model.stats().experts.device_evictions > 0
+
+
 @pytest.mark.parametrize("vram_budget", ["60%", "100%"])
 def test_two_contexts_share_a_device(
     small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str

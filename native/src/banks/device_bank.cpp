@@ -171,6 +171,13 @@ void DeviceBank::allocate(uint64_t budget) {
         form_pools(0);
         make_tensors();
     }
+    if (!link) {
+        uint64_t largest = 0; // of all matrices
+        for (const auto & layer : map.layers) {
+            largest = std::max(largest, largest_matrix(layer));
+        }
+        link = std::make_unique<DeviceLink>(device, largest);
+    }
     if (refused || (!buffer && budget > 0)) {
         notice(format("note: %s has no memory for %s of experts: %s is taken", ggml_backend_dev_name(device),
             mebibytes(wanted).c_str(), mebibytes(buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0).c_str()));
@@ -182,18 +189,24 @@ bool DeviceBank::has_room_for_all() const {
 }
 
 void DeviceBank::upload(int layer, int slot, int role, const char * bytes) {
-    set(slots(layer, role), slot, bytes);
+    send(slots(layer, role), slot, bytes);
 }
 
 void DeviceBank::upload_to_area(int number, int layer, int expert, int role, const char * bytes) {
-    set(area(number, layer, role), expert, bytes);
+    send(area(number, layer, role), expert, bytes);
 }
 
-void DeviceBank::set(ggml_tensor * to, int index, const char * bytes) {
+void DeviceBank::send(ggml_tensor * to, int index, const char * bytes) {
     const uint64_t begin = clock_ns();
-    ggml_backend_tensor_set(to, bytes, index * to->nb[2], to->nb[2]);
+    link->send(to, index * to->nb[2], bytes, to->nb[2]);
     uploading_ns += clock_ns() - begin;
     uploaded     += to->nb[2];
+}
+
+void DeviceBank::wait_for_uploads() {
+    const uint64_t begin = clock_ns();
+    link->wait();
+    uploading_ns += clock_ns() - begin;
 }
 
 // One matrix of those that a tensor has.

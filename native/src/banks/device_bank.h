@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include "banks/device_link.h"
 #include "banks/device_pools.h"
 
 #include "ggml-backend.h"
@@ -59,9 +60,10 @@ public:
     void upload_to_area(int number, int layer, int expert, int role, const char * bytes);
     void copy_to_area(int number, int layer, int expert, int slot);
 
-    // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. Waits until it is there. Any
-    // number of threads.
+    // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. It is there after the next
+    // wait_for_uploads(), and bytes may go before. Any number of threads.
     void upload(int layer, int slot, int role, const char * bytes);
+    void wait_for_uploads();
 
     // Bytes that went to the device, and the time that took, summed over threads.
     uint64_t bytes_uploaded() const { return uploaded; }
@@ -94,7 +96,9 @@ private:
     void     allocate_areas(uint64_t budget);
     void     form_pools(double share);
     uint64_t make_tensors();
-    void     set(ggml_tensor * to, int index, const char * bytes);
+    void     send(ggml_tensor * to, int index, const char * bytes);
+
+    std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
 };
 
 } // namespace pyorch

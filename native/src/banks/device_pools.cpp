@@ -11,7 +11,7 @@ bool alike(const MoeLayer & a, const MoeLayer & b) {
     return std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(), same);
 }
 
-static uint64_t largest_of(const MoeLayer & layer) {
+uint64_t largest_matrix(const MoeLayer & layer) {
     uint64_t bytes = 0;
     for (const auto & tensor : layer.tensors) {
         bytes = std::max(bytes, tensor.stride);
@@ -28,7 +28,7 @@ std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, st
         // The newest pool of its kind that has room.
         auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
             return alike(map.layers[p.layers.front()], layer) &&
-                (p.n_slots + slots) * largest_of(layer) <= DevicePool::MAX_TENSOR_BYTES;
+                (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
         });
         if (pool == pools.rend()) {
             pools.push_back({ {}, 0, layer.expert_bytes() });

@@ -25,6 +25,9 @@ struct DevicePool {
 // Whether experts of two layers have the same matrices.
 bool alike(const MoeLayer & a, const MoeLayer & b);
 
+// Bytes of the largest matrix of an expert.
+uint64_t largest_matrix(const MoeLayer & layer);
+
 // share: of the experts that there are slots for. pool_of: becomes the index of each layer's pool.
 std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, std::vector<int> & pool_of);
 

@@ -1,5 +1,7 @@
 #include "banks/device_speed.h"
 
+#include "banks/device_link.h"
+#include "banks/device_pools.h"
 #include "base/cpu_backend.h"
 #include "model/fatal.h"
 
@@ -71,15 +73,16 @@ public:
         }
     }
 
-    double upload_seconds() {
+    double upload_seconds(DeviceLink & link) {
         std::vector<char> bytes;
         return fastest([&] {
             for (ggml_tensor * t : weights) {
                 bytes.resize(t->nb[2]);
                 for (int e = 0; e < n_experts; ++e) {
-                    ggml_backend_tensor_set(t, bytes.data(), e * t->nb[2], t->nb[2]);
+                    link.send(t, e * t->nb[2], bytes.data(), t->nb[2]);
                 }
             }
+            link.wait();
             wait(weights.back());
         });
     }
@@ -152,7 +155,8 @@ DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int 
     FatalGuard       guard; // a device of another process may go
     const Backend there = open(device);
     Bench         bench(there.get(), layer, n);
-    rates.upload = (double) bench.bytes() / bench.upload_seconds();
+    DeviceLink    link(device, largest_matrix(layer));
+    rates.upload = (double) bench.bytes() / bench.upload_seconds(link);
     rates_of(bench, rates.device_first, rates.device_more);
 
     const Backend here = open(cpu_backend().device);

@@ -75,6 +75,7 @@ void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from
             }
         }
     }
+    bank.wait_for_uploads(); // and for what came ahead
     for (int expert : from_host) {
         area.there[expert] = came[expert];
     }

@@ -73,6 +73,9 @@ void DeviceTier::release(DeviceHold & hold) {
 void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
     const auto is_seen = [&](const Upload & u) { return u.layer != layer || u.ended; };
     ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
+    if (std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) { return u.layer == layer; })) {
+        bank.wait_for_uploads(); // what was sent arrives
+    }
     uploads.remove_if([&](const Upload & u) {
         if (u.layer != layer) {
             return false;
@@ -190,7 +193,7 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
     }
 }
 
-// One that could not be read is not uploaded.
+// One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads().
 bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot) {
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
         const char * bytes = table.address(owner, layer, expert, role, true);
@@ -223,22 +226,13 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
     }
     // What passes through a window cannot be taken out of its order: the processor computes it.
     const auto passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
-    for (int expert : batch.uploads) {
-        std::unique_lock<std::mutex> lock(mutex);
-        const int slot = seats->coming_to(batch.layer, expert);
-        lock.unlock();
-        const bool came = !passes_by(expert) && upload(owner, batch.layer, expert, slot);
-        lock.lock();
-        if (came) {
-            seats->arrived(batch.layer, expert);
-            seats->hold(batch.layer, expert);
-            hold.experts.push_back(expert);
-            batch.device_slots[expert] = slot;
-        } else {
-            seats->abandon(batch.layer, expert);
-        }
-        ended.notify_all();
+    const std::vector<int> slots = places_of(batch);
+    std::vector<uint8_t>   came;
+    for (size_t i = 0; i < slots.size(); ++i) {
+        const int expert = batch.uploads[i];
+        came.push_back(!passes_by(expert) && upload(owner, batch.layer, expert, slots[i]));
     }
+    arrive(hold, batch, slots, came);
     bring_behind(owner, batch);
     count_computed(batch);
 }
@@ -247,14 +241,8 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
 void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
     const char marker = 0;
     owner.n_threads   = 1;
-    std::vector<int>     slots;
-    std::vector<uint8_t> came(batch.uploads.size(), 1);
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        for (int expert : batch.uploads) {
-            slots.push_back(seats->coming_to(batch.layer, expert));
-        }
-    }
+    const std::vector<int> slots = places_of(batch);
+    std::vector<uint8_t>   came(slots.size(), 1);
     for (int role = 0; role < (int) table.map.layers[batch.layer].tensors.size(); ++role) {
         for (size_t i = 0; i < slots.size(); ++i) {
             const char * bytes = table.address(owner, batch.layer, batch.uploads[i], role, true, &marker);
@@ -265,6 +253,23 @@ void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch
             }
         }
     }
+    arrive(hold, batch, slots, came);
+}
+
+// Where what is brought first is to come.
+std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::vector<int> slots;
+    for (int expert : batch.uploads) {
+        slots.push_back(seats->coming_to(batch.layer, expert));
+    }
+    return slots;
+}
+
+// Once what was sent there is there.
+void DeviceTier::arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots,
+    const std::vector<uint8_t> & came) {
+    bank.wait_for_uploads();
     std::lock_guard<std::mutex> lock(mutex);
     for (size_t i = 0; i < slots.size(); ++i) {
         const int expert = batch.uploads[i];

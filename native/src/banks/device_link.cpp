@@ -1,0 +1,88 @@
+#include "banks/device_link.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+namespace pyorch {
+namespace {
+
+constexpr int      N_LANES     = 4;
+constexpr int      PIECES      = 4;       // of a matrix: so that its first is under way when the second is copied
+constexpr uint64_t LEAST_BYTES = 4 << 10; // of a piece: a page
+constexpr uint64_t MOST_BYTES  = 1 << 20; // as fast as larger ones, and of less memory
+
+bool stages(ggml_backend_dev_t device) {
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(device, &props);
+    if (!props.caps.async || !props.caps.host_buffer || !ggml_backend_dev_host_buffer_type(device)) {
+        return false;
+    }
+    const char * const told = getenv("PYORCH_UPLOADS");
+    if (told && *told) {
+        return strcmp(told, "staged") == 0;
+    }
+    const std::string backend = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    return backend == "CUDA" || backend == "ROCm" || backend == "MUSA";
+}
+
+} // namespace
+
+DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest) :
+        piece_bytes(std::clamp(largest / PIECES, LEAST_BYTES, MOST_BYTES) / LEAST_BYTES * LEAST_BYTES) {
+    for (int i = 0; i < N_LANES && stages(device); ++i) {
+        auto lane = std::make_unique<Lane>();
+        lane->queue.reset(ggml_backend_dev_init(device, nullptr));
+        lane->piece.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_host_buffer_type(device), piece_bytes));
+        if (!lane->queue || !lane->piece) {
+            return; // with those that there are
+        }
+        lane->sent.reset(ggml_backend_event_new(device));
+        lanes.push_back(std::move(lane));
+    }
+}
+
+DeviceLink::~DeviceLink() {
+    wait();
+}
+
+void DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
+    if (lanes.empty()) {
+        ggml_backend_tensor_set(to, bytes, offset, n);
+        return;
+    }
+    for (uint64_t begin = 0; begin < n; begin += piece_bytes) {
+        const uint64_t n_piece = std::min(piece_bytes, n - begin);
+        Lane & lane = *lanes[next++ % lanes.size()];
+        std::lock_guard<std::mutex> lock(lane.mutex);
+        finish(lane);
+        void * const piece = ggml_backend_buffer_get_base(lane.piece.get());
+        memcpy(piece, bytes + begin, n_piece);
+        ggml_backend_tensor_set_async(lane.queue.get(), to, piece, offset + begin, n_piece);
+        if (lane.sent) { // a backend may collect what it is told until then
+            ggml_backend_event_record(lane.sent.get(), lane.queue.get());
+        }
+        lane.under_way = true;
+    }
+}
+
+void DeviceLink::wait() {
+    for (const auto & lane : lanes) {
+        std::lock_guard<std::mutex> lock(lane->mutex);
+        finish(*lane);
+    }
+}
+
+// REQUIRES: its mutex. Some backends keep what an event or an instance was told until both were waited for.
+void DeviceLink::finish(Lane & lane) {
+    if (lane.under_way && lane.sent) {
+        ggml_backend_event_synchronize(lane.sent.get());
+    }
+    if (lane.under_way) {
+        ggml_backend_synchronize(lane.queue.get());
+    }
+    lane.under_way = false;
+}
+
+} // namespace pyorch

@@ -1,0 +1,66 @@
+// The way of experts from host memory to a device.
+//
+// Plain: ggml's synchronous call.
+//
+// Staged: matrices are cut into pieces, and those pass through *lanes*. A lane is some page-locked host memory, which the
+// device reads by itself, and a queue of its own on the device: an instance of its backend. So several pieces are
+// under way at once, while others are copied into their lanes and the device computes.
+//
+// Devices are staged whose backends copy asynchronously from page-locked memory and give each instance a queue: those of
+// ggml's CUDA, which is ROCm's and MUSA's, too. Instances of Vulkan share one queue with all that computes, in which a
+// copy waits for what was computed before and is waited for behind: its synchronous call is better. So is that of
+// others, as far as we know. PYORCH_UPLOADS=staged, or plain, in the environment says it for any device that can.
+
+#pragma once
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace pyorch {
+
+class DeviceLink {
+public:
+    // largest: bytes of a matrix, of which most will be sent.
+    DeviceLink(ggml_backend_dev_t device, uint64_t largest);
+    ~DeviceLink();
+
+    DeviceLink(const DeviceLink &) = delete;
+    DeviceLink & operator=(const DeviceLink &) = delete;
+
+    // bytes[n] go to `to`, from an offset on; they are free when it returns, and there after wait(). Any number of threads.
+    void send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
+
+    // Until all that was sent before is there.
+    void wait();
+
+private:
+    struct Deleter {
+        void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
+        void operator()(ggml_backend_event_t event) const { ggml_backend_event_free(event); }
+        void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+    };
+    template <typename T>
+    using Owned = std::unique_ptr<std::remove_pointer_t<T>, Deleter>;
+
+    struct Lane {
+        Owned<ggml_backend_t>        queue;
+        Owned<ggml_backend_event_t>  sent; // null: the device has none
+        Owned<ggml_backend_buffer_t> piece;
+        std::mutex                   mutex;
+        bool                         under_way = false;
+    };
+
+    uint64_t                           piece_bytes;
+    std::vector<std::unique_ptr<Lane>> lanes; // none: plain
+    std::atomic<unsigned>              next{0};
+
+    static void finish(Lane & lane);
+};
+
+} // namespace pyorch
