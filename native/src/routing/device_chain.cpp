@@ -2,6 +2,7 @@
 
 #include "base/notice.h"
 #include "base/status.h"
+#include "routing/expert_recipe.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -134,22 +135,9 @@ private:
         if (t->ne[1] != route.selected->ne[0] || t->ne[2] != route.selected->ne[1] || t->ne[3] != 1) {
             throw Failure(PYORCH_INVALID, format("%s has not a row for each expert of a token", ggml_get_name(t)));
         }
-        switch (t->op) {
-            case GGML_OP_MUL_MAT_ID:
-            case GGML_OP_ADD_ID:
-            case GGML_OP_ADD:
-            case GGML_OP_GLU:
-            case GGML_OP_UNARY:
-            case GGML_OP_MUL:
-            case GGML_OP_SCALE:
-            case GGML_OP_CLAMP:
-            case GGML_OP_SQR:
-            case GGML_OP_CONT:
-            case GGML_OP_VIEW:
-                return;
-            default:
-                throw Failure(PYORCH_INVALID,
-                    format("%s (%s) is not known to work row by row", ggml_get_name(t), ggml_op_desc(t)));
+        if (t->op != GGML_OP_MUL_MAT_ID && t->op != GGML_OP_VIEW && !works_row_by_row(t->op)) {
+            throw Failure(PYORCH_INVALID,
+                format("%s (%s) is not known to work row by row", ggml_get_name(t), ggml_op_desc(t)));
         }
     }
 

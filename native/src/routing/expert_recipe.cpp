@@ -120,20 +120,32 @@ private:
                     refuse(t, "repeats something else than the inputs");
                 }
                 return;
-            case GGML_OP_GLU:
-            case GGML_OP_UNARY:
-            case GGML_OP_MUL:
-            case GGML_OP_SCALE:
-            case GGML_OP_CLAMP:
-            case GGML_OP_SQR:
-                return; // row by row
             default:
-                refuse(t, "is not known to work row by row");
+                if (!works_row_by_row(t->op)) {
+                    refuse(t, "is not known to work row by row");
+                }
         }
     }
 };
 
 } // namespace
+
+bool works_row_by_row(ggml_op op) {
+    switch (op) {
+        case GGML_OP_ADD_ID:
+        case GGML_OP_ADD:
+        case GGML_OP_GLU:
+        case GGML_OP_UNARY:
+        case GGML_OP_MUL:
+        case GGML_OP_SCALE:
+        case GGML_OP_CLAMP:
+        case GGML_OP_SQR:
+        case GGML_OP_CONT:
+            return true;
+        default:
+            return false;
+    }
+}
 
 std::string ExpertRecipes::learn(int layer, const llama_moe_route & route, const ggml_tensor * experts) {
     ChainReader reader(layer, route);

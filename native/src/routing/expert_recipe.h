@@ -37,6 +37,9 @@ struct ExpertRecipe {
     std::vector<Step> steps; // the last one gives the outputs
 };
 
+// Whether an operation that is no multiplication computes each row of its outputs from the same row of its sources.
+bool works_row_by_row(ggml_op op);
+
 // Of all layers of an engine. The weights that they name are those of the model that was loaded under it.
 class ExpertRecipes {
 public:
