@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import CHECKPOINT
+from predicting import predict
 
 import pyorch
 from pyorch.cli import main
@@ -16,7 +17,7 @@ from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.library.choices import predictors
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.predictor import Estimator, PredictorFile
+from pyorch.sidecars.predictor import PredictorFile
 from pyorch.runtime.observers import Prediction, Routing
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
@@ -35,28 +36,11 @@ def resident_logits(small_moe: Path) -> bytes:
         return decode(model).tobytes()
 
 
-def any_estimator(model) -> Estimator:
-    """One that nobody trained."""
-    rng, n_embd, n_latent, n_hidden = np.random.default_rng(0), model.llama.n_embd(), 8, 12
-    shapes = {
-        "in_weight": (n_latent, n_embd), "in_bias": (n_latent,), "position": (N_LAYERS - 1, n_latent),
-        "up_weight": (n_hidden, n_latent), "up_bias": (n_hidden,), "down_weight": (n_latent, n_hidden), "down_bias": (n_latent,),
-        "norm_weight": (n_latent,), "norm_bias": (n_latent,),
-        "head_weight": (N_LAYERS - 1, N_EXPERT, n_latent), "head_bias": (N_LAYERS - 1, N_EXPERT),
-    }
-    return Estimator(**{name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()})
-
-
 @pytest.mark.parametrize("distance", [1, 3])
 @pytest.mark.parametrize("predictor", predictors().present)
 def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_logits: bytes, predictor: str, distance: int):
     with pyorch.load(small_moe, budget="25%", prefetch="none", n_ctx=256, n_threads=1) as model:
-        if predictor in ("activation-matrix", "expert-map"):
-            model.engine.set_history(ExpertMaps.for_model(model.map))
-        if predictor in ("estimator", "hybrid"):
-            model.engine.set_estimator(any_estimator(model).arrays())
-            model.engine.set_hybrid([il % 2 for il in range(N_LAYERS)])
-        model.engine.set_prefetch(predictor, distance)
+        predict(model, predictor, distance, 0.0)
         assert decode(model).tobytes() == resident_logits
         stats = model.stats().experts
         assert stats.peak_bytes <= stats.budget_bytes
