@@ -49,12 +49,15 @@ typedef struct pyorch_replay_config {
     double  decode_bytes_per_second; // of one thread, of compressed experts as kernels compute with them; 0: no time
     int64_t n_decoders;      // such threads; default 1
 
-    // Slots of a device in front of host memory; the device computes as fast as the processor.
+    // Slots of a device in front of host memory; what comes before a router is computed there, and the experts that it
+    // has, while the processor computes the others.
     uint64_t device_bytes;          // of its memory, 0: there is none
     double   link_bytes_per_second; // to it; 0: uploads take no time
     int64_t  device_policy;         // pyorch_policy; default PYORCH_LEARNED
     uint64_t device_misses;         // pyorch_device_misses
     double   device_rates[5];       // see pyorch_config
+    double   device_speed;          // of its computing, in that of the processor; default 1
+    double   device_prefill_speed;  // the same of a prompt
 } pyorch_replay_config;
 
 pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size);

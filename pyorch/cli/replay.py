@@ -76,6 +76,7 @@ class Report:
     vram_budget: str | None
     device_misses: str | None
     link_bandwidth: float | None
+    device_speed: float | None
     rows: list[Row]
 
 
@@ -116,6 +117,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "rates, as pyorch run takes it (default: processor)")
     parser.add_argument("--link-bandwidth", metavar="RATE",
                         help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
+    parser.add_argument("--device-speed", type=number(above=0), metavar="TIMES",
+                        help="how many times as fast as the processor the device computes (default: 1)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
                         help="time that each read takes, beside that of its bytes (default: 0)")
     parser.add_argument("--pause-ms", type=float, default=0.0, metavar="MS",
@@ -154,8 +157,10 @@ def run(args: argparse.Namespace) -> int:
     given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
     decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else None
     link = parse_rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else 0.0
-    if args.vram_budget is None and (args.device_misses or link):
-        raise PyorchError("--device-misses and --link-bandwidth are about a device: say its memory with --vram-budget")
+    speed = args.device_speed or 1.0
+    if args.vram_budget is None and (args.device_misses or link or args.device_speed):
+        raise PyorchError("--device-misses, --device-speed and --link-bandwidth are about a device: say its memory with "
+                          "--vram-budget")
     vram_budget, misses = _device(args.vram_budget, args.device_misses)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or decoding is not None
@@ -182,12 +187,13 @@ def run(args: argparse.Namespace) -> int:
                 as_decode=not args.prompts, pause_ms=args.pause_ms, pause_every_ms=args.pause_every_ms,
                 pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=n_decoders,
                 vram_budget=vram_budget, device_misses=misses, link_bandwidth=link,
+                device_speed=speed,
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, compute_ms, compute_from, share, args.batch,
                     str(pools or Pools()) if packed else None, decoding, n_decoders, args.vram_budget,
-                    str(misses) if args.vram_budget else None, link or None, rows)
+                    str(misses) if args.vram_budget else None, link or None, speed if args.vram_budget else None, rows)
     if args.json:
         timed = report.compute_from != _ASSUMED
         print_json({**vars(report), "rows": [_flat(row, timed) for row in report.rows]})
@@ -279,6 +285,7 @@ def _parts(report: Report) -> list[str | Table]:
                             "pyorch calibrate measure it",)),
         *([f"device: {report.vram_budget} of its memory for experts, misses: {report.device_misses}, uploads "
            + (f"with {report.link_bandwidth / 1e9:.3g} GB/s" if report.link_bandwidth else "in no time")
+           + f", computing {report.device_speed:g} times as fast as the processor"
            + "; hits are those of host memory, of what the device lacks"] if device else []),
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
         "were predicted, one layer ahead and more",

@@ -54,7 +54,8 @@ class ReplaySettings:
 
     vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none.
     The policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the
-    device, bytes a second; 0: uploads take no time. What the device computes takes as long as elsewhere.
+    device, bytes a second; 0: uploads take no time. device_speed: how many times as fast as the processor the device
+    computes, which has the dense layers too; device_prefill_speed: the same of a prompt, None: as device_speed.
 
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
     recording, of prompts too, is one that is decoded, as if the text had been generated.
@@ -80,6 +81,8 @@ class ReplaySettings:
     vram_budget: Budget | int | str = 0
     device_misses: DeviceMisses | str = DeviceMisses()
     link_bandwidth: float = 0.0
+    device_speed: float = 1.0
+    device_prefill_speed: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -262,7 +265,8 @@ def _play(
         decode_bytes_per_second=settings.decode_bandwidth, n_decoders=settings.n_decoders,
         device_bytes=settings.vram_budget.amount.of(model_map.info.expert_bytes),
         link_bytes_per_second=settings.link_bandwidth, device_misses=DEVICE_MISSES.index(settings.device_misses.who),
-        device_rates=settings.device_misses.rates,
+        device_rates=settings.device_misses.rates, device_speed=settings.device_speed,
+        device_prefill_speed=settings.device_prefill_speed or settings.device_speed,
     )
     if settings.policy is not None:
         config.device_policy = policies().choose(settings.policy, True).value

@@ -127,6 +127,19 @@ def test_an_upload_takes_the_time_of_the_link(model_map: ModelMap) -> None:
     assert (it.stats.device_hits, it.stats.device_misses, it.stats.device_bytes) == (1, 3, 3 * expert_bytes)
 
 
+@pytest.mark.parametrize(("misses", "expected_ms"), [
+    ("processor", 1 + 4 + 1 + 2),   # it computes both experts, then one, while the device computes the other
+    ("upload", 1 + 1 + 1 + 1),      # the device computes all
+])
+def test_both_sides_compute_at_once_each_at_its_speed(model_map: ModelMap, misses: str, expected_ms: float) -> None:
+    """Two tokens as below, read and uploaded in no time. On a device that is four times as fast as the processor: its
+    part before the router takes 1 ms of 4, and an expert half a millisecond of 2."""
+    it = replay(model_map, two_tokens(), ReplaySettings(
+        "lru", budget="50%", compute_ms=8, route_share=0.5, read_bandwidth=math.inf, device_misses=misses,
+        vram_budget=10 * model_map.layers[0].expert_bytes, device_speed=4))
+    assert it.seconds == pytest.approx(expected_ms / 1000)
+
+
 # Time
 
 
@@ -459,10 +472,11 @@ def test_the_command_prints_all_combinations(small_moe: Path, trace: Path, capsy
 
 def test_the_command_prints_what_a_device_has_and_gets(small_moe: Path, trace: Path, capsys) -> None:
     command = ["replay", str(small_moe), str(trace), "--policy", "lfu", "--budget", "40%", "--read-bandwidth", "1GB/s",
-               "--vram-budget", "20%", "--device-misses", "upload", "--link-bandwidth", "10GB/s"]
+               "--vram-budget", "20%", "--device-misses", "upload", "--link-bandwidth", "10GB/s",
+               "--device-speed", "8"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "device: 20% of its memory for experts, misses: upload, uploads with 10 GB/s" in lines[3]
+    assert "device: 20% of its memory for experts, misses: upload, uploads with 10 GB/s, computing 8 times" in lines[3]
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     row = report["rows"][0]
@@ -488,6 +502,7 @@ def test_the_command_refuses_what_cannot_be(
         ([small_moe, trace, "--prefetch", "next-router:x"], "is not a predictor"),
         ([small_moe, trace, "--vram-budget", "lots"], '--vram-budget "lots" is not understood'),
         ([small_moe, trace, "--vram-budget", "auto"], "needs a size or a share as the memory of a device"),
+        ([small_moe, trace, "--device-speed", "8"], "say its memory with --vram-budget"),
         ([small_moe, trace, "--link-bandwidth", "1GB/s"], "say its memory with --vram-budget"),
         ([small_moe, trace, "--vram-budget", "9%", "--device-misses", "auto"], "say the rates that auto goes by"),
         ([small_moe, trace, "--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),

@@ -16,6 +16,7 @@ pyorch_replay_config default_config() {
     config.read_bytes_per_second = 1e9;
     config.n_decoders    = 1;
     config.device_policy = PYORCH_LEARNED;
+    config.device_speed  = config.device_prefill_speed = 1;
     return config;
 }
 

@@ -224,6 +224,7 @@ private:
         const bool   decode   = rec.decode[ubatch] != 0;
         const double began    = now;
         const double compute  = decode ? config.compute_seconds : config.prefill_seconds * n_tokens;
+        const double speed    = !device ? 1 : decode ? config.device_speed : config.device_prefill_speed;
 
         const bool   predicts = (decode || (planner.needs() & NEEDS_ROUTERS)) &&
             is_predicted(n_tokens, rec.n_used, rec.n_expert);
@@ -241,7 +242,7 @@ private:
 
         for (int layer = 0; layer < n_layers; ++layer) {
             const double share = compute / n_layers;
-            pass(share * config.route_share);
+            pass(share * config.route_share / speed);
             std::vector<int> rows(rec.n_expert), experts;
             for (int t = 0; t < n_tokens; ++t) {
                 const uint16_t * used = experts_of(token_of(t), layer);
@@ -272,11 +273,15 @@ private:
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
             }
             // An expert costs what it costs, however many tokens of a decoding ubatch share it.
-            const double all = share * (1 - config.route_share) * (decode ? (double) experts.size() / rec.n_used : 1);
+            const double each = share * (1 - config.route_share) /
+                (decode ? (double) rec.n_used : (double) experts.size());
             if (device) {
                 bring(layer, on_device, here);
             }
-            compute_layer(layer, here, all);
+            // Both sides begin at once.
+            const double there = now + each * (double) (experts.size() - here.size()) / speed;
+            compute_layer(layer, here, each);
+            pass(std::max(0.0, there - now));
             table.release(owner);
             reader.run_until(now);
         }
@@ -324,13 +329,10 @@ private:
     }
 
     // Matrix by matrix, in the order of the kernels: of each, first those that are there. Of a layer that is streamed,
-    // one after another.
+    // one after another. seconds: of an expert.
     void compute_layer(int layer, const std::vector<int> & experts, double seconds) {
         const int    n_roles = (int) table.map.layers[layer].tensors.size();
-        const double each    = seconds / (n_roles * (double) experts.size());
-        if (experts.empty()) { // all are computed on the device
-            pass(seconds);
-        }
+        const double each    = seconds / n_roles;
         for (int role = 0; role < n_roles; ++role) {
             std::vector<int> absent;
             for (int e : experts) {
@@ -448,6 +450,9 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
         (config.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(config.device_rates).known())) {
         throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks, and rates above 0 where "
             "that is estimated");
+    }
+    if (!(config.device_speed > 0) || !(config.device_prefill_speed > 0)) {
+        throw Failure(PYORCH_INVALID, "a device computes at a speed above 0");
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
         !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||
