@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pyorch.advise.device import DeviceSpeed
 from pyorch.advise.machine import Compute
 from pyorch.advise.routing import N_PROMPT, N_WARM, Routing, one_request
 from pyorch.runtime.model_map import ModelMap
@@ -18,14 +19,22 @@ GUESSING = {"quasi-hidden": 0.5, "hybrid": 0.7}
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one budget. Rates in tokens a second, first_token in seconds from the start of loading, sizes in bytes.
+    """Of one budget, and one of a device, if there is one. Rates in tokens a second, first_token in seconds from the
+    start of loading, sizes in bytes.
 
-    stall: share of a decoded token's time in which nothing can be computed.
+    on_device, in_memory, read: shares of all uses of experts, by where the expert is when it is needed; read: on the
+    disk. hit_rate: of in_memory, among those that the device does not have. stall: share of a decoded token's time in
+    which nothing can be computed, by the processor where it computes some.
     """
 
     budget: str
     budget_bytes: int
+    vram_budget: str | None
+    vram_bytes: int
     hit_rate: float
+    on_device: float
+    in_memory: float
+    read: float
     decode_rate: float
     first_token_seconds: float
     bytes_per_token: float
@@ -35,27 +44,34 @@ class Estimate:
 class Estimator:
     """Of one model on one machine.
 
-    bandwidth: bytes a second. n_prompt: tokens before the first one that is generated.
+    bandwidth: bytes a second. n_prompt: tokens before the first one that is generated. speed: of the device that
+    estimates with a VRAM budget are about.
     """
 
     def __init__(
         self, model_map: ModelMap, routing: Routing, compute: Compute, bandwidth: float, n_prompt: int,
-        predictor_file: PredictorFile,
+        predictor_file: PredictorFile, speed: DeviceSpeed | None = None,
     ) -> None:
+        self._speed = speed
         self._map, self._routing, self._compute, self._bandwidth = model_map, routing, compute, bandwidth
         self._predictor_file = predictor_file
         self._n_prompt, self._prompt = n_prompt, one_request(routing.recording, n_prompt, 1)
 
-    def estimate(self, budget: str, predictor: str = AUTO, bandwidth: float | None = None) -> Estimate:
+    def estimate(
+        self, budget: str, vram_budget: str | None = None, predictor: str = AUTO, bandwidth: float | None = None
+    ) -> Estimate:
         """As commands run by default, or with one predictor that is named, or from another disk.
 
-        Raises BudgetError for a budget below the floor.
+        vram_budget: of the device; None: there is none. Raises BudgetError for a budget below the floor.
         """
         settings = ReplaySettings(
             prefetch=Prefetch(NONE), budget=budget, read_bandwidth=bandwidth or self._bandwidth,
             compute_ms=1000 * self._compute.decode_seconds, prefill_ms=1000 * self._compute.prefill_seconds,
             n_warm_tokens=N_PROMPT + N_WARM, as_decode=False,
         )
+        if vram_budget is not None and self._speed is not None:
+            settings = replace(settings, vram_budget=vram_budget, link_bandwidth=self._speed.link,
+                               device_speed=self._speed.decode, device_prefill_speed=self._speed.prefill)
         recording = self._routing.recording
         if predictor == AUTO:
             predictor = "hybrid" if self._predictor_file.estimator is not None else "quasi-hidden"
@@ -66,8 +82,13 @@ class Estimator:
             found, knowing = self._replay(settings), self._replay(replace(settings, prefetch=Prefetch("oracle")))
             saved = GUESSING[predictor] * max(0.0, found.tpot_ms - knowing.tpot_ms) / 1000
             seconds, stall = found.tpot_ms / 1000 - saved, max(0.0, found.stall_ms / 1000 - saved)
+        on_device = found.stats.device_hit_rate if settings.vram_budget.amount.of(1) else 0.0
+        elsewhere = 1 - on_device
+        in_memory = elsewhere * found.hit_rate if elsewhere else 0.0
         return Estimate(
-            budget=budget, budget_bytes=settings.budget.resolve(self._map.info), hit_rate=found.hit_rate,
+            budget=budget, budget_bytes=settings.budget.resolve(self._map.info), vram_budget=vram_budget,
+            vram_bytes=min(settings.vram_budget.amount.of(self._map.info.expert_bytes), self._map.info.expert_bytes),
+            hit_rate=found.hit_rate, on_device=on_device, in_memory=in_memory, read=elsewhere - in_memory,
             decode_rate=1 / seconds, first_token_seconds=self._first_token(settings),
             bytes_per_token=found.bytes_per_token, stall=stall / seconds,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyorch.advise.estimates import Estimate, Estimator
-from pyorch.advise.machine import Compute
 from pyorch.runtime.model_map import ModelMap
 
 # Of the bytes of experts in 16-bit floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by
@@ -28,14 +27,19 @@ class Gain:
     why: str
 
 
-def gains(model_map: ModelMap, estimator: Estimator, base: Estimate, compute: Compute, bandwidth: float) -> list[Gain]:
-    """At the budget of an estimate, of a model with the experts' bytes as they are."""
+def gains(
+    model_map: ModelMap, estimator: Estimator, base: Estimate, decode_seconds: float, bandwidth: float
+) -> list[Gain]:
+    """At the budgets of an estimate, of a model with the experts' bytes as they are.
+
+    decode_seconds: of a token for which nothing is waited, where it is computed fastest.
+    """
     there = model_map.sidecars()
     path = model_map.path
     types = {role.type.lower() for layer in model_map.layers for role in layer.roles}
     found = []
     if types <= _CODED:
-        packed = estimator.estimate(base.budget, bandwidth=bandwidth / CODED_SHARE)
+        packed = estimator.estimate(base.budget, base.vram_budget, bandwidth=bandwidth / CODED_SHARE)
         found.append(Gain(
             "pack", f"pyorch pack {path} --codec auto", "experts" in there, packed.decode_rate, True, False,
             f"experts in 16-bit floats are read in {CODED_SHARE:.0%} of the bytes, where decoding keeps up",
@@ -43,14 +47,14 @@ def gains(model_map: ModelMap, estimator: Estimator, base: Estimate, compute: Co
     else:
         found.append(Gain("pack", f"pyorch pack {path}", "experts" in there, base.decode_rate, False, False,
                           "quantized experts do not shrink; a pack adds checksums, and one read for each expert"))
-    trained = estimator.estimate(base.budget, predictor="hybrid")
+    trained = estimator.estimate(base.budget, base.vram_budget, predictor="hybrid")
     found.append(Gain("predictor", f"pyorch train-predictor {path} --data FILE", "predictor" in there,
                       max(trained.decode_rate, base.decode_rate), False, False,
                       "more of what is read ahead is needed"))
     found.append(Gain("maps", f"pyorch maps {path} TRACE", "maps" in there, None, False, False,
                       "use counts: pools of a compressed pack begin with them, and two predictors search them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,
-                      1 / compute.decode_seconds, True, True,
+                      1 / decode_seconds, True, True,
                       "if nothing at all is waited for; pyorch tune finds what accuracy that costs"))
     return found
 

@@ -31,7 +31,7 @@ def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
         return model_map.kv_bytes(n_ctx) + _BUFFERS
 
 
-def rest_for_experts(info: MapInfo, limit: MemoryLimit, n_context_bytes: int) -> int | None:
-    """Bytes, at most those of all experts; None if not even the floor is left."""
-    rest = rest_bytes(limit, info.dense_bytes, n_context_bytes)
+def rest_for_experts(info: MapInfo, limit: MemoryLimit, dense_bytes: int, n_context_bytes: int) -> int | None:
+    """Bytes beside dense weights and context, at most those of all experts; None if not even the floor is left."""
+    rest = rest_bytes(limit, dense_bytes, n_context_bytes)
     return min(rest, info.slots_bytes) if rest >= info.floor_bytes else None

@@ -30,13 +30,16 @@ def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, direc
 def _advice(figure_class: type[Figure], estimates: Sequence[Estimate], resident_rate: float, chosen: int) -> Figure:
     figure = figure_class(figsize=(10, 3.6), layout="constrained")
     speed, hits, first = figure.subplots(1, 3)
-    at = [estimate.budget_bytes / GiB for estimate in estimates]
-    speed.plot(at, [estimate.decode_rate for estimate in estimates], marker="o")
-    speed.axhline(resident_rate, color="0.6", linestyle=":", label="all experts in memory")
+    for vram_bytes in dict.fromkeys(estimate.vram_bytes for estimate in estimates):
+        of_line = [estimate for estimate in estimates if estimate.vram_bytes == vram_bytes]
+        label = f"{vram_bytes / GiB:.3g} GiB of VRAM" if vram_bytes else None
+        at = [estimate.budget_bytes / GiB for estimate in of_line]
+        speed.plot(at, [estimate.decode_rate for estimate in of_line], marker="o", label=label)
+        hits.plot(at, [100 * (1 - estimate.read) for estimate in of_line], marker="o")
+        first.plot(at, [estimate.first_token_seconds for estimate in of_line], marker="o")
+    speed.axhline(resident_rate, color="0.6", linestyle=":", label="the processor, with all experts in memory")
     speed.set_ylabel("decoded tokens a second")
-    hits.plot(at, [100 * estimate.hit_rate for estimate in estimates], marker="o")
-    hits.set_ylabel("experts that are in memory when they are needed, %")
-    first.plot(at, [estimate.first_token_seconds for estimate in estimates], marker="o")
+    hits.set_ylabel("experts that need not be read, %")
     first.set_ylabel("seconds to the first token")
     for axis in (speed, hits, first):
         axis.axvline(chosen / GiB, color="C1", linewidth=0.8, label="recommended")

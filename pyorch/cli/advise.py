@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.settings import add_settings, given_settings, listed
+from pyorch.cli.settings import OPTIONS, add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
+    from pyorch.advise.device import Device
     from pyorch.advise.estimates import Estimate
     from pyorch.advise.gains import Gain
     from pyorch.advise.machine import Compute, Disk
@@ -29,8 +30,10 @@ _SHARES = (25, 40, 60, 100)
 class Advice:
     """What --json prints. Sizes in bytes, rates in tokens a second.
 
-    context_bytes: KV cache and compute buffers for n_ctx tokens; auto_bytes: what then is left for experts, at most all
-    of them; None where the model does not fit. estimates: the last one is of the recommended budget.
+    context_bytes: KV cache and compute buffers for n_ctx tokens, in host memory or, if there is a device, in its;
+    auto_bytes: what is left of host memory for experts, at most all of them; None where the model does not fit.
+    estimates: the last one is of the recommended budget; with a device the first one is without it. budget_names: of
+    the budgets of estimates, "auto" for what is left and "least" for what must be.
     """
 
     model: str
@@ -39,12 +42,14 @@ class Advice:
     disk: Disk
     compute: Compute
     memory: MemoryLimit
+    device: Device | None
     n_ctx: int
     context_bytes: int
     auto_bytes: int | None
     routing: str
     prompt_tokens: int
     estimates: list[Estimate]
+    budget_names: list[str]
     gains: list[Gain]
     command: str
     notes: list[str]
@@ -53,7 +58,9 @@ class Advice:
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(subparsers, "advise", summary, "pyorch advise olmoe.gguf\n"
-                         "  pyorch advise olmoe.gguf --trace olmoe.trace --budget 30%,50% --plot pictures")
+                         "  pyorch advise olmoe.gguf --trace olmoe.trace --budget 30%,50% --plot pictures\n"
+                         "  pyorch advise olmoe.gguf --device auto\n"
+                         "  pyorch advise olmoe.gguf --vram 8GiB --link-bandwidth 12GB/s --vram-bandwidth 200GB/s")
     parser.description += (
         " Disk, computing and memory of this machine are measured once, and kept; then the cache, the predictors and "
         "the disk run in simulated time. No weight of the model is needed: its header suffices."
@@ -75,6 +82,22 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are in memory (default: measured on small models "
                              "of the same shape)")
+    devices = parser.add_argument_group(
+        "devices", "One of this machine, whose speed is measured, or one that it might have.")
+    devices.add_argument("--device", metavar="NAME",
+                         help="advise for this device too: auto for the first one, a name such as CUDA0, or "
+                              "rpc:HOST:PORT (default: none)")
+    devices.add_argument("--vram", metavar="SIZE",
+                         help="memory of the device, for experts, the other layers and the context (default: what is "
+                              "free of --device)")
+    devices.add_argument("--vram-budget", metavar="SIZE,...",
+                         help="what experts get of it, several with commas between them: sizes, or shares of the "
+                              "experts (default: what the other layers and the context leave)")
+    devices.add_argument("--link-bandwidth", metavar="RATE",
+                         help="speed of uploads to the device, such as 12GB/s (default: measured on --device)")
+    devices.add_argument("--vram-bandwidth", metavar="RATE",
+                         help="speed at which it reads weights to compute a token, such as 200GB/s: some two thirds of "
+                              "what its data sheet says of its memory (default: measured on --device)")
     parser.add_argument("--again", action="store_true", help="measure again what was kept from before")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture, advice.png, into DIR")
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
@@ -88,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_readable([args.trace])
     memory = _given_memory(args.memory)
+    wanted = _wanted_device(args)
     if args.read_bandwidth:
         _rate(args.read_bandwidth)  # a mistake is found before anything is measured
     with packs.open_model(args.model) as model_map, Progress() as progress:
@@ -95,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError(f"{args.model} is a dense model: it has no experts that could be read while it runs")
         if args.plot is not None:
             pictures.check(args.plot)
-        advice = _advise(args, model_map, memory, progress)
+        advice = _advise(args, model_map, memory, wanted, progress)
     if args.json:
         print_json(advice)
     else:
@@ -103,12 +127,80 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _advise(args: argparse.Namespace, model_map: ModelMap, memory: MemoryLimit | None, progress: Progress) -> Advice:
+@dataclass(frozen=True)
+class _WantedDevice:
+    """What was said of it. budgets: of its memory for experts; (): what is left."""
+
+    name: str | None
+    vram: int | None
+    budgets: tuple[str, ...]
+    link: float | None
+    bandwidth: float | None
+
+
+def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
+    """None: no device is asked about. PyorchError for what cannot be meant."""
+    from pyorch.runtime.devices import find_device
+    from pyorch.settings.budget import AUTO
+    from pyorch.settings.device import NONE
+
+    name = OPTIONS["device"].parse(args.device)
+    options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
+    if name == NONE and not any(options):
+        return None
+    if args.vram and args.vram_budget:
+        raise PyorchError("--vram is all memory of a device, --vram-budget what experts get of it: give one of them")
+    wanted = _WantedDevice(
+        None if name == NONE else name, _size("--vram", args.vram) if args.vram else None,
+        tuple(map(str, listed(args, "vram_budget"))),
+        _rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else None,
+        _rate(args.vram_bandwidth, "VRAM bandwidth") if args.vram_bandwidth else None)
+    if wanted.name is not None:
+        find_device(wanted.name)
+        return wanted
+    if str(AUTO) in wanted.budgets:
+        raise PyorchError("what --vram-budget auto leaves to experts is known of a device that --device names: give "
+                          "--vram SIZE for another one")
+    if not (wanted.vram or wanted.budgets):
+        raise PyorchError("of which device? Name it with --device, or say its memory with --vram, such as 8GiB")
+    if not (wanted.link and wanted.bandwidth):
+        raise PyorchError("a device that is not named cannot be measured: say how fast it is with --link-bandwidth and "
+                          "--vram-bandwidth, such as 12GB/s and 200GB/s")
+    return wanted
+
+
+def _device(
+    wanted: _WantedDevice, model_map: ModelMap, n_threads: int, compute: Compute, progress: Progress
+) -> Device:
+    """With what was said of it in place of what was measured."""
+    from pyorch.advise import device as devices
+
+    if wanted.name is None:
+        assert wanted.link is not None and wanted.bandwidth is not None
+        return devices.given(wanted.vram, wanted.link, wanted.bandwidth, model_map, compute)
+    progress.update("measuring the device", 0, 0)
+    found = devices.measured(wanted.name, model_map, n_threads)
+    speed = found.speed
+    if wanted.bandwidth is not None:
+        of_bandwidth = devices.given(None, speed.link, wanted.bandwidth, model_map, compute).speed
+        speed = replace(speed, decode=of_bandwidth.decode, how="given")
+    if wanted.link is not None:
+        speed = replace(speed, link=wanted.link, how="given")
+    memory = (wanted.vram, wanted.vram) if wanted.vram is not None else (found.total_bytes, found.free_bytes)
+    return replace(found, total_bytes=memory[0], free_bytes=memory[1], speed=speed)
+
+
+def _advise(
+    args: argparse.Namespace, model_map: ModelMap, memory: MemoryLimit | None, wanted: _WantedDevice | None,
+    progress: Progress,
+) -> Advice:
+    from pyorch.advise.device import rest_for_experts as rest_of_device
     from pyorch.advise.estimates import Estimator
     from pyorch.advise.gains import gains, worth_it
     from pyorch.advise.machine import Compute, Disk, Machine
     from pyorch.advise.memory import context_bytes, rest_for_experts
     from pyorch.advise.routing import routing_of
+    from pyorch.llama.device import host_bytes_beside_device
     from pyorch.llama.memory import memory_limit, physical_cores
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sizes import as_option
@@ -125,21 +217,37 @@ def _advise(args: argparse.Namespace, model_map: ModelMap, memory: MemoryLimit |
         faster = compute.decode_seconds / (args.compute_ms / 1000)
         compute = Compute(args.compute_ms / 1000, compute.prefill_seconds / faster, compute.start_seconds)
     memory = memory or memory_limit()
-    n_context_bytes = context_bytes(model_map, args.ctx, n_threads)
-    left = rest_for_experts(info, memory, n_context_bytes)
+    n_context_bytes = n_host_bytes = context_bytes(model_map, args.ctx, n_threads)
+    host_dense_bytes, device, vram_budgets = info.dense_bytes, None, []
+    without = rest_for_experts(info, memory, host_dense_bytes, n_context_bytes)
+    if wanted is not None:
+        device = _device(wanted, model_map, n_threads, compute, progress)
+        host_dense_bytes = host_bytes_beside_device(model_map)
+        n_host_bytes -= model_map.kv_bytes(args.ctx)
+        vram_budgets = [
+            budget if budget != "auto" else
+            as_option(rest_of_device(device, model_map, host_dense_bytes, n_context_bytes))
+            for budget in wanted.budgets or ("auto",)]
+    left = rest_for_experts(info, memory, host_dense_bytes, n_host_bytes)
     estimator = Estimator(model_map, routing, compute, disk.bytes_per_second, args.prompt_tokens,
-                          Sidecars(model_map).predictor)
+                          Sidecars(model_map).predictor, device and device.speed)
     notes = []
     if left is None:
         notes.append(f"the model does not fit into the memory that is free: even the fewest experts need "
-                     f"{_missing(model_map, memory, n_context_bytes)} more")
-    budgets.append(as_option(left if left is not None else info.floor_bytes))
+                     f"{_missing(model_map, memory, host_dense_bytes + n_host_bytes)} more")
+    rest = [(as_option(rest if rest is not None else info.floor_bytes), "least" if rest is None else "auto")
+            for rest in (without, left)]
+    asked = [(budget, budget) for budget in budgets]
+    plan = [(budget, name, None) for budget, name in (rest[:1] if device else [*asked, rest[1]])]
+    plan += [(budget, name, vram_budget) for vram_budget in vram_budgets for budget, name in [*asked, rest[1]]]
     estimates = []
-    for n, budget in enumerate(budgets):
-        progress.update(f"replaying a budget of {budget}", n, len(budgets) + 1)
-        estimates.append(estimator.estimate(budget))
-    progress.update("replaying with sidecars", len(budgets), len(budgets) + 1)
-    found = gains(model_map, estimator, estimates[-1], compute, disk.bytes_per_second)
+    for n, (budget, _, vram_budget) in enumerate(plan):
+        beside = f", {vram_budget} of the device" if vram_budget else ""
+        progress.update(f"replaying a budget of {budget}{beside}", n, len(plan) + 1)
+        estimates.append(estimator.estimate(budget, vram_budget))
+    progress.update("replaying with sidecars", len(plan), len(plan) + 1)
+    fastest = compute.decode_seconds / (max(1.0, device.speed.decode) if device else 1)
+    found = gains(model_map, estimator, estimates[-1], fastest, disk.bytes_per_second)
     commands = [gain.command for gain in worth_it(found, estimates[-1])]
     if not routing.observed:
         notes.append(f"for more than an assumption: pyorch profile {shlex.quote(args.model)} --data TEXT --states "
@@ -153,9 +261,9 @@ def _advise(args: argparse.Namespace, model_map: ModelMap, memory: MemoryLimit |
         plot = draw(ordered, 1 / compute.decode_seconds, estimates[-1].budget_bytes, args.plot)
     return Advice(
         model=model_map.path, arch=info.arch, n_threads=n_threads, disk=disk, compute=compute, memory=memory,
-        n_ctx=args.ctx, context_bytes=n_context_bytes, auto_bytes=left, routing=routing.source,
-        prompt_tokens=args.prompt_tokens, estimates=estimates, gains=found,
-        command=_command(args, model_map, left), notes=notes, plot=plot,
+        device=device, n_ctx=args.ctx, context_bytes=n_context_bytes, auto_bytes=left, routing=routing.source,
+        prompt_tokens=args.prompt_tokens, estimates=estimates, budget_names=[name for _, name, _ in plan], gains=found,
+        command=_command(args, model_map, left, wanted), notes=notes, plot=plot,
     )
 
 
@@ -195,75 +303,83 @@ def _default_trace(model_map: ModelMap) -> Path:
 
 def _given_memory(text: str | None) -> MemoryLimit | None:
     from pyorch.llama.memory import MemoryLimit
-    from pyorch.sizes import Amount
 
     if text is None:
         return None
+    n_bytes = _size("--memory", text)
+    return MemoryLimit("as given", n_bytes, n_bytes)
+
+
+def _size(flag: str, text: str) -> int:
+    """In bytes, above 0."""
+    from pyorch.sizes import Amount
+
     try:
         n_bytes = Amount.parse(text).n_bytes or 0
     except ValueError:
         n_bytes = 0
     if n_bytes <= 0:
-        raise PyorchError(f'--memory "{text}" is not understood: use a size such as 16GiB')
-    return MemoryLimit("as given", n_bytes, n_bytes)
+        raise PyorchError(f'{flag} "{text}" is not understood: use a size such as 16GiB')
+    return n_bytes
 
 
-def _rate(text: str) -> float:
+def _rate(text: str, what: str = "read bandwidth") -> float:
     from pyorch.cli.replay import parse_rate
 
-    return parse_rate(text)
+    return parse_rate(text, what)
 
 
-def _missing(model_map: ModelMap, memory: MemoryLimit, n_context_bytes: int) -> str:
+def _missing(model_map: ModelMap, memory: MemoryLimit, n_other_bytes: int) -> str:
     from pyorch.llama.memory import rest_bytes
     from pyorch.sizes import format_bytes
 
-    left = rest_bytes(memory, model_map.info.dense_bytes, n_context_bytes)
-    return format_bytes(model_map.info.floor_bytes - left, round_up=True)
+    return format_bytes(model_map.info.floor_bytes - rest_bytes(memory, n_other_bytes, 0), round_up=True)
 
 
-def _command(args: argparse.Namespace, model_map: ModelMap, left: int | None) -> str:
-    """The budget is named only where "auto" would take another: for a machine that is not this one."""
+def _command(
+    args: argparse.Namespace, model_map: ModelMap, left: int | None, wanted: _WantedDevice | None
+) -> str:
+    """A budget is named only where "auto" would take another: for a machine that is not this one."""
     from pyorch.sizes import as_option
 
     words = ["pyorch", "run", model_map.path, "--ctx", str(args.ctx)]
     if left is not None and args.memory is not None:
         words += ["--budget", as_option(left - left % (1 << 20))]
+    if wanted is not None:
+        words += ["--device", wanted.name or "auto"]
+        words += ["--vram-budget", wanted.budgets[-1]] if wanted.budgets else []
     words += ["-p", "TEXT"]
     return shlex.join(words)
 
 
 def _parts(advice: Advice) -> list[str | Table | Facts]:
-    from pyorch.sizes import MiB, format_bytes
+    from pyorch.sizes import format_bytes
 
     how = {"kept": "measured before", "measured": "measured now", "probe": "measured on a file beside the model",
            "given": "as given"}
     left = "too little for any expert"
     if advice.auto_bytes is not None:
         left = f"{format_bytes(advice.auto_bytes)} for experts"
+    context = f"a context of {advice.n_ctx} tokens needs {format_bytes(advice.context_bytes)}"
     facts = [
         ("model", f"{advice.model} ({advice.arch})"),
         ("disk", f"{advice.disk.bytes_per_second / 1e9:.2f} GB/s ({how[advice.disk.how]})"),
         ("computing", f"{1 / advice.compute.decode_seconds:.1f} tok/s decoded, "
                       f"{1 / advice.compute.prefill_seconds:.0f} tok/s of a prompt, with all experts in memory, on "
                       f"{advice.n_threads} threads"),
-        ("memory", f"{format_bytes(advice.memory.free_bytes)} free ({advice.memory.source}); a context of "
-                   f"{advice.n_ctx} tokens needs {format_bytes(advice.context_bytes)}, which leaves {left}"),
+        ("memory", f"{format_bytes(advice.memory.free_bytes)} free ({advice.memory.source}); "
+                   f"{f'{context}, which' if advice.device is None else 'the rest of the model'} leaves {left}"),
+        *_facts_of_device(advice, context),
         ("routing", advice.routing),
     ]
-    rows = []
-    for estimate, name in zip(advice.estimates, _names(advice)):
-        rows.append((name, format_bytes(estimate.budget_bytes), f"{estimate.hit_rate:.1%}",
-                     f"{estimate.decode_rate:.1f}", f"{estimate.first_token_seconds:.1f} s",
-                     f"{estimate.bytes_per_token / MiB:.0f}", f"{estimate.stall:.0%}"))
-    columns = ("budget", "memory", "hits", "tok/s", "first token", "MiB/token", "waiting")
+    table = _table_of_budgets(advice) if advice.device is None else _table_of_device(advice)
     base = advice.estimates[-1].decode_rate
     columns_of_gains = ("sidecar", "is there", "at the last budget")
     gains = [(gain.sidecar, "yes" if gain.there else "no", _gain(gain, base)) for gain in advice.gains]
     reasons = [(gain.sidecar, f"{'lossy: ' if gain.lossy else ''}{gain.why}: {gain.command}") for gain in advice.gains]
     return [
         Facts(facts), "",
-        Table(columns, rows, left=("budget",)), "",
+        table, "",
         Table(columns_of_gains, gains, left=columns_of_gains), "",
         Facts(reasons), "",
         *[f"note: {note}" for note in advice.notes],
@@ -272,9 +388,41 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
     ]
 
 
-def _names(advice: Advice) -> list[str]:
-    asked = [estimate.budget for estimate in advice.estimates[:-1]]
-    return [*asked, "auto" if advice.auto_bytes is not None else "least"]
+def _facts_of_device(advice: Advice, context: str) -> list[tuple[str, str]]:
+    from pyorch.sizes import format_bytes
+
+    if advice.device is None:
+        return []
+    memory, speed = "", advice.device.speed
+    if advice.device.free_bytes is not None:
+        memory = (f"{format_bytes(advice.device.free_bytes)} free; {context} there, which leaves "
+                  f"{format_bytes(advice.estimates[-1].vram_bytes)} for experts")
+    return [
+        ("device", f"{advice.device.name or 'one that is not here'}{': ' if memory else ''}{memory}"),
+        ("its speed", f"uploads {speed.link / 1e9:.3g} GB/s, a token {speed.decode:.3g} times as fast as on the "
+                      f"processor, a prompt {speed.prefill:.3g} times ({speed.how})"),
+    ]
+
+
+def _table_of_budgets(advice: Advice) -> Table:
+    from pyorch.sizes import MiB, format_bytes
+
+    rows = [(name, format_bytes(estimate.budget_bytes), f"{estimate.hit_rate:.1%}", f"{estimate.decode_rate:.1f}",
+             f"{estimate.first_token_seconds:.1f} s", f"{estimate.bytes_per_token / MiB:.0f}", f"{estimate.stall:.0%}")
+            for estimate, name in zip(advice.estimates, advice.budget_names)]
+    return Table(("budget", "memory", "hits", "tok/s", "first token", "MiB/token", "waiting"), rows, left=("budget",))
+
+
+def _table_of_device(advice: Advice) -> Table:
+    """Where the experts are that are needed, in shares of all uses."""
+    from pyorch.sizes import format_bytes
+
+    rows = [(format_bytes(estimate.vram_bytes) if estimate.vram_budget else "none", name,
+             format_bytes(estimate.budget_bytes), f"{estimate.on_device:.1%}", f"{estimate.in_memory:.1%}",
+             f"{estimate.read:.1%}", f"{estimate.decode_rate:.1f}", f"{estimate.first_token_seconds:.1f} s")
+            for estimate, name in zip(advice.estimates, advice.budget_names)]
+    columns = ("VRAM", "budget", "memory", "in VRAM", "in memory", "on disk", "tok/s", "first token")
+    return Table(columns, rows, left=("VRAM", "budget"))
 
 
 def _gain(gain: Gain, base: float) -> str:

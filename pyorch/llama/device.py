@@ -12,6 +12,7 @@ from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.originals import original
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import find_device
+from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
 from pyorch.settings.device import NONE
 from pyorch.sizes import MiB, format_bytes
@@ -19,6 +20,11 @@ from pyorch.sizes import MiB, format_bytes
 # Of the device's memory, what stays free under the automatic budget: for what its driver and others take, and for what
 # llama.cpp makes beside the buffers that it reports.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
+
+
+def margin_bytes(total_bytes: int) -> int:
+    """What stays free of a device with so much memory."""
+    return max(MARGIN_BYTES, round(MARGIN_SHARE * total_bytes))
 
 
 def place(managed: ManagedModel) -> None:
@@ -37,14 +43,19 @@ def place(managed: ManagedModel) -> None:
 
 
 def host_dense_bytes(managed: ManagedModel) -> int:
-    """Of the dense weights, those that stay in host memory: with all layers on a device, the table of embeddings."""
+    """Of the dense weights, those that stay in host memory."""
     info, n_gpu_layers = managed.map.info, managed.params.n_gpu_layers
     if managed.device is None or 0 <= n_gpu_layers <= info.n_layers:
         return info.dense_bytes
+    return host_bytes_beside_device(managed.map)
+
+
+def host_bytes_beside_device(model_map: ModelMap) -> int:
+    """Of the dense weights, those that stay in host memory with all layers on a device: the table of embeddings."""
     try:
-        return min(info.dense_bytes, managed.map.tensor_range("token_embd.weight").size)
+        return min(model_map.info.dense_bytes, model_map.tensor_range("token_embd.weight").size)
     except PyorchError:
-        return info.dense_bytes
+        return model_map.info.dense_bytes
 
 
 def refuse_lost(model: int, context: int) -> None:
@@ -86,8 +97,7 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
         needed += info.dense_bytes - host_dense_bytes(managed)
     left = device.free_bytes() - needed
     if budget == AUTO:
-        margin = max(MARGIN_BYTES, round(MARGIN_SHARE * device.total_bytes()))
-        managed.engine.set_device_budget(max(0, left - margin))
+        managed.engine.set_device_budget(max(0, left - margin_bytes(device.total_bytes())))
     elif left < (given := min(budget.amount.of(info.expert_bytes), info.expert_bytes)):
         managed.engine.set_device_budget(max(0, left))
         fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "

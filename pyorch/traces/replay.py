@@ -284,15 +284,19 @@ def _warm_ubatches(schedule: Schedule, n_tokens: int) -> int:
 
 def default_route_share(model_map: ModelMap) -> float:
     """Of the bytes of weights that a decoded token reads, those that are not experts'."""
+    dense, experts = token_bytes(model_map)
+    return dense / (dense + experts)
+
+
+def token_bytes(model_map: ModelMap) -> tuple[int, int]:
+    """Bytes of weights that a decoded token reads: of dense layers, and of experts."""
     info = model_map.info
     try:
         model_map.tensor_range("output.weight")
         table = model_map.tensor_range("token_embd.weight").size  # of which a token takes one row
     except PyorchError:
         table = 0
-    experts = sum(layer.expert_bytes for layer in model_map.layers) * info.n_expert_used
-    dense = max(0, info.dense_bytes - table)
-    return dense / (dense + experts)
+    return max(0, info.dense_bytes - table), sum(layer.expert_bytes for layer in model_map.layers) * info.n_expert_used
 
 
 def _copy(maps: ExpertMaps) -> ExpertMaps:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from devices import DeviceProcess
 from ggufs import write_moe_model
 from processes import HANG_SECONDS
 
 from pyorch.advise import machine
+from pyorch.advise.device import DeviceSpeed, given
 from pyorch.advise.estimates import Estimator
 from pyorch.advise.machine import Compute
 from pyorch.advise.probe import Shape, read_shape, write_probe
@@ -27,7 +29,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.recorder import profile
-from pyorch.traces.replay import ReplaySettings, replay
+from pyorch.traces.replay import ReplaySettings, replay, token_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +148,29 @@ def test_estimates_grow_with_the_budget_and_end_at_the_resident_speed(tmp_path: 
     assert fast.decode_rate > low.decode_rate and fast.bytes_per_token == pytest.approx(low.bytes_per_token, rel=0.2)
 
 
+def test_estimates_with_a_device_say_where_experts_are_and_how_fast_the_device_makes_it(small_moe: Path) -> None:
+    compute = Compute(decode_seconds=0.04, prefill_seconds=0.01, start_seconds=0.5)
+    with ModelMap(small_moe) as model_map:
+        fast, slow = (
+            Estimator(model_map, routing_of(model_map, None), compute, 1e9, 64, PredictorFile(),
+                      DeviceSpeed(link, 8.0, 8.0, "given"))
+            for link in (1e10, 1e5))
+        alone = fast.estimate("40%")
+        some, more, all_of_it = (fast.estimate("40%", vram_budget) for vram_budget in ("20%", "60%", "100%"))
+        behind_a_slow_link = slow.estimate("40%", "20%")
+        bandwidth = 8 * sum(token_bytes(model_map)) / 0.04
+        assert given(None, 1e9, bandwidth, model_map, compute).speed.decode == pytest.approx(8)
+    assert alone.on_device == alone.vram_bytes == 0 and alone.in_memory == alone.hit_rate
+    for estimate in (alone, some, more, all_of_it):
+        assert estimate.on_device + estimate.in_memory + estimate.read == pytest.approx(1)
+    assert 0 < some.on_device < more.on_device < all_of_it.on_device
+    assert alone.read > some.read > more.read
+    assert alone.decode_rate < some.decode_rate < more.decode_rate < all_of_it.decode_rate
+    assert all_of_it.decode_rate == pytest.approx(8 / 0.04, rel=0.1)
+    assert alone.first_token_seconds > all_of_it.first_token_seconds > 0.5 + 64 * 0.01 / 8
+    assert behind_a_slow_link.decode_rate < some.decode_rate and behind_a_slow_link.on_device == some.on_device
+
+
 def test_what_is_measured_is_kept_until_it_is_asked_for_again(tmp_path: Path, cache: Path, quick) -> None:
     write_moe_model(tmp_path / "model.gguf", n_layer=2)  # one layer with experts: one probe
     steps: list[str] = []
@@ -200,6 +225,26 @@ def test_command_advises_from_a_trace_and_draws(
     tables = out[out.index("\nbudget  ") :].splitlines()[: 2 * 6]  # that of budgets, that of sidecars
     assert any(line.startswith("sidecar") for line in tables) and max(map(len, tables)) <= 80
 
+    # With a device that is measured, and with one that is only said to be there.
+    device = DeviceProcess(tmp_path / "device.log")
+    try:
+        assert main([*begin, "--budget", "30%", "--device", device.name, "--vram-budget", "20%,1MiB", "--json"]) == 0
+    finally:
+        device.stop()
+    said = json.loads(capsys.readouterr().out)
+    assert said["device"]["name"].startswith("RPC") and said["device"]["speed"]["how"] == "measured"
+    assert [one["vram_budget"] for one in said["estimates"]] == [None, "20%", "20%", "1MiB", "1MiB"]
+    assert said["budget_names"] == ["auto", "30%", "auto", "30%", "auto"]
+    assert said["command"].endswith(f"--device {device.name} --vram-budget 1MiB -p TEXT")
+    assert main([*begin, "--budget", "30%", "--vram", "1GiB", "--link-bandwidth", "12GB/s", "--vram-bandwidth",
+                 "100GB/s"]) == 0
+    out = capsys.readouterr().out
+    table = out[out.index("\nVRAM ") :].splitlines()[1:5]
+    assert [row.split()[:2] for row in table] == [["VRAM", "budget"], ["none", "auto"], *[["12", "MiB"]] * 2]
+    assert "uploads 12 GB/s" in out and "(given)" in out and max(map(len, table)) <= 80
+    assert main([*begin, "--vram", "200MiB", "--link-bandwidth", "1GB/s", "--vram-bandwidth", "1GB/s"]) == 2
+    assert "200 MiB of device memory leave nothing for experts" in capsys.readouterr().err
+
 
 @pytest.mark.parametrize("options, sentence", [
     (["--memory", "much"], '--memory "much" is not understood'),
@@ -207,6 +252,12 @@ def test_command_advises_from_a_trace_and_draws(
     (["--trace", "nowhere.trace"], "nowhere.trace cannot be read"),
     (["--budget", "1%"], "is below the floor"),
     (["--compute-ms", "0"], "is not a number above 0"),
+    (["--vram", "much", "--link-bandwidth", "1GB/s"], '--vram "much" is not understood'),
+    (["--vram", "8GiB", "--vram-budget", "4GiB"], "give one of them"),
+    (["--vram", "8GiB", "--link-bandwidth", "1GB/s"], "say how fast it is with --link-bandwidth and --vram-bandwidth"),
+    (["--link-bandwidth", "1GB/s"], "of which device?"),
+    (["--device", "CUDA7"], "there is no device CUDA7"),
+    (["--device", "none", "--vram-budget", "auto"], "is known of a device that --device names"),
 ])
 def test_mistakes_are_told_before_anything_is_measured(
     small_moe: Path, options: list[str], sentence: str, cache: Path, capsys: pytest.CaptureFixture[str]
