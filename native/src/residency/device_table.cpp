@@ -1,5 +1,6 @@
 #include "residency/device_table.h"
 
+#include "residency/device_ahead.h"
 #include "residency/table.h"
 
 #include <algorithm>
@@ -10,20 +11,27 @@ namespace pyorch {
 
 DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
     const std::vector<int> & n_slots, pyorch_policy which) :
-        pools(n_slots.size()), policy(make_policy(which, (int) n_experts.size())), victims(n_experts) {
+        pools(n_slots.size()), kind(which), policy(make_policy(which, (int) n_experts.size())), victims(n_experts) {
     for (size_t layer = 0; layer < n_experts.size(); ++layer) {
         layers.push_back({ pool_of[layer], std::vector<Seated>(n_experts[layer]), 0, n_experts[layer] });
         pools[pool_of[layer]].layers.push_back((int) layer);
     }
     for (size_t pool = 0; pool < pools.size(); ++pool) {
+        pools[pool].n_slots = n_slots[pool];
         for (int slot = n_slots[pool] - 1; slot >= 0; --slot) {
             pools[pool].free.push_back(slot);
         }
     }
 }
 
+DeviceTable::~DeviceTable() = default;
+
 void DeviceTable::set_policy(pyorch_policy which) {
+    kind   = which;
     policy = make_policy(which, (int) layers.size());
+    if (DeviceTable * without = without_guests()) {
+        without->set_policy(which);
+    }
     for (int layer = 0; layer < (int) layers.size(); ++layer) {
         for (int expert = 0; expert < (int) layers[layer].experts.size(); ++expert) {
             changed(layer, expert);
@@ -32,6 +40,9 @@ void DeviceTable::set_policy(pyorch_policy which) {
 }
 
 void DeviceTable::set_learned(int layer, const std::vector<double> & values) {
+    if (DeviceTable * without = without_guests()) {
+        without->set_learned(layer, values);
+    }
     for (int expert = 0; expert < (int) layers[layer].experts.size(); ++expert) {
         layers[layer].experts[expert].usage.learned = values[expert];
         changed(layer, expert);
@@ -39,11 +50,17 @@ void DeviceTable::set_learned(int layer, const std::vector<double> & values) {
 }
 
 void DeviceTable::foresee(int layer, int expert, uint64_t next_use) {
+    if (DeviceTable * without = without_guests()) {
+        without->foresee(layer, expert, next_use);
+    }
     layers[layer].experts[expert].usage.next_use = next_use;
     changed(layer, expert);
 }
 
 void DeviceTable::set_limits(int layer, int min, int max) {
+    if (DeviceTable * without = without_guests()) {
+        without->set_limits(layer, min, max);
+    }
     Layer & l = layers[layer];
     l.min = min;
     l.max = max;
@@ -75,7 +92,8 @@ double DeviceTable::worth(int layer, double value) const {
 void DeviceTable::changed(int layer, int expert) {
     const Seated & e = layers[layer].experts[expert];
     if (e.slot != NONE) {
-        victims.set(layer, expert, FOR_DEMAND, e.holds > 0 || e.coming ? Victims::NEVER : value(layer, e));
+        const bool stays = e.holds > 0 || e.coming || e.guest_of;
+        victims.set(layer, expert, FOR_DEMAND, stays ? Victims::NEVER : value(layer, e));
     }
 }
 
@@ -110,8 +128,11 @@ int DeviceTable::n_that_pay(int layer, const DeviceDemand & demand, const Device
     for (int expert : candidates) {
         lacking.push_back(demand.rows[expert]);
     }
+    const auto comes = [&](int expert) {
+        return std::find(pass.uploads.begin(), pass.uploads.end(), expert) != pass.uploads.end();
+    };
     for (int expert : demand.experts) {
-        if (pass.slots[expert] != NONE) {
+        if (pass.slots[expert] != NONE || comes(expert)) {
             there.push_back(demand.rows[expert]);
         } else if (std::find(candidates.begin(), candidates.end(), expert) == candidates.end()) {
             lacking.push_back(demand.rows[expert]);
@@ -131,23 +152,38 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     }
     Layer &          l    = layers[layer];
     DevicePass       pass = { std::vector<int>(l.experts.size(), NONE) };
-    std::vector<int> lacking;
+    std::vector<int> lacking, guests;
     for (int expert : demand.experts) {
-        pass.slots[expert] = slot(layer, expert);
-        if (pass.slots[expert] != NONE) {
-            ++l.counts.hits;
-            hold(layer, expert);
+        const Seated & e = l.experts[expert];
+        if (e.guest_of && e.guest_of == demand.context) {
+            guests.push_back(expert);
+            pass.slots[expert] = e.coming ? NONE : e.slot;
         } else {
-            ++l.counts.misses;
-            lacking.push_back(expert);
+            pass.slots[expert] = slot(layer, expert);
+            if (pass.slots[expert] == NONE) {
+                lacking.push_back(expert);
+                continue;
+            }
         }
+        pass.slots[expert] != NONE ? hold(layer, expert) : pass.uploads.push_back(expert);
     }
+    const int n_hits = (int) (demand.experts.size() - lacking.size());
+    l.counts.hits       += n_hits;
+    l.counts.misses     += lacking.size();
+    l.counts.ahead_hits += guests.size();
+    l.counts.ahead_late += pass.uploads.size();
     // A prompt's experts come only for their own sake.
     if (scan && !brings_first) {
         lacking.resize(misses == PYORCH_ESTIMATED ? n_that_pay(layer, demand, pass, lacking) : 0);
     }
     // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
     int n_replaceable = demand.n_tokens;
+    for (int expert : guests) { // that it stays costs no upload
+        bool took = false;
+        if (n_replaceable > 0 && admit_guest(layer, expert, took)) {
+            n_replaceable -= took;
+        }
+    }
     for (int expert : lacking) {
         bool took = false;
         if (known(layer, expert) || (!brings_first && n_replaceable == 0) ||
@@ -159,15 +195,19 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     }
     if (misses == PYORCH_ESTIMATED && !scan && !pass.behind.empty()) {
         const int n = n_that_pay(layer, demand, pass, pass.behind);
-        pass.uploads.assign(pass.behind.begin(), pass.behind.begin() + n);
+        pass.uploads.insert(pass.uploads.end(), pass.behind.begin(), pass.behind.begin() + n);
         pass.behind.erase(pass.behind.begin(), pass.behind.begin() + n);
+    }
+    if (ahead) {
+        judge(layer, demand);
+        weigh(layer, demand, learned, n_hits);
     }
     return pass;
 }
 
 int DeviceTable::slot(int layer, int expert) const {
     const Seated & e = layers[layer].experts[expert];
-    return e.coming ? NONE : e.slot;
+    return e.coming || e.guest_of ? NONE : e.slot;
 }
 
 void DeviceTable::hold(int layer, int expert) {
@@ -176,8 +216,9 @@ void DeviceTable::hold(int layer, int expert) {
 }
 
 void DeviceTable::unhold(int layer, int expert) {
-    --layers[layer].experts[expert].holds;
-    changed(layer, expert);
+    Seated & e = layers[layer].experts[expert];
+    --e.holds;
+    e.guest_of && e.holds == 0 ? give(layer, expert) : changed(layer, expert);
 }
 
 void DeviceTable::move(int layer, int expert, int slot) {
@@ -193,6 +234,13 @@ void DeviceTable::move(int layer, int expert, int slot) {
 void DeviceTable::give(int layer, int expert) {
     Layer &  l = layers[layer];
     Seated & e = l.experts[expert];
+    if (e.guest_of) {
+        give_kept(pools[l.pool], e.slot);
+        e.slot     = NONE;
+        e.coming   = false;
+        e.guest_of = nullptr;
+        return;
+    }
     l.n_there -= !e.coming;
     pools[l.pool].free.push_back(e.slot);
     e.coming = false;
@@ -200,7 +248,8 @@ void DeviceTable::give(int layer, int expert) {
     victims.set(layer, expert, FOR_DEMAND, Victims::NEVER);
 }
 
-int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
+// So that an expert can have a slot for good; false: there is none that it is worth.
+bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     Layer &    l    = layers[layer];
     Seated &   e    = l.experts[expert];
     Pool &     pool = pools[l.pool];
@@ -224,23 +273,31 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
             }
         }
         if (of == NONE || (!must && lowest >= worth(layer, value(layer, e)))) {
-            return NONE;
+            return false;
         }
         ++layers[of].counts.evictions;
         policy->evicted(layers[of].experts[least.expert].usage);
         give(of, least.expert);
     }
-    e.coming = true;
-    move(layer, expert, pool.free.back());
-    pool.free.pop_back();
-    return e.slot;
+    return true;
+}
+
+int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
+    if (!make_room(layer, expert, must, took)) {
+        return NONE;
+    }
+    std::vector<int> & free = pools[layers[layer].pool].free;
+    layers[layer].experts[expert].coming = true;
+    move(layer, expert, free.back());
+    free.pop_back();
+    return layers[layer].experts[expert].slot;
 }
 
 void DeviceTable::arrived(int layer, int expert) {
     Layer &  l = layers[layer];
     Seated & e = l.experts[expert];
     e.coming = false;
-    ++l.n_there;
+    l.n_there += !e.guest_of;
     ++l.counts.loads;
     changed(layer, expert);
 }
@@ -252,7 +309,7 @@ void DeviceTable::abandon(int layer, int expert) {
 void DeviceTable::mark(int layer, std::vector<uint8_t> & mask) const {
     const Layer & l = layers[layer];
     for (size_t expert = 0; expert < l.experts.size(); ++expert) {
-        mask[expert] |= l.experts[expert].slot != NONE && !l.experts[expert].coming;
+        mask[expert] |= slot(layer, (int) expert) != NONE;
     }
 }
 

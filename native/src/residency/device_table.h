@@ -12,12 +12,19 @@
 // the layer that it came for, or the next time that its layer comes, whenever its bytes arrived: so what is computed
 // where follows from what was asked for alone.
 //
+// Some slots of each pool may be kept for what forecasts name (device_ahead.cpp). Such a guest comes for the next pass of
+// one context through its layer, and nobody else computes with it:
+//
+//     absent --ordered--> coming --arrived--> there, for that pass --it is over--> absent
+//                                                 \--admitted, its slot too--> there
+//
 // Values are those of the policies of host memory (eviction.h), of uses that are counted here.
 
 #pragma once
 
 #include "banks/device_rates.h"
 #include "residency/eviction.h"
+#include "residency/guesses.h"
 #include "residency/victims.h"
 
 #include <memory>
@@ -27,11 +34,14 @@ namespace pyorch {
 
 // What was counted for a layer.
 struct DeviceCounts {
-    uint64_t hits      = 0; // uses of experts that were there
-    uint64_t misses    = 0; // of all others
-    uint64_t computed  = 0; // of those that were computed there
-    uint64_t loads     = 0; // experts that came
-    uint64_t evictions = 0;
+    uint64_t hits       = 0; // uses of experts that were there
+    uint64_t misses     = 0; // of all others
+    uint64_t computed   = 0; // of those that were computed there
+    uint64_t loads      = 0; // experts that came
+    uint64_t evictions  = 0;
+    uint64_t ahead      = 0; // experts that came, or were to come, for a forecast
+    uint64_t ahead_hits = 0; // of them, those that their layer used: they are among the hits
+    uint64_t ahead_late = 0; // of these, those that had not come when it began
 };
 
 // What a layer needs that comes, for one ubatch.
@@ -40,6 +50,7 @@ struct DeviceDemand {
     const std::vector<int> & asked;   // that its router chose, the same
     const std::vector<int> & rows;    // by expert: tokens that use it
     int                      n_tokens;
+    const void *             context = nullptr; // whose layer it is
 };
 
 // What becomes of its experts.
@@ -56,6 +67,7 @@ public:
     // pool_of: by layer; n_slots: by pool.
     DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,
         pyorch_policy policy);
+    ~DeviceTable();
 
     // From now on. What a Learner says has to be told anew.
     void set_policy(pyorch_policy policy);
@@ -74,12 +86,28 @@ public:
     // What is done about experts that are not there: see pyorch_device_misses. expert_bytes: by layer.
     void set_misses(pyorch_device_misses misses, const DeviceRates & rates, std::vector<uint64_t> expert_bytes);
 
+    // Keeps slots for so many experts of forecasts a layer, above 0, in pools with enough slots for that.
+    // REQUIRES: nothing came yet.
+    void set_ahead(int n);
+
+    // A forecast of a layer's next pass in a context. Makes guests, the likeliest first, of experts that are absent and
+    // whose like came true at least so often. These are coming then.
+    std::vector<int> order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
+
+    // Guests of that pass.
+    const std::vector<int> & ordered(const void * context, int layer) const;
+    std::vector<int>         layers_ordered(const void * context) const; // layers that have some
+
+    // Nothing is said of that pass any more. REQUIRES: its guests were abandoned.
+    void forget(const void * context, int layer);
+
     // A layer comes. learned: what a Learner says of its experts since it knows what was asked for, null where there is
     // none. Counts hits and misses, and holds the hits.
-    // REQUIRES: of the layer nothing is coming.
+    // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may, and are uploads then.
+    // The others were abandoned.
     DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned = nullptr);
 
-    // Where an expert is; NONE: not there, or still coming.
+    // Where an expert is; NONE: not there, or still coming, or a guest.
     int slot(int layer, int expert) const;
 
     // Whether it is there or coming, and to which slot.
@@ -101,7 +129,7 @@ public:
         for (int layer : moved) {
             std::vector<uint8_t> known_ones;
             for (const Seated & e : layers[layer].experts) {
-                known_ones.push_back(e.slot != NONE);
+                known_ones.push_back(e.slot != NONE && !e.guest_of);
             }
             layers[layer].moved = false;
             tell(layer, known_ones);
@@ -109,19 +137,25 @@ public:
         moved.clear();
     }
 
-    // mask[n_expert]: becomes 1 for each expert of the layer that is there.
+    // mask[n_expert]: becomes 1 for each expert of the layer that is there, and no guest.
     void mark(int layer, std::vector<uint8_t> & mask) const;
     int  n_there(int layer) const { return layers[layer].n_there; }
+
+    // Slots of its pool that are kept for guests.
+    int  n_kept(int layer) const { return pools[layers[layer].pool].n_kept; }
 
     DeviceCounts & counts(int layer) { return layers[layer].counts; }
     void reset_counts();
 
 private:
+    struct Ahead;
+
     struct Seated {
-        Usage usage;
-        int   slot   = NONE;
-        int   holds  = 0;
-        bool  coming = false;
+        Usage        usage;
+        int          slot     = NONE;
+        int          holds    = 0;
+        bool         coming   = false;
+        const void * guest_of = nullptr; // for this context's next pass
     };
     struct Layer {
         int                 pool;
@@ -137,11 +171,15 @@ private:
     };
     struct Pool {
         std::vector<int> layers;
-        std::vector<int> free; // slots, the lowest last
+        std::vector<int> free;       // slots, the lowest last
+        int              n_slots;
+        int              n_kept = 0; // for guests, which are in them
+        std::vector<int> kept   = {}; // of these, those in which nobody is
     };
 
     std::vector<Layer>              layers;
     std::vector<Pool>               pools;
+    pyorch_policy                   kind;
     std::unique_ptr<EvictionPolicy> policy;
     Victims                         victims;
     uint64_t                        now = 0; // layers that came
@@ -150,6 +188,7 @@ private:
     pyorch_device_misses            misses = PYORCH_PROCESSOR;
     DeviceRates                     rates;
     std::vector<uint64_t>           expert_bytes; // by layer
+    std::unique_ptr<Ahead>          ahead;    // null: no guests
 
     int    n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
     void   move(int layer, int expert, int slot);
@@ -157,7 +196,16 @@ private:
     void   changed(int layer, int expert);
     double value(int layer, const Seated & expert) const;
     double worth(int layer, double value) const;
+    bool   make_room(int layer, int expert, bool must, bool & took);
+    bool   admit_guest(int layer, int expert, bool & took);
     void   give(int layer, int expert);
+    void   give_kept(Pool & pool, int slot);
+    void   keep_slots();
+    void   give_up_slots();
+
+    DeviceTable * without_guests() const; // see Ahead; null: there are none here either
+    void   judge(int layer, const DeviceDemand & demand);
+    void   weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
 };
 
 } // namespace pyorch

@@ -32,6 +32,13 @@ struct Guess {
     double probability; // share of such guesses that came true lately
 };
 
+// An expert that a forecast names.
+struct ForecastExpert {
+    int expert;
+    int rank;     // in it, 0: the likeliest
+    int distance; // layers ahead
+};
+
 class Guesses {
 public:
     // What the next pass of a context through a layer will probably need, in place of what was said before.

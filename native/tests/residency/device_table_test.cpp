@@ -189,6 +189,119 @@ void what_pays_comes_first_and_the_rest_behind() {
     CHECK(prompt.uploads.empty() && prompt.behind.empty());
 }
 
+// One layer of 32 experts and 16 slots, 3 of them for guests, one at a time; a context asks for one expert each time.
+struct Guests {
+    DeviceTable            table = { { 32 }, { 0 }, { 16 }, PYORCH_LFU };
+    const std::vector<int> rows  = std::vector<int>(32, 1);
+    const int              me    = 0;
+    uint64_t               hits  = 0;
+    std::vector<int>       held, behind;
+
+    explicit Guests(bool ahead = true) {
+        if (ahead) {
+            table.set_ahead(1);
+        }
+    }
+
+    // What comes for a forecast is there in time, or late.
+    void pass(int expert, const std::vector<ForecastExpert> & forecast = {}, bool late = false) {
+        std::for_each(behind.begin(), behind.end(), [&](int e) { table.arrived(0, e); });
+        table.order(&me, 0, forecast, 0.5);
+        for (int guest : std::vector<int>(table.ordered(&me, 0))) {
+            if (guest != expert || !late) {
+                table.arrived(0, guest);
+            }
+            if (guest != expert) {
+                table.abandon(0, guest);
+            }
+        }
+        std::for_each(held.begin(), held.end(), [&](int e) { table.unhold(0, e); });
+        const std::vector<int> asked = { expert };
+        const DevicePass       pass  = table.pass(0, { asked, asked, rows, 1, &me });
+        held.clear();
+        for (int e : pass.uploads) {
+            table.arrived(0, e);
+            table.hold(0, e);
+            held.push_back(e);
+        }
+        if (pass.slots[expert] != DeviceTable::NONE) {
+            held.push_back(expert);
+        }
+        behind = pass.behind;
+    }
+};
+
+void a_guest_serves_the_pass_that_it_came_for() {
+    for (bool late : { false, true }) {
+        Guests guests;
+        for (int expert = 0; expert < 13; ++expert) {
+            guests.pass(expert);
+            guests.pass(expert);
+        }
+        guests.pass(20, { { 20, 0, 1 } }, late);
+        DeviceCounts & counts = guests.table.counts(0);
+        CHECK(counts.ahead == 1 && counts.ahead_hits == 1 && counts.ahead_late == late);
+        CHECK(counts.hits == 13 + 1 && counts.evictions == 0); // all others had been worth two uses
+        CHECK(guests.table.coming_to(0, 20) != DeviceTable::NONE && guests.table.slot(0, 20) == DeviceTable::NONE);
+        guests.pass(0);
+        CHECK(!guests.table.known(0, 20) && guests.table.n_there(0) == 13);
+    }
+}
+
+void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
+    Guests guests;
+    for (int expert = 0; expert < 13; ++expert) {
+        guests.pass(expert);
+    }
+    for (int use = 0; use < 3; ++use) {
+        guests.pass(20, { { 20, 0, 1 } });
+        guests.pass(0);
+    }
+    DeviceCounts & counts = guests.table.counts(0);
+    CHECK(counts.evictions == 1 && guests.table.slot(0, 20) != DeviceTable::NONE && guests.table.n_there(0) == 13);
+    const uint64_t loads = counts.loads;
+    std::set<int>  slots;
+    for (int expert = 0; expert < 32; ++expert) {
+        slots.insert(guests.table.coming_to(0, expert));
+    }
+    CHECK(slots.size() == 13 + 1 && guests.table.n_kept(0) == 3); // and NONE
+    guests.pass(20, { { 20, 0, 1 } }); // it is there: nothing is ordered
+    CHECK(counts.loads == loads);
+}
+
+void another_contexts_guest_is_not_computed_with() {
+    DeviceTable t = { { 8 }, { 0 }, { 12 }, PYORCH_LFU };
+    t.set_ahead(1);
+    const int a = 0, b = 0;
+    CHECK(t.order(&a, 0, { { 5, 0, 1 } }, 0) == std::vector<int>({ 5 }));
+    CHECK(t.order(&b, 0, { { 5, 0, 1 } }, 0).empty());
+    t.arrived(0, 5);
+    const std::vector<int> asked = { 5 }, rows(8, 1);
+    CHECK(t.pass(0, { asked, asked, rows, 1, &b }).slots[5] == DeviceTable::NONE);
+    CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
+    const DevicePass pass = t.pass(0, { asked, asked, rows, 1, &a });
+    CHECK(pass.slots[5] != DeviceTable::NONE && t.counts(0).ahead_hits == 1);
+}
+
+// Uses of 24 experts, some of them more often than others; who forecasts names one that is used, or one that is not.
+void guests_cost_no_hits_whatever_is_forecast() {
+    for (bool right : { false, true }) {
+        Guests   with, without(false);
+        uint32_t state = 1;
+        for (int time = 0; time < 20000; ++time) {
+            state = state * 1664525 + 1013904223;
+            const int expert = (int) ((uint64_t) (state >> 8) * (state >> 8) >> 32) * 24 / (1 << 16);
+            with.pass(expert, { { right ? expert : 31, 0, 1 } });
+            without.pass(expert);
+        }
+        const DeviceCounts & found = with.table.counts(0), & all = without.table.counts(0);
+        CHECK(all.hits > 5000 && all.misses > 500);
+        CHECK(right ? found.misses < all.misses / 20 : found.hits + 4 * 80 > all.hits);
+        CHECK(right ? found.ahead_hits == found.ahead : found.ahead < 10 && found.ahead_hits == 0);
+        CHECK(with.table.n_kept(0) == (right ? 3 : 0));
+    }
+}
+
 } // namespace
 
 int main() {
@@ -196,7 +309,9 @@ int main() {
              what_is_held_or_coming_stays, what_is_worth_less_is_not_admitted_unless_it_must,
              what_did_not_come_leaves_its_slot, every_policy_says_what_goes,
              a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went,
-             an_upload_pays_where_the_processor_would_take_longer, what_pays_comes_first_and_the_rest_behind }) {
+             an_upload_pays_where_the_processor_would_take_longer, what_pays_comes_first_and_the_rest_behind,
+             a_guest_serves_the_pass_that_it_came_for, a_guest_that_is_worth_it_stays_and_another_slot_is_kept,
+             another_contexts_guest_is_not_computed_with, guests_cost_no_hits_whatever_is_forecast }) {
         claim();
     }
     return 0;

@@ -1,0 +1,206 @@
+#include "residency/device_ahead.h"
+
+#include "residency/table.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace pyorch {
+namespace {
+
+constexpr int64_t  LOSS        = 64;  // hits
+constexpr uint64_t FIRST_PAUSE = 512; // tokens
+
+// So many layers' guests at once: of the layer that computes, and of the two that come next.
+constexpr int LAYERS_WITH_GUESTS = 3;
+
+// Of a pool's slots; the others are demand's.
+constexpr int MOST_KEPT = 4; // a fourth
+
+} // namespace
+
+DeviceTable * DeviceTable::without_guests() const {
+    return ahead ? &ahead->without : nullptr;
+}
+
+void DeviceTable::set_ahead(int n) {
+    std::vector<int> n_experts, pool_of, n_slots;
+    for (const Layer & l : layers) {
+        n_experts.push_back((int) l.experts.size());
+        pool_of.push_back(l.pool);
+    }
+    for (const Pool & pool : pools) {
+        n_slots.push_back(pool.n_slots);
+    }
+    const size_t n_layers = layers.size();
+    ahead.reset(new Ahead { n, {}, std::vector<std::vector<Rate>>(n_layers), { n_experts, pool_of, n_slots, kind }, -1, {},
+        std::vector<std::vector<int>>(n_layers) });
+    ahead->without.set_misses(misses, rates, expert_bytes);
+    ahead->pause = FIRST_PAUSE * n_layers;
+    keep_slots();
+}
+
+// From demand, which gives what it values least.
+void DeviceTable::keep_slots() {
+    for (Pool & pool : pools) {
+        const int most = std::min(LAYERS_WITH_GUESTS * ahead->n, pool.n_slots / MOST_KEPT);
+        while (pool.n_kept < most) {
+            int    of     = NONE;
+            double lowest = Victims::NEVER;
+            for (int layer : pool.layers) {
+                const double kept = victims.least(layer, FOR_DEMAND).key;
+                if (pool.free.empty() && layers[layer].n_seated > layers[layer].min && kept < lowest) {
+                    of     = layer;
+                    lowest = kept;
+                }
+            }
+            if (of != NONE) {
+                ++layers[of].counts.evictions;
+                give(of, victims.least(of, FOR_DEMAND).expert);
+            }
+            if (pool.free.empty()) {
+                break; // all are held
+            }
+            pool.kept.push_back(pool.free.back());
+            pool.free.pop_back();
+            ++pool.n_kept;
+        }
+    }
+    ahead->keeps = true;
+}
+
+// Those in which guests are follow when these go.
+void DeviceTable::give_up_slots() {
+    ahead->keeps = false;
+    for (Pool & pool : pools) {
+        pool.free.insert(pool.free.end(), pool.kept.begin(), pool.kept.end());
+        pool.kept.clear();
+        pool.n_kept = 0;
+    }
+}
+
+void DeviceTable::give_kept(Pool & pool, int slot) {
+    const bool keeps = (int) pool.kept.size() < pool.n_kept;
+    (keeps ? pool.kept : pool.free).push_back(slot);
+}
+
+std::vector<int> DeviceTable::order(const void * context, int layer, const std::vector<ForecastExpert> & forecast,
+    double precision) {
+    if (!ahead) {
+        return {};
+    }
+    Ahead::Orders & orders = ahead->orders[{ context, layer }];
+    Layer &         l      = layers[layer];
+    Pool &          pool   = pools[l.pool];
+    std::vector<int> made;
+    for (const ForecastExpert & it : forecast) {
+        Seated & e = l.experts[it.expert];
+        if (e.slot != NONE) {
+            continue;
+        }
+        orders.noted.push_back(it);
+        if ((int) orders.guests.size() < ahead->n && !pool.kept.empty() &&
+            ahead->rate(layer, it, (int) l.experts.size()).value() >= precision) {
+            e.slot     = pool.kept.back();
+            e.coming   = true;
+            e.guest_of = context;
+            pool.kept.pop_back();
+            ++l.counts.ahead;
+            orders.guests.push_back(it.expert);
+            made.push_back(it.expert);
+        }
+    }
+    return made;
+}
+
+const std::vector<int> & DeviceTable::ordered(const void * context, int layer) const {
+    static const std::vector<int> none;
+    if (!ahead) {
+        return none;
+    }
+    const auto found = ahead->orders.find({ context, layer });
+    return found != ahead->orders.end() ? found->second.guests : none;
+}
+
+std::vector<int> DeviceTable::layers_ordered(const void * context) const {
+    std::vector<int> found;
+    if (ahead) {
+        for (auto it = ahead->orders.lower_bound({ context, 0 }); it != ahead->orders.end() && it->first.first == context;
+             ++it) {
+            found.push_back(it->first.second);
+        }
+    }
+    return found;
+}
+
+void DeviceTable::forget(const void * context, int layer) {
+    if (ahead) {
+        ahead->orders.erase({ context, layer });
+    }
+}
+
+bool DeviceTable::admit_guest(int layer, int expert, bool & took) {
+    if (!make_room(layer, expert, false, took)) {
+        return false;
+    }
+    Layer &   l    = layers[layer];
+    Pool &    pool = pools[l.pool];
+    Seated &  e    = l.experts[expert];
+    const int slot = pool.free.back();
+    pool.free.pop_back();
+    e.guest_of = nullptr;
+    give_kept(pool, slot); // in exchange for its own
+    move(layer, expert, e.slot);
+    l.n_there += !e.coming;
+    changed(layer, expert);
+    return true;
+}
+
+// Which forecasts of the layer came true. Of a prompt's layer none was made.
+void DeviceTable::judge(int layer, const DeviceDemand & demand) {
+    const auto found = ahead->orders.find({ demand.context, layer });
+    if (found == ahead->orders.end()) {
+        return;
+    }
+    for (const ForecastExpert & it : found->second.noted) {
+        const bool came_true = std::binary_search(demand.asked.begin(), demand.asked.end(), it.expert);
+        if (demand.n_tokens < Demand::SCAN_TOKENS) {
+            ahead->rate(layer, it, (int) layers[layer].experts.size()).add(came_true);
+        }
+    }
+    ahead->orders.erase(found);
+}
+
+// The table without guests gets the same layer.
+void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits) {
+    Ahead &       a = *ahead;
+    DeviceTable & t = a.without;
+    for (int expert : a.held) {
+        t.unhold(a.at_layer, expert);
+    }
+    for (int expert : a.coming[layer]) {
+        t.arrived(layer, expert);
+    }
+    const DevicePass pass = t.pass(layer, demand, learned);
+    a.at_layer = layer;
+    a.held.clear();
+    std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(a.held),
+        [&](int expert) { return pass.slots[expert] != NONE; });
+    a.gained += n_hits - (int64_t) a.held.size();
+    for (int expert : pass.uploads) {
+        t.arrived(layer, expert);
+        t.hold(layer, expert);
+        a.held.push_back(expert);
+    }
+    a.coming[layer] = pass.behind;
+    if (a.keeps && a.gained < -LOSS) {
+        give_up_slots();
+        a.until  = now + a.pause;
+        a.pause *= 4;
+    } else if (!a.keeps && now >= a.until) {
+        keep_slots();
+        a.gained = 0;
+    }
+}
+
+} // namespace pyorch
