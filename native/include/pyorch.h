@@ -272,6 +272,8 @@ typedef struct pyorch_config {
     uint64_t       device_bytes;   // of its memory for them, default 0; see pyorch_set_device_budget
     uint64_t       device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
     double         device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
+    uint64_t       device_ahead;   // so many experts that a predictor names are uploaded before their layer comes, at most
+                                   // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.
@@ -463,6 +465,9 @@ typedef struct pyorch_stats {
     uint64_t device_experts;  // there now
     uint64_t device_used_bytes; // of its memory, for slots
     uint64_t device_budget_bytes;
+    uint64_t device_ahead;      // experts that were to come before their layer, as a predictor named them
+    uint64_t device_ahead_hits; // of them, those that the layer used: they are hits
+    uint64_t device_ahead_late; // of these, those that it brought itself: nothing had come by then
 } pyorch_stats;
 
 // il -1: the whole engine. Of one layer: counters of uses, loads, evictions, stalls and residency only.
@@ -510,7 +515,8 @@ typedef enum pyorch_predictor {
 } pyorch_predictor;
 
 // Sets what predicts every layer, see pyorch_set_layer_prefetch.
-// automatic: nonzero: only while what guesses save is worth the processor's time of the predictions.
+// automatic: nonzero: only while what guesses save is worth the processor's time of the predictions, and into host memory
+// only.
 // PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot be applied.
 pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
                                   int32_t automatic);

@@ -87,8 +87,19 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
     if (config.device && !simulated) {
         device = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config);
         routing.device = device.get();
+        prefetcher.change([this](pyorch::PrefetchPlanner & planner) {
+            planner.set_above([this](const void * context, int layer,
+                const std::vector<pyorch::ForecastExpert> & experts, double precision) {
+                device->order(context, layer, experts, precision);
+            });
+        });
     }
     remote.on_change([this](int layer, const std::vector<uint8_t> & elsewhere) {
         table.set_elsewhere(layer, elsewhere);
     });
+}
+
+// The device goes before the thread that predicts.
+pyorch_engine::~pyorch_engine() {
+    prefetcher.change([](pyorch::PrefetchPlanner & planner) { planner.set_above({}); });
 }

@@ -18,6 +18,7 @@
 
 struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
+    ~pyorch_engine();
 
     const pid_t            pid = getpid(); // a process that is forked from this one has none of the threads
     const bool             simulated;

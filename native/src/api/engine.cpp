@@ -44,6 +44,13 @@ void check_misses(const pyorch_config & given) {
     }
 }
 
+void check_ahead(const pyorch_config & given) {
+    if (given.device_ahead > 64) {
+        throw Failure(PYORCH_INVALID, format("%llu experts of a layer are too many to be uploaded ahead: 0 to 64 can be",
+            (unsigned long long) given.device_ahead));
+    }
+}
+
 void copy_sentence(const std::string & sentence, char * buf, size_t size) {
     if (size > 0) {
         const size_t n = std::min(sentence.size(), size - 1);
@@ -75,6 +82,7 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
             throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
         }
         check_misses(given);
+        check_ahead(given);
         if (given.device && !given.plain) {
             throw Failure(PYORCH_INVALID,
                 "a device needs experts as they lie in the model, not repacked for the processor");

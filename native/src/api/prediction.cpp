@@ -67,6 +67,9 @@ pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int
             check_routers(engine, prefetch.kind);
         }
         engine->prefetcher.set_automatic(automatic != 0);
+        if (engine->device) {
+            engine->device->set_by_forecasts(!automatic);
+        }
         engine->prefetcher.change([&](PrefetchPlanner & planner) {
             for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
                 planner.set(layer, prefetch);

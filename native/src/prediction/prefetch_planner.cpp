@@ -72,6 +72,10 @@ PrefetchPlanner::Observer PrefetchPlanner::set_observer(Observer observer_) {
     return std::exchange(observer, std::move(observer_));
 }
 
+void PrefetchPlanner::set_above(Above above_) {
+    above = std::move(above_);
+}
+
 bool PrefetchPlanner::active() const {
     return std::any_of(prefetch.begin(), prefetch.end(), [](const LayerPrefetch & it) { return it.kind != PYORCH_PREDICT_NONE; });
 }
@@ -138,7 +142,7 @@ void PrefetchPlanner::begin(const void * context, const IterationBegin & it) {
 void PrefetchPlanner::routed(const void * context, const RoutedLayer & it) {
     Stream & stream = stream_of(context);
     auto & open = stream.open[it.layer];
-    for (const Guess & guess : open) {
+    for (const ForecastExpert & guess : open) {
         const bool came_true = std::find(it.experts.begin(), it.experts.end(), guess.expert) != it.experts.end();
         precision_of(it.layer, guess).add(came_true);
     }
@@ -163,7 +167,7 @@ std::vector<Forecast> PrefetchPlanner::next_forecasts(const void * context, int 
     return it->second.next;
 }
 
-Rate & PrefetchPlanner::precision_of(int layer, const Guess & it) {
+Rate & PrefetchPlanner::precision_of(int layer, const ForecastExpert & it) {
     return precision[layer][(size_t) (it.distance - 1) * model.n_expert[layer] + it.rank];
 }
 
@@ -193,20 +197,20 @@ void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std:
 // begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the first n_used of each are what it computes.
 void PrefetchPlanner::plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed) {
     const int          layer = begin->layer;
-    std::vector<Guess> guesses;
+    std::vector<ForecastExpert> guesses;
     for (const Forecast * f = begin; f < end; ++f) {
         for (int rank = 0; rank < (int) f->experts.size(); ++rank) {
             guesses.push_back({ f->experts[rank], rank, f->distance });
         }
     }
     // Several tokens may want the same expert: its best rank counts.
-    std::stable_sort(guesses.begin(), guesses.end(), [](const Guess & a, const Guess & b) { return a.rank < b.rank; });
+    std::stable_sort(guesses.begin(), guesses.end(), [](const ForecastExpert & a, const ForecastExpert & b) { return a.rank < b.rank; });
     std::vector<uint8_t>     seen(model.n_expert[layer]);
-    std::vector<Guess>       each;
+    std::vector<ForecastExpert> each;
     std::vector<Table::Want> wants;
     const double             limit = prefetch[layer].min_precision;
     const double             least = limit < 0 ? table.break_even() : limit;
-    for (const Guess & it : guesses) {
+    for (const ForecastExpert & it : guesses) {
         if (!seen[it.expert]) {
             seen[it.expert] = 1;
             const double p = executed ? it.rank < stream.n_used : precision_of(layer, it).value();
@@ -219,6 +223,9 @@ void PrefetchPlanner::plan_layer(Stream & stream, const void * context, int from
         table.expect(context, layer, from, begin->probability);
     }
     table.want(context, layer, from, wants);
+    if (above) {
+        above(context, layer, each, limit);
+    }
     auto & open = stream.open[layer];
     for (size_t i = 0; i < wants.size(); ++i) {
         if (wants[i].absent) {

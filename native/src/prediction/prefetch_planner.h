@@ -28,6 +28,10 @@ class PrefetchPlanner {
 public:
     // from: the layer that was routed, -1 where a ubatch begins.
     using Observer = std::function<void(const void * context, int from, const Forecast & forecast)>;
+    // What is forecast of the next pass of a context through a layer, each expert once, the likeliest first. precision: as
+    // LayerPrefetch::min_precision.
+    using Above    = std::function<void(const void * context, int layer, const std::vector<ForecastExpert> & experts,
+        double precision)>;
     using Oracle   = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
 
     // routers: asked when the first layer of a context comes, by then graphs were built. Outlives this.
@@ -55,6 +59,9 @@ public:
 
     Observer set_observer(Observer observer); // returns the one before
 
+    // For a tier above host memory, which brings what it lacks.
+    void set_above(Above above);
+
     bool     active() const;
     unsigned needs() const;
     const std::shared_ptr<const Estimator> & estimator() const { return model.estimator; }
@@ -67,16 +74,10 @@ public:
     std::vector<Forecast> next_forecasts(const void * context, int layer) const;
 
 private:
-    struct Guess {
-        int expert;
-        int rank;
-        int distance;
-    };
-
     // What is known of one context.
     struct Stream {
         std::vector<std::pair<pyorch_predictor, std::unique_ptr<Predictor>>> predictors;
-        std::vector<std::vector<Guess>> open; // by layer: guessed, absent then, outcome not known yet
+        std::vector<std::vector<ForecastExpert>> open; // by layer: guessed, absent then, outcome not known yet
         std::vector<Forecast>           next;
         int                             n_used = 0;
     };
@@ -92,8 +93,9 @@ private:
     std::map<const void *, Stream>              streams;
     bool                                        speculative = false;
     Observer                                    observer;
+    Above                                       above; // null: there is no such tier
 
-    Rate &      precision_of(int layer, const Guess & it);
+    Rate &      precision_of(int layer, const ForecastExpert & it);
     Stream &    stream_of(const void * context);
     void        copy_gates();
     void        plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);

@@ -54,6 +54,9 @@ public:
     // By compute threads: sleeps until nothing of the context waits for a prediction.
     std::vector<Forecast> next_forecasts(const void * context, int layer);
 
+    // The same, for who uses forecasts otherwise.
+    void settle(const void * context);
+
     // Sleeps until nothing waits for a prediction.
     void wait_idle();
 
@@ -91,7 +94,6 @@ private:
     size_t count() const;
 
     void drop_iteration();
-    void settle(const void * context);
     void changed();
     void run();
 };

@@ -82,6 +82,9 @@ void end_context(const void * id, bool freed) {
     } else {
         context->routing.prefetcher.forget(id);
         context->routing.table.forget(context->owner);
+        if (context->routing.device) {
+            context->routing.device->forget(id);
+        }
         for (ggml_tensor * landing : context->landings) {
             context->routing.device->landings.give_back(landing);
         }

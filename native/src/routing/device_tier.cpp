@@ -7,7 +7,7 @@ namespace pyorch {
 DeviceTier::DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config) :
         bank(table.map, device), landings(device), table(table), policy((pyorch_policy) config.policy),
         misses((pyorch_device_misses) config.device_misses), rates(DeviceRates::of(config.device_rates)),
-        budget(config.device_bytes) {}
+        n_ahead((int) config.device_ahead), budget(config.device_bytes) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -48,6 +48,9 @@ void DeviceTier::open() {
     seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
     seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
+    if (n_ahead > 0 && !bank.has_room_for_all()) {
+        seats->set_ahead(n_ahead);
+    }
     areas    = std::make_unique<DeviceAreas>(table, bank);
     uploader = std::thread([this] { work(); });
     all_fit  = bank.has_room_for_all();
@@ -71,18 +74,84 @@ void DeviceTier::release(DeviceHold & hold) {
 
 // What was to come for the layer is there now, or is waited for.
 void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
-    const auto is_seen = [&](const Upload & u) { return u.layer != layer || u.ended; };
+    const auto is_seen = [&](const Upload & u) { return u.ahead || u.layer != layer || u.ended; };
     ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
     if (std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) { return u.layer == layer; })) {
         bank.wait_for_uploads(); // what was sent arrives
     }
     uploads.remove_if([&](const Upload & u) {
-        if (u.layer != layer) {
+        if (u.ahead || u.layer != layer) {
             return false;
         }
         u.came ? seats->arrived(layer, u.expert) : seats->abandon(layer, u.expert);
         return true;
     });
+}
+
+// The layer comes, and computes with these experts: of what was ordered for it, those are there now, or are uploads.
+void DeviceTier::settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
+    const std::vector<int> & experts) {
+    for (int expert : std::vector<int>(seats->ordered(context, layer))) {
+        const bool wanted = std::binary_search(experts.begin(), experts.end(), expert);
+        const auto upload = std::find_if(uploads.begin(), uploads.end(), [&](const Upload & u) {
+            return u.ahead && !u.dropped && u.layer == layer && u.expert == expert;
+        });
+        if (upload->begun && wanted) {
+            ended.wait(lock, [&] { return upload->ended; });
+        }
+        const bool comes = upload->begun && (upload->came || !upload->ended);
+        if (comes) {
+            seats->arrived(layer, expert);
+        }
+        if (!wanted) {
+            seats->abandon(layer, expert);
+        }
+        if (upload->begun && !upload->ended) {
+            upload->dropped = true; // the thread that uploads it forgets it
+            continue;
+        }
+        if (!upload->begun) {
+            queue.erase(std::find(queue.begin(), queue.end(), &*upload));
+        }
+        uploads.erase(upload);
+    }
+}
+
+// Whether something is under way to a slot that nobody wants there any more.
+bool DeviceTier::is_written(int layer, int slot) const {
+    return std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) {
+        return u.dropped && u.slot == slot && bank.pool_of(u.layer) == bank.pool_of(layer);
+    });
+}
+
+void DeviceTier::order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision) {
+    if (!takes_forecasts()) {
+        return;
+    }
+    constexpr double EVEN = 0.5;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!seats) {
+        return;
+    }
+    for (int expert : seats->order(context, layer, forecast, precision < 0 ? EVEN : precision)) {
+        uploads.push_back({ layer, expert, seats->coming_to(layer, expert) });
+        uploads.back().ahead = true;
+        // What comes behind is wanted later than all of these.
+        queue.insert(std::find_if(queue.begin(), queue.end(), [](const Upload * u) { return !u->ahead; }),
+            &uploads.back());
+    }
+    wanted.notify_one();
+}
+
+void DeviceTier::forget(const void * context) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!seats) {
+        return;
+    }
+    for (int layer : seats->layers_ordered(context)) {
+        settle_ahead(lock, context, layer, {});
+        seats->forget(context, layer);
+    }
 }
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts,
@@ -97,7 +166,9 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     give_back(hold);
     settle(lock, batch.layer);
     hold.layer = batch.layer;
+    settle_ahead(lock, visit.context, batch.layer, batch.through_area ? std::vector<int>() : experts);
     if (batch.through_area) {
+        seats->forget(visit.context, batch.layer);
         choose_for_area(hold, batch, experts);
         return;
     }
@@ -120,7 +191,8 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
         ++rows[batch.experts[s]];
     }
-    DevicePass pass = seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens }, own);
+    DevicePass pass = seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context },
+        own);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             hold.experts.push_back(expert);
@@ -158,9 +230,10 @@ void DeviceTier::set_limits(int layer, int min, int max) {
     for (int other : bank.all()[bank.pool_of(layer)].layers) {
         sum += other != layer ? minima[other] : 0;
     }
-    if (min > 0 && sum >= bank.n_slots(layer)) {
+    const int n_slots = bank.n_slots(layer) - seats->n_kept(layer);
+    if (min > 0 && sum >= n_slots) {
         throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d leaves none of %d slots of the device "
-            "to others", min, table.map.layers[layer].il, bank.n_slots(layer)));
+            "to others", min, table.map.layers[layer].il, n_slots));
     }
     minima[layer] = min;
     // Where each has a slot, none takes another's; and what does not come there nobody computes.
@@ -256,12 +329,13 @@ void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch
     arrive(hold, batch, slots, came);
 }
 
-// Where what is brought first is to come.
+// Where what is brought first is to come. Nothing else is under way there.
 std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
-    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
     std::vector<int> slots;
     for (int expert : batch.uploads) {
         slots.push_back(seats->coming_to(batch.layer, expert));
+        ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
     }
     return slots;
 }
@@ -319,12 +393,20 @@ void DeviceTier::work() {
         Upload & u = *queue.front();
         queue.pop_front();
         const bool wants = !stopping;
+        u.begun = true;
         lock.unlock();
-        const bool came = wants && upload(u.owner, u.layer, u.expert, u.slot);
+        const bool held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
+        const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot);
         table.unshare(u.owner);
+        if (u.ahead && came) { // its slot may be somebody else's as soon as it has ended
+            bank.wait_for_uploads();
+        }
         lock.lock();
         u.came  = came;
         u.ended = true;
+        if (u.dropped) {
+            uploads.remove_if([&](const Upload & of) { return &of == &u; });
+        }
         ended.notify_all();
     }
 }
@@ -359,6 +441,9 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
         stats.device_computed  += counts.computed;
         stats.device_loads     += counts.loads;
         stats.device_evictions += counts.evictions;
+        stats.device_ahead      += counts.ahead;
+        stats.device_ahead_hits += counts.ahead_hits;
+        stats.device_ahead_late += counts.ahead_late;
         stats.device_experts   += seats->n_there(layer);
         stats.device_bytes     += counts.loads * table.map.layers[layer].expert_bytes();
     }

@@ -6,6 +6,10 @@
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
 // (PYORCH_UPLOAD, and PYORCH_ESTIMATED where that is faster by an estimate from constants and counts).
 //
+// What a forecast names may be ordered before its layer comes, a few experts each (residency/device_ahead.h). If the layer
+// computes with one, the device does: it waits where that is under way, and brings it first where nothing was done. What
+// the layer does not want is left.
+//
 // A prompt takes another way: device_areas.h.
 //
 // When a slot may be overwritten: a context holds the experts that its latest layer computes with on the device. When
@@ -66,6 +70,19 @@ public:
     // See pyorch_set_device_limits. Throws Failure.
     void set_limits(int layer, int min, int max);
 
+    // Whether forecasts say what comes. If so, choose() is called when those of the layer are all there.
+    bool takes_forecasts() const { return n_ahead > 0 && by_forecasts; }
+
+    // From now on. Forecasts that are made as time allows say nothing: what is computed where must not depend on that.
+    void set_by_forecasts(bool on) { by_forecasts = on; }
+
+    // A forecast of a layer's next pass in a context, the likeliest first. precision: that is asked for; below 0: they
+    // are to be right more often than wrong. Any thread.
+    void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
+
+    // The context is gone.
+    void forget(const void * context);
+
     // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
     void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
 
@@ -96,14 +113,19 @@ private:
         int   expert;
         int   slot;
         Owner owner = {};    // holds it in host memory
+        bool  begun = false;
         bool  ended = false;
         bool  came  = false;
+        bool  ahead = false;   // of the layer: its owner holds it while it is uploaded only
+        bool  dropped = false; // nobody wants it any more
     };
 
     Table &                      table;
     pyorch_policy                policy;
     const pyorch_device_misses   misses;
     const DeviceRates            rates;
+    const int                    n_ahead; // experts of forecasts a layer
+    std::atomic<bool>            by_forecasts{true};
     uint64_t                     budget;
 
     std::mutex                   mutex;
@@ -127,6 +149,8 @@ private:
     void arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
+    void settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts);
+    bool is_written(int layer, int slot) const;
     void count_computed(const RoutedBatch & batch);
     void work();
     bool upload(const Owner & owner, int layer, int expert, int slot);

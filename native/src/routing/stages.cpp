@@ -168,6 +168,9 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
 // has no copy here, unless there is room for it.
 void offload(Context & context, RoutedBatch & batch) {
     if (batch.alone || (batch.on_device && !context.routing.calibration.active())) {
+        if (context.routing.device->takes_forecasts()) { // those of the layer are all there then
+            context.routing.prefetcher.settle(context.id);
+        }
         context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
             { context.id, batch.layer, context.continues, context.routing.device->bank.used(),
                 distinct(batch, batch.requested) });

@@ -5,13 +5,14 @@
 //                 the next stage treats what was not forecast
 //     substitute  lets resident experts or ghosts stand in for absent ones, or leaves them out (lossy)
 //     place       sends the rows of experts that other servers compute
+//     offload     says which of them a device computes, and what comes to it
 //     acquire     holds the experts that are computed, and orders those that are absent; those that others stand in
 //                 for when nothing else is wanted
 //     predict     shows the prefetcher what the router asked for
 //
 // Each sees what the router asked for and what the stages before it made of that, see RoutedBatch. They run on compute
 // thread 0, while the other threads wait: none of them waits for a disk, but acquire() may wait for memory that other
-// contexts hold, and speculate for a prediction.
+// contexts hold, and speculate and offload for predictions.
 
 #pragma once
 
