@@ -58,6 +58,7 @@ typedef struct pyorch_replay_config {
     double   device_rates[5];       // see pyorch_config
     double   device_speed;          // of its computing, in that of the processor; default 1
     double   device_prefill_speed;  // the same of a prompt
+    uint64_t device_ahead;          // see pyorch_config
 } pyorch_replay_config;
 
 pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size);
@@ -75,6 +76,7 @@ typedef struct pyorch_replay_result {
     double   decode_work_seconds;  // of threads that decode compressed experts, their sum
     int64_t  device_hits, device_misses, device_computed; // see pyorch_stats
     int64_t  device_loads, device_evictions, device_bytes;
+    int64_t  device_ahead, device_ahead_hits, device_ahead_late;
 } pyorch_replay_result;
 
 // Plays a recording on a simulated engine, which keeps what it then has resident.

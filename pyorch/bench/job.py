@@ -61,7 +61,8 @@ class Phase:
     useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
     slots that were substituted, dropped, computed by ghosts, or forecast otherwise than the router chose.
     device_hits, device_misses: uses of experts that found them on the device, and all others, which ask host memory;
-    device_bytes: uploaded.
+    device_bytes: uploaded. device_ahead, device_ahead_hits: experts that forecasts ordered there, and those of them that
+    their layer used.
     """
 
     n_tokens: int
@@ -75,6 +76,8 @@ class Phase:
     device_hits: int = 0
     device_misses: int = 0
     device_bytes: int = 0
+    device_ahead: int = 0
+    device_ahead_hits: int = 0
 
     @property
     def rate(self) -> float:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.numbers import number
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed, names
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
+from pyorch.settings.device import MAX_AHEAD
 
 if TYPE_CHECKING:
     from pyorch.sidecars.predictor import PredictorFile
@@ -31,6 +32,7 @@ _COLUMNS = (
     "recall",
 )
 _PACKED_COLUMNS = ("in part",)  # and that, of a compressed pack
+_AHEAD_COLUMNS = ("forecasts", "right")  # and those, where forecasts upload to a device
 _DEVICE_COLUMNS = ("VRAM hits", "MiB uploaded")  # and those, of a device
 
 _ASSUMED = "assumed"  # nobody said how long computing takes
@@ -43,7 +45,8 @@ class Row:
     """Of one combination. recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of
     the experts that were needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses
     that found the expert on the device (--vram-budget); the hit rate of the measures is that of host memory, among the
-    others."""
+    others. ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that their
+    layer used, nan without any (--device-ahead)."""
 
     policy: str
     predictor: str
@@ -53,6 +56,8 @@ class Row:
     part_rate: float
     device_hit_rate: float
     uploaded_bytes: float  # for each token
+    ahead: float
+    ahead_precision: float
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Report:
     device_misses: str | None
     link_bandwidth: float | None
     device_speed: float | None
+    device_ahead: int
     rows: list[Row]
 
 
@@ -119,6 +125,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
     parser.add_argument("--device-speed", type=number(above=0), metavar="TIMES",
                         help="how many times as fast as the processor the device computes (default: 1)")
+    parser.add_argument("--device-ahead", type=whole(0, MAX_AHEAD), default=0, metavar="N",
+                        help="experts of a layer that forecasts upload before it comes, as pyorch run takes it "
+                             "(default: 0)")
     parser.add_argument("--read-latency-ms", type=float, default=0.0, metavar="MS",
                         help="time that each read takes, beside that of its bytes (default: 0)")
     parser.add_argument("--pause-ms", type=float, default=0.0, metavar="MS",
@@ -158,9 +167,9 @@ def run(args: argparse.Namespace) -> int:
     decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else None
     link = parse_rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else 0.0
     speed = args.device_speed or 1.0
-    if args.vram_budget is None and (args.device_misses or link or args.device_speed):
-        raise PyorchError("--device-misses, --device-speed and --link-bandwidth are about a device: say its memory with "
-                          "--vram-budget")
+    if args.vram_budget is None and (args.device_misses or link or args.device_speed or args.device_ahead):
+        raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: say "
+                          "its memory with --vram-budget")
     vram_budget, misses = _device(args.vram_budget, args.device_misses)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or decoding is not None
@@ -188,12 +197,14 @@ def run(args: argparse.Namespace) -> int:
                 pools=pools or Pools(), decode_bandwidth=decoding or 0.0, n_decoders=n_decoders,
                 vram_budget=vram_budget, device_misses=misses, link_bandwidth=link,
                 device_speed=speed,
+                device_ahead=args.device_ahead,
             )
             rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, compute_ms, compute_from, share, args.batch,
                     str(pools or Pools()) if packed else None, decoding, n_decoders, args.vram_budget,
-                    str(misses) if args.vram_budget else None, link or None, speed if args.vram_budget else None, rows)
+                    str(misses) if args.vram_budget else None, link or None, speed if args.vram_budget else None,
+                    args.device_ahead, rows)
     if args.json:
         timed = report.compute_from != _ASSUMED
         print_json({**vars(report), "rows": [_flat(row, timed) for row in report.rows]})
@@ -249,7 +260,9 @@ def _row(replayed) -> Row:
     return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch),
                budget=str(settings.budget), measures=measures, recall=recall, part_rate=_part_rate(replayed.stats),
                device_hit_rate=replayed.stats.device_hit_rate,
-               uploaded_bytes=replayed.stats.device_bytes / replayed.n_tokens)
+               uploaded_bytes=replayed.stats.device_bytes / replayed.n_tokens,
+               ahead=replayed.stats.device_ahead / replayed.n_tokens,
+               ahead_precision=replayed.stats.device_ahead_precision)
 
 
 def _part_rate(stats) -> float:
@@ -262,7 +275,7 @@ def _flat(row: Row, timed: bool) -> dict[str, object]:
     measures = {name: value if timed or name not in _TIMES else None for name, value in vars(row.measures).items()}
     return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **measures,
             "recall": row.recall, "part_rate": row.part_rate, "device_hit_rate": row.device_hit_rate,
-            "uploaded_bytes": row.uploaded_bytes}
+            "uploaded_bytes": row.uploaded_bytes, "ahead": row.ahead, "ahead_precision": row.ahead_precision}
 
 
 def _parts(report: Report) -> list[str | Table]:
@@ -273,7 +286,7 @@ def _parts(report: Report) -> list[str | Table]:
     together = f", {report.batch} requests together" if report.batch > 1 else ""
     packed, timed = report.pools is not None, report.compute_from != _ASSUMED
     device = report.vram_budget is not None
-    titles = (*_COLUMNS, *(_PACKED_COLUMNS if packed else ()), *(_DEVICE_COLUMNS if device else ()))
+    titles = (*_COLUMNS, *(_PACKED_COLUMNS if packed else ()), *(_AHEAD_COLUMNS if report.device_ahead else ()), *(_DEVICE_COLUMNS if device else ()))
     columns = [column for column in titles if timed or column not in _TIMED]
     decoding = "in no time" if report.decode_bandwidth is None else (
         f"with {report.decode_bandwidth / 1e9:.3g} GB/s by each of {report.n_decoders} threads")
@@ -286,6 +299,7 @@ def _parts(report: Report) -> list[str | Table]:
         *([f"device: {report.vram_budget} of its memory for experts, misses: {report.device_misses}, uploads "
            + (f"with {report.link_bandwidth / 1e9:.3g} GB/s" if report.link_bandwidth else "in no time")
            + f", computing {report.device_speed:g} times as fast as the processor"
+           + (f", {report.device_ahead} experts of a layer ahead of it" if report.device_ahead else "")
            + "; hits are those of host memory, of what the device lacks"] if device else []),
         "MiB: for each token. useful, late, wasted: of what was read ahead. recall: share of the used experts that "
         "were predicted, one layer ahead and more",
@@ -308,9 +322,13 @@ def _cells(row: Row) -> dict[str, str]:
     cells = (
         row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
         _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
-        f"{row.part_rate:.1%}", f"{row.device_hit_rate:.1%}", f"{row.uploaded_bytes / MiB:.1f}",
+        f"{row.part_rate:.1%}", f"{row.ahead:.1f}", _share(row.ahead_precision), f"{row.device_hit_rate:.1%}", f"{row.uploaded_bytes / MiB:.1f}",
     )
-    return dict(zip((*_COLUMNS, *_PACKED_COLUMNS, *_DEVICE_COLUMNS), cells))
+    return dict(zip((*_COLUMNS, *_PACKED_COLUMNS, *_AHEAD_COLUMNS, *_DEVICE_COLUMNS), cells))
+
+
+def _share(value: float) -> str:
+    return "-" if value != value else f"{value:.0%}"
 
 
 def _number(value: float) -> str:

@@ -73,7 +73,7 @@ def capture(managed: ManagedModel) -> Iterator[None]:
             pools=managed.pools or Pools(), device=managed.device,
             device_bytes=0 if settings.vram_budget == AUTO else min(
                 settings.vram_budget.amount.of(info.expert_bytes), info.expert_bytes),
-            device_misses=managed.device_misses,
+            device_misses=managed.device_misses, device_ahead=settings.device_ahead,
         )
         try:
             if managed.map.pack is not None:

@@ -45,6 +45,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         device: computes with experts that lie in its memory; needs plain.
         device_bytes: of its memory for them, at most; see set_device_budget.
         device_misses: what computes an expert that is not there; of auto, with its rates.
+        device_ahead: experts of a layer, at most, that a predictor's forecasts upload before the layer comes.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         device: Device | None = None,
         device_bytes: int = 0,
         device_misses: DeviceMisses = DeviceMisses(),
+        device_ahead: int = 0,
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
@@ -74,6 +76,7 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
             direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
             pool_shares=Pools.parse(pools).shares, device_bytes=device_bytes,
             device_misses=DEVICE_MISSES.index(device_misses.who), device_rates=device_misses.rates,
+            device_ahead=device_ahead,
         )
         if device is not None:
             config.device = device.handle

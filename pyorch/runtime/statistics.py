@@ -55,6 +55,9 @@ class Stats:
     device_experts: int
     device_used_bytes: int
     device_budget_bytes: int
+    device_ahead: int
+    device_ahead_hits: int
+    device_ahead_late: int
 
     @property
     def hit_rate(self) -> float:
@@ -69,12 +72,18 @@ class Stats:
         return self.device_hits / uses if uses else float("nan")
 
     @property
+    def device_ahead_precision(self) -> float:
+        """Share of the experts that forecasts ordered to the device that their layers used; nan without any."""
+        return self.device_ahead_hits / self.device_ahead if self.device_ahead else float("nan")
+
+    @property
     def on_device(self) -> str:
         """For people, what the device has and did; "" without one."""
         if not self.device_budget_bytes:
             return ""
         rate = f"{self.device_hit_rate:.1%}" if self.device_hits + self.device_misses else "-"
-        return (f"hit rate {rate}, {format_bytes(self.device_bytes)} uploaded; "
+        ahead = f" ({self.device_ahead_hits} of {self.device_ahead} forecasts right)" if self.device_ahead else ""
+        return (f"hit rate {rate}{ahead}, {format_bytes(self.device_bytes)} uploaded; "
                 f"{format_bytes(self.device_used_bytes)} of its memory used")
 
     @property

@@ -34,6 +34,9 @@ _DEVICE_COUNTERS = (
     ("device_loads", "Experts that came into slots of the device.", "device_loads", 1),
     ("device_evictions", "Experts of the device that had to go for others.", "device_evictions", 1),
     ("device_bytes", "Bytes of experts uploaded to the device.", "device_bytes", 1),
+    ("device_ahead", "Experts that forecasts ordered to the device before their layer.", "device_ahead", 1),
+    ("device_ahead_hits", "Of these, those that their layer used.", "device_ahead_hits", 1),
+    ("device_ahead_late", "Of these, those that had not come when it began.", "device_ahead_late", 1),
 )
 _DEVICE_GAUGES = (("device_experts", "Experts in slots of the device.", "device_experts"),)
 _GAUGES = (

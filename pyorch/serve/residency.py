@@ -25,7 +25,7 @@ from pyorch.settings.substitution import Substitution
 # What a layer has of its own, in pyorch.runtime.statistics.Stats.
 LAYER_COUNTS = ("hits", "misses", "loads", "prefetch_loads", "prefetch_hits", "prefetch_late", "prefetch_wasted",
                 "evictions", "bytes_read", "stall_ns", "resident_experts", "resident_bytes", "device_hits",
-                "device_misses", "device_loads", "device_experts")
+                "device_misses", "device_loads", "device_experts", "device_ahead", "device_ahead_hits")
 
 _DIGITS = bytes.maketrans(bytes(range(32)), b"0123456789abcdefghijklmnopqrstuv")
 

@@ -103,7 +103,8 @@ def serve(
             if not ending.again:
                 # llama-server has told why it did not start.
                 return status if watch.ready or status == 0 else 2
-            settings = dataclasses.replace(settings, device=NONE, vram_budget=AUTO, device_misses=PROCESSOR)
+            settings = dataclasses.replace(settings, device=NONE, vram_budget=AUTO, device_misses=PROCESSOR,
+                                           device_ahead=0)
             given.leave_devices()
 
 

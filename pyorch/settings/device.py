@@ -16,6 +16,8 @@ REMOTE = "rpc:"  # before HOST:PORT of another process that has one
 # pyorch_device_misses.
 PROCESSOR, UPLOAD, AUTO = DEVICE_MISSES = ("processor", "upload", "auto")
 
+MAX_AHEAD = 64  # experts of a layer that forecasts upload
+
 _N_RATES = 5
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.device import NONE, DeviceMisses, device_name, vram_budget
+from pyorch.settings.device import MAX_AHEAD, NONE, DeviceMisses, device_name, vram_budget
 from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
+from pyorch.settings.prefetch import AUTO as PREFETCH_AUTO
+from pyorch.settings.prefetch import NONE as PREFETCH_NONE
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.settings.substitution import Substitution
@@ -96,6 +98,12 @@ class Settings:
              "for the first row of an expert and for each further one, and the same of the device",
         default_text="processor",
     )
+    device_ahead: int = option(
+        0, whole(MAX_AHEAD), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", metavar="N",
+        help="upload up to N experts of a layer to the device before the layer comes, which the predictor of --prefetch "
+             "names; a predictor other than auto",
+        default_text="0",
+    )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
         help="make room for N tokens of context",
@@ -160,6 +168,9 @@ class Settings:
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
         if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != DeviceMisses()):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
+        if self.device_ahead > 0 and (self.device == NONE or self.prefetch.predictor in (PREFETCH_AUTO, PREFETCH_NONE)):
+            raise PyorchError("--device-ahead uploads what a predictor names, at any time: name a device with --device, "
+                              "and a predictor that is not auto, such as --prefetch next-router")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 

@@ -56,6 +56,7 @@ class ReplaySettings:
     The policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the
     device, bytes a second; 0: uploads take no time. device_speed: how many times as fast as the processor the device
     computes, which has the dense layers too; device_prefill_speed: the same of a prompt, None: as device_speed.
+    device_ahead: as pyorch.load takes it.
 
     n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
     recording, of prompts too, is one that is decoded, as if the text had been generated.
@@ -83,6 +84,7 @@ class ReplaySettings:
     link_bandwidth: float = 0.0
     device_speed: float = 1.0
     device_prefill_speed: float | None = None
+    device_ahead: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -91,7 +93,8 @@ class ReplaySettings:
         object.__setattr__(self, "device_misses", DeviceMisses.parse(self.device_misses))
 
 
-_OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes")
+_OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
+              "device_ahead", "device_ahead_hits", "device_ahead_late")
 
 # What is replayed unless something else is asked for.
 DEFAULTS = {
@@ -267,6 +270,7 @@ def _play(
         link_bytes_per_second=settings.link_bandwidth, device_misses=DEVICE_MISSES.index(settings.device_misses.who),
         device_rates=settings.device_misses.rates, device_speed=settings.device_speed,
         device_prefill_speed=settings.device_prefill_speed or settings.device_speed,
+        device_ahead=settings.device_ahead,
     )
     if settings.policy is not None:
         config.device_policy = policies().choose(settings.policy, True).value

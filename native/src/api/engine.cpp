@@ -45,9 +45,9 @@ void check_misses(const pyorch_config & given) {
 }
 
 void check_ahead(const pyorch_config & given) {
-    if (given.device_ahead > 64) {
-        throw Failure(PYORCH_INVALID, format("%llu experts of a layer are too many to be uploaded ahead: 0 to 64 can be",
-            (unsigned long long) given.device_ahead));
+    if (given.device_ahead > DeviceTable::MOST_AHEAD) {
+        throw Failure(PYORCH_INVALID, format("%llu experts of a layer are too many to be uploaded ahead: 0 to %d can be",
+            (unsigned long long) given.device_ahead, DeviceTable::MOST_AHEAD));
     }
 }
 

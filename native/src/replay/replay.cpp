@@ -52,11 +52,16 @@ public:
             }
             forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
         });
+        if (device && device->takes_forecasts()) {
+            planner.set_above([this](const void * context, int layer, const std::vector<ForecastExpert> & experts,
+                double precision) { device->order(context, layer, experts, precision, forecast_at); });
+        }
     }
 
     ~Replay() {
         table.forget(owner);
         planner.set_oracle({});
+        planner.set_above({});
         planner.set_observer(std::move(observer));
         planner.forget(this);
     }
@@ -143,6 +148,7 @@ private:
     double                             now    = 0;
     int64_t                            ubatch = 0;
     int64_t                            forecasting = 0; // the ubatch that forecasts now follow from
+    double                             forecast_at = 0; // when they are made
     std::unordered_set<uint32_t>       requests;        // that began
     std::deque<Pending>                pending;
     std::vector<std::vector<Forecasted>> forecasts;     // by layer, that has not come yet
@@ -203,6 +209,7 @@ private:
 
     void forecast(const Pending & it) {
         forecasting = it.ubatch;
+        forecast_at = it.at;
         const auto begin = std::chrono::steady_clock::now();
         if (const auto * layer = std::get_if<RoutedLayer>(&it.event)) {
             planner.routed(this, *layer);
@@ -260,6 +267,10 @@ private:
             DevicePass       on_device;
             std::vector<int> here = experts; // not there
             if (device) {
+                while (device->takes_forecasts() && !pending.empty()) {
+                    wait_until(pending.front().at);
+                    run_until(now);
+                }
                 double at = now;
                 on_device = device->begin({ this, layer, continues, 0, experts }, rows, n_tokens, decode, at);
                 wait_until(at);
@@ -453,6 +464,10 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     }
     if (!(config.device_speed > 0) || !(config.device_prefill_speed > 0)) {
         throw Failure(PYORCH_INVALID, "a device computes at a speed above 0");
+    }
+    if (config.device_ahead > DeviceTable::MOST_AHEAD) {
+        throw Failure(PYORCH_INVALID, format("a replay takes no more than %d forecasts of a layer to a device",
+            DeviceTable::MOST_AHEAD));
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
         !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||

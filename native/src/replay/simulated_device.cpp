@@ -12,7 +12,8 @@ static constexpr int LEAST_AREA_TOKENS = 32;
 SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & config) :
         table(table),
         seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
-        coming(table.map.layers.size()), there_at(table.map.layers.size()) {
+        coming(table.map.layers.size()), there_at(table.map.layers.size()),
+        ahead((int) config.device_ahead), ordered(table.map.layers.size()) {
     uint64_t              all = 0, area = 1;
     std::vector<int>      n_experts, n_slots, pool_of;
     std::vector<uint64_t> expert_bytes;
@@ -31,6 +32,9 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     seats = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, (pyorch_policy) config.device_policy);
     seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses,
         DeviceRates::of(config.device_rates), expert_bytes);
+    if (ahead > 0 && slots_bytes < all) {
+        seats->set_ahead(ahead);
+    }
 }
 
 SimulatedDevice::~SimulatedDevice() {
@@ -43,6 +47,44 @@ double SimulatedDevice::send(double now, uint64_t n_bytes) {
     bytes  += n_bytes;
     free_at = std::max(now, free_at) + (double) n_bytes * seconds_per_byte;
     return free_at;
+}
+
+void SimulatedDevice::order(const void * context, int of, const std::vector<ForecastExpert> & forecast, double precision,
+    double now) {
+    constexpr double EVEN = 0.5;
+    std::vector<uint8_t> there;
+    table.resident(of, there);
+    for (int expert : seats->order(context, of, forecast, precision < 0 ? EVEN : precision)) {
+        const double begins = std::max(now, free_at);
+        const double ends   = there[expert] ? send(now, table.map.layers[of].expert_bytes()) : begins;
+        ordered[of].push_back({ expert, there[expert] != 0, begins, ends });
+    }
+}
+
+// What the layer wants of it and the link has begun with is waited for; what the link has not begun with does not come.
+double SimulatedDevice::settle_ahead(const void * context, const std::vector<int> & experts, double now) {
+    double there = now;
+    for (auto it = ordered[layer].rbegin(); it != ordered[layer].rend(); ++it) { // the last goes first
+        const Ordered & of     = *it;
+        const bool      wanted = std::binary_search(experts.begin(), experts.end(), of.expert);
+        const bool      comes  = of.was_held && (of.begins < now || of.ends <= now);
+        if (of.was_held && !comes) {
+            bytes  -= table.map.layers[layer].expert_bytes();
+            free_at = of.ends == free_at ? of.begins : free_at;
+        }
+        if (comes) {
+            there = wanted ? std::max(there, of.ends) : there;
+            seats->arrived(layer, of.expert);
+        }
+        if (!wanted) {
+            seats->abandon(layer, of.expert);
+        }
+    }
+    ordered[layer].clear();
+    if (experts.empty()) {
+        seats->forget(context, layer);
+    }
+    return there;
 }
 
 DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode,
@@ -60,7 +102,9 @@ DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & 
         }
         coming[layer].clear();
     }
-    if (!decode && n_tokens >= LEAST_AREA_TOKENS && n_areas > 0) {
+    const bool through_area = !decode && n_tokens >= LEAST_AREA_TOKENS && n_areas > 0;
+    now = settle_ahead(visit.context, through_area ? std::vector<int>() : experts, now);
+    if (through_area) {
         DevicePass pass = { std::vector<int>(rows.size(), DeviceTable::NONE) };
         for (int expert : experts) {
             pass.slots[expert] = seats->slot(layer, expert);
@@ -81,7 +125,8 @@ DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & 
             of == layer ? (void) (learned = values) : seats->set_learned(of, values);
         });
     }
-    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens }, learned.empty() ? nullptr : &learned);
+    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens, visit.context },
+        learned.empty() ? nullptr : &learned);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             held.push_back(expert);
@@ -133,6 +178,9 @@ void SimulatedDevice::add_counts(pyorch_replay_result & result) const {
         result.device_computed  += (int64_t) counts.computed;
         result.device_loads     += (int64_t) counts.loads;
         result.device_evictions += (int64_t) counts.evictions;
+        result.device_ahead      += (int64_t) counts.ahead;
+        result.device_ahead_hits += (int64_t) counts.ahead_hits;
+        result.device_ahead_late += (int64_t) counts.ahead_late;
     }
     result.device_bytes = (int64_t) bytes;
 }

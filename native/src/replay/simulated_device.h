@@ -22,6 +22,12 @@ public:
     SimulatedDevice(const SimulatedDevice &) = delete;
     SimulatedDevice & operator=(const SimulatedDevice &) = delete;
 
+    // Whether forecasts say what comes. If so, begin() is called when those of the layer are all there.
+    bool takes_forecasts() const { return ahead > 0; }
+
+    // A forecast of a layer's next pass, at a time. See DeviceTier::order.
+    void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision, double now);
+
     // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says
     // which of the experts that its router chose the device has or gets.
     DevicePass begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode, double & now);
@@ -35,6 +41,14 @@ public:
     void add_counts(pyorch_replay_result & result) const;
 
 private:
+    // What is ordered for a layer, and comes over the link.
+    struct Ordered {
+        int    expert;
+        bool   was_held; // by host memory: else nothing comes
+        double begins;
+        double ends;
+    };
+
     Table &                      table;
     const double                 seconds_per_byte; // of the link
     uint64_t                     slots_bytes;
@@ -44,10 +58,13 @@ private:
     int                          layer   = -1;     // that is
     std::vector<std::vector<std::pair<int, bool>>> coming; // by layer: experts, and whether host memory had them
     std::vector<double>          there_at;         // by layer: when they are there
+    const int                    ahead;            // experts of forecasts a layer
+    std::vector<std::vector<Ordered>> ordered;     // by layer
     double                       free_at = 0;      // the link
     uint64_t                     bytes   = 0;      // that went over it
 
     double send(double now, uint64_t n_bytes);
+    double settle_ahead(const void * context, const std::vector<int> & experts, double now);
 };
 
 } // namespace pyorch

@@ -62,7 +62,8 @@ struct DevicePass {
 
 class DeviceTable {
 public:
-    static constexpr int NONE = -1;
+    static constexpr int NONE       = -1;
+    static constexpr int MOST_AHEAD = 64; // experts of forecasts a layer
 
     // pool_of: by layer; n_slots: by pool.
     DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,

@@ -398,7 +398,7 @@ void DeviceTier::work() {
         const bool held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
         const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot);
         table.unshare(u.owner);
-        if (u.ahead && came) { // its slot may be somebody else's as soon as it has ended
+        if (u.ahead && held) { // its slot may be somebody else's as soon as it has ended
             bank.wait_for_uploads();
         }
         lock.lock();
