@@ -463,7 +463,7 @@ typedef struct pyorch_stats {
     uint64_t device_bytes;    // uploaded, into slots and for prompts
     uint64_t device_upload_ns; // that took, the sum over threads
     uint64_t device_experts;  // there now
-    uint64_t device_used_bytes; // of its memory, for slots
+    uint64_t device_used_bytes; // of its memory, for slots, areas and rows of the processor
     uint64_t device_budget_bytes;
     uint64_t device_ahead;      // experts that were to come before their layer, as a predictor named them
     uint64_t device_ahead_hits; // of them, those that the layer used: they are hits

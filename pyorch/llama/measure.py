@@ -121,11 +121,11 @@ def chain_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     """At most what the second way through the experts, that of a device, adds to the buffers of a context. A twin has
     none. It is on both sides, for which tensors are where is chosen by the backends.
 
-    float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways, and
-    of what is taken from them.
+    float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways, of
+    what is taken from them, and once more where the processor's rows go with the graph.
     """
     n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=0)
-    return 4 * n_ubatch * model_map.info.n_expert_used * (3 * _n_ff(model_map) + 4 * n_embd)
+    return 4 * n_ubatch * model_map.info.n_expert_used * (3 * _n_ff(model_map) + 5 * n_embd)
 
 
 def _n_ff(model_map: ModelMap) -> int:

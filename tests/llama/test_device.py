@@ -9,6 +9,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import llama_cpp
@@ -138,6 +139,21 @@ def test_uploads_through_page_locked_memory_bring_the_same(
     with small_model(small_moe, "50%", device=device.name, vram_budget="60%", device_misses="upload") as model:
         assert_same_bits(logits(model, prompt_tokens), expected)
         assert model.stats().experts.device_evictions > 0
+
+
+def test_rows_of_the_processor_have_room_within_the_devices_budget_or_go_with_the_graph(
+    small_moe: Path, device: Device, prompt_tokens: list[int]
+) -> None:
+    with small_model(small_moe, "50%", device=device.name, vram_budget="40%") as model, ExitStack() as contexts:
+        made = []
+        for _ in range(5):  # more than have room
+            it = contexts.enter_context(context(model))
+            made.append(it.decode(prompt_tokens[:20]))
+        experts = model.stats().experts
+        assert 0 < experts.device_used_bytes <= experts.device_budget_bytes
+        assert experts.device_computed < experts.device_hits + experts.device_misses
+        for logits in made:
+            assert_same(logits, made[0], device, experts)
 
 
 @pytest.mark.parametrize("vram_budget", ["60%", "100%"])

@@ -6,6 +6,11 @@
 
 namespace pyorch {
 
+void DeviceLandings::set_limit(uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    limit = bytes;
+}
+
 ggml_tensor * DeviceLandings::take(int64_t n) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto free = std::find_if(landings.begin(), landings.end(),
@@ -18,10 +23,15 @@ ggml_tensor * DeviceLandings::take(int64_t n) {
     made.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     made.tensor = ggml_new_tensor_1d(made.ctx.get(), GGML_TYPE_F32, n);
     ggml_set_name(made.tensor, "pyorch_landing");
-    made.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(made.ctx.get(), ggml_backend_dev_buffer_type(device)));
+    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
+    if (used_bytes + ggml_backend_buft_get_alloc_size(type, made.tensor) > limit) {
+        return nullptr;
+    }
+    made.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(made.ctx.get(), type));
     if (!made.buffer) {
         return nullptr;
     }
+    used_bytes += ggml_backend_buffer_get_size(made.buffer.get());
     ggml_backend_buffer_clear(made.buffer.get(), 0);
     ggml_backend_buffer_set_usage(made.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     made.taken = true;

@@ -8,6 +8,7 @@
 #include "ggml-backend.h"
 #include "ggml.h"
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -19,9 +20,14 @@ class DeviceLandings {
 public:
     explicit DeviceLandings(ggml_backend_dev_t device) : device(device) {}
 
-    // Of at least n floats, [n'], until it is given back. null: the device has no memory.
+    // At most so many bytes from now on, 0 before.
+    void set_limit(uint64_t bytes);
+
+    // Of at least n floats, [n'], until it is given back. null: there is no memory.
     ggml_tensor * take(int64_t n);
     void          give_back(ggml_tensor * landing);
+
+    uint64_t used() const { return used_bytes; } // of the device
 
 private:
     struct Deleter {
@@ -38,6 +44,8 @@ private:
     const ggml_backend_dev_t device;
     std::mutex               mutex;
     std::vector<Landing>     landings;
+    uint64_t                 limit = 0;
+    std::atomic<uint64_t>    used_bytes{0};
 };
 
 } // namespace pyorch

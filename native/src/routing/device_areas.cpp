@@ -36,6 +36,7 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     }
     owner = context;
     ahead = -1;
+    changed.notify_all();
     changed.wait(lock, [&] { return !busy; });
     const Area & area = area_for(layer);
     copies.clear();
@@ -95,7 +96,13 @@ void DeviceAreas::release(const void * context) {
     if (owner == context) {
         owner = nullptr;
         ahead = -1;
+        changed.notify_all();
     }
+}
+
+void DeviceAreas::wait_idle() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return !busy && ahead < 0; });
 }
 
 void DeviceAreas::work() {
@@ -133,6 +140,7 @@ void DeviceAreas::bring_ahead(std::unique_lock<std::mutex> & lock, int layer) {
     }
     if (ahead == layer) {
         ahead = -1;
+        changed.notify_all();
     }
 }
 

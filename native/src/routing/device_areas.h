@@ -47,6 +47,9 @@ public:
     // layer begins to come, but for those experts of it that have slots: has_slot[n_expert].
     void bring(Owner & owner, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot);
 
+    // Until nothing comes ahead any more.
+    void wait_idle();
+
     // The context computes nothing there.
     void release(const void * context);
 

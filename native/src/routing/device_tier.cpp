@@ -29,12 +29,15 @@ void DeviceTier::set_budget(uint64_t bytes) {
     budget = bytes;
 }
 
-void DeviceTier::open() {
+void DeviceTier::open(uint64_t landing_bytes) {
+    constexpr uint64_t LANDING_SHARE = 8; // of the memory, one part in so many at most: else rows go with the graph
     std::lock_guard<std::mutex> lock(mutex);
     if (opened) {
         return;
     }
-    bank.allocate(budget);
+    // Where all experts fit, no row comes from the processor.
+    bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0));
+    landings.set_limit(std::max(budget, bank.used()) - bank.used());
     std::vector<int>      n_experts, pool_of, n_slots;
     std::vector<uint64_t> expert_bytes;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
@@ -415,6 +418,11 @@ void DeviceTier::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex);
     const auto has_ended = [](const Upload & u) { return u.ended; };
     ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), has_ended); });
+    if (opened) {
+        lock.unlock();
+        areas->wait_idle();
+        bank.wait_for_uploads();
+    }
 }
 
 void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
@@ -428,8 +436,8 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
     std::lock_guard<std::mutex> lock(mutex);
     if (only < 0) {
         stats.device_upload_ns    = bank.upload_ns();
-        stats.device_used_bytes   = bank.used();
-        stats.device_budget_bytes = std::min(budget, table.map.expert_bytes());
+        stats.device_used_bytes   = bank.used() + landings.used();
+        stats.device_budget_bytes = std::min(budget, table.map.expert_bytes() + landings.used());
     }
     for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
         if (only >= 0 && layer != only) {

@@ -52,8 +52,8 @@ public:
     // Throws Failure once memory was taken.
     void set_budget(uint64_t bytes);
 
-    // A graph is made: takes the memory, the first time.
-    void open();
+    // A graph is made, of which the processor's rows in a layer take so many bytes: takes the memory, the first time.
+    void open(uint64_t landing_bytes);
 
     // Whether all experts have their places there, once it is open: then no other side computes any.
     bool has_room_for_all() const { return all_fit; }

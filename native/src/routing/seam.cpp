@@ -146,7 +146,7 @@ void on_route(llama_moe_route * route) {
         return;
     }
     if (m->routing->device) {
-        m->routing->device->open();
+        m->routing->device->open(ggml_nelements(route->inp) * route->selected->ne[0] * sizeof(float));
     }
     Context & context = open_context(route->context, *m->routing);
     if (!route->warmup) { // which selects another number of experts
