@@ -159,12 +159,8 @@ def test_the_text_that_is_timed_is_judged(small_moe: Path, tmp_path: Path, capfd
     pytest.importorskip("matplotlib")
     command = ["bench", str(small_moe), "--budget", "25%", "--tokens", "24", "--prompt-tokens", "16", "--repeat", "1",
                "--threads", "1", "--lossy", "mode=none,miss=drop", "--lossy", "mode=none,miss=drop,sacred=4"]
-    assert main([*command, "--plot", str(tmp_path / "read.png")]) == 0
-    lines = [line for line in capfd.readouterr().out.splitlines() if "same most probable token" in line]
-    assert [line.partition(": ")[0] for line in lines] == [
-        f"budget 25%, lossy mode=none,miss=drop{more}" for more in ("", ",sacred=4")]
+    assert main([*command, "--plot", str(tmp_path / "read.png"), "--json"]) == 0
     assert (tmp_path / "read.png").read_bytes().startswith(b"\x89PNG")
-    assert main([*command, "--json"]) == 0
     resident, lossless, *lossy = json.loads(capfd.readouterr().out)["runs"]
     said = [it["measurement"]["text"] for it in (resident, lossless, *lossy)]
     assert said[0]["most_probable"] == said[1]["most_probable"] != said[2]["most_probable"], "lossless is lossless"

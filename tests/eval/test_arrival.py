@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -73,6 +74,8 @@ def test_neither_do_a_busy_machine_and_what_is_guessed(small_moe: Path):
         while not ended.is_set():
             sum(range(1000))
 
+    switches = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # seconds, for which a thread of Python has it to itself: reading needs it too
     busy = threading.Thread(target=spin)
     busy.start()
     try:
@@ -80,6 +83,7 @@ def test_neither_do_a_busy_machine_and_what_is_guessed(small_moe: Path):
     finally:
         ended.set()
         busy.join()
+        sys.setswitchinterval(switches)
     assert beside.logits.tobytes() == alone.logits.tobytes() and beside.counts == alone.counts
 
 

@@ -10,6 +10,7 @@ import pytest
 import pyorch
 from pyorch.llama.context import Context
 from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.observers import Prediction
 
 N_LAYERS, N_EXPERT, N_USED = 8, 64, 6
 TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return self.path\n"
@@ -125,6 +126,18 @@ def test_what_the_last_token_used_is_not_given_up_for_a_guess(small_moe: Path):
 def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
     with pyorch.load(small_moe, budget="30%", prefetch="none", n_ctx=256, n_threads=1) as model:
         tokens = 4 * tokens_of(model)
+        predicted: list[Prediction] = []
+        n_routed = 0
+
+        def in_step(_routing: object) -> None:
+            """A layer waits until the layer before it was predicted from: else what comes true may not be counted."""
+            nonlocal n_routed
+            while len(predicted) < n_routed:
+                time.sleep(0)
+            n_routed += 1
+
+        model.engine.set_observer(in_step)
+        model.engine.set_prediction_observer(predicted.append)
 
         def loads(min_precision: float) -> int:
             """Read ahead for 20 tokens, after those before were counted: at least for the first layer of each."""
@@ -135,6 +148,8 @@ def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
             return model.stats().experts.prefetch_loads
 
         assert loads(0.4) < loads(0.0) / 4, "one expert of ten is used"
+        model.engine.set_observer(None)
+        model.engine.set_prediction_observer(None)
 
 
 def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
