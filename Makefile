@@ -29,7 +29,7 @@ test: setup
 	@echo "building native/tests"
 	@$(BIN)/cmake --build build/py3-* --target native-tests >build/native-tests.log || \
 	    { cat build/native-tests.log >&2; exit 1; }
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Builds with another backend in build/vulkan and build/cuda, and tests them; a line says what is missing for that.
 test-vulkan: setup

@@ -43,6 +43,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
+# What takes longest is begun first, so that nobody waits for it at the end; the first of all needs no model, which is
+# made meanwhile.
+LONG = (
+    "native/test_native.py", "cluster/test_running.py", "llama/test_architectures.py", "llama/test_device.py",
+    "cluster/test_scheduler.py", "bench/test_bench.py", "convert/test_convert.py", "llama/test_device_with_all.py",
+    "eval/test_eval.py", "cli/test_plan.py", "llama/test_packs.py", "serve/test_serve.py", "sidecars/test_ghosts.py",
+    "cli/test_cli.py", "cluster/test_tunnel.py", "convert/test_estimator.py", "eval/test_eval_prefetch.py",
+    "eval/test_eval_pack.py", "scripts/test_upstream_server_tests.py", "test_fuzz.py", "llama/test_device_lossy.py",
+    "serve/test_ending.py", "convert/test_slim.py", "convert/test_compressed_pack.py", "llama/test_remote.py",
+    "runtime/test_substitution.py", "cli/test_run.py", "cluster/test_simulator.py", "eval/test_arrival.py",
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--docs", action="store_true", help="run the commands of all pages of docs/ for users")
     parser.addoption("--wheel", type=Path, help="a wheel for other machines, or the folder that it is in: test_wheel.py")
@@ -56,6 +69,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         shared.end()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    place = {tests / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 @pytest.fixture(scope="session")
