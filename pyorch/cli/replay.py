@@ -45,8 +45,8 @@ class Row:
     """Of one combination. recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of
     the experts that were needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses
     that found the expert on the device (--vram-budget); the hit rate of the measures is that of host memory, among the
-    others. ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that their
-    layer used, nan without any (--device-ahead)."""
+    others. ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that
+    their layer used, nan without any (--device-ahead)."""
 
     policy: str
     predictor: str
@@ -168,8 +168,8 @@ def run(args: argparse.Namespace) -> int:
     link = parse_rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else 0.0
     speed = args.device_speed or 1.0
     if args.vram_budget is None and (args.device_misses or link or args.device_speed or args.device_ahead):
-        raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: say "
-                          "its memory with --vram-budget")
+        raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: "
+                          "say its memory with --vram-budget")
     vram_budget, misses = _device(args.vram_budget, args.device_misses)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or decoding is not None
@@ -286,7 +286,8 @@ def _parts(report: Report) -> list[str | Table]:
     together = f", {report.batch} requests together" if report.batch > 1 else ""
     packed, timed = report.pools is not None, report.compute_from != _ASSUMED
     device = report.vram_budget is not None
-    titles = (*_COLUMNS, *(_PACKED_COLUMNS if packed else ()), *(_AHEAD_COLUMNS if report.device_ahead else ()), *(_DEVICE_COLUMNS if device else ()))
+    titles = (*_COLUMNS, *(_PACKED_COLUMNS if packed else ()), *(_AHEAD_COLUMNS if report.device_ahead else ()),
+              *(_DEVICE_COLUMNS if device else ()))
     columns = [column for column in titles if timed or column not in _TIMED]
     decoding = "in no time" if report.decode_bandwidth is None else (
         f"with {report.decode_bandwidth / 1e9:.3g} GB/s by each of {report.n_decoders} threads")
@@ -322,7 +323,8 @@ def _cells(row: Row) -> dict[str, str]:
     cells = (
         row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
         _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
-        f"{row.part_rate:.1%}", f"{row.ahead:.1f}", _share(row.ahead_precision), f"{row.device_hit_rate:.1%}", f"{row.uploaded_bytes / MiB:.1f}",
+        f"{row.part_rate:.1%}", f"{row.ahead:.1f}", _share(row.ahead_precision), f"{row.device_hit_rate:.1%}",
+        f"{row.uploaded_bytes / MiB:.1f}",
     )
     return dict(zip((*_COLUMNS, *_PACKED_COLUMNS, *_AHEAD_COLUMNS, *_DEVICE_COLUMNS), cells))
 

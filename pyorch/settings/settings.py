@@ -100,8 +100,8 @@ class Settings:
     )
     device_ahead: int = option(
         0, whole(MAX_AHEAD), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", metavar="N",
-        help="upload up to N experts of a layer to the device before the layer comes, which the predictor of --prefetch "
-             "names; a predictor other than auto",
+        help="upload up to N experts of a layer to the device before the layer comes, which the predictor of "
+             "--prefetch names; a predictor other than auto",
         default_text="0",
     )
     n_ctx: int = option(
@@ -168,9 +168,10 @@ class Settings:
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
         if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != DeviceMisses()):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
-        if self.device_ahead > 0 and (self.device == NONE or self.prefetch.predictor in (PREFETCH_AUTO, PREFETCH_NONE)):
-            raise PyorchError("--device-ahead uploads what a predictor names, at any time: name a device with --device, "
-                              "and a predictor that is not auto, such as --prefetch next-router")
+        names_experts = self.prefetch.predictor not in (PREFETCH_AUTO, PREFETCH_NONE)
+        if self.device_ahead > 0 and (self.device == NONE or not names_experts):
+            raise PyorchError("--device-ahead uploads what a predictor names, at any time: name a device with "
+                              "--device, and a predictor that is not auto, such as --prefetch next-router")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 

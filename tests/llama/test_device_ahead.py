@@ -25,7 +25,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
 
 
 def decode(model: Model, tokens: list[int]) -> np.ndarray:
-    """A prompt that passes through areas where there are any, a narrow one, and one token after another; two at once."""
+    """A prompt of a wide and a narrow ubatch, one token after another, and two sequences at once."""
     with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=32, n_seq_max=2, n_threads=1) as context:
         made = [context.decode(tokens[:40])] + [context.decode([token]) for token in tokens[:N_DECODED]]
         made += [context.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 6)]

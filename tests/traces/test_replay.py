@@ -92,13 +92,13 @@ def test_replay_counts_what_an_engine_counts(small_moe: Path, model_map: ModelMa
 
 # Forecasts: host memory may lack what they name, and then nothing is uploaded before the layer comes.
 @pytest.mark.parametrize(("policy", "budget", "vram_budget", "misses", "ahead"), [
-    ("lru", "50%", "20%", "processor", 0), ("learned", "50%", "20%", "processor", 2), ("lfu", "25%", "30%", "upload", 0),
-    ("lfu", "100%", "30%", "upload", 2),
+    ("lru", "50%", "20%", "processor", 0), ("learned", "50%", "20%", "processor", 2),
+    ("lfu", "25%", "30%", "upload", 0), ("lfu", "100%", "30%", "upload", 2),
     ("marking", "100%", "40%", "auto:20GB/s:8GB/s:8GB/s:99GB/s:99GB/s", 0), ("fifo", "100%", "100%", "processor", 0),
 ])
 def test_replay_counts_what_an_engine_with_a_device_counts(
-    small_moe: Path, model_map: ModelMap, device: DeviceProcess, policy: str, budget: str, vram_budget: str, misses: str,
-    ahead: int,
+    small_moe: Path, model_map: ModelMap, device: DeviceProcess, policy: str, budget: str, vram_budget: str,
+    misses: str, ahead: int,
 ) -> None:
     options = {"vram_budget": vram_budget, "device_misses": misses, "device_ahead": ahead,
                "prefetch": Prefetch.parse("previous-token:1:0" if ahead else "none")}

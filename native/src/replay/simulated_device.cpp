@@ -49,8 +49,8 @@ double SimulatedDevice::send(double now, uint64_t n_bytes) {
     return free_at;
 }
 
-void SimulatedDevice::order(const void * context, int of, const std::vector<ForecastExpert> & forecast, double precision,
-    double now) {
+void SimulatedDevice::order(const void * context, int of, const std::vector<ForecastExpert> & forecast,
+    double precision, double now) {
     constexpr double EVEN = 0.5;
     std::vector<uint8_t> there;
     table.resident(of, there);

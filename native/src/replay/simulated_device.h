@@ -26,7 +26,8 @@ public:
     bool takes_forecasts() const { return ahead > 0; }
 
     // A forecast of a layer's next pass, at a time. See DeviceTier::order.
-    void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision, double now);
+    void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision,
+        double now);
 
     // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says
     // which of the experts that its router chose the device has or gets.

@@ -33,8 +33,8 @@ void DeviceTable::set_ahead(int n) {
         n_slots.push_back(pool.n_slots);
     }
     const size_t n_layers = layers.size();
-    ahead.reset(new Ahead { n, {}, std::vector<std::vector<Rate>>(n_layers), { n_experts, pool_of, n_slots, kind }, -1, {},
-        std::vector<std::vector<int>>(n_layers) });
+    ahead.reset(new Ahead { n, {}, std::vector<std::vector<Rate>>(n_layers), { n_experts, pool_of, n_slots, kind },
+        -1, {}, std::vector<std::vector<int>>(n_layers) });
     ahead->without.set_misses(misses, rates, expert_bytes);
     ahead->pause = FIRST_PAUSE * n_layers;
     keep_slots();
@@ -125,9 +125,10 @@ const std::vector<int> & DeviceTable::ordered(const void * context, int layer) c
 std::vector<int> DeviceTable::layers_ordered(const void * context) const {
     std::vector<int> found;
     if (ahead) {
-        for (auto it = ahead->orders.lower_bound({ context, 0 }); it != ahead->orders.end() && it->first.first == context;
-             ++it) {
-            found.push_back(it->first.second);
+        for (const auto & [of, orders] : ahead->orders) {
+            if (of.first == context) {
+                found.push_back(of.second);
+            }
         }
     }
     return found;

@@ -12,8 +12,8 @@
 // the layer that it came for, or the next time that its layer comes, whenever its bytes arrived: so what is computed
 // where follows from what was asked for alone.
 //
-// Some slots of each pool may be kept for what forecasts name (device_ahead.cpp). Such a guest comes for the next pass of
-// one context through its layer, and nobody else computes with it:
+// Some slots of each pool may be kept for what forecasts name (device_ahead.h). Such a guest comes for the next pass
+// of one context through its layer, and nobody else computes with it:
 //
 //     absent --ordered--> coming --arrived--> there, for that pass --it is over--> absent
 //                                                 \--admitted, its slot too--> there
@@ -93,7 +93,8 @@ public:
 
     // A forecast of a layer's next pass in a context. Makes guests, the likeliest first, of experts that are absent and
     // whose like came true at least so often. These are coming then.
-    std::vector<int> order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
+    std::vector<int> order(const void * context, int layer, const std::vector<ForecastExpert> & forecast,
+        double precision);
 
     // Guests of that pass.
     const std::vector<int> & ordered(const void * context, int layer) const;
@@ -104,8 +105,8 @@ public:
 
     // A layer comes. learned: what a Learner says of its experts since it knows what was asked for, null where there is
     // none. Counts hits and misses, and holds the hits.
-    // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may, and are uploads then.
-    // The others were abandoned.
+    // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may be, and are uploads
+    // then. The others were abandoned.
     DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned = nullptr);
 
     // Where an expert is; NONE: not there, or still coming, or a guest.

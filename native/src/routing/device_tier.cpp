@@ -91,7 +91,7 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
     });
 }
 
-// The layer comes, and computes with these experts: of what was ordered for it, those are there now, or are uploads.
+// The layer comes, and computes with these experts: of what was ordered for it, those are there now, or to be brought.
 void DeviceTier::settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
     const std::vector<int> & experts) {
     for (int expert : std::vector<int>(seats->ordered(context, layer))) {

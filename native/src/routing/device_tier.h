@@ -6,9 +6,9 @@
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
 // (PYORCH_UPLOAD, and PYORCH_ESTIMATED where that is faster by an estimate from constants and counts).
 //
-// What a forecast names may be ordered before its layer comes, a few experts each (residency/device_ahead.h). If the layer
-// computes with one, the device does: it waits where that is under way, and brings it first where nothing was done. What
-// the layer does not want is left.
+// What a forecast names may be ordered before its layer comes, a few experts each (residency/device_ahead.h). If the
+// layer computes with one, the device does: it waits where that is under way, and brings it first where nothing was
+// done. What the layer does not want is left.
 //
 // A prompt takes another way: device_areas.h.
 //
@@ -113,10 +113,10 @@ private:
         int   expert;
         int   slot;
         Owner owner = {};    // holds it in host memory
-        bool  begun = false;
-        bool  ended = false;
-        bool  came  = false;
-        bool  ahead = false;   // of the layer: its owner holds it while it is uploaded only
+        bool  begun   = false;
+        bool  ended   = false;
+        bool  came    = false;
+        bool  ahead   = false; // of its layer: it is held while it is uploaded only
         bool  dropped = false; // nobody wants it any more
     };
 
@@ -149,7 +149,8 @@ private:
     void arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
-    void settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts);
+    void settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
+        const std::vector<int> & experts);
     bool is_written(int layer, int slot) const;
     void count_computed(const RoutedBatch & batch);
     void work();
