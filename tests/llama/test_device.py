@@ -130,6 +130,25 @@ def test_a_prompt_passes_through_the_device_whatever_fits_where(
         assert experts.device_used_bytes <= experts.device_budget_bytes and experts.peak_bytes <= experts.budget_bytes
 
 
+def test_an_expert_from_disk_is_read_once_and_stays_in_one_tier(
+    small_moe: Path, process: DeviceProcess, prompt_tokens: list[int]
+) -> None:
+    with small_model(small_moe, "25%", device=process.name, vram_budget="25%", device_misses="upload",
+                     prefetch="none") as model, context(model) as it:
+        for token in prompt_tokens[:20]:
+            it.decode([token])
+        model.reset_stats()
+        in_both = 0
+        for token in prompt_tokens[:12]:
+            it.decode([token])
+            in_host = sum(int((model.residency[layer] == 1).sum()) for layer in model.layers)
+            in_both = max(in_both, model.stats().experts.resident_experts - in_host)
+        experts = model.stats().experts
+        assert experts.bytes_read == experts.misses * model.map.layers[0].expert_bytes > 0
+        assert experts.misses < experts.device_loads == experts.device_misses, "some came from host memory"
+        assert in_both < 0.2 * experts.resident_experts, "what came goes first"
+
+
 def test_uploads_through_page_locked_memory_bring_the_same(
     small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
