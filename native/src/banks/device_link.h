@@ -2,13 +2,13 @@
 //
 // Plain: ggml's synchronous call.
 //
-// Staged: matrices are cut into pieces, and those pass through *lanes*. A lane is some page-locked host memory, which the
-// device reads by itself, and a queue of its own on the device: an instance of its backend. So several pieces are
+// Staged: matrices are cut into pieces, and those pass through *lanes*. A lane is some page-locked host memory, which
+// the device reads by itself, and a queue of its own on the device: an instance of its backend. So several pieces are
 // under way at once, while others are copied into their lanes and the device computes.
 //
-// Devices are staged whose backends copy asynchronously from page-locked memory and give each instance a queue: those of
-// ggml's CUDA, which is ROCm's and MUSA's, too. Instances of Vulkan share one queue with all that computes, in which a
-// copy waits for what was computed before and is waited for behind: its synchronous call is better. So is that of
+// Devices are staged whose backends copy asynchronously from page-locked memory and give each instance a queue: those
+// of ggml's CUDA, which is ROCm's and MUSA's, too. Instances of Vulkan share one queue with all that computes, in which
+// a copy waits for what was computed before and is waited for behind: its synchronous call is better. So is that of
 // others, as far as we know. PYORCH_UPLOADS=staged, or plain, in the environment says it for any device that can.
 
 #pragma once
@@ -33,7 +33,8 @@ public:
     DeviceLink(const DeviceLink &) = delete;
     DeviceLink & operator=(const DeviceLink &) = delete;
 
-    // bytes[n] go to `to`, from an offset on; they are free when it returns, and there after wait(). Any number of threads.
+    // bytes[n] go to `to`, from an offset on; they are free when it returns, and there after wait(). Any number of
+    // threads.
     void send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
 
     // Until all that was sent before is there.

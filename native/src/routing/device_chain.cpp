@@ -188,8 +188,8 @@ ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     return inputs;
 }
 
-// ggml's scheduler waits for the device before a part of the processor's that takes nothing from it, lest memory that the
-// device reads is written meanwhile. One that takes an input of the graph begins at once, with a copy of it: so the
+// ggml's scheduler waits for the device before a part of the processor's that takes nothing from it, lest memory that
+// the device reads is written meanwhile. One that takes an input of the graph begins at once, with a copy of it: so the
 // processor's part takes this one, which has no bytes. What the device reads in host memory is an output, which
 // nothing overwrites: `slots`, and the weights where they are ours.
 ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & layer, ggml_tensor * slots) {
