@@ -75,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
             show_stats(model.stats())
         else:
             _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
-        if args.maps is not None and model.engine is not None and model.engine.history:
-            model.save_maps(args.maps)
+        if args.maps is not None and model.engine is not None:
+            model.engine.wait_idle()  # until the last token was learned from
+            if model.engine.history:
+                model.save_maps(args.maps)
         if args.learned is not None and model.engine is not None:
             model.save_learned(args.learned)
     return 0

@@ -256,6 +256,7 @@ class Model:
             raise PyorchError(
                 "no expert maps were collected: load the model with the prefetch expert-map or activation-matrix"
             )
+        self.engine.wait_idle()  # until the last token was learned from
         self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
 
     def save_learned(self, path: str | os.PathLike[str] | None = None) -> None:

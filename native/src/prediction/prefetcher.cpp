@@ -139,7 +139,9 @@ void Prefetcher::wait_idle() {
 }
 
 void Prefetcher::forget(const void * context) {
-    {
+    // A predictor that collects is shown what waits for it, unless it is its thread that waits, in an observer.
+    const bool collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
+    if (!collecting || std::this_thread::get_id() == thread.get_id()) {
         std::lock_guard<std::mutex> lock(mutex);
         queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }), queue.end());
     }

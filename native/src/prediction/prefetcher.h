@@ -60,8 +60,8 @@ public:
     // Sleeps until nothing waits for a prediction.
     void wait_idle();
 
-    // Nothing is computed in the context any more, and nothing will. Sleeps until no predictor works for it; from then
-    // on none reads what it or its model owns.
+    // Nothing is computed in the context any more, and nothing will. Sleeps until no predictor works for it, and one
+    // that collects has collected all; from then on none reads what it or its model owns.
     void forget(const void * context);
 
     // The arrays of some routers go: the predictors that apply them too.
