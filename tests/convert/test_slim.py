@@ -128,9 +128,11 @@ def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_pa
 
 @pytest.mark.parametrize("pair", ["slim", "compressed"])
 def test_commands_take_the_pair_as_one_model(
-    pair: str, request: pytest.FixtureRequest, small_moe: Path, capsys: pytest.CaptureFixture[str]
+    pair: str, request: pytest.FixtureRequest, small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     slim = request.getfixturevalue(pair)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where it is kept what a disk needs
     assert main(["inspect", str(slim), "--disk"]) == 0
     assert "experts" in capsys.readouterr().out
     assert main(["run", str(slim), "-p", "import", "-n", "4", "--temp", "0", "--budget", "40%", "--threads", "1"]) == 0
