@@ -18,7 +18,8 @@ from pyorch.bench.serving.measure import Run, Served, percentile, suitable, summ
 from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 
-WORK = ("--requests", "3", "--rate", "inf", "--prompt-tokens", "8-24", "--tokens", "4-8", "--threads", "1")
+WORK = ("--requests", "3", "--rate", "inf", "--prompt-tokens", "8-24", "--tokens", "4-8", "--threads", "1",
+        "--max-seconds", "600")
 
 
 def test_each_way_answers_the_same_requests_and_leaves_no_server(small_moe: Path, capfd: pytest.CaptureFixture[str]):
