@@ -13,7 +13,9 @@ latencies   what an expert costs that is not in VRAM, as BuddyMoE's table 1: the
             with all experts in VRAM, divided by its misses.
 limits      time of a token by VRAM and what moves experts, as FineMoE's figure 12.
 ablation    hits by eviction policy and by predictor, as FineMoE's figure 14.
-prefetching time of a token on demand and reading ahead, by length of the prompt, as Speculating Experts' figure 8.
+prefetching time of a token on demand, reading ahead, and uploading ahead too, by length of the prompt, as Speculating
+            Experts' figure 8.
+ahead       hits and time of a token by how many experts of a layer forecasts upload before it comes.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from pyorch.sizes import format_bytes
 STOCK, OURS = "llama.cpp", "pyorch"
 _EXPERTS = r"blk\.LAYERS\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _POLICIES = ("lru", "lfu", "learned")
+_PREDICTOR = "quasi-hidden:1"
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Setup:
     misses: str = "processor"
     budget: str = "100%"
     prefetch: str = "none"
+    ahead: int = 0  # experts of a layer that forecasts upload
     policy: str = ""
     substitution: str = ""
 
@@ -79,6 +83,8 @@ class Speed:
     hit_rate: float | None = None
     host_hit_rate: float | None = None
     foreseen: float | None = None  # of the experts that were not in host memory, those that had been read ahead
+    ahead: float = 0.0  # experts that forecasts ordered to VRAM
+    right: float | None = None  # of these
 
 
 def stock_model(path: str, device: str, setup: Setup) -> int:
@@ -144,7 +150,7 @@ def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
     options = {"policy": setup.policy} if setup.policy else {}
     with load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads, device=arguments.device,
               vram_budget=f"{setup.share}%", device_misses=setup.misses, prefetch=setup.prefetch,
-              substitution=setup.substitution or None, **options) as model:
+              device_ahead=setup.ahead, substitution=setup.substitution or None, **options) as model:
         prefill, decode_ms = measure(model.llama.model, setup, arguments, model.reset_stats)
         return counted(model, prefill, decode_ms, arguments.tokens)
 
@@ -155,7 +161,8 @@ def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens:
     known = lambda rate: None if rate != rate else rate  # noqa: E731
     return Speed(prefill, decode_ms, experts.device_used_bytes, experts.device_bytes / n_tokens,
                  experts.bytes_read / n_tokens, experts.device_misses / n_tokens, known(experts.device_hit_rate),
-                 known(experts.hit_rate), experts.prefetch_hits / absent if absent > 0 else None)
+                 known(experts.hit_rate), experts.prefetch_hits / absent if absent > 0 else None,
+                 experts.device_ahead / n_tokens, known(experts.device_ahead_precision))
 
 
 def in_process(setup: Setup, arguments: argparse.Namespace) -> Speed:
@@ -284,19 +291,33 @@ def ablation(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None
 
 def prefetching(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
     share, less = arguments.shares[0], arguments.budgets[-1]
-    ahead = "quasi-hidden:1:0"
-    setups = [Setup(OURS, "", (length,), share, misses="upload", budget=less, prefetch=prefetch)
-              for length in arguments.contexts for prefetch in ("none", ahead)]
+    ways = ({}, {"prefetch": f"{_PREDICTOR}:0"}, {"prefetch": f"{_PREDICTOR}:0", "ahead": 2})
+    setups = [Setup(OURS, "", (length,), share, misses="upload", budget=less, **way)
+              for length in arguments.contexts for way in ways]
     speeds = iter(report.speeds(setups))
-    pairs = [(next(speeds).decode_ms, next(speeds).decode_ms) for _ in arguments.contexts]
+    rows = [[next(speeds).decode_ms for _ in ways] for _ in arguments.contexts]
     report.table(f"Milliseconds a token on demand and ahead, {share} % in VRAM and {less} in host memory "
-                 "(Speculating Experts, figure 8)", ("tokens of the prompt", "on demand", ahead, "change"), (
-        (str(length), f"{demand:.2f}", f"{foreseen:.2f}", f"{foreseen / demand - 1:+.0%}")
-        for length, (demand, foreseen) in zip(arguments.contexts, pairs)
+                 "(Speculating Experts, figure 8)",
+                 ("tokens of the prompt", "on demand", "read ahead", "change", "uploaded ahead too", "change"), (
+        (str(length), f"{demand:.2f}", *(cell for ms in others for cell in (f"{ms:.2f}", f"{ms / demand - 1:+.0%}")))
+        for length, (demand, *others) in zip(arguments.contexts, rows)
     ))
 
 
-TABLES = {table.__name__: table for table in (speed, latencies, limits, ablation, prefetching)}
+def ahead(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
+    prompts, share = tuple(arguments.prompt[:1]), arguments.shares[0]
+    setups = [Setup(OURS, misses, prompts, share, misses=misses, prefetch=_PREDICTOR if n else "none", ahead=n)
+              for misses in ("processor", "upload") for n in (0, *arguments.ahead)]
+    report.table(f"Uploaded before their layer comes, {share} % in VRAM, all in host memory, as "
+                 f"forecast by {_PREDICTOR}",
+                 ("misses", "of a layer at most", "ms a token", "hits in VRAM", "ahead a token", "right",
+                  "uploaded a token"),
+                 ((setup.name, str(setup.ahead), f"{one.decode_ms:.2f}", percent(one.hit_rate), f"{one.ahead:.1f}",
+                   percent(one.right), format_bytes(round(one.uploaded)))
+                  for setup, one in zip(setups, report.speeds(setups))))
+
+
+TABLES = {table.__name__: table for table in (speed, latencies, limits, ablation, prefetching, ahead)}
 
 
 def numbers(text: str) -> list[int]:
@@ -319,6 +340,7 @@ def main() -> None:
     parser.add_argument("--budgets", type=words, default=["100%", "40%"],
                         help="host memory for experts; the last one is less than all, so that three tiers work")
     parser.add_argument("--misses", type=words, default=["processor", "upload", "auto"])
+    parser.add_argument("--ahead", type=numbers, default=[1, 2, 4], help="experts of a layer that forecasts upload")
     parser.add_argument("--substitution", default="mode=random,max_replaced=4", help="the lossy row of latencies")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=physical_cores())

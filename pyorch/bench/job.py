@@ -94,6 +94,11 @@ class Phase:
         return self.hits / uses if uses else float("nan")
 
     @property
+    def device_ahead_precision(self) -> float:
+        """As pyorch.runtime.statistics.Stats."""
+        return self.device_ahead_hits / self.device_ahead if self.device_ahead else float("nan")
+
+    @property
     def device_hit_rate(self) -> float:
         uses = self.device_hits + self.device_misses
         return self.device_hits / uses if uses else float("nan")

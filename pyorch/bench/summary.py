@@ -35,6 +35,7 @@ class Summary:
     decode_changed_slots_per_token: float
     decode_device_hit_rate: float
     decode_device_bytes_per_token: float
+    decode_device_ahead_precision: float
     device_used_bytes: float
     ttft_seconds: float
     peak_memory_bytes: float
@@ -76,6 +77,7 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
         ),
         decode_device_hit_rate=median(lambda measured: measured.decode.device_hit_rate),
         decode_device_bytes_per_token=median(lambda measured: measured.decode.device_bytes / measured.decode.n_tokens),
+        decode_device_ahead_precision=median(lambda measured: measured.decode.device_ahead_precision),
         device_used_bytes=median(lambda measured: measured.device_used_bytes),
         ttft_seconds=median(lambda measured: measured.ttft_seconds),
         peak_memory_bytes=median(lambda measured: measured.peak_memory_bytes),

@@ -65,6 +65,9 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
     if any(summary.config.lossy for summary in summaries):
         columns.append("changed slots/token")
         cells.append(lambda summary: f"{summary.decode_changed_slots_per_token:.2f}")
+    if any(summary.config.settings.device_ahead for summary in summaries):
+        columns.append("forecasts right")
+        cells.append(lambda summary: _percent(summary.decode_device_ahead_precision))
     if any(summary.config.on_device for summary in summaries):
         columns += ("device hits", "uploaded MiB/token", "device MiB")
         cells += (lambda summary: _percent(summary.decode_device_hit_rate),

@@ -22,7 +22,8 @@ def test_all_tables_are_made(
     device = DeviceProcess(tmp_path / "log")
     monkeypatch.setattr(sys, "argv", [
         "measure_device.py", str(small_moe), device.name, "--tokens", "2", "--prompt", "33", "--contexts", "8,16",
-        "--shares", "50", "--budgets", "100%,50%", "--rounds", "1", "--threads", "1", "--data", str(tmp_path / "text")])
+        "--shares", "50", "--budgets", "100%,50%", "--ahead", "2", "--rounds", "1", "--threads", "1", "--data",
+        str(tmp_path / "text")])
     try:
         measure_device.main()
     finally:
@@ -30,7 +31,8 @@ def test_all_tables_are_made(
     tables = capfd.readouterr().out.split("## ")[1:]
     assert [re.sub("^.*[(](.*)[)]$", r"\1", table.splitlines()[0]) for table in tables] == [
         "Speed, 100% of the experts in host memory", "Speed, 50% of the experts in host memory", "BuddyMoE, table 1",
-        "FineMoE, figure 12", "FineMoE, figure 14b", "FineMoE, figure 14a", "Speculating Experts, figure 8"]
+        "FineMoE, figure 12", "FineMoE, figure 14b", "FineMoE, figure 14a", "Speculating Experts, figure 8",
+        "Uploaded before their layer comes, 50 % in VRAM, all in host memory, as forecast by quasi-hidden:1"]
     for table in tables:
         columns, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line)
         assert rows and all(len(row) == len(columns) or "llama.cpp" in row for row in rows), table

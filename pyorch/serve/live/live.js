@@ -73,8 +73,8 @@ function show(now) {
   $("budget-note").textContent = NOTES[now.settings.substitution || now.totals.speculated ? "lossy" : "lossless"];
   $("advice").textContent = now.settings.advice;
   const { policy, prefetch, substitution, device } = now.settings;
-  const { device_used_bytes, device_bytes } = now.totals;
-  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read${device ? ` · ${device}: ${size(device_used_bytes)} of its memory used, ${size(device_bytes)} uploaded` : ""}`;
+  const { device_used_bytes, device_bytes, device_ahead, device_ahead_hits } = now.totals;
+  $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read${device ? ` · ${device}: ${size(device_used_bytes)} of its memory used, ${size(device_bytes)} uploaded${device_ahead ? `, ${device_ahead_hits} of ${device_ahead} forecasts right` : ""}` : ""}`;
   $("on-device").hidden = $("device-legend").hidden = !device;
   last = now;
 }
