@@ -146,7 +146,8 @@ private:
     void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
     void bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
     std::vector<int> places_of(const RoutedBatch & batch);
-    void arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
+    void arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots,
+        const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
     void settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
