@@ -97,6 +97,18 @@ public:
         return !readers.empty();
     }
 
+    // The same for the processor's weights: it reads what lies on the device in host memory.
+    void redirect_weights(HostCopies & to) {
+        for (const auto & [original, copied] : copies) {
+            for (int i = 0; i < GGML_MAX_SRC && copied != original; ++i) {
+                ggml_tensor *& source = original->src[i];
+                if (source && source->op == GGML_OP_NONE && !(is_experts(original) && i == 0)) {
+                    source = to.of(source);
+                }
+            }
+        }
+    }
+
 private:
     const llama_moe_route &                route;
     const DeviceTier &                     tier;
@@ -231,17 +243,22 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
         ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
         ChainCopier   chain(route, tier, layer, slots);
         ggml_tensor * there = chain.copy(computed);
-        layer.on_device = true;
-        layer.alone     = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
-        const bool wants_inputs = layer.needs & (GRAPH_INPUTS | GRAPH_RESIDUALS); // then they come anyway
-        if (!layer.alone && !wants_inputs && route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp)) {
-            if (chain.redirect_inputs(add_inputs(route, layer))) {
-                layer.device_inputs = route.inp;
-            }
+        layer.alone = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
+        if (!layer.alone) {
+            chain.redirect_weights(tier.host_copies);
         }
-        layer.beside = layer.alone ? nullptr : beside_device(route, layer, slots);
+        layer.on_device = true;
+        if (layer.alone) {
+            return there;
+        }
+        if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
+            chain.redirect_inputs(add_inputs(route, layer))) {
+            layer.device_inputs = route.inp;
+        }
+        layer.beside = beside_device(route, layer, slots);
         return there;
     } catch (const Failure & failure) {
+        layer.alone = false;
         static bool said = false;
         if (!said) {
             said = true;

@@ -19,6 +19,7 @@
 
 #include "banks/device_bank.h"
 #include "banks/device_landings.h"
+#include "banks/host_copies.h"
 #include "residency/device_table.h"
 #include "residency/table.h"
 #include "routing/device_areas.h"
@@ -60,6 +61,7 @@ public:
 
     DeviceBank     bank;
     DeviceLandings landings;
+    HostCopies     host_copies;
 
     // experts: those that the layer computes with here, visit: those that its router chose; ascending. Says which of
     // them are computed on the device, and what is to come there. hold: of the context, what it held is given back.

@@ -50,11 +50,17 @@ void forget_batch(GraphLayer & g) {
 }
 
 // Of all tokens, where the processor computes for any. Everything before the route node is computed by now, and the
-// device's way through the experts, behind it, keeps them.
-void fetch_inputs(GraphLayer & g) {
+// device's way through the experts, behind it, keeps them. ids: of that node, to which they come where somebody looks.
+void fetch_inputs(GraphLayer & g, const ggml_tensor * ids) {
     const auto by_processor = [&](int32_t row) { return row >= g.n_used; };
-    if (g.device_inputs && std::any_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor)) {
-        g.inputs.resize(ggml_nelements(g.device_inputs));
+    if (!g.device_inputs || std::none_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor)) {
+        return;
+    }
+    const int64_t n = ggml_nelements(g.device_inputs);
+    if (const float * here = floats(ids, INPUT)) {
+        g.inputs.assign(here, here + n);
+    } else {
+        g.inputs.resize(n);
         ggml_backend_tensor_get(g.device_inputs, g.inputs.data(), 0, ggml_nbytes(g.device_inputs));
     }
 }
@@ -122,7 +128,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
                 g.elsewhere[expert] = 1;
             }
         }
-        fetch_inputs(g);
+        fetch_inputs(g, ids);
     }
     if (g.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
         failed       = true;

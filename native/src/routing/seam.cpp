@@ -59,6 +59,9 @@ void on_weight_freed(const ggml_tensor * weight) {
     Routing * routing = Routing::owner_of(weight->extra);
     if (routing) {
         routing->recipes.forget(((const ManagedTensor *) weight->extra)->layer);
+        if (routing->device) {
+            routing->device->host_copies.forget();
+        }
     }
     if (routing && routing->routers.forget(weight)) {
         routing->prefetcher.forget_routers(); // other contexts may apply them

@@ -1,0 +1,38 @@
+// Weights of a device once more in host memory: small ones that the processor computes with, too, such as biases of
+// experts. A node is computed where its weights lie, and the way from one side to the other is long.
+
+#pragma once
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace pyorch {
+
+class HostCopies {
+public:
+    // The same in host memory, until forget(); itself where that is so already, or it has no numbers yet.
+    ggml_tensor * of(ggml_tensor * weight);
+
+    // The model that they are of is freed.
+    void forget();
+
+private:
+    struct Deleter {
+        void operator()(ggml_context * ctx) const { ggml_free(ctx); }
+        void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+    };
+    struct Copy {
+        std::unique_ptr<ggml_context, Deleter>                                 ctx;
+        std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> buffer;
+        ggml_tensor *                                                          tensor;
+    };
+
+    std::mutex                          mutex;
+    std::map<const ggml_tensor *, Copy> copies;
+};
+
+} // namespace pyorch
