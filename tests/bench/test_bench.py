@@ -32,7 +32,7 @@ from pyorch.llama import memory
 from pyorch.sizes import GiB, MiB
 from pyorch.runtime.model_map import ModelMap
 
-WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "2", "--max-seconds", "600")
+WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "1", "--max-seconds", "600")
 
 
 def limits_work() -> bool:

@@ -124,7 +124,8 @@ def test_a_plan_for_several_sequences_expects_what_their_tokens_need_together(
     with small_model(model, "30%") as loaded:
         assert loaded.stats().pools_from == "model.plan.json"
         logits(loaded, prompt_tokens[:20])
-    args = ("bench", model, "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16")
+    args = ("bench", model, "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16",
+            "--threads", "1")
     assert main(list(map(str, args))) == 0
     assert "planned" not in capsys.readouterr().out, "it is no plan for one sequence"
 
@@ -230,7 +231,8 @@ def test_bench_prints_what_a_token_was_planned_to_wait_beside_what_it_waited(
     model: Path, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wait_ms = planned(capsys, model, "--trace", trace, "--budget", "30%", *SPEEDS)["rows"][0]["wait_ms"]
-    assert main(["bench", str(model), "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16"]) == 0
+    assert main(["bench", str(model), "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16",
+                 "--threads", "1"]) == 0
     line, = (it for it in capsys.readouterr().out.splitlines() if it.startswith("budget 30%"))
     assert re.search(rf"\d \({wait_ms:.1f} planned\)", line)
 

@@ -75,7 +75,8 @@ def test_what_begins_anew_does_not_follow_on(small_moe: Path) -> None:
 
 
 def test_logits_are_those_of_the_resident_model(small_moe: Path) -> None:
-    assert main(["verify", str(small_moe), "--budget", "25%", "--policy", "learned", "--tokens", "64"]) == 0
+    assert main(["verify", str(small_moe), "--budget", "25%", "--policy", "learned", "--tokens", "64",
+                 "--threads", "1"]) == 0
 
 
 def test_what_was_learned_is_kept_and_goes_on(small_moe: Path, tmp_path: Path) -> None:
