@@ -45,21 +45,14 @@ void DeviceTable::keep_slots() {
     for (Pool & pool : pools) {
         const int most = std::min(LAYERS_WITH_GUESTS * ahead->n, pool.n_slots / MOST_KEPT);
         while (pool.n_kept < most) {
-            int    of     = NONE;
-            double lowest = Victims::NEVER;
-            for (int layer : pool.layers) {
-                const double kept = victims.least(layer, FOR_DEMAND).key;
-                if (pool.free.empty() && layers[layer].n_seated > layers[layer].min && kept < lowest) {
-                    of     = layer;
-                    lowest = kept;
-                }
-            }
-            if (of != NONE) {
-                ++layers[of].counts.evictions;
-                give(of, victims.least(of, FOR_DEMAND).expert);
-            }
             if (pool.free.empty()) {
-                break; // all are held
+                const Seat passing = least_of(pool, NONE, false, true);
+                const Seat goes    = passing.expert != NONE ? passing : least_of(pool, NONE, false, false);
+                if (goes.expert == NONE) {
+                    break; // all are held
+                }
+                ++layers[goes.layer].counts.evictions;
+                give(goes.layer, goes.expert);
             }
             pool.kept.push_back(pool.free.back());
             pool.free.pop_back();

@@ -64,10 +64,14 @@ void DeviceTable::set_limits(int layer, int min, int max) {
     Layer & l = layers[layer];
     l.min = min;
     l.max = max;
-    for (auto least = victims.least(layer, FOR_DEMAND); l.n_seated > max && least.expert >= 0;
-         least = victims.least(layer, FOR_DEMAND)) {
+    while (l.n_seated > max) {
+        const Seat passing = least_of(pools[l.pool], layer, true, true);
+        const Seat goes    = passing.expert != NONE ? passing : least_of(pools[l.pool], layer, true, false);
+        if (goes.expert == NONE) {
+            return;
+        }
         ++l.counts.evictions;
-        give(layer, least.expert);
+        give(layer, goes.expert);
     }
 }
 
@@ -92,7 +96,7 @@ double DeviceTable::worth(int layer, double value) const {
 void DeviceTable::changed(int layer, int expert) {
     const Seated & e = layers[layer].experts[expert];
     if (e.slot != NONE) {
-        const bool stays = e.holds > 0 || e.coming || e.guest_of;
+        const bool stays = e.holds > 0 || e.coming || e.guest_of || e.passing;
         victims.set(layer, expert, FOR_DEMAND, stays ? Victims::NEVER : value(layer, e));
     }
 }
@@ -104,7 +108,14 @@ void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
     l.last_pass = ++now;
     at_layer    = layer;
     for (int expert : asked) {
-        policy->used(l.experts[expert].usage, now);
+        Seated & e = l.experts[expert];
+        policy->used(e.usage, now);
+        if (policy->by_recency()) {
+            e.usage.heat = fading_use(e.usage.heat, (double) now / (HEAT_HALF_LIFE_TOKENS * (double) layers.size()));
+        }
+        if (e.passing) {
+            stays(layer, expert);
+        }
         changed(layer, expert);
         l.fresh.push_back(expert);
     }
@@ -176,6 +187,7 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     if (scan && !brings_first) {
         lacking.resize(misses == PYORCH_ESTIMATED ? n_that_pay(layer, demand, pass, lacking) : 0);
     }
+    n_needed = demand.experts.size();
     // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
     int n_replaceable = demand.n_tokens;
     for (int expert : guests) { // that it stays costs no upload
@@ -225,10 +237,24 @@ void DeviceTable::move(int layer, int expert, int slot) {
     Layer & l = layers[layer];
     l.experts[expert].slot = slot;
     l.n_seated += slot != NONE ? 1 : -1;
-    if (!l.moved) {
-        l.moved = true;
+    mark_moved(layer);
+}
+
+void DeviceTable::mark_moved(int layer) {
+    if (!layers[layer].moved) {
+        layers[layer].moved = true;
         moved.push_back(layer);
     }
+}
+
+// It does not pass through any more.
+void DeviceTable::stays(int layer, int expert) {
+    auto & passing = pools[layers[layer].pool].passing;
+    passing.erase(std::find_if(passing.begin(), passing.end(), [&](const Seat & seat) {
+        return seat.layer == layer && seat.expert == expert;
+    }));
+    layers[layer].experts[expert].passing = false;
+    mark_moved(layer);
 }
 
 void DeviceTable::give(int layer, int expert) {
@@ -244,8 +270,50 @@ void DeviceTable::give(int layer, int expert) {
     l.n_there -= !e.coming;
     pools[l.pool].free.push_back(e.slot);
     e.coming = false;
+    if (e.passing) {
+        stays(layer, expert);
+    }
     move(layer, expert, NONE);
     victims.set(layer, expert, FOR_DEMAND, Victims::NEVER);
+}
+
+// Who would go of a pool for an expert of a layer, NONE: of none: of those that pass through the first, of the others the
+// least valuable. of_layer: of that layer alone. expert NONE: nobody can.
+DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer, bool passing) {
+    const auto   keeps = [&](int each) {
+        return each != layer && (of_layer || layers[each].n_seated <= layers[each].min);
+    };
+    if (passing) {
+        for (const Seat & seat : pool.passing) {
+            const Seated & e = layers[seat.layer].experts[seat.expert];
+            if (!keeps(seat.layer) && e.holds == 0 && !e.coming) {
+                return seat;
+            }
+        }
+        return { NONE, NONE };
+    }
+    Seat   found  = { NONE, NONE };
+    double lowest = Victims::NEVER;
+    for (int each : pool.layers) {
+        if (keeps(each)) {
+            continue;
+        }
+        const Victims::Least here = victims.least(each, FOR_DEMAND);
+        const double         kept = here.expert >= 0 ? worth(each, policy->settled(here.key)) : Victims::NEVER;
+        if (kept < lowest) {
+            found  = { each, here.expert };
+            lowest = kept;
+        }
+    }
+    return found;
+}
+
+// Clearly: see EvictionPolicy.
+bool DeviceTable::is_worth_more(int layer, const Seated & expert, const Seat & seat) {
+    constexpr double TWICE = 1; // of logarithms
+    const Seated &   there = layers[seat.layer].experts[seat.expert];
+    return worth(seat.layer, policy->settled(value(seat.layer, there))) < worth(layer, value(layer, expert)) &&
+        (!policy->by_recency() || expert.usage.heat > there.usage.heat + TWICE);
 }
 
 // So that an expert can have a slot for good; false: there is none that it is worth.
@@ -257,27 +325,24 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     e.usage.came = now;                    // if it comes: it is worth what it will be then
     took = full || pool.free.empty();
     if (took) {
-        Victims::Least least  = { NONE, Victims::NEVER };
-        double         lowest = Victims::NEVER;
-        int            of     = NONE;
-        for (int each : pool.layers) {
-            if (each != layer && (full || layers[each].n_seated <= layers[each].min)) {
-                continue;
-            }
-            const Victims::Least here = victims.least(each, FOR_DEMAND);
-            const double         kept = here.expert >= 0 ? worth(each, policy->settled(here.key)) : Victims::NEVER;
-            if (kept < lowest) {
-                least  = here;
-                lowest = kept;
-                of     = each;
-            }
-        }
-        if (of == NONE || (!must && lowest >= worth(layer, value(layer, e)))) {
+        const Seat least    = least_of(pool, layer, full, false);
+        const bool worth_it = least.expert == NONE || is_worth_more(layer, e, least);
+        if (!must && !worth_it) {
             return false;
         }
-        ++layers[of].counts.evictions;
-        policy->evicted(layers[of].experts[least.expert].usage);
-        give(of, least.expert);
+        const Seat passing = least_of(pool, layer, full, true);
+        const Seat goes    = passing.expert != NONE ? passing : least;
+        if (goes.expert == NONE) {
+            return false;
+        }
+        ++layers[goes.layer].counts.evictions;
+        policy->evicted(layers[goes.layer].experts[goes.expert].usage);
+        give(goes.layer, goes.expert);
+        // No more pass through than one layer needs: after a prompt, all may have.
+        if (!worth_it && pool.passing.size() < std::max<size_t>(n_needed, 1)) {
+            e.passing = true;
+            pool.passing.push_back({ layer, expert });
+        }
     }
     return true;
 }

@@ -8,6 +8,9 @@
 //
 //     absent --admitted--> coming --arrived--> there --another is admitted--> absent
 //
+// One that must come, and is not worth the slot that it gets, passes through: unless it is used again before, it is the
+// first to go. So what must come takes but a few slots from what is worth them.
+//
 // A layer that runs holds those that its kernels read; what is held, or coming, never goes. What is coming is there for
 // the layer that it came for, or the next time that its layer comes, whenever its bytes arrived: so what is computed
 // where follows from what was asked for alone.
@@ -125,13 +128,14 @@ public:
     void arrived(int layer, int expert);
     void abandon(int layer, int expert); // it did not come
 
-    // Calls tell(layer, known[n_expert]) for each layer of which other experts than the last time are there or coming.
+    // Calls tell(layer, known[n_expert]) for each layer of which other experts than the last time are there or coming,
+    // but for those that pass through.
     template <typename Tell>
     void tell_moved(Tell tell) {
         for (int layer : moved) {
             std::vector<uint8_t> known_ones;
             for (const Seated & e : layers[layer].experts) {
-                known_ones.push_back(e.slot != NONE && !e.guest_of);
+                known_ones.push_back(e.slot != NONE && !e.guest_of && !e.passing);
             }
             layers[layer].moved = false;
             tell(layer, known_ones);
@@ -157,6 +161,7 @@ private:
         int          slot     = NONE;
         int          holds    = 0;
         bool         coming   = false;
+        bool         passing  = false;
         const void * guest_of = nullptr; // for this context's next pass
     };
     struct Layer {
@@ -171,12 +176,17 @@ private:
         bool                moved     = false;
         DeviceCounts        counts    = {};
     };
+    struct Seat {
+        int layer;
+        int expert;
+    };
     struct Pool {
-        std::vector<int> layers;
-        std::vector<int> free;       // slots, the lowest last
-        int              n_slots;
-        int              n_kept = 0; // for guests, which are in them
-        std::vector<int> kept   = {}; // of these, those in which nobody is
+        std::vector<int>  layers;
+        std::vector<int>  free;         // slots, the lowest last
+        int               n_slots;
+        int               n_kept  = 0;  // for guests, which are in them
+        std::vector<int>  kept    = {}; // of these, those in which nobody is
+        std::vector<Seat> passing = {}; // the first to come first
     };
 
     std::vector<Layer>              layers;
@@ -186,6 +196,7 @@ private:
     Victims                         victims;
     uint64_t                        now = 0; // layers that came
     int                             at_layer = 0; // that came last
+    size_t                          n_needed = 0; // experts that it needs
     std::vector<int>                moved; // layers with the flag
     pyorch_device_misses            misses = PYORCH_PROCESSOR;
     DeviceRates                     rates;
@@ -196,6 +207,10 @@ private:
     void   move(int layer, int expert, int slot);
     void   count_uses(int layer, const std::vector<int> & asked);
     void   changed(int layer, int expert);
+    void   mark_moved(int layer);
+    void   stays(int layer, int expert);
+    Seat   least_of(const Pool & pool, int layer, bool of_layer, bool passing);
+    bool   is_worth_more(int layer, const Seated & expert, const Seat & there);
     double value(int layer, const Seated & expert) const;
     double worth(int layer, double value) const;
     bool   make_room(int layer, int expert, bool must, bool & took);

@@ -19,6 +19,8 @@ public:
     double value(const Usage & usage, float, bool) const override {
         return (double) usage.last_use;
     }
+
+    bool by_recency() const override { return true; }
 };
 
 // Frequency with exponential fading: without it, what a first topic used would never leave. All frequencies fade
@@ -125,6 +127,8 @@ public:
 
     double settled(double value) const override { return times * value + more; }
 
+    bool by_recency() const override { return false; }
+
     bool counts_turns() const override { return turns; }
 
 private:
@@ -138,13 +142,14 @@ class Belady : public Lru {
     double value(const Usage & usage, float, bool) const override {
         return -(double) usage.next_use;
     }
+
+    bool by_recency() const override { return false; }
 };
 
 } // namespace
 
 std::unique_ptr<EvictionPolicy> make_policy(pyorch_policy policy, int n_moe_layers) {
-    constexpr double HALF_LIFE_TOKENS = 32;
-    const double half_life = HALF_LIFE_TOKENS * std::max(1, n_moe_layers);
+    const double half_life = HEAT_HALF_LIFE_TOKENS * std::max(1, n_moe_layers);
     switch (policy) {
         case PYORCH_LFU:     return std::make_unique<Lfu>(half_life);
         case PYORCH_FINEMOE: return std::make_unique<FineMoe>(half_life);

@@ -27,6 +27,8 @@ struct Usage {
     uint64_t next_use = UINT64_MAX; // the truth, where it is known: in a replay
 };
 
+constexpr double HEAT_HALF_LIFE_TOKENS = 32; // of Usage::heat
+
 class EvictionPolicy {
 public:
     virtual ~EvictionPolicy() = default;
@@ -45,6 +47,11 @@ public:
     // hardly better costs more than it gains. Replayed on routing of OLMoE's shape, twice the uses for lfu and four
     // times the value for learned: hits stay the same within half a point, and a tenth to a third is uploaded.
     virtual double settled(double value) const { return value; }
+
+    // Whether the newer is worth more, however often either is used. Then what takes another one's place, where it need
+    // not, must have been used twice as often, too: else all that comes once would go through all memory. Replayed
+    // likewise, a fiftieth is uploaded then, for a third more hits.
+    virtual bool   by_recency() const { return false; }
 
     // Whether the value depends on the probability.
     virtual bool   takes_forecasts() const { return false; }
