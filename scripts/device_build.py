@@ -72,8 +72,12 @@ def cuda_options() -> list[str]:
     if not nvcc or nvcc.is_dir():
         raise Missing("there is no nvcc: CUDA_HOME names the directory of a CUDA toolkit")
     toolkit = nvcc.resolve().parent.parent
-    if not first([f"{toolkit}/{folder}/libcublas.so" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")]):
+    libraries = first([f"{toolkit}/{folder}/libcublas.so" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")])
+    if not libraries:
         raise Missing(f"there is no cuBLAS in {toolkit}: CUDA_HOME names the directory of a whole CUDA toolkit")
+    # A toolkit that is not installed, but lies somewhere, is not where the loader looks.
+    paths = [str(libraries.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
     # Without a GPU there is no driver to link with; and attention in all its shapes would compile for hours.
     return ["-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON", "-DGGML_CUDA_FA=OFF", "-DGGML_CUDA_NCCL=OFF",
             f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCUDAToolkit_ROOT={toolkit}",
