@@ -102,7 +102,7 @@ def test_replay_counts_what_an_engine_with_a_device_counts(
 ) -> None:
     options = {"vram_budget": vram_budget, "device_misses": misses, "device_ahead": ahead,
                "prefetch": Prefetch.parse("previous-token:1:0" if ahead else "none")}
-    real, routing = decode(small_moe, budget, policy, device=device.name, **options)
+    real, routing = decode(small_moe, budget, policy, 60, device=device.name, **options)
     simulated = replay(model_map, routing, ReplaySettings(policy, budget=budget, **options)).stats
     # What is uploaded behind a layer is held in host memory until it is there, and something else may have to go.
     exact = misses == "upload" or budget == "100%"
