@@ -14,6 +14,18 @@ static double seconds(double first, double more, uint64_t bytes, int n_rows) {
     return (double) bytes / first + (n_rows - 1) * (double) bytes / more;
 }
 
+double layer_seconds(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
+    const std::vector<int> & lacking) {
+    double device = 0, processor = 0;
+    for (int n : rows) {
+        device += seconds(rates.device_first, rates.device_more, bytes, n);
+    }
+    for (int n : lacking) {
+        processor += seconds(rates.processor_first, rates.processor_more, bytes, n);
+    }
+    return std::max(device, processor);
+}
+
 int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
     const std::vector<int> & lacking, int candidates) {
     double device = 0, processor = 0, uploading = 0;

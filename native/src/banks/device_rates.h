@@ -25,6 +25,10 @@ struct DeviceRates {
     bool known() const;
 };
 
+// That a layer takes which computes with so many rows of experts that are on the device, and of others.
+double layer_seconds(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
+    const std::vector<int> & lacking);
+
 // Of the experts that a layer lacks on the device, how many should be uploaded before it is computed: those with most
 // rows. The layer takes the uploads, one after another, and then what the slower of the two sides takes, each of which
 // computes one expert after another. bytes: of one expert. rows: of those that are there; lacking: of the others, the

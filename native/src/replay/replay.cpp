@@ -266,6 +266,7 @@ private:
             }
             DevicePass       on_device;
             std::vector<int> here = experts; // not there
+            std::vector<int> used = experts; // of host memory: those, and what only passes through the device
             if (device) {
                 while (device->takes_forecasts() && !pending.empty()) {
                     wait_until(pending.front().at);
@@ -274,11 +275,15 @@ private:
                 double at = now;
                 on_device = device->begin({ this, layer, continues, 0, experts }, rows, n_tokens, decode, at);
                 wait_until(at);
-                here.erase(std::remove_if(here.begin(), here.end(), [&](int e) { return on_device.slots[e] >= 0; }),
-                    here.end());
+                const auto there = [&](int e) { return on_device.slots[e] >= 0; };
+                const auto stays = [&](int e) {
+                    return there(e) && !std::binary_search(on_device.guests.begin(), on_device.guests.end(), e);
+                };
+                here.erase(std::remove_if(here.begin(), here.end(), there), here.end());
+                used.erase(std::remove_if(used.begin(), used.end(), stays), used.end());
             }
             run_until(now);
-            table.acquire(owner, layer, { here, here, n_tokens, continues, true, device != nullptr });
+            table.acquire(owner, layer, { here, used, n_tokens, continues, true, device != nullptr });
             reader.run_until(now);
             if (predicts || (!decode && (planner.needs() & NEEDS_PREFILL))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });

@@ -85,6 +85,10 @@ std::vector<int> DeviceTable::order(const void * context, int layer, const std::
     Ahead::Orders & orders = ahead->orders[{ context, layer }];
     Layer &         l      = layers[layer];
     Pool &          pool   = pools[l.pool];
+    int             most   = ahead->n;
+    if (misses == PYORCH_ESTIMATED) {
+        most = (int) std::min<double>(most, ahead->computing * rates.upload / (double) expert_bytes[layer]);
+    }
     std::vector<int> made;
     for (const ForecastExpert & it : forecast) {
         Seated & e = l.experts[it.expert];
@@ -92,7 +96,7 @@ std::vector<int> DeviceTable::order(const void * context, int layer, const std::
             continue;
         }
         orders.noted.push_back(it);
-        if ((int) orders.guests.size() < ahead->n && !pool.kept.empty() &&
+        if ((int) orders.guests.size() < most && !pool.kept.empty() &&
             ahead->rate(layer, it, (int) l.experts.size()).value() >= precision) {
             e.slot     = pool.kept.back();
             e.coming   = true;
@@ -148,6 +152,16 @@ bool DeviceTable::admit_guest(int layer, int expert, bool & took) {
     l.n_there += !e.coming;
     changed(layer, expert);
     return true;
+}
+
+// How long the layer will compute.
+void DeviceTable::estimate(int layer, const DeviceDemand & demand, const DevicePass & pass) {
+    std::vector<int> there, lacking;
+    for (int expert : demand.experts) {
+        const bool comes = std::find(pass.uploads.begin(), pass.uploads.end(), expert) != pass.uploads.end();
+        (comes || pass.slots[expert] != NONE ? there : lacking).push_back(demand.rows[expert]);
+    }
+    ahead->computing = layer_seconds(rates, expert_bytes[layer], there, lacking);
 }
 
 // Which forecasts of the layer came true. Of a prompt's layer none was made.

@@ -8,6 +8,9 @@
 // What they cost the link, is an upload for each: of forecasts whose like was wrong more often than the predictor is
 // asked for, nothing comes. That is counted for all that was absent, whether it came or not, so that it may come again.
 //
+// And their uploads take time. Where misses are estimated, no more is ordered for a layer than the link takes while the
+// one before computes, by the estimate; else as many as the user says.
+//
 // None of this depends on time: what was ordered for a layer follows from forecasts and passes.
 
 #pragma once
@@ -38,6 +41,7 @@ struct DeviceTable::Ahead {
     bool                                           keeps    = true;
     uint64_t                                       pause    = 0;  // in layers
     uint64_t                                       until    = 0;  // the pause lasts
+    double                                         computing = 0; // estimate: seconds of the layer that came last
 
     Rate & rate(int layer, const ForecastExpert & it, int n_expert) {
         std::vector<Rate> & rates = came_true[layer];

@@ -194,6 +194,8 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
         bool took = false;
         if (n_replaceable > 0 && admit_guest(layer, expert, took)) {
             n_replaceable -= took;
+        } else {
+            pass.guests.push_back(expert);
         }
     }
     for (int expert : lacking) {
@@ -209,6 +211,9 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
         const int n = n_that_pay(layer, demand, pass, pass.behind);
         pass.uploads.insert(pass.uploads.end(), pass.behind.begin(), pass.behind.begin() + n);
         pass.behind.erase(pass.behind.begin(), pass.behind.begin() + n);
+    }
+    if (ahead && misses == PYORCH_ESTIMATED) {
+        estimate(layer, demand, pass);
     }
     if (ahead) {
         judge(layer, demand);

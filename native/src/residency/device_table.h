@@ -61,6 +61,7 @@ struct DevicePass {
     std::vector<int> slots   = {}; // by expert: where it is there and held now, else NONE
     std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
     std::vector<int> behind  = {}; // come while it is computed
+    std::vector<int> guests  = {}; // that it computes with, and that do not stay: ascending
 };
 
 class DeviceTable {
@@ -221,6 +222,7 @@ private:
     void   give_up_slots();
 
     DeviceTable * without_guests() const; // see Ahead; null: there are none here either
+    void   estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
     void   judge(int layer, const DeviceDemand & demand);
     void   weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
 };

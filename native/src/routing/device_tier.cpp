@@ -204,6 +204,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     batch.device_slots   = std::move(pass.slots);
     batch.uploads        = std::move(pass.uploads);
     batch.uploads_behind = std::move(pass.behind);
+    batch.device_guests  = std::move(pass.guests);
     tell_moved();
 }
 

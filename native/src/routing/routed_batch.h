@@ -74,6 +74,7 @@ struct RoutedBatch {
     std::vector<int> device_slots;
     std::vector<int> uploads;
     std::vector<int> uploads_behind;
+    std::vector<int> device_guests; // that are computed there, and do not stay: who comes again comes from host memory
 };
 
 } // namespace pyorch

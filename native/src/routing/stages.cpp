@@ -165,7 +165,7 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
 }
 
 // Experts in the slots of a device are not wanted in host memory, neither now nor for having been used: what is there
-// has no copy here, unless there is room for it.
+// has no copy here, unless there is room for it. But guests come from here.
 void offload(Context & context, RoutedBatch & batch) {
     if (batch.alone || (batch.on_device && !context.routing.calibration.active())) {
         if (context.routing.device->takes_forecasts()) { // those of the layer are all there then
@@ -183,7 +183,10 @@ void acquire(Context & context, RoutedBatch & batch) {
     if (!batch.device_slots.empty()) {
         const auto there = [&](int e) { return batch.device_slots[e] >= 0; };
         experts.erase(std::remove_if(experts.begin(), experts.end(), there), experts.end());
-        asked.erase(std::remove_if(asked.begin(), asked.end(), there), asked.end());
+        const auto stays = [&](int e) {
+            return there(e) && !std::binary_search(batch.device_guests.begin(), batch.device_guests.end(), e);
+        };
+        asked.erase(std::remove_if(asked.begin(), asked.end(), stays), asked.end());
     }
     if (context.routing.virtual_cache) {
         context.routing.virtual_cache->pass(context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues },

@@ -345,6 +345,26 @@ void another_contexts_guest_is_not_computed_with() {
     CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
     const DevicePass pass = t.pass(0, { asked, asked, rows, 1, &a });
     CHECK(pass.slots[5] != DeviceTable::NONE && t.counts(0).ahead_hits == 1);
+    CHECK(pass.guests.empty()); // a slot was free for it
+}
+
+// RATES: while the processor computes two experts one is uploaded, while it computes none, none.
+void no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes() {
+    DeviceTable t = { { 8, 8 }, { 0, 0 }, { 16 }, PYORCH_LFU };
+    t.set_misses(PYORCH_ESTIMATED, RATES, { 1, 1 });
+    t.set_ahead(2);
+    const int me = 0;
+    const std::vector<ForecastExpert> forecast = { { 5, 0, 1 }, { 6, 1, 1 } };
+    const std::vector<int>            asked = { 0, 1 }, rows(8, 1);
+    CHECK(t.order(&me, 1, forecast, 0).empty());
+    for (int expert : t.pass(0, { asked, asked, rows, 1, &me }).behind) {
+        t.arrived(0, expert);
+    }
+    CHECK(t.order(&me, 1, forecast, 0) == std::vector<int>({ 5 }));
+    t.abandon(1, 5);
+    t.forget(&me, 1);
+    t.pass(0, { asked, asked, rows, 1, &me });
+    CHECK(t.order(&me, 1, forecast, 0).empty());
 }
 
 // Uses of 24 experts, some of them more often than others; who forecasts names one that is used, or one that is not.
@@ -376,7 +396,8 @@ int main() {
              a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went,
              an_upload_pays_where_the_processor_would_take_longer, what_pays_comes_first_and_the_rest_behind,
              a_guest_serves_the_pass_that_it_came_for, a_guest_that_is_worth_it_stays_and_another_slot_is_kept,
-             another_contexts_guest_is_not_computed_with, guests_cost_no_hits_whatever_is_forecast }) {
+             another_contexts_guest_is_not_computed_with,
+             no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes, guests_cost_no_hits_whatever_is_forecast }) {
         claim();
     }
     return 0;
