@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
 
 from pyorch.errors import PyorchError
@@ -59,7 +60,7 @@ def _kept_in(model_map: ModelMap, device: Device, n_threads: int) -> Path | None
     """None where nothing can be kept. An endpoint of another process is not what it is known by: ports come and go."""
     layer = model_map.layers[0]
     of = [device.description if not device.is_remote else "remote", n_threads, layer.expert_bytes,
-          *(f"{role.name} {role.type}" for role in layer.roles)]
+          *(f"{role.name} {role.type}" for role in layer.roles), *filter(None, [os.environ.get("PYORCH_UPLOADS")])]
     name = hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]
     try:
         directory = cache_directory()

@@ -27,21 +27,29 @@ void slots_op(ggml_tensor * slots, int ith, int, void * user) {
 }
 
 // src[2]: the processor's outputs [n_embd, n_used, n_tokens], contiguous. Those that are wanted go to the device here,
-// where they do not go with the graph.
+// where they do not go with the graph; and what lies between two of them, where that is sooner than a call for each.
 void rows_op(ggml_tensor * rows, int ith, int, void * user) {
-    const GraphLayer & g = *(const GraphLayer *) user;
+    constexpr size_t    CALL_BYTES = 64 << 10; // that a link brings while a call waits for it
+    const GraphLayer &  g = *(const GraphLayer *) user;
     if (ith != 0) {
         return;
     }
     copy_numbers(rows, g.joined_rows);
     const ggml_tensor * outputs = rows->src[2];
     const size_t        n       = g.landing ? g.joined_rows.size() : 0;
-    for (size_t begin = 0, end; begin < n; begin = end + 1) {
-        for (end = begin; end < n && g.joined_rows[end] >= g.n_used; ++end) {}
-        if (end > begin) {
-            ggml_backend_tensor_set(g.landing, (const char *) outputs->data + begin * outputs->nb[1],
-                begin * outputs->nb[1], (end - begin) * outputs->nb[1]);
+    const auto next = [&](size_t row) {
+        while (row < n && g.joined_rows[row] < g.n_used) {
+            ++row;
         }
+        return row;
+    };
+    for (size_t begin = next(0), end; begin < n; begin = end) {
+        size_t last = begin;
+        for (end = next(last + 1); end < n && (end - last - 1) * outputs->nb[1] < CALL_BYTES; end = next(last + 1)) {
+            last = end;
+        }
+        ggml_backend_tensor_set(g.landing, (const char *) outputs->data + begin * outputs->nb[1],
+            begin * outputs->nb[1], (last + 1 - begin) * outputs->nb[1]);
     }
 }
 
