@@ -185,27 +185,47 @@ def test_two_contexts_share_a_device(
                 assert_same(run.result(), expected, device, model.stats().experts)
 
 
+# Those that a software device computes, which takes long: the others are like them, or BF16, which ends the process
+# there (Mesa 22.3), with pyorch and without.
+ON_SOFTWARE = {
+    ("gpt-oss-mxfp4", "MXFP4"), ("qwen3-next-fused", "Q8_0"), ("deepseek-v3", "Q4_0"), ("llama4", "Q8_0"),
+    ("glm4-moe", "F32"),
+}
+# Where its backend makes one operation of several, so that those behind the experts are computed otherwise where both
+# ways lie before them: a bit may differ.
+FUSED = {"llama4"}
+
+
 @pytest.mark.parametrize(("name", "type_name"), [
     ("mixtral", "Q8_0"), ("mixtral", "Q4_K"), ("gpt-oss", "Q8_0"), ("gpt-oss-mxfp4", "MXFP4"),
     ("qwen3-next-fused", "Q8_0"), ("deepseek-v3", "Q8_0"), ("deepseek-v3", "Q4_0"), ("llama4", "Q8_0"),
     ("granite-moe-hybrid", "BF16"), ("glm4-moe", "F32"), ("jamba", "MXFP4"), ("qwen3-moe", "Q4_K"),
 ])
-def test_every_layout_of_experts_is_computed_on_the_device(
-    zoo: Zoo, process: DeviceProcess, name: str, type_name: str
-) -> None:
+def test_every_layout_of_experts_is_computed_on_the_device(zoo: Zoo, device: Device, name: str, type_name: str) -> None:
     """Apart, with biases, in one matrix, beside a shared one, weighted before; in all batch shapes."""
-    def digests(budget: str, **options: object) -> tuple[dict[str, str], pyorch.Model]:
-        arguments = {"n_ctx": 64, "n_batch": 64, "n_ubatch": batches.N_UBATCH, "device": process.name}
-        with pyorch.load(zoo.path(name, type_name), budget=budget, **arguments | options) as model:
-            with Context(model.llama.model, n_threads=1, **batches.CONTEXT) as it:
-                made = batches.digests(it.decode, it.clear)
-            return made, model.engine and model.engine.stats()
+    software = not device.kernels_of_processor
+    if software and (name, type_name) not in ON_SOFTWARE:
+        pytest.skip("software devices take long")
 
-    expected, _ = digests("resident")
+    def computed(budget: str, **options: object) -> tuple[np.ndarray, Stats | None]:
+        arguments = {"n_ctx": 64, "n_batch": 64, "n_ubatch": batches.N_UBATCH, "device": device.name}
+        rows = []
+        with pyorch.load(zoo.path(name, type_name), budget=budget, **arguments | options) as model:
+            with Context(model.llama.model, n_threads=1, exact=software, **batches.CONTEXT) as it:
+                for shape in batches.SHAPES:
+                    it.clear()
+                    rows += shape(it.decode)
+            return np.concatenate(rows), model.engine and model.engine.stats()
+
+    expected, _ = computed("resident")
     for vram_budget, misses in (("30%", "processor"), ("60%", "upload")):
-        made, experts = digests("50%", vram_budget=vram_budget, device_misses=misses)
-        assert made == expected
+        made, experts = computed("50%", vram_budget=vram_budget, device_misses=misses)
         assert experts.device_hits > 0
+        assert misses != "upload" or experts.device_computed == experts.device_hits + experts.device_misses
+        if software and misses == "upload" and name in FUSED:
+            np.testing.assert_allclose(made, expected, atol=1e-5 * expected.std())
+        else:
+            assert_same(made, expected, device, experts)
 
 
 def test_a_context_that_only_computes_prompts_leaves_the_areas_to_others(
