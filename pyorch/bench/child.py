@@ -201,7 +201,7 @@ class _Run:
         changed = lossy.changed + speculated.slots - speculated.right
         return Phase(
             n_tokens, seconds, stats.hits, stats.misses, stats.bytes_read, useful, stats.stall_ns / 1e9, changed,
-            stats.device_hits, stats.device_misses, stats.device_bytes, stats.device_ahead,
+            stats.device_hits, stats.device_misses, stats.device_computed, stats.device_bytes, stats.device_ahead,
             stats.device_ahead_hits,
         )
 

@@ -61,8 +61,8 @@ class Phase:
     useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
     slots that were substituted, dropped, computed by ghosts, or forecast otherwise than the router chose.
     device_hits, device_misses: uses of experts that found them on the device, and all others, which ask host memory;
-    device_bytes: uploaded. device_ahead, device_ahead_hits: experts that forecasts ordered there, and those of them that
-    their layer used.
+    device_computed: uses that it computed, the processor the others; device_bytes: uploaded. device_ahead,
+    device_ahead_hits: experts that forecasts ordered there, and those of them that their layer used.
     """
 
     n_tokens: int
@@ -75,6 +75,7 @@ class Phase:
     changed_slots: int = 0
     device_hits: int = 0
     device_misses: int = 0
+    device_computed: int = 0
     device_bytes: int = 0
     device_ahead: int = 0
     device_ahead_hits: int = 0
@@ -102,6 +103,11 @@ class Phase:
     def device_hit_rate(self) -> float:
         uses = self.device_hits + self.device_misses
         return self.device_hits / uses if uses else float("nan")
+
+    @property
+    def device_computed_share(self) -> float:
+        uses = self.device_hits + self.device_misses
+        return self.device_computed / uses if uses else float("nan")
 
 
 @dataclass(frozen=True)

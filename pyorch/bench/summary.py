@@ -34,6 +34,7 @@ class Summary:
     planned_stall_seconds_per_token: float
     decode_changed_slots_per_token: float
     decode_device_hit_rate: float
+    decode_device_computed_share: float
     decode_device_bytes_per_token: float
     decode_device_ahead_precision: float
     device_used_bytes: float
@@ -76,6 +77,7 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
             lambda measured: measured.decode.changed_slots / measured.decode.n_tokens
         ),
         decode_device_hit_rate=median(lambda measured: measured.decode.device_hit_rate),
+        decode_device_computed_share=median(lambda measured: measured.decode.device_computed_share),
         decode_device_bytes_per_token=median(lambda measured: measured.decode.device_bytes / measured.decode.n_tokens),
         decode_device_ahead_precision=median(lambda measured: measured.decode.device_ahead_precision),
         device_used_bytes=median(lambda measured: measured.device_used_bytes),

@@ -69,8 +69,9 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
         columns.append("forecasts right")
         cells.append(lambda summary: _percent(summary.decode_device_ahead_precision))
     if any(summary.config.on_device for summary in summaries):
-        columns += ("device hits", "uploaded MiB/token", "device MiB")
+        columns += ("device hits", "device computed", "uploaded MiB/token", "device MiB")
         cells += (lambda summary: _percent(summary.decode_device_hit_rate),
+                  lambda summary: _percent(summary.decode_device_computed_share),
                   lambda summary: f"{summary.decode_device_bytes_per_token / MiB:.1f}",
                   lambda summary: f"{summary.device_used_bytes / MiB:.0f}")
     return tuple(columns), [_row(summary, cells) for summary in summaries]
@@ -106,6 +107,9 @@ def footer(
         rows.append((
             "noise", f"other processes used up to {max(busy):.0%} of the processors meanwhile: these numbers say little"
         ))
+    if any(summary.config.on_device for summary in summaries):
+        rows.append(("device", "device hits, and what it computed, are shares of all uses of experts; hits are those "
+                               "of host memory, of what the device lacks"))
     rows.append(("roofline",
                  "not shown: the model fits into the processor's cache, and the disk plays no part" if cached else
                  "max(compute time, missed bytes / peak disk bandwidth) / measured time"))

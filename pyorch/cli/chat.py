@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.model_stats import hit_rate, show_stats
+from pyorch.cli.model_stats import show_stats
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Chat:
         tokens, seconds = after.decode_tokens - before.decode_tokens, after.decode_seconds - before.decode_seconds
         parts = [f"{tokens / seconds:.1f} tok/s" if tokens > 0 and seconds > 0 else "- tok/s"]
         if after.experts is not None:
-            parts += [f"hit rate {hit_rate(after.experts)}", f"budget {format_bytes(after.experts.budget_bytes)}"]
+            parts += [after.experts.in_memory, f"budget {format_bytes(after.experts.budget_bytes)}"]
         llama = self.model.llama
         return "  ".join([*parts, f"context {llama.n_tokens} of {llama.n_ctx()}"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ def show_stats(stats: ModelStats) -> None:
     experts, speculation, substitution = stats.experts, stats.speculation, stats.substitution
     if experts is not None:
         read = format_bytes(round(stats.bytes_read_per_token))
-        rows.append(("experts", f"hit rate {hit_rate(experts)}, {_stored_hits(experts)}{read} read per token, waited "
+        rows.append(("experts", f"{experts.in_memory}, {_stored_hits(experts)}{read} read per token, waited "
                                 f"{experts.stall_ns / 1e9:.2f} s"))
         budget, peak = format_bytes(experts.budget_bytes), format_bytes(experts.peak_bytes)
         rows.append(("budget", f"{budget}, at most {peak} used"))
@@ -45,11 +44,6 @@ def show_stats(stats: ModelStats) -> None:
                               f"{substitution}; "
                               f"{substitution.avoided} of {substitution.absent} absent experts not needed"))
     show([Facts(rows)], sys.stderr)
-
-
-def hit_rate(experts: Stats) -> str:
-    """"-" where none was used."""
-    return "-" if math.isnan(experts.hit_rate) else f"{experts.hit_rate:.1%}"
 
 
 def _stored_hits(experts: Stats) -> str:

@@ -70,10 +70,11 @@ def sentence(comparison) -> str:
         shared = (f"the processor computed {comparison.by_processor} of {experts.device_hits + experts.device_misses} "
                   f"uses of experts, {comparison.device} the others") if comparison.by_processor else (
                   f"{comparison.device} computed all experts")
-        where += f", {format_bytes(experts.device_used_bytes)} of {comparison.device}"
+        where += f" and {format_bytes(experts.device_used_bytes)} of {comparison.device}'s memory"
         where += f", --device-misses {comparison.device_misses}" if ":" in comparison.device_misses else ""
         resident = f"those of the model wholly on {comparison.device}"
-        managed = f"; {shared}; {experts.device_loads} uploads into slots{managed}"
+        managed = (f"; {shared}; {experts.device_loads} uploads into slots; in host memory {experts.misses} misses, "
+                   f"{experts.evictions} evictions")
     if comparison.identical:
         return (f"{where}: the logits of {comparison.n_positions} tokens are bit-identical to {resident}"
                 f"{managed}")

@@ -72,9 +72,21 @@ class Stats:
         return self.device_hits / uses if uses else float("nan")
 
     @property
+    def device_computed_share(self) -> float:
+        """Share of the uses of experts that the device computed, the processor the others; nan without any."""
+        uses = self.device_hits + self.device_misses
+        return self.device_computed / uses if uses else float("nan")
+
+    @property
     def device_ahead_precision(self) -> float:
         """Share of the experts that forecasts ordered to the device that their layers used; nan without any."""
         return self.device_ahead_hits / self.device_ahead if self.device_ahead else float("nan")
+
+    @property
+    def in_memory(self) -> str:
+        """For people, how often experts were found in host memory, which is asked for what a device does not have."""
+        rate = f"{self.hit_rate:.1%}" if self.hits + self.misses else "-"
+        return f"hit rate {rate} of what the device lacks" if self.device_budget_bytes else f"hit rate {rate}"
 
     @property
     def on_device(self) -> str:
@@ -83,7 +95,8 @@ class Stats:
             return ""
         rate = f"{self.device_hit_rate:.1%}" if self.device_hits + self.device_misses else "-"
         ahead = f" ({self.device_ahead_hits} of {self.device_ahead} forecasts right)" if self.device_ahead else ""
-        return (f"hit rate {rate}{ahead}, {format_bytes(self.device_bytes)} uploaded; "
+        computed = f", {self.device_computed_share:.1%} computed there" if self.device_hits + self.device_misses else ""
+        return (f"hit rate {rate}{ahead}{computed}, {format_bytes(self.device_bytes)} uploaded; "
                 f"{format_bytes(self.device_used_bytes)} of its memory used")
 
     @property

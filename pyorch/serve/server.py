@@ -252,9 +252,8 @@ class _Watch(threading.Thread):
             }
             print(json.dumps(line), flush=True)
             return
-        hit_rate = f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "none yet"
         self._say(
-            f"experts: hit rate {hit_rate}, {format_bytes(stats.bytes_read)} read, waited "
+            f"experts: {stats.in_memory}, {format_bytes(stats.bytes_read)} read, waited "
             f"{stats.stall_ns / 1e9:.2f} s; "
             f"budget {format_bytes(stats.budget_bytes)}, peak {format_bytes(stats.peak_bytes)}"
         )

@@ -98,6 +98,7 @@ def test_experts_on_a_device_are_told_apart(small_moe: Path, tmp_path: Path):
             page.open(f"{server.url}/pyorch")
             page.wait_for("document.getElementById('device-hit-rate')?.textContent.includes('%')")
             page.wait_for("parseFloat(document.getElementById('tokens').textContent) > 0")
+            assert "of the rest" in page.value("document.getElementById('hit-rate-of').textContent")
             page.wait_for("!document.getElementById('device-legend').hidden && "
                           "document.getElementById('settings').textContent.includes('of its memory used')")
             page.value("document.getElementById('map').focus()")

@@ -76,6 +76,7 @@ function show(now) {
   const { device_used_bytes, device_bytes, device_ahead, device_ahead_hits } = now.totals;
   $("settings").textContent = `policy ${policy} · prefetch ${prefetch} · ${substitution ? `lossy: ${substitution}, ${now.totals.substituted} slots substituted, ${now.totals.dropped} dropped, ${now.totals.ghosts} by ghosts` : "lossless"} · ${now.totals.evictions} evictions · ${size(now.totals.bytes_read)} read${device ? ` · ${device}: ${size(device_used_bytes)} of its memory used, ${size(device_bytes)} uploaded${device_ahead ? `, ${device_ahead_hits} of ${device_ahead} forecasts right` : ""}` : ""}`;
   $("on-device").hidden = $("device-legend").hidden = !device;
+  $("hit-rate-of").textContent = device ? "hit rate, memory, of the rest" : "hit rate";
   last = now;
 }
 
