@@ -50,17 +50,18 @@ LONG = (
     "llama/test_device.py", "cluster/test_scheduler.py", "test_docs.py", "llama/test_device_with_all.py",
     "eval/test_eval.py", "traces/test_replay.py", "convert/test_convert.py", "test_fuzz.py", "llama/test_packs.py",
     "cli/test_plan.py", "serve/test_serve.py", "sidecars/test_ghosts.py", "scripts/test_upgrade_llama.py",
-    "convert/test_slim.py", "llama/test_device_lossy.py", "llama/test_device_ahead.py", "scripts/test_measure_device.py",
-    "hub/test_hub.py", "cluster/test_tunnel.py", "traces/test_trace.py", "convert/test_compressed_pack.py",
-    "convert/test_estimator.py", "llama/test_remote.py", "eval/test_eval_pack.py", "eval/test_eval_prefetch.py",
-    "serve/test_ending.py", "runtime/test_substitution.py", "advise/test_advise.py", "cli/test_run.py",
-    "cluster/test_simulator.py", "cli/test_cli.py", "scripts/test_upstream_server_tests.py", "eval/test_arrival.py",
+    "convert/test_slim.py", "llama/test_device_lossy.py", "llama/test_device_ahead.py",
+    "scripts/test_measure_device.py", "hub/test_hub.py", "cluster/test_tunnel.py", "traces/test_trace.py",
+    "convert/test_compressed_pack.py", "convert/test_estimator.py", "llama/test_remote.py", "eval/test_eval_pack.py",
+    "eval/test_eval_prefetch.py", "serve/test_ending.py", "runtime/test_substitution.py", "advise/test_advise.py",
+    "cli/test_run.py", "cluster/test_simulator.py", "cli/test_cli.py", "scripts/test_upstream_server_tests.py",
+    "eval/test_arrival.py",
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--docs", action="store_true", help="run the commands of all pages of docs/ for users")
-    parser.addoption("--wheel", type=Path, help="a wheel for other machines, or the folder that it is in: test_wheel.py")
+    parser.addoption("--wheel", type=Path, help="a wheel for other machines, or the folder that it is in")
 
 
 def pytest_configure(config: pytest.Config) -> None:

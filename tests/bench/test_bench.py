@@ -107,7 +107,7 @@ def test_a_device_has_columns_of_its_own_and_no_roofline_of_the_processor(
     assert 0 < budget["decode_device_hit_rate"] < 1 and budget["decode_device_bytes_per_token"] > 0
     assert 0 < budget["device_used_bytes"] < report["info"]["expert_bytes"]
     decode = report["runs"][1]["measurement"]["decode"]
-    assert decode["device_misses"] == decode["hits"] + decode["misses"], "host memory is asked for what the device lacks"
+    assert decode["device_misses"] == decode["hits"] + decode["misses"], "host memory is asked for what it lacks"
     assert resident["decode_device_hit_rate"] is None and resident["device_used_bytes"] == 0
     assert budget["decode_roofline"] is None and resident["decode_roofline"] == 1
 

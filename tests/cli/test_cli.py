@@ -80,8 +80,8 @@ def test_help_of_a_command_imports_neither_other_packages_nor_the_runtime(
     others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
     assert others <= {"pyorch", "cffi", "_cffi_backend", "pycparser"}
     parts = {".".join(name.split(".")[:2]) for name in modules if name.startswith("pyorch.")}
-    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.library", "pyorch.settings", "pyorch.sizes",
-                     "pyorch.errors", "pyorch.starting", "pyorch._libs"}
+    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.library", "pyorch.settings",
+                     "pyorch.sizes", "pyorch.errors", "pyorch.starting", "pyorch._libs"}
 
 
 @pytest.mark.parametrize("words", HELPED)
@@ -245,7 +245,8 @@ def test_output_to_a_full_disk_is_an_error_in_a_sentence(small_moe: Path) -> Non
 
 def test_a_closed_pipe_is_quiet(small_moe: Path) -> None:
     command = f"{sys.executable} -m pyorch run {small_moe} -p import -n 200 --temp 1 --budget 50% | head -c 1"
-    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, timeout=HANG_SECONDS)
+    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True,
+                          timeout=HANG_SECONDS)
     assert (done.returncode, done.stderr) == (141, b"")  # as of a program that the signal ends
 
 
@@ -274,5 +275,6 @@ def test_llama_cpp_is_silent_unless_its_log_is_asked_for(small_moe: Path) -> Non
     """Its log and its warnings go to the descriptors, past Python."""
     command = ("run", small_moe, "-p", "import os", "-n", "4", "--temp", "0", "--budget", "50%", "--threads", "1")
     quiet, verbose = pyorch(*command), pyorch(*command, "--verbose")
-    assert [line.split()[0] for line in quiet.stderr.splitlines()] == ["prefill", "decode", "experts", "budget", "memory"]
+    said = [line.split()[0] for line in quiet.stderr.splitlines()]
+    assert said == ["prefill", "decode", "experts", "budget", "memory"]
     assert "llama_model_loader" in verbose.stderr and quiet.stdout == verbose.stdout

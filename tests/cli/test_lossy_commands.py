@@ -114,7 +114,9 @@ def test_a_mistake_gets_a_sentence(pyorch: Command, model: Path, flags: tuple[st
     assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-def test_lists_that_are_missing_or_another_models_are_refused(pyorch: Command, model: Path, small_moe: Path, tmp_path: Path):
+def test_lists_that_are_missing_or_another_models_are_refused(
+    pyorch: Command, model: Path, small_moe: Path, tmp_path: Path
+):
     alone = tmp_path / "alone.gguf"
     os.link(small_moe, alone)
     done = pyorch("run", alone, "-p", PROMPT, "-n", 1, "--budget", "50%", "--lossy", "buddies")

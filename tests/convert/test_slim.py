@@ -71,8 +71,10 @@ def test_the_pair_computes_what_the_model_does(
         assert rest.info.slim and (rest.info.expert_bytes, rest.info.dense_bytes) == (
             whole.info.expert_bytes, whole.info.dense_bytes)
     logits = []
-    for path, budget, mapped in ((model, "40%", False), (pair, "40%", False), (pair, "auto", False), (pair, "40%", True)):
-        with small_model(path, budget, use_mmap=mapped) as loaded, Context(loaded.llama.model, n_ctx=64, n_threads=1) as it:
+    ways = ((model, "40%", False), (pair, "40%", False), (pair, "auto", False), (pair, "40%", True))
+    for path, budget, mapped in ways:
+        with (small_model(path, budget, use_mmap=mapped) as loaded,
+              Context(loaded.llama.model, n_ctx=64, n_threads=1) as it):
             logits.append(it.decode(TOKENS))
     for other in logits[1:]:
         assert_same_bits(other, logits[0])
@@ -122,7 +124,8 @@ def test_a_split_model_becomes_one_slim_file(small_moe: Path, slim: Path, tmp_pa
     shards = split(small_moe, tmp_path / "model.gguf", max_tensors=20)
     other = slim_of(shards[0], tmp_path)
     with small_model(slim, "50%") as first, small_model(other, "50%") as second:
-        with Context(first.llama.model, n_ctx=64, n_threads=1) as a, Context(second.llama.model, n_ctx=64, n_threads=1) as b:
+        with (Context(first.llama.model, n_ctx=64, n_threads=1) as a,
+              Context(second.llama.model, n_ctx=64, n_threads=1) as b):
             assert_same_bits(b.decode(TOKENS), a.decode(TOKENS))
 
 

@@ -122,7 +122,8 @@ def test_the_prompt_is_that_of_the_harness(whole: Model, tmp_path: Path) -> None
     path = write_questions(tmp_path / "facts.jsonl", 3)
     task = arc.read_task(whole, path, n_shots=2)
     first, second, third = (json.loads(line) for line in path.read_text().splitlines())
-    answers = [next(c["text"] for c in it["question"]["choices"] if c["label"] == it["answerKey"]) for it in (first, second)]
+    answers = [next(c["text"] for c in it["question"]["choices"] if c["label"] == it["answerKey"])
+               for it in (first, second)]
     expected = (
         f"Question: {first['question']['stem']}\nAnswer: {answers[0]}\n\n"
         f"Question: {second['question']['stem']}\nAnswer: {answers[1]}\n\n"
@@ -164,7 +165,7 @@ def test_a_question_longer_than_the_context_is_named(whole: Model, tmp_path: Pat
     it["question"]["stem"] = "word " * 5000
     path = tmp_path / "long.jsonl"
     path.write_text(json.dumps(it) + "\n")
-    with pytest.raises(PyorchError, match=r"long.jsonl: question facts_test_0000 .* has \d+ tokens, the model was trained"):
+    with pytest.raises(PyorchError, match=r"long.jsonl: question facts_test_0000 .* has \d+ tokens, the model was"):
         arc.read_task(whole, path)
 
 
@@ -196,7 +197,8 @@ def run_sweep(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[di
 def test_original_alone(small_moe: Path, whole: Model, capsys: pytest.CaptureFixture[str]) -> None:
     row, = run_sweep(capsys, small_moe, "--data", FACTS, "--limit", 20, "--budget", "50%")
     scores = arc.accuracy(arc.score(whole, arc.read_task(whole, FACTS, limit=20), n_threads=1))
-    assert (row["facts-test questions"], row["facts-test acc"], row["facts-test acc_norm"]) == (20, scores.acc, scores.acc_norm)
+    assert (row["facts-test acc"], row["facts-test acc_norm"]) == (scores.acc, scores.acc_norm)
+    assert row["facts-test questions"] == 20
     assert row["method"] == "original" and row["cache_rate"] is None and row["tokens_per_second"] is None
     assert row["facts-test acc"] > 0.6, "the model knows its facts"
 
@@ -291,7 +293,8 @@ def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
     assert changed[0] == changed[4] == 0 and all(few < many for few, many in zip(changed[1:4], changed[5:]))
     assert all(0 < it <= 2 * 8 for it in changed[1:4] + changed[5:]), "at most rho in each of 8 layers"
     for row in (rows[1], rows[5]):
-        assert row["leads drop acc"] == pytest.approx(row["facts-test acc"] - rows[rows.index(row) + 2]["facts-test acc"])
+        dropping = rows[rows.index(row) + 2]
+        assert row["leads drop acc"] == pytest.approx(row["facts-test acc"] - dropping["facts-test acc"])
 
 
 def test_divergence_stands_beside_accuracy(
@@ -346,7 +349,9 @@ def test_a_full_disk_is_named_before_predictions_are_made(whole: Model, monkeypa
         perplexity.Reference(whole, texts)
 
 
-def test_a_dynamic_cache_misses_and_replaces(small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dynamic_cache_misses_and_replaces(
+    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     original, lossy = run_sweep(
         capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.25", "--cache", "dynamic",
         "--lossy", "alpha=1", "--buddies-file", buddies_file, "--speed-tokens", 0,
@@ -421,7 +426,8 @@ def sweep_arguments(small_moe: Path, buddies_file: Path, record: Path) -> list[s
 
 
 def test_an_interrupted_sweep_goes_on_where_it_ended(
-    small_moe: Path, buddies_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_moe: Path, buddies_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = sweep_arguments(small_moe, buddies_file, tmp_path / "sweep.json")
     score, n_calls = arc.score, 0
@@ -465,8 +471,9 @@ def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsy
     pytest.importorskip("matplotlib")
     table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
     rows = run_sweep(
-        capsys, small_moe, "--data", FACTS, "--data", CHECKPOINT / "facts-train.jsonl", "--limit", 4, "--cache-rate", "0.5",
-        "--lossy", "rho=2", "--buddies-file", buddies_file, "--speed-tokens", 8, "--csv", table, "--plot", picture,
+        capsys, small_moe, "--data", FACTS, "--data", CHECKPOINT / "facts-train.jsonl", "--limit", 4,
+        "--cache-rate", "0.5", "--lossy", "rho=2", "--buddies-file", buddies_file, "--speed-tokens", 8,
+        "--csv", table, "--plot", picture,
     )
     with table.open() as file:
         read = list(csv.DictReader(file))
@@ -480,8 +487,8 @@ def test_the_table_has_a_line_for_each_row_and_leaves_out_what_was_not_measured(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(it) for it in (
-        "eval", "arc", small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5", "--lossy", "mode=none,miss=drop",
-        "--buddies-file", buddies_file, "--speed-tokens", 0, "--threads", 1)]) == 0
+        "eval", "arc", small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5",
+        "--lossy", "mode=none,miss=drop", "--buddies-file", buddies_file, "--speed-tokens", 0, "--threads", 1)]) == 0
     printed = capsys.readouterr()
     header, original, dropping = printed.out.splitlines()
     assert header.split() == ["cache", "method", "settings", "facts-test", "kept", "differs", "changed", "slots/token"]

@@ -88,7 +88,8 @@ def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
     model.engine.set_prefetch("previous-token")
     with Context(model.llama.model, n_threads=1) as context:
         context.decode(prompt_tokens[:8])
-        getattr(model.engine, kind)(lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
+        getattr(model.engine, kind)(
+            lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
         for token in prompt_tokens[8:12]:
             context.decode([token])
             model.engine.wait_idle()  # a thread without a turn forgets all but the last layers: those it is shown
@@ -99,7 +100,8 @@ def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
     for name in ALLOWED:
         assert seen[0][name] == "", name
 
-    # Outside of callbacks all of it works, but for the end of an engine that has a model, and an estimator where none is.
+    # Outside of callbacks all of it works, but for the end of an engine that has a model, and an estimator where there
+    # is none.
     outside = {name: call for name, call in (REFUSED | ALLOWED).items()
                if name not in ("pyorch_engine_free", "pyorch_estimate")}
     assert not any(sentences(model, outside).values())

@@ -13,7 +13,8 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction
 
 N_LAYERS, N_EXPERT, N_USED = 8, 64, 6
-TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return self.path\n"
+TEXT = ("class Reader:\n    def __init__(self, path):\n        self.path = path\n\n"
+        "    def read(self):\n        return self.path\n")
 
 
 class WatchedSource:
@@ -61,7 +62,8 @@ class WatchedSource:
 @pytest.fixture
 def watched(small_moe: Path):
     source = WatchedSource(small_moe)
-    with pyorch.load(small_moe, budget="30%", prefetch="none", reads="threads:1", source=source, n_ctx=256, n_threads=1) as model:
+    with pyorch.load(small_moe, budget="30%", prefetch="none", reads="threads:1", source=source, n_ctx=256,
+                     n_threads=1) as model:
         source.model = model
         model.engine.set_prefetch("layer-all", 1, 0.0)
         model.engine.set_observer(source.routed)

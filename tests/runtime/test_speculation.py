@@ -110,7 +110,8 @@ def test_prompts_keep_to_their_routers_unless_asked(model):
     model.speculate("quasi-hidden", prompts=True)
     speculated = prefill()
     assert speculated.tobytes() != lossless.tobytes()
-    # A prompt computed at once is what its tokens are one by one, but for the kernels: a near tie may send some elsewhere.
+    # A prompt computed at once is what its tokens are one by one, but for the kernels: a near tie may send some
+    # elsewhere.
     one_by_one = decode(model, tokens)
     assert np.median(np.abs(speculated - one_by_one)) < 0.1 * np.median(np.abs(speculated - lossless))
 
@@ -128,8 +129,8 @@ def test_what_cannot_be_executed_is_refused(model, small_moe: Path, capsys):
 def test_run_says_what_was_computed_as_forecast(small_moe: Path, tmp_path: Path, capsys):
     path = tmp_path / "model.gguf"
     os.link(small_moe, path)
-    assert main(["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "50%", "--ctx", "64", "--threads", "1",
-                 "--speculate"]) == 0
+    assert main(["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "50%", "--ctx", "64",
+                 "--threads", "1", "--speculate"]) == 0
     assert "expert slots computed as predicted" in capsys.readouterr().err
 
 
@@ -137,8 +138,8 @@ def test_eval_has_rows_of_speculation(small_moe: Path, capsys):
     import json
 
     data = CHECKPOINT / "facts-test.jsonl"
-    command = ["eval", "arc", str(small_moe), "--data", str(data), "--limit", "8", "--cache-rate", "0.5", "--threads", "1",
-               "--speculate", "quasi-hidden", "--speed-tokens", "0", "--json"]
+    command = ["eval", "arc", str(small_moe), "--data", str(data), "--limit", "8", "--cache-rate", "0.5",
+               "--threads", "1", "--speculate", "quasi-hidden", "--speed-tokens", "0", "--json"]
     assert main(command) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["method"] for row in rows] == ["original", "speculate"]
@@ -197,8 +198,8 @@ def test_run_and_eval_speculate_with_ghosts_for_what_was_not_predicted(small_moe
     with ModelMap(path) as model_map:
         random_ghosts(1).write(tmp_path / "model.ghosts.gguf", model_map)
         complete_buddies().write(tmp_path / "model.buddies.gguf", model_map)
-    run = ["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "20%", "--ctx", "64", "--threads", "1",
-           "--prefetch", "quasi-hidden", "--json", "--lossy", GHOSTS]
+    run = ["run", str(path), "-p", "import", "-n", "8", "--temp", "0", "--budget", "20%", "--ctx", "64",
+           "--threads", "1", "--prefetch", "quasi-hidden", "--json", "--lossy", GHOSTS]
     assert main([*run, "--speculate"]) == 0
     stats = json.loads(capsys.readouterr().out)["stats"]
     assert stats["speculation"]["right"] > 0 and stats["substitution"]["ghosts"] > 0
@@ -208,8 +209,9 @@ def test_run_and_eval_speculate_with_ghosts_for_what_was_not_predicted(small_moe
     assert main(command) == 0
     row = json.loads(capsys.readouterr().out)[-1]
     assert row["settings"].startswith("quasi-hidden+mode=none") and row["judged_ghosts_per_token"] > 0
-    command = ["eval", "perplexity", str(path), "--data", str(CHECKPOINT / "text-test.txt"), "--tokens", "24", "--threads",
-               "1", "--speculate", "--prefetch", "quasi-hidden", "--cache-rate", "0.5", "--lossy", GHOSTS, "--json"]
+    command = ["eval", "perplexity", str(path), "--data", str(CHECKPOINT / "text-test.txt"), "--tokens", "24",
+               "--threads", "1", "--speculate", "--prefetch", "quasi-hidden", "--cache-rate", "0.5",
+               "--lossy", GHOSTS, "--json"]
     assert main(command) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["substitution"]["ghosts"] > 0 and found["speculation"]["right"] > 0 and found["kl_divergence"] > 0

@@ -64,7 +64,8 @@ static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & as
     std::vector<uint8_t> elsewhere, here(shape.n_expert);
     here[random() % shape.n_expert] = 1;
     const ReadCost read = { 0, (double) (random() % 3) * 1e-4 };
-    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, read, elsewhere);
+    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, read,
+        elsewhere);
     for (RemoteRows & r : rows) {
         for (int slot : r.slots) {
             CHECK(elsewhere[experts[slot]] && !here[experts[slot]]);
