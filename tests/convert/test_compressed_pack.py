@@ -87,7 +87,7 @@ def test_quantized_matrices_are_stored_as_they_are_unless_they_gain(small_moe_q4
 
 def test_auto_chooses_what_brings_experts_in_soonest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow disk is worth the best compression, a fast one none."""
-    for bytes_per_second, codec in ((1e6, ("zstd",)), (1e13, ("stored",))):
+    for bytes_per_second, codec in ((1e3, ("zstd",)), (1e13, ("stored",))):  # whatever decoding seems to take
         found = compression.disk.Bandwidth(bytes_per_second, "threads", 1, 1 << 20, True, 0.1)
         monkeypatch.setattr(compression.disk, "kept_bandwidth", lambda *_, found=found: found)
         made = packing.pack(model, codec="auto")
@@ -189,7 +189,7 @@ def test_a_pack_that_is_cut_off_or_another_models_is_refused(
 
 
 def test_an_interrupted_run_goes_on_with_what_it_chose(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = compression.disk.Bandwidth(1e6, "threads", 1, 1 << 20, True, 0.1)
+    slow = compression.disk.Bandwidth(1e3, "threads", 1, 1 << 20, True, 0.1)  # the smallest pack, however it is decoded
     monkeypatch.setattr(compression.disk, "kept_bandwidth", lambda *_: slow)
     whole = packing.pack(model, model.with_name("whole.experts.gguf"), codec="auto").path.read_bytes()
 
