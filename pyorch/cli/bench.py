@@ -95,7 +95,9 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.data])
     if args.plot is not None:
         check_plot(args.plot)
-    each = [Settings(**given_settings(one, "budget", "policy", "prefetch")) for one in one_by_one(args, "substitution")]
+    first = {"prefetch": prefetch for prefetch in listed(args, "prefetch")[:1]}  # what goes with it is checked here
+    each = [Settings(**given_settings(one, "budget", "policy", "prefetch"), **first)
+            for one in one_by_one(args, "substitution")]
     if each[0].device != NONE:
         find_device(each[0].device)  # said now, and not when everything before it was measured
     n_threads = each[0].n_threads or physical_cores()

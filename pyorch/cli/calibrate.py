@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " The predictors quasi-hidden, estimator and hybrid compute with these averages (default vectors). "
         "The command also tries how many layers ahead reading is fastest."
     )
-    add_model_options(parser, without=("prefetch",))  # it tries for itself how far ahead to read
+    add_model_options(parser, without=("prefetch", "device_ahead"))  # it tries for itself how far ahead to read
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")

@@ -127,7 +127,8 @@ def test_every_command_that_loads_a_model_has_what_keeps_experts(
     text = capsys.readouterr().out
     for option in options(Settings).values():
         if option.group == EXPERTS or (command in SERVING and option.group in (LONG, LOSSY)):
-            tried = command == "calibrate" and option.name == "prefetch"  # it tries for itself how far ahead to read
+            # It tries for itself how far ahead to read.
+            tried = command == "calibrate" and option.name in ("prefetch", "device_ahead")
             flag = option.flag or "--" + option.name.replace("_", "-")
             assert bool(re.search(rf"^  {flag}\b", text, re.MULTILINE)) != tried, flag
 
