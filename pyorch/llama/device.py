@@ -44,24 +44,30 @@ def place(managed: ManagedModel) -> None:
 
 
 def host_dense_bytes(managed: ManagedModel) -> int:
-    """Of the dense weights, those that are in host memory: with all layers on a device, the table of embeddings, and
-    copies of the experts' biases, which both sides compute with."""
+    """Of the dense weights, those that are in host memory."""
     info, n_gpu_layers = managed.map.info, managed.params.n_gpu_layers
     if managed.device is None or 0 <= n_gpu_layers <= info.n_layers:
         return info.dense_bytes
+    return host_bytes_beside_device(managed.map)
+
+
+def host_bytes_beside_device(model_map: ModelMap) -> int:
+    """Of the dense weights, those that are in host memory with all layers on a device: the table of embeddings, and
+    copies of the experts' biases, which both sides compute with."""
     try:
-        return min(info.dense_bytes, managed.map.tensor_range("token_embd.weight").size + _bias_bytes(managed))
+        return min(model_map.info.dense_bytes,
+                   model_map.tensor_range("token_embd.weight").size + _bias_bytes(model_map))
     except PyorchError:
-        return info.dense_bytes
+        return model_map.info.dense_bytes
 
 
-def _bias_bytes(managed: ManagedModel) -> int:
+def _bias_bytes(model_map: ModelMap) -> int:
     """Of the experts."""
     total = 0
-    for layer in managed.map.layers:
+    for layer in model_map.layers:
         for role in ("gate", "up", "down", "gate_up"):
             with contextlib.suppress(PyorchError):
-                total += managed.map.tensor_range(f"blk.{layer.il}.ffn_{role}_exps.bias").size
+                total += model_map.tensor_range(f"blk.{layer.il}.ffn_{role}_exps.bias").size
     return total
 
 
@@ -101,7 +107,7 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
         sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, managed.device)
     needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
     if not is_loaded:
-        needed += info.dense_bytes - host_dense_bytes(managed) + _bias_bytes(managed)
+        needed += info.dense_bytes - host_dense_bytes(managed) + _bias_bytes(managed.map)
     left = device.free_bytes() - needed
     if budget == AUTO:
         managed.engine.set_device_budget(max(0, left - margin_bytes(device.total_bytes())))
