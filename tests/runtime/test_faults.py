@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 import threading
@@ -10,35 +9,12 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 import pytest
+from faulty_source import FaultySource
 from models import PROMPT, assert_same_bits, small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.llama.model import Model
-
-
-class FaultySource:
-    """Reads a file, and misbehaves as told by `fault`."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY)
-        self.fault = ""
-        self.n_faults = 0
-
-    def read(self, file: int, offset: int, size: int) -> bytes:
-        assert file == 0
-        if not self.fault:
-            return os.pread(self._file, size, offset)
-        self.n_faults += 1
-        if self.fault == "EIO":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if self.fault == "nothing":
-            return b""
-        if self.fault == "short":
-            return os.pread(self._file, size // 2, offset)
-        if self.fault == "too much":
-            return os.pread(self._file, size, offset) + b"!"
-        raise RuntimeError(self.fault)
 
 
 FAULTS = {
