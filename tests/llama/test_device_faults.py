@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from devices import DeviceProcess
 from faulty_source import FaultySource
 from models import assert_same_bits, small_model
+from processes import pyorch as pyorch_command
 
 from pyorch import LayerPolicy
 from pyorch.errors import ExpertReadError, PyorchError
@@ -108,3 +110,14 @@ def test_limits_and_policies_may_change_while_layers_are_computed(
             assert_same_bits(run.result(), expected)
             experts = model.stats().experts
             assert experts.device_loads > 0 and experts.device_evictions > 0
+
+
+def test_a_budget_without_room_for_an_expert_is_said_once_and_the_processor_computes(
+    small_moe: Path, device: DeviceProcess
+) -> None:
+    done = pyorch_command("run", small_moe, "-p", "import os", "-n", 4, "--ctx", 64, "--budget", "50%", "--device",
+                          device.name, "--vram-budget", "1KiB", "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the budget in RPC0's memory has no room for an expert") == 1
+    experts = json.loads(done.stdout)["stats"]["experts"]
+    assert experts["device_used_bytes"] == experts["device_computed"] == 0 < experts["hits"] + experts["misses"]

@@ -178,7 +178,10 @@ void DeviceBank::allocate(uint64_t budget) {
         }
         link = std::make_unique<DeviceLink>(device, largest);
     }
-    if (refused || (!buffer && budget > 0)) {
+    if (!refused && !buffer && budget > 0) {
+        notice(format("note: the budget in %s's memory has no room for an expert: none is computed there",
+            ggml_backend_dev_name(device)));
+    } else if (refused) {
         notice(format("note: %s has no memory for %s of experts: %s is taken", ggml_backend_dev_name(device),
             mebibytes(wanted).c_str(), mebibytes(buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0).c_str()));
     }
