@@ -94,14 +94,23 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
 // The layer comes, and computes with these experts: of what was ordered for it, those are there now, or to be brought.
 void DeviceTier::settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
     const std::vector<int> & experts) {
-    for (int expert : std::vector<int>(seats->ordered(context, layer))) {
-        const bool wanted = std::binary_search(experts.begin(), experts.end(), expert);
-        const auto upload = std::find_if(uploads.begin(), uploads.end(), [&](const Upload & u) {
+    const auto is_wanted = [&](int expert) { return std::binary_search(experts.begin(), experts.end(), expert); };
+    const auto upload_of = [&](int expert) {
+        return std::find_if(uploads.begin(), uploads.end(), [&](const Upload & u) {
             return u.ahead && !u.dropped && u.layer == layer && u.expert == expert;
         });
-        if (upload->begun && wanted) {
-            ended.wait(lock, [&] { return upload->ended; });
-        }
+    };
+    // While this waits, more may be ordered: what comes behind it is one step.
+    ended.wait(lock, [&] {
+        const auto & guests = seats->ordered(context, layer);
+        return std::none_of(guests.begin(), guests.end(), [&](int expert) {
+            const auto upload = upload_of(expert);
+            return upload->begun && !upload->ended && is_wanted(expert);
+        });
+    });
+    for (int expert : std::vector<int>(seats->ordered(context, layer))) {
+        const bool wanted = is_wanted(expert);
+        const auto upload = upload_of(expert);
         const bool comes = upload->begun && (upload->came || !upload->ended);
         if (comes) {
             seats->arrived(layer, expert);
@@ -146,14 +155,16 @@ void DeviceTier::order(const void * context, int layer, const std::vector<Foreca
     wanted.notify_one();
 }
 
-void DeviceTier::forget(const void * context) {
+void DeviceTier::forget(const void * context, int only) {
     std::unique_lock<std::mutex> lock(mutex);
     if (!seats) {
         return;
     }
     for (int layer : seats->layers_ordered(context)) {
-        settle_ahead(lock, context, layer, {});
-        seats->forget(context, layer);
+        if (only < 0 || layer == only) {
+            settle_ahead(lock, context, layer, {});
+            seats->forget(context, layer);
+        }
     }
 }
 

@@ -82,8 +82,8 @@ public:
     // are to be right more often than wrong. Any thread.
     void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 
-    // The context is gone.
-    void forget(const void * context);
+    // The context is gone, or passes one layer without the device: what was ordered for it is not wanted any more.
+    void forget(const void * context, int layer = -1);
 
     // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
     void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch);

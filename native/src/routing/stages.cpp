@@ -174,6 +174,8 @@ void offload(Context & context, RoutedBatch & batch) {
         context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
             { context.id, batch.layer, context.continues, context.routing.device->bank.used(),
                 distinct(batch, batch.requested) });
+    } else if (context.routing.device) {
+        context.routing.device->forget(context.id, batch.layer);
     }
 }
 

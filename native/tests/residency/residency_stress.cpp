@@ -3,9 +3,10 @@
 // Built with a sanitizer:
 //
 //     residency_stress FILE.gguf SEED N_PASSES threads|io_uring plain|compressed
+//     residency_stress FILE.gguf SEED N_PASSES threads device
 //
-// FILE.gguf is written, used and left; compressed: experts come from FILE.gguf.pack, in all forms. Exit status 77: this
-// system has no io_uring.
+// FILE.gguf is written, used and left; compressed: experts come from FILE.gguf.pack, in all forms; device: in its memory
+// and in that of a device (routing/device_stress.cpp). Exit status 77: this system has no io_uring.
 
 #include "compressed_pack.h"
 
@@ -15,6 +16,7 @@
 #include "loading/reader_threads.h"
 #include "loading/uring_reader.h"
 #include "residency/table.h"
+#include "routing/device_stress.h"
 
 #include "ggml.h"
 #include "gguf.h"
@@ -290,6 +292,10 @@ int main(int argc, char ** argv) {
     CHECK(argc == 6);
     const int seed     = atoi(argv[2]);
     const int n_passes = atoi(argv[3]);
+    if (std::string(argv[5]) == "device") {
+        stress_device(argv[1], seed, n_passes);
+        return 0;
+    }
     write_model(argv[1]);
 
     ModelMap map(argv[1]);
