@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 
 import pytest
-from processes import pyorch
+from processes import HANG_SECONDS, pyorch
 
 from pyorch import ports
 from pyorch.cli import main
 from pyorch.errors import PyorchError
 from pyorch.llama.model import load
+from pyorch.runtime import devices
 from pyorch.settings.settings import Settings
 
 
@@ -39,6 +42,25 @@ def test_a_device_that_cannot_be_reached_is_named(refused) -> None:
     port = ports.free()
     for address in (f"127.0.0.1:{port}", f"no-such-host.invalid:{port}"):
         assert f"no device can be reached at {address}" in refused("--device", f"rpc:{address}")
+
+
+def test_a_device_that_has_others_to_serve_is_waited_for_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = []
+    with socket.create_server(("127.0.0.1", 0)) as busy:  # who connects is never answered
+
+        def say(line: str) -> None:
+            lines.append(line)
+            busy.close()  # ends the connections that nobody accepted
+
+        monkeypatch.setattr(devices.fatal, "notice", say)
+        monkeypatch.setattr(devices, "_SOON_SECONDS", 0.1)
+        name = f"rpc:127.0.0.1:{busy.getsockname()[1]}"
+        no_line = threading.Timer(HANG_SECONDS, busy.close)
+        no_line.start()
+        with pytest.raises(PyorchError, match="no device can be reached"):
+            devices.find_device(name)
+        no_line.cancel()
+    assert lines == [f"waiting for the device {name}, which serves one process at a time"]
 
 
 @pytest.mark.parametrize("device", ["rpc:", "rpc:127.0.0.1", "rpc::50052", "rpc:127.0.0.1:0", "rpc:127.0.0.1:65536",
