@@ -9,6 +9,8 @@ text, not drawn at random: they decide which experts are used.
 speed       prefill and decode by share of the experts in VRAM, once with all of them in host memory and once with less,
             so that all three tiers work. llama.cpp's ways are --cpu-moe (all experts on the processor), --n-cpu-moe
             (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the device.
+            The bound, of which the last column says how much was reached, is the longer of two times: that of a token
+            with all experts in VRAM, by the faster of both, and that in which what was not there passes the link.
 latencies   what an expert costs that is not in VRAM, as BuddyMoE's table 1: the time of a token beyond that of a token
             with all experts in VRAM, divided by its misses.
 limits      time of a token by VRAM and what moves experts, as FineMoE's figure 12.
@@ -16,6 +18,13 @@ ablation    hits by eviction policy and by predictor, as FineMoE's figure 14.
 prefetching time of a token on demand, reading ahead, and uploading ahead too, by length of the prompt, as Speculating
             Experts' figure 8.
 ahead       hits and time of a token by how many experts of a layer forecasts upload before it comes.
+
+All of it takes hours with a model of 20 GB, for each run loads it. In half an hour:
+
+    scripts/measure_device.sh MODEL.gguf CUDA0 --rounds 1 --only speed --shares 25,50,100 --prompt 512
+    scripts/measure_device.sh MODEL.gguf CUDA0 --rounds 1 --only latencies,prefetching --prompt 512 --contexts 1024,4096
+
+nan: this did not run, such as a model that does not fit on the device; stderr says why.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -39,8 +49,10 @@ from pyorch.llama import logs
 from pyorch.llama.context import Context
 from pyorch.llama.memory import physical_cores
 from pyorch.llama.model import Model, load
+from pyorch.runtime.device_rates import rates_for
 from pyorch.runtime.devices import find_device
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.device import AUTO, DeviceMisses
 from pyorch.sizes import format_bytes
 
 STOCK, OURS = "llama.cpp", "pyorch"
@@ -85,6 +97,7 @@ class Speed:
     foreseen: float | None = None  # of the experts that were not in host memory, those that had been read ahead
     ahead: float = 0.0  # experts that forecasts ordered to VRAM
     right: float | None = None  # of these
+    link: float = 0.0  # bytes a second of uploads, as measured alone
 
 
 def stock_model(path: str, device: str, setup: Setup) -> int:
@@ -152,7 +165,9 @@ def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
               vram_budget=f"{setup.share}%", device_misses=setup.misses, prefetch=setup.prefetch,
               device_ahead=setup.ahead, substitution=setup.substitution or None, **options) as model:
         prefill, decode_ms = measure(model.llama.model, setup, arguments, model.reset_stats)
-        return counted(model, prefill, decode_ms, arguments.tokens)
+        speed = counted(model, prefill, decode_ms, arguments.tokens)
+    rates = rates_for(DeviceMisses(AUTO), ModelMap(arguments.model), find_device(arguments.device), arguments.threads)
+    return replace(speed, link=rates.rates[0])
 
 
 def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens: int) -> Speed:
@@ -166,11 +181,12 @@ def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens:
 
 
 def in_process(setup: Setup, arguments: argparse.Namespace) -> Speed:
-    """In a child, which is told the setup on its command line and answers on its last line."""
+    """In a child, which is told the setup on its command line and answers on its last line. RuntimeError says why it
+    did not."""
     command = [sys.executable, __file__, *sys.argv[1:], "--setup", json.dumps(asdict(setup))]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        sys.exit(f"{setup.name}: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}")
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}")
     return Speed(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -180,17 +196,31 @@ class Report:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._speeds: dict[Setup, Speed] = {}
+        self._any_ran = False
 
     def speeds(self, setups: Sequence[Setup]) -> list[Speed]:
         plain = [replace(setup, name="") for setup in setups]
         new = list(dict.fromkeys(setup for setup in plain if setup not in self._speeds))
         rounds: dict[Setup, list[Speed]] = {setup: [] for setup in new}
         for number in range(self._arguments.rounds):
-            for setup in new:
-                print(f"round {number + 1} of {self._arguments.rounds}: {setup}", file=sys.stderr, flush=True)
-                rounds[setup].append(in_process(setup, self._arguments))
+            for at, setup in enumerate(new):
+                print(f"round {number + 1} of {self._arguments.rounds}, {at + 1} of {len(new)}: {setup}",
+                      file=sys.stderr, flush=True)
+                rounds[setup].append(self._speed(setup))
         self._speeds |= {setup: median(speeds) for setup, speeds in rounds.items()}
         return [self._speeds[setup] for setup in plain]
+
+    def _speed(self, setup: Setup) -> Speed:
+        """One that does not run costs its own row only, unless it is the first one: then none will."""
+        try:
+            speed = in_process(setup, self._arguments)
+        except RuntimeError as error:
+            if not self._any_ran:
+                sys.exit(f"measure_device.py: {error}")
+            print(f"did not run: {error}", file=sys.stderr, flush=True)
+            return Speed({str(n): math.nan for n in setup.prompts}, math.nan)
+        self._any_ran = True
+        return speed
 
     def table(self, title: str, columns: Sequence[str], rows: Iterator[Sequence[str]]) -> None:
         lines = [f"## {title}", "", cells(columns), "|" + " --- |" * len(columns), *map(cells, rows), ""]
@@ -215,7 +245,7 @@ def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
     of_layer = [layer.n_expert * layer.expert_bytes for layer in model.layers]
     prompts = tuple(arguments.prompt)
     columns = ("by", "experts", "of the device", *(f"prefill of {n}, tok/s" for n in prompts), "decode, tok/s", "hits",
-               "uploaded a token", "read a token")
+               "uploaded a token", "read a token", "of the bound")
     for budget in arguments.budgets:
         setups = [] if budget != "100%" else [Setup(STOCK, "--cpu-moe", prompts, on_processor=-1)]
         for share in arguments.shares:
@@ -226,12 +256,24 @@ def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
                                     sum(of_layer[n:])))
             setups += [Setup(OURS, f"{share} %, misses: {misses}", prompts, share, misses=misses, budget=budget,
                              prefetch="auto") for misses in arguments.misses]
+        speeds = report.speeds(setups)
+        all_there = min((one.decode_ms for setup, one in zip(setups, speeds)
+                         if setup.share == 100 and not math.isnan(one.decode_ms)), default=math.nan)
         report.table(f"Speed, {budget} of the experts in host memory", columns, (
             (setup.who, setup.name, format_bytes(one.used_bytes or setup.vram_bytes),
              *(f"{one.prefill[str(n)]:.1f}" for n in prompts), f"{1000 / one.decode_ms:.2f}", percent(one.hit_rate),
-             *(map(format_bytes, (round(one.uploaded), round(one.read))) if setup.who == OURS else ("", "")))
-            for setup, one in zip(setups, report.speeds(setups))
+             *((format_bytes(round(one.uploaded)), format_bytes(round(one.read)), reached(one, model, all_there))
+               if setup.who == OURS else ("", "", "")))
+            for setup, one in zip(setups, speeds)
         ))
+
+
+def reached(one: Speed, model: ModelMap, all_there: float) -> str:
+    """all_there: milliseconds of a token with all experts in VRAM, nan if that was not measured."""
+    expert_bytes = statistics.mean(layer.expert_bytes for layer in model.layers)
+    if math.isnan(all_there) or not one.link:
+        return "-"
+    return percent(max(all_there, 1000 * one.misses * expert_bytes / one.link) / one.decode_ms)
 
 
 def latencies(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 from devices import DeviceProcess
 from models import PROMPT
+
+from pyorch.runtime.model_map import ModelMap
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import measure_device  # noqa: E402
@@ -39,3 +43,30 @@ def test_all_tables_are_made(
     latencies = tables[2].splitlines()[4:]
     assert [line.count("| lossy: ") for line in latencies if line] == [0, 0, 0, 0, 0, 1]
     assert all("%" in line for line in tables[4].splitlines()[4:] if line)
+
+
+def test_what_does_not_run_costs_its_own_row_only(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(setup: measure_device.Setup, _: argparse.Namespace) -> measure_device.Speed:
+        if setup.share == 100:
+            raise RuntimeError("out of memory")
+        return measure_device.Speed({"8": 1.0}, 2.0)
+
+    monkeypatch.setattr(measure_device, "in_process", run)
+    setups = [measure_device.Setup(measure_device.STOCK, "", (8,), share) for share in (50, 100, 25)]
+    speeds = measure_device.Report(argparse.Namespace(rounds=1)).speeds(setups)
+    assert [one.decode_ms for one in speeds[::2]] == [2.0, 2.0]
+    assert math.isnan(speeds[1].decode_ms) and math.isnan(speeds[1].prefill["8"])
+    assert "out of memory" in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="out of memory"):  # a wrong device, for instance: none would run
+        measure_device.Report(argparse.Namespace(rounds=1)).speeds(setups[1:])
+
+
+def test_what_was_reached_is_of_computing_or_of_the_link(small_moe: Path) -> None:
+    model = ModelMap(small_moe)
+    of_expert = model.layers[0].expert_bytes
+    speed = measure_device.Speed({}, decode_ms=20.0, misses=4.0, link=of_expert * 400.0)  # 10 ms on the link
+    assert measure_device.reached(speed, model, all_there=5.0) == "50.0%"
+    assert measure_device.reached(speed, model, all_there=18.0) == "90.0%"
+    assert measure_device.reached(speed, model, all_there=math.nan) == "-"
