@@ -194,7 +194,9 @@ void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vecto
     a.held.clear();
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(a.held),
         [&](int expert) { return pass.slots[expert] != NONE; });
-    a.gained += n_hits - (int64_t) a.held.size();
+    if (demand.n_tokens < Demand::SCAN_TOKENS) { // a prompt comes before there are forecasts
+        a.gained += n_hits - (int64_t) a.held.size();
+    }
     for (int expert : pass.uploads) {
         t.arrived(layer, expert);
         t.hold(layer, expert);
