@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
 from pyorch.llama.context_plan import WIDE_UBATCH
-from pyorch.llama.device import margin_bytes
+from pyorch.llama.device import bias_bytes, margin_bytes
 from pyorch.llama.measure import chain_bytes
 from pyorch.runtime.device_rates import rates_for
 from pyorch.runtime.devices import find_device
@@ -59,7 +59,8 @@ def rest_for_experts(device: Device, model_map: ModelMap, host_dense_bytes: int,
     """What --vram-budget auto takes of it. PyorchError where the dense layers and the context do not fit beside."""
     info = model_map.info
     assert device.free_bytes is not None and device.total_bytes is not None
-    needed = info.dense_bytes - host_dense_bytes + n_context_bytes + chain_bytes(model_map, WIDE_UBATCH)
+    needed = info.dense_bytes - host_dense_bytes + bias_bytes(model_map) + n_context_bytes
+    needed += chain_bytes(model_map, WIDE_UBATCH)
     left = device.free_bytes - needed - margin_bytes(device.total_bytes)
     if left <= 0:
         raise PyorchError(

@@ -56,12 +56,12 @@ def host_bytes_beside_device(model_map: ModelMap) -> int:
     copies of the experts' biases, which both sides compute with."""
     try:
         return min(model_map.info.dense_bytes,
-                   model_map.tensor_range("token_embd.weight").size + _bias_bytes(model_map))
+                   model_map.tensor_range("token_embd.weight").size + bias_bytes(model_map))
     except PyorchError:
         return model_map.info.dense_bytes
 
 
-def _bias_bytes(model_map: ModelMap) -> int:
+def bias_bytes(model_map: ModelMap) -> int:
     """Of the experts."""
     total = 0
     for layer in model_map.layers:
@@ -107,7 +107,7 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
         sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, managed.device)
     needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
     if not is_loaded:
-        needed += info.dense_bytes - host_dense_bytes(managed) + _bias_bytes(managed.map)
+        needed += info.dense_bytes - host_dense_bytes(managed) + bias_bytes(managed.map)
     left = device.free_bytes() - needed
     if budget == AUTO:
         managed.engine.set_device_budget(max(0, left - margin_bytes(device.total_bytes())))
