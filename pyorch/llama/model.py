@@ -93,7 +93,7 @@ class Model:
 
     llama: the llama_cpp.Llama, its whole API: chat completion, embeddings, logits, tokenization.
     map: the model map. engine: None for a dense model, which has no experts to manage.
-    layers: the blocks with routed experts, by il. residency: il to bool[n_expert].
+    layers: the blocks with routed experts, by il. residency: il to bool[n_expert], with a device uint8.
     """
 
     def __init__(self, model: llama_cpp.Llama, record: ManagedModel) -> None:
