@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import llama_cpp
+import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 import batches
@@ -274,8 +275,10 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
         model.engine.wait_idle()
         model.reset_stats()
         wire.reset()
+        reused = llama.llama_perf_context(it._context).n_reused
         for token in prompt_tokens[:20]:
             it.decode([token])
+        assert llama.llama_perf_context(it._context).n_reused == reused + 20, "graphs are built anew"
         experts = model.stats().experts
         least = 20 * (len(model.layers) + 1)  # and the logits
         assert least <= wire.commands[wire.GET] <= least + (experts.device_misses if misses == "processor" else 0)
