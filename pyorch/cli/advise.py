@@ -202,6 +202,7 @@ def _advise(
     from pyorch.advise.routing import routing_of
     from pyorch.llama.device import host_bytes_beside_device
     from pyorch.llama.memory import memory_limit, physical_cores
+    from pyorch.settings.device import REMOTE
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sizes import as_option
     from pyorch.traces.file import Trace
@@ -249,6 +250,9 @@ def _advise(
     fastest = compute.decode_seconds / (max(1.0, device.speed.decode) if device else 1)
     found = gains(model_map, estimator, estimates[-1], fastest, disk.bytes_per_second)
     commands = [gain.command for gain in worth_it(found, estimates[-1])]
+    if wanted is not None and (wanted.name or "").startswith(REMOTE):
+        notes.append("a device of another process is asked several times for each layer: those trips, which with small "
+                     "experts take most of the time, are not in these estimates")
     if not routing.observed:
         notes.append(f"for more than an assumption: pyorch profile {shlex.quote(args.model)} --data TEXT --states "
                      f"-o {shlex.quote(str(_default_trace(model_map)))}, then advise again")

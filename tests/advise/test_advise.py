@@ -236,11 +236,13 @@ def test_command_advises_from_a_trace_and_draws(
     assert [one["vram_budget"] for one in said["estimates"]] == [None, "20%", "20%", "1MiB", "1MiB"]
     assert said["budget_names"] == ["auto", "30%", "auto", "30%", "auto"]
     assert said["command"].endswith(f"--device {device.name} --vram-budget 1MiB -p TEXT")
+    assert any("device of another process" in note for note in said["notes"])
     assert main([*begin, "--budget", "30%", "--vram", "1GiB", "--link-bandwidth", "12GB/s", "--vram-bandwidth",
                  "100GB/s"]) == 0
     out = capsys.readouterr().out
     table = out[out.index("\nVRAM ") :].splitlines()[1:5]
     assert [row.split()[:2] for row in table] == [["VRAM", "budget"], ["none", "auto"], *[["12", "MiB"]] * 2]
+    assert "device of another process" not in out
     assert "uploads 12 GB/s" in out and "(given)" in out and max(map(len, table)) <= 80
     assert main([*begin, "--vram", "200MiB", "--link-bandwidth", "1GB/s", "--vram-bandwidth", "1GB/s"]) == 2
     assert "200 MiB of device memory leave nothing for experts" in capsys.readouterr().err
