@@ -88,3 +88,24 @@ def test_what_is_computed_where_follows_from_the_tokens_however_busy_the_machine
         if busy:
             work.join()
     assert counts[0] == counts[1] and counts[0][-1] > 0
+
+
+def test_what_host_memory_has_does_not_say_what_the_device_computes(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]
+) -> None:
+    counts = []
+    for read_ahead in (False, True):
+        # Host memory has room for a token's experts, not for those of sixteen.
+        with small_model(small_moe, "600KiB", device=device.name, vram_budget="25%", prefetch="none",
+                         device_misses="upload") as model:
+            with Context(model.llama.model, n_ctx=256, n_batch=16, n_ubatch=16, n_threads=1) as context:
+                for begin in range(0, 96, 16):
+                    if read_ahead:
+                        model.engine.prefetch(model.map.layers[begin // 16].il, range(8))
+                        model.engine.wait_idle()
+                    context.decode(prompt_tokens[begin:begin + 16])
+                    context.decode(prompt_tokens[begin:begin + 1])
+            model.engine.wait_idle()
+            experts = model.stats().experts
+            counts.append((experts.device_hits, experts.device_computed, experts.device_evictions))
+    assert counts[0] == counts[1] and counts[0][0] > 0

@@ -183,6 +183,9 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     l.counts.misses     += lacking.size();
     l.counts.ahead_hits += guests.size();
     l.counts.ahead_late += pass.uploads.size();
+    if (demand.stays) {
+        lacking.clear();
+    }
     // A prompt's experts come only for their own sake.
     if (scan && !brings_first) {
         lacking.resize(misses == PYORCH_ESTIMATED ? n_that_pay(layer, demand, pass, lacking) : 0);

@@ -54,6 +54,7 @@ struct DeviceDemand {
     const std::vector<int> & rows;    // by expert: tokens that use it
     int                      n_tokens;
     const void *             context = nullptr; // whose layer it is
+    bool                     stays = false;     // nothing may come: there is no place to bring it from
 };
 
 // What becomes of its experts.

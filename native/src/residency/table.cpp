@@ -398,6 +398,14 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
     return ready & bit ? e.addr[role] : zeros;
 }
 
+bool Table::fits(int layer, const std::vector<int> & experts) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const Layer & l = layers[layer];
+    const auto n_unpinned = std::count_if(experts.begin(), experts.end(),
+        [&](int id) { return !l.experts[id].pinned; });
+    return l.n_pinned + n_unpinned <= capacity(layer);
+}
+
 bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
     std::lock_guard<std::mutex> lock(mutex);
     Expert & e = layers[layer].experts[expert];

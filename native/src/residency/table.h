@@ -98,6 +98,10 @@ public:
     bool share_resident(int layer, int expert, Owner & other); // the same of any that is resident
     void unshare(Owner & other);
 
+    // Whether these fit into memory together, beside what is reserved in other layers: else some of them are streamed,
+    // and which, depends on what is there.
+    bool fits(int layer, const std::vector<int> & experts);
+
     // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.
     bool readable(const char * address) const { return address != zeros; }
 

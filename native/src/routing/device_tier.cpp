@@ -1,6 +1,7 @@
 #include "routing/device_tier.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace pyorch {
 
@@ -136,7 +137,8 @@ bool DeviceTier::is_written(int layer, int slot) const {
     });
 }
 
-void DeviceTier::order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision) {
+void DeviceTier::order(const void * context, int layer, const std::vector<ForecastExpert> & forecast,
+    double precision) {
     if (!takes_forecasts()) {
         return;
     }
@@ -180,7 +182,13 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     give_back(hold);
     settle(lock, batch.layer);
     hold.layer = batch.layer;
-    settle_ahead(lock, visit.context, batch.layer, batch.through_area ? std::vector<int>() : experts);
+    // What does not fit into host memory passes through a window, but for what happens to be there. Who computes what
+    // must not depend on that: so nothing of such a layer comes here.
+    std::vector<int> from_host;
+    std::copy_if(experts.begin(), experts.end(), std::back_inserter(from_host),
+        [&](int expert) { return seats->slot(batch.layer, expert) == DeviceTable::NONE; });
+    const bool stays = !batch.alone && !batch.through_area && !table.fits(batch.layer, from_host);
+    settle_ahead(lock, visit.context, batch.layer, batch.through_area || stays ? std::vector<int>() : experts);
     if (batch.through_area) {
         seats->forget(visit.context, batch.layer);
         choose_for_area(hold, batch, experts);
@@ -205,7 +213,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
         ++rows[batch.experts[s]];
     }
-    DevicePass pass = seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context },
+    DevicePass pass = seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays },
         own);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {

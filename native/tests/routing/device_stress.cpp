@@ -1,6 +1,6 @@
-// Several contexts share the slots and areas of a device, forecasts bring guests, contexts are aborted and freed, limits
-// and predictors change, and reads fail now and then. Each slot that a layer computes with must hold the bytes of its
-// expert from then on until the next layer comes. The device is the processor: so a sanitizer sees what goes there.
+// Several contexts share the slots and areas of a device, forecasts bring guests, contexts are aborted and freed,
+// limits and predictors change, and reads fail now and then. Each slot that a layer computes with must hold the bytes of
+// its expert from then on until the next layer comes. The device is the processor: so a sanitizer sees what goes there.
 
 #include "routing/device_stress.h"
 
@@ -204,7 +204,11 @@ static void change_about(DeviceTier & tier, int seed, const std::atomic<bool> & 
     while (!done) {
         try {
             switch (rng() % 5) {
-                case 0: tier.set_limits((int) (rng() % N_LAYERS), (int) (rng() % 2), N_EXPERT - (int) (rng() % 8)); break;
+                case 0: {
+                    const int max = N_EXPERT - (int) (rng() % 8);
+                    tier.set_limits((int) (rng() % N_LAYERS), (int) (rng() % 2), max);
+                    break;
+                }
                 case 1: {
                     constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU };
                     tier.set_policy(POLICIES[rng() % std::size(POLICIES)]);
