@@ -297,7 +297,7 @@ def _parts(report: Report) -> list[str | Table]:
         f"ms a token ({report.compute_from}), {report.route_share:.0%} of it before the routers",
         *(() if timed else ("times are not shown, for nobody said how long computing takes: give --compute-ms, or have "
                             "pyorch calibrate measure it",)),
-        *([f"device: {report.vram_budget} of its memory for experts, misses: {report.device_misses}, uploads "
+        *([f"device: room for {report.vram_budget} of the experts, misses: {report.device_misses}, uploads "
            + (f"with {report.link_bandwidth / 1e9:.3g} GB/s" if report.link_bandwidth else "in no time")
            + f", computing {report.device_speed:g} times as fast as the processor"
            + (f", {report.device_ahead} experts of a layer ahead of it" if report.device_ahead else "")

@@ -485,7 +485,7 @@ def test_the_command_prints_what_a_device_has_and_gets(small_moe: Path, trace: P
                "--device-speed", "8"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "device: 20% of its memory for experts, misses: upload, uploads with 10 GB/s, computing 8 times" in lines[3]
+    assert "device: room for 20% of the experts, misses: upload, uploads with 10 GB/s, computing 8 times" in lines[3]
     assert main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     row = report["rows"][0]
