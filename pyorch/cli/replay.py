@@ -17,6 +17,7 @@ from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
 from pyorch.settings.device import MAX_AHEAD
+from pyorch.settings.prefetch import AUTO
 
 if TYPE_CHECKING:
     from pyorch.sidecars.predictor import PredictorFile
@@ -170,6 +171,9 @@ def run(args: argparse.Namespace) -> int:
     if args.vram_budget is None and (args.device_misses or link or args.device_speed or args.device_ahead):
         raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: "
                           "say its memory with --vram-budget")
+    if args.device_ahead and any(p.predictor == AUTO for p in listed(args, "prefetch") or ()):
+        raise PyorchError("--device-ahead uploads what a predictor names, at any time, and auto does as time allows: "
+                          "name a predictor, such as --prefetch next-router")
     vram_budget, misses = _device(args.vram_budget, args.device_misses)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or decoding is not None

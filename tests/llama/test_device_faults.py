@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -112,12 +113,17 @@ def test_limits_and_policies_may_change_while_layers_are_computed(
             assert experts.device_loads > 0 and experts.device_evictions > 0
 
 
-def test_a_budget_without_room_for_an_expert_is_said_once_and_the_processor_computes(
-    small_moe: Path, device: DeviceProcess
+@pytest.mark.parametrize(("vram_budget", "why"), [
+    ("1KiB", "the budget in RPC0's memory has no room for an expert"),
+    ("0.6%", "the experts of block 0 stay off the device: there is room for [1-5] of them, and a token uses 6"),
+])
+def test_a_budget_without_room_for_the_experts_of_a_token_is_said_once_and_the_processor_computes(
+    small_moe: Path, device: DeviceProcess, vram_budget: str, why: str
 ) -> None:
     done = pyorch_command("run", small_moe, "-p", "import os", "-n", 4, "--ctx", 64, "--budget", "50%", "--device",
-                          device.name, "--vram-budget", "1KiB", "--json")
+                          device.name, "--vram-budget", vram_budget, "--json")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the budget in RPC0's memory has no room for an expert") == 1
+    assert len(re.findall(why, done.stderr)) == done.stderr.count("note:") == 1, done.stderr
     experts = json.loads(done.stdout)["stats"]["experts"]
-    assert experts["device_used_bytes"] == experts["device_computed"] == 0 < experts["hits"] + experts["misses"]
+    assert experts["device_computed"] == 0 < experts["hits"] + experts["misses"]
+    assert (experts["device_used_bytes"] == 0) == (vram_budget == "1KiB")

@@ -495,6 +495,8 @@ def test_the_command_prints_what_a_device_has_and_gets(small_moe: Path, trace: P
     known = json.loads(capsys.readouterr().out)["rows"][0]
     assert known["ahead_precision"] == 1 and row["ahead_precision"] is None
     assert known["device_hit_rate"] > row["device_hit_rate"] + 0.05
+    assert main([*command, "--device-ahead", "1", "--prefetch", "none,auto"]) == 2
+    assert "auto does as time allows: name a predictor" in capsys.readouterr().err
 
 
 def test_the_command_measures_the_disk_if_it_is_not_told(small_moe: Path, trace: Path, capsys, monkeypatch) -> None:

@@ -9,8 +9,10 @@
 #include "llama-moe.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <map>
+#include <string>
 
 namespace pyorch {
 namespace {
@@ -236,6 +238,14 @@ bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int laye
     });
 }
 
+// Of the first layer, for all others.
+void say_off_device(const llama_moe_route & route, const std::string & why) {
+    static std::atomic<bool> said{false};
+    if (!said.exchange(true)) {
+        notice(format("note: the experts of block %d stay off the device: %s", route.il, why.c_str()));
+    }
+}
+
 } // namespace
 
 ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer) {
@@ -244,7 +254,14 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
     layer.through_area = tier.takes_area((int) route.selected->ne[1], route.decode);
     layer.may_repeat   = may_repeat(route, tier.bank, layer.layer);
     const int64_t n_least = layer.may_repeat ? 1 : route.selected->ne[0];
-    if (route.warmup || (!layer.through_area && tier.bank.n_slots(layer.layer) < n_least)) {
+    const int     n_slots = tier.bank.n_slots(layer.layer);
+    if (route.warmup) {
+        return nullptr;
+    }
+    if (!layer.through_area && n_slots < n_least) {
+        if (n_slots > 0 && route.selected->ne[1] == 1) {
+            say_off_device(route, format("there is room for %d of them, and a token uses %d", n_slots, (int) n_least));
+        }
         return nullptr;
     }
     try {
@@ -267,11 +284,7 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
         return there;
     } catch (const Failure & failure) {
         layer.alone = false;
-        static bool said = false;
-        if (!said) {
-            said = true;
-            notice(format("note: the experts of block %d stay off the device: %s", route.il, failure.what()));
-        }
+        say_off_device(route, failure.what());
         return nullptr;
     }
 }
