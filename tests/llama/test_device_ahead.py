@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,6 @@ from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 
 N_DECODED = 32
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
-    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
-    yield process
-    process.stop()
 
 
 def decode(model: Model, tokens: list[int]) -> np.ndarray:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -22,13 +21,6 @@ from pyorch.llama.model import Model
 from pyorch.sizes import MiB
 
 N_PROMPT = 40  # as wide as areas want it, and a rest
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
-    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
-    yield process
-    process.stop()
 
 
 def context(model: Model, n_ctx: int = 256) -> Context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,6 @@ from pyorch.settings.substitution import Substitution
 
 
 ANY_TOKENS = np.random.default_rng(0).integers(300, 2000, 220).tolist()  # so many that every expert has one to compute
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
-    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
-    yield process
-    process.stop()
 
 
 def decoded(model: Model, tokens: list[int], settings: str) -> tuple[np.ndarray, tuple[int, ...]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,13 +24,6 @@ from pyorch.llama.model import Model
 from pyorch.sizes import MiB
 
 N_DECODED = 24
-
-
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceProcess]:
-    process = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
-    yield process
-    process.stop()
 
 
 def decode(model: Model, tokens: list[int]) -> np.ndarray:
