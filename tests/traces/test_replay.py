@@ -73,6 +73,7 @@ def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options:
         with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
             for token in tokens:
                 context.decode([token])
+            model.engine.wait_idle()  # what is predicted from the last layer is ordered, too
         model.engine.set_observer(None)
         stats = model.engine.stats()
     assert [il for il, _, _ in seen] == list(LAYERS) * n_tokens
