@@ -113,6 +113,18 @@ def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
         assert (experts.device_evictions > 0) == scarce
 
 
+def test_with_forecasts_that_upload_ahead_logits_are_those_of_the_model_that_is_wholly_on_the_device(
+    small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray
+) -> None:
+    with small_model(small_moe, "100%", device=device.name, vram_budget="30%", device_misses="upload",
+                     prefetch="next-router:1", device_ahead=2) as model:
+        made = logits(model, prompt_tokens)
+        experts = model.stats().experts
+        assert_same(made, expected, device, experts)
+        assert experts.device_computed == experts.device_hits + experts.device_misses
+        assert 0 < experts.device_ahead_hits < experts.device_ahead
+
+
 # Memory of the device: for two areas, for one, for none. The host's: all, half, and the least that works.
 @pytest.mark.parametrize(("vram_budget", "budget"), [
     ("80%", "100%"), ("80%", "312KiB"), ("40%", "50%"), ("20%", "312KiB"),
