@@ -39,11 +39,11 @@ std::string name_of(Simd simd) {
 }
 
 void bench(Numbers type, const char * type_name) {
-    const size_t bytes = N * number_bytes(type);
-    std::mt19937 rng { 1 };
+    const size_t                    bytes = N * number_bytes(type);
+    std::mt19937                    rng{ 1 };
     std::normal_distribution<float> weights(0, 0.02f);
-    std::vector<Bytes> raw(N_COPIES), e(N_COPIES), sm(N_COPIES), to(N_COPIES);
-    std::vector<Bytes> table(N_COPIES), zstd(N_COPIES);
+    std::vector<Bytes>              raw(N_COPIES), e(N_COPIES), sm(N_COPIES), to(N_COPIES);
+    std::vector<Bytes>              table(N_COPIES), zstd(N_COPIES);
     for (size_t c = 0; c < N_COPIES; ++c) {
         raw[c].resize(bytes);
         to[c].resize(bytes);
@@ -57,8 +57,9 @@ void bench(Numbers type, const char * type_name) {
                 memcpy(&raw[c][4 * i], &bits, 4);
             } else {
                 const uint32_t exponent = (bits >> 23) - (type == Numbers::F16 ? 112 : 0); // as F16 has it
-                const uint16_t half = (uint16_t) (type == Numbers::BF16 ? bits >> 16 :
-                    bits >> 31 << 15 | std::min(exponent, 31u) << 10 | (bits >> 13 & 0x3ff));
+                const uint16_t half     = (uint16_t) (type == Numbers::BF16 ?
+                        bits >> 16 :
+                        bits >> 31 << 15 | std::min(exponent, 31u) << 10 | (bits >> 13 & 0x3ff));
                 memcpy(&raw[c][2 * i], &half, 2);
             }
         }
@@ -75,21 +76,23 @@ void bench(Numbers type, const char * type_name) {
         }
         tasks.push_back({ "merge, " + name_of(simd), 0,
             [&, simd](size_t c) { merge(type, e[c].data(), sm[c].data(), N, to[c].data(), simd); }, {} });
-        tasks.push_back({ "table and merge, " + name_of(simd), table[0].size(), [&, simd](size_t c) {
-            recover(type, PlaneCodec::TABLE, table[c].data(), table[c].size(), sm[c].data(), N, to[c].data(), simd);
-        }, {} });
+        tasks.push_back({ "table and merge, " + name_of(simd), table[0].size(),
+            [&, simd](size_t c) {
+                recover(type, PlaneCodec::TABLE, table[c].data(), table[c].size(), sm[c].data(), N, to[c].data(), simd);
+            },
+            {} });
     }
-    tasks.push_back({ "zstd and merge", zstd[0].size(), [&](size_t c) {
-        recover(type, PlaneCodec::ZSTD, zstd[c].data(), zstd[c].size(), sm[c].data(), N, to[c].data());
-    }, {} });
+    tasks.push_back({ "zstd and merge", zstd[0].size(),
+        [&](size_t c) {
+            recover(type, PlaneCodec::ZSTD, zstd[c].data(), zstd[c].size(), sm[c].data(), N, to[c].data());
+        },
+        {} });
     tasks.push_back({ "split", 0, [&](size_t c) { split(type, raw[c].data(), N, e[c].data(), sm[c].data()); }, {} });
     Bytes encoded;
-    tasks.push_back({ "table, encode", table[0].size(), [&](size_t c) {
-        encode(PlaneCodec::TABLE, 0, e[c].data(), N, encoded);
-    }, {} });
-    tasks.push_back({ "zstd 1, encode", zstd[0].size(), [&](size_t c) {
-        encode(PlaneCodec::ZSTD, 1, e[c].data(), N, encoded);
-    }, {} });
+    tasks.push_back({ "table, encode", table[0].size(),
+        [&](size_t c) { encode(PlaneCodec::TABLE, 0, e[c].data(), N, encoded); }, {} });
+    tasks.push_back({ "zstd 1, encode", zstd[0].size(),
+        [&](size_t c) { encode(PlaneCodec::ZSTD, 1, e[c].data(), N, encoded); }, {} });
 
     for (int round = 0; round <= N_ROUNDS; ++round) {
         for (Task & task : tasks) {
@@ -107,8 +110,8 @@ void bench(Numbers type, const char * type_name) {
     printf("%s, %.1f MiB a matrix\n", type_name, (double) bytes / (1 << 20));
     for (const Task & task : tasks) {
         const double seconds = median(task.seconds);
-        printf("  %-24s %6.2f GB/s of the matrix  %4.0f %% of memcpy", task.name.c_str(), (double) bytes / seconds / 1e9,
-            100 * copying / seconds);
+        printf("  %-24s %6.2f GB/s of the matrix  %4.0f %% of memcpy", task.name.c_str(),
+            (double) bytes / seconds / 1e9, 100 * copying / seconds);
         if (task.stored_bytes != 0) {
             printf("  %.3f of its size", (double) (task.stored_bytes + sm[0].size()) / (double) bytes);
         }

@@ -1,12 +1,13 @@
-// What ghosts cost, at the shapes of real models: the node of the graph that computes those that are asked for, beside what
-// ggml's own operations would take for the same.
+// What ghosts cost, at the shapes of real models: the node of the graph that computes those that are asked for, beside
+// what ggml's own operations would take for the same.
 //
 //     ghosts_bench [THREADS] [ROUNDS]
 //
 // All of them have the same rank here, which is where ggml's operations do best:
-//     dense    the ghosts of all experts of the layer for every token, two products of matrices with a mask between them
+//     dense    the ghosts of all experts of the layer for every token, two products of matrices, a mask between them
 //     chosen   mul_mat_id with those that are asked for, which needs one rank for all
-// Ghosts are read from memory: several layers take turns, so that no cache has them. Times are medians of rounds by turns.
+// Ghosts are read from memory: several layers take turns, so that no cache has them. Times are medians of rounds by
+// turns.
 
 #include "random_weights.h"
 
@@ -58,28 +59,29 @@ static double seconds() {
 // One layer, in the forms of all three ways.
 struct Layer {
     std::unique_ptr<GhostLayer> ghosts;
-    ggml_tensor * down, * up, * mean;            // dense: [n_in, rows], [rows, n_out], [n_expert, n_out]
-    ggml_tensor * down_by_id, * up_by_id, * mean_by_id; // [n_in, rank, n_expert], [rank, n_out, n_expert], [n_out, n_expert]
+    ggml_tensor *               down, *up, *mean; // dense: [n_in, rows], [rows, n_out], [n_expert, n_out]
+    ggml_tensor *               down_by_id, *up_by_id,
+        *mean_by_id; // [n_in, rank, n_expert], [rank, n_out, n_expert], [n_out, n_expert]
 };
 
 class Bench {
 public:
     Bench(const Shape & shape, int n_threads) : s(shape), n_threads(n_threads), rank_by_id((s.rank + 31) / 32 * 32) {
         const size_t each = (size_t) s.n_expert * s.rank * s.n_embd * 2;
-        n_layers = (int) std::max<size_t>(1, LEAST_BYTES / each);
-        backend  = ggml_backend_dev_init(cpu_backend().device, nullptr);
+        n_layers          = (int) std::max<size_t>(1, LEAST_BYTES / each);
+        backend           = ggml_backend_dev_init(cpu_backend().device, nullptr);
         cpu_backend().set_n_threads(backend, n_threads);
         ggml_init_params params = { ggml_tensor_overhead() * (8 * n_layers + 16), nullptr, true };
-        ctx = ggml_init(params);
+        ctx                     = ggml_init(params);
         layers.resize(n_layers);
         for (Layer & l : layers) {
             const int n_rows = s.n_expert * s.rank;
-            l.down       = ggml_new_tensor_2d(ctx, GGML_TYPE_Q8_0, s.n_embd, n_rows);
-            l.up         = ggml_new_tensor_2d(ctx, GGML_TYPE_Q8_0, n_rows, s.n_embd);
-            l.mean       = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, s.n_expert, s.n_embd);
-            l.down_by_id = ggml_new_tensor_3d(ctx, GGML_TYPE_Q8_0, s.n_embd, rank_by_id, s.n_expert);
-            l.up_by_id   = ggml_new_tensor_3d(ctx, GGML_TYPE_Q8_0, rank_by_id, s.n_embd, s.n_expert);
-            l.mean_by_id = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.n_embd, s.n_expert);
+            l.down           = ggml_new_tensor_2d(ctx, GGML_TYPE_Q8_0, s.n_embd, n_rows);
+            l.up             = ggml_new_tensor_2d(ctx, GGML_TYPE_Q8_0, n_rows, s.n_embd);
+            l.mean           = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, s.n_expert, s.n_embd);
+            l.down_by_id     = ggml_new_tensor_3d(ctx, GGML_TYPE_Q8_0, s.n_embd, rank_by_id, s.n_expert);
+            l.up_by_id       = ggml_new_tensor_3d(ctx, GGML_TYPE_Q8_0, rank_by_id, s.n_embd, s.n_expert);
+            l.mean_by_id     = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, s.n_embd, s.n_expert);
         }
         buffer = ggml_backend_alloc_ctx_tensors(ctx, backend);
         if (!buffer) {
@@ -89,11 +91,11 @@ public:
         const std::vector<float> rows = random_weights((size_t) s.n_expert * rank_by_id * s.n_embd, 0.1f);
         const std::vector<int>   ranks(s.n_expert, s.rank);
         const std::vector<float> ones(s.n_expert, 1.0f);
-        pyorch_ghosts given = {};
-        given.n_expert = s.n_expert;
+        pyorch_ghosts            given = {};
+        given.n_expert                 = s.n_expert;
         given.n_in = given.n_out = s.n_embd;
-        given.n_rows = s.n_expert * s.rank;
-        given.rank   = ranks.data();
+        given.n_rows             = s.n_expert * s.rank;
+        given.rank               = ranks.data();
         given.mean = given.down = given.up = rows.data();
         given.error = given.energy = ones.data();
         for (Layer & l : layers) {
@@ -142,8 +144,10 @@ private:
     class Graph {
     public:
         Graph(Bench & bench, const Load & load, int way) : bench(bench) {
-            ggml_init_params params = { (size_t) bench.n_layers * (ggml_tensor_overhead() * 24 + ggml_graph_overhead_custom(32, false)) +
-                ggml_tensor_overhead() * 16, nullptr, true };
+            ggml_init_params params = { (size_t) bench.n_layers *
+                        (ggml_tensor_overhead() * 24 + ggml_graph_overhead_custom(32, false)) +
+                    ggml_tensor_overhead() * 16,
+                nullptr, true };
             ctx.reset(ggml_init(params));
             const Shape & s     = bench.s;
             const int     slots = load.n_tokens * load.n_ghosts;
@@ -168,23 +172,24 @@ private:
             std::iota(all.begin(), all.end(), 0);
             jobs.resize(bench.n_layers);
             for (int i = 0; i < bench.n_layers; ++i) {
-                Layer & l = bench.layers[i];
+                Layer &       l = bench.layers[i];
                 ggml_tensor * y;
                 if (way == 0) {
                     jobs[i] = { l.ghosts.get(), ghost_jobs(*l.ghosts, experts.data(), all), load.n_ghosts };
                     ggml_tensor * args[] = { x };
-                    y = ggml_custom_4d(ctx.get(), GGML_TYPE_F32, s.n_embd, load.n_ghosts, load.n_tokens, 1, args, 1, node,
-                        GGML_N_TASKS_MAX, &jobs[i]);
+                    y = ggml_custom_4d(ctx.get(), GGML_TYPE_F32, s.n_embd, load.n_ghosts, load.n_tokens, 1, args, 1,
+                        node, GGML_N_TASKS_MAX, &jobs[i]);
                 } else if (way == 1) {
                     ggml_tensor * flat = ggml_reshape_2d(ctx.get(), x, s.n_embd, load.n_tokens);
-                    y = ggml_mul(ctx.get(), ggml_mul_mat(ctx.get(), l.down, flat), mask);
+                    y                  = ggml_mul(ctx.get(), ggml_mul_mat(ctx.get(), l.down, flat), mask);
                     y = ggml_add(ctx.get(), ggml_mul_mat(ctx.get(), l.up, y), ggml_mul_mat(ctx.get(), l.mean, gates));
                 } else {
-                    y = ggml_mul_mat_id(ctx.get(), l.down_by_id, x, ids);
-                    y = ggml_mul_mat_id(ctx.get(), l.up_by_id, y, ids);
+                    y                  = ggml_mul_mat_id(ctx.get(), l.down_by_id, x, ids);
+                    y                  = ggml_mul_mat_id(ctx.get(), l.up_by_id, y, ids);
                     ggml_tensor * flat = ggml_reshape_1d(ctx.get(), ids, slots);
                     ggml_tensor * mean = ggml_get_rows(ctx.get(), l.mean_by_id, flat);
-                    y = ggml_add(ctx.get(), y, ggml_reshape_3d(ctx.get(), mean, s.n_embd, load.n_ghosts, load.n_tokens));
+                    y                  = ggml_add(
+                        ctx.get(), y, ggml_reshape_3d(ctx.get(), mean, s.n_embd, load.n_ghosts, load.n_tokens));
                 }
                 ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 32, false);
                 ggml_build_forward_expand(graph, y);
@@ -227,7 +232,7 @@ private:
 
         // As ghosts_op of native/src/routing/graph.cpp.
         static void node(ggml_tensor * y, int ith, int nth, void * user) {
-            const Jobs & j = *(const Jobs *) user;
+            const Jobs &               j = *(const Jobs *) user;
             std::vector<const float *> from;
             std::vector<float *>       to;
             for (size_t i = ith; i < j.jobs.size(); i += nth) {
@@ -242,13 +247,13 @@ private:
         }
     };
 
-    const Shape        s;
-    const int          n_threads, rank_by_id;
-    int                n_layers;
-    ggml_backend_t     backend;
-    ggml_context *     ctx;
+    const Shape           s;
+    const int             n_threads, rank_by_id;
+    int                   n_layers;
+    ggml_backend_t        backend;
+    ggml_context *        ctx;
     ggml_backend_buffer_t buffer;
-    std::vector<Layer> layers;
+    std::vector<Layer>    layers;
 
     static void fill(ggml_tensor * t, const float * values) {
         const int64_t n_rows = ggml_nelements(t) / t->ne[0];
@@ -268,13 +273,14 @@ int main(int argc, char ** argv) {
         return 2;
     }
     printf("microseconds for a ghost, %d threads\n\n", n_threads);
-    printf("%-30s %-20s %8s %8s %8s %14s %14s\n", "model", "batch", "node", "dense", "chosen", "dense : node", "chosen : node");
+    printf("%-30s %-20s %8s %8s %8s %14s %14s\n", "model", "batch", "node", "dense", "chosen", "dense : node",
+        "chosen : node");
     for (const Shape & shape : SHAPES) {
         Bench bench(shape, n_threads);
         for (const Load & load : LOADS) {
             const std::vector<double> us = bench.measure(load, n_rounds);
-            printf("%-30s %-20s %8.2f %8.2f %8.2f %14.2f %14.2f\n", shape.name, load.name, us[0], us[1], us[2], us[1] / us[0],
-                us[2] / us[0]);
+            printf("%-30s %-20s %8.2f %8.2f %8.2f %14.2f %14.2f\n", shape.name, load.name, us[0], us[1], us[2],
+                us[1] / us[0], us[2] / us[0]);
         }
     }
     return 0;

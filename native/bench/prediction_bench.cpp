@@ -37,7 +37,7 @@ struct Shape {
 
 static constexpr Shape SHAPES[] = {
     { "Qwen3-30B-A3B", 48, 128, 8, 2048, 3.3e9 * 4.85 / 8, 30.5e9 * 4.85 / 8 },
-    { "DeepSeek-V3",   58, 256, 8, 7168, 37e9 * 4.85 / 8, 671e9 * 4.85 / 8 },
+    { "DeepSeek-V3", 58, 256, 8, 7168, 37e9 * 4.85 / 8, 671e9 * 4.85 / 8 },
 };
 
 static constexpr int N_LATENT = 128, N_HIDDEN = 512; // as pyorch train-predictor has them by default
@@ -108,7 +108,7 @@ private:
 
     std::vector<uint8_t> rows, input;
     size_t               next = 0;
-    std::atomic<float>   sum { 0 }; // what is multiplied is used
+    std::atomic<float>   sum{ 0 }; // what is multiplied is used
 
     void multiply_rows(size_t n, size_t from) {
         const auto dot = cpu_backend().type_traits(GGML_TYPE_Q4_0)->vec_dot;
@@ -123,31 +123,33 @@ private:
 };
 
 static std::shared_ptr<const Estimator> random_estimator(const Shape & shape) {
-    const size_t n_layers = shape.n_layers - 1;
-    const auto in_weight   = random_weights((size_t) N_LATENT * shape.n_embd, 0.02f), in_bias = random_weights(N_LATENT, 1);
-    const auto position    = random_weights(n_layers * N_LATENT, 0.5f);
-    const auto up_weight   = random_weights((size_t) N_HIDDEN * N_LATENT, 0.06f), up_bias = random_weights(N_HIDDEN, 1);
-    const auto down_weight = random_weights((size_t) N_LATENT * N_HIDDEN, 0.03f), down_bias = random_weights(N_LATENT, 1);
-    const auto norm_weight = random_weights(N_LATENT, 1), norm_bias = random_weights(N_LATENT, 1);
-    const auto head_weight = random_weights(n_layers * shape.n_expert * N_LATENT, 0.01f);
-    const auto head_bias   = random_weights(n_layers * shape.n_expert, 0.1f);
-    pyorch_estimator e = {};
-    e.n_embd      = shape.n_embd;
-    e.n_latent    = N_LATENT;
-    e.n_hidden    = N_HIDDEN;
-    e.n_layers    = (int) n_layers;
-    e.n_expert    = shape.n_expert;
-    e.in_weight   = in_weight.data();
-    e.in_bias     = in_bias.data();
-    e.position    = position.data();
-    e.up_weight   = up_weight.data();
-    e.up_bias     = up_bias.data();
-    e.down_weight = down_weight.data();
-    e.down_bias   = down_bias.data();
-    e.norm_weight = norm_weight.data();
-    e.norm_bias   = norm_bias.data();
-    e.head_weight = head_weight.data();
-    e.head_bias   = head_bias.data();
+    const size_t n_layers  = shape.n_layers - 1;
+    const auto   in_weight = random_weights((size_t) N_LATENT * shape.n_embd, 0.02f),
+                 in_bias   = random_weights(N_LATENT, 1);
+    const auto   position  = random_weights(n_layers * N_LATENT, 0.5f);
+    const auto   up_weight = random_weights((size_t) N_HIDDEN * N_LATENT, 0.06f), up_bias = random_weights(N_HIDDEN, 1);
+    const auto   down_weight = random_weights((size_t) N_LATENT * N_HIDDEN, 0.03f),
+                 down_bias   = random_weights(N_LATENT, 1);
+    const auto   norm_weight = random_weights(N_LATENT, 1), norm_bias = random_weights(N_LATENT, 1);
+    const auto   head_weight = random_weights(n_layers * shape.n_expert * N_LATENT, 0.01f);
+    const auto   head_bias   = random_weights(n_layers * shape.n_expert, 0.1f);
+    pyorch_estimator e       = {};
+    e.n_embd                 = shape.n_embd;
+    e.n_latent               = N_LATENT;
+    e.n_hidden               = N_HIDDEN;
+    e.n_layers               = (int) n_layers;
+    e.n_expert               = shape.n_expert;
+    e.in_weight              = in_weight.data();
+    e.in_bias                = in_bias.data();
+    e.position               = position.data();
+    e.up_weight              = up_weight.data();
+    e.up_bias                = up_bias.data();
+    e.down_weight            = down_weight.data();
+    e.down_bias              = down_bias.data();
+    e.norm_weight            = norm_weight.data();
+    e.norm_bias              = norm_bias.data();
+    e.head_weight            = head_weight.data();
+    e.head_bias              = head_bias.data();
     return std::make_shared<const Estimator>(e);
 }
 
@@ -157,16 +159,16 @@ struct Times {
 
 // allowance: null: all layers are predicted. Its clock is the time that computing takes.
 static Times predict_token(PrefetchPlanner & planner, RoutedLayer & routed, const Shape & shape, Weights & weights,
-                           PredictionAllowance * allowance) {
+    PredictionAllowance * allowance) {
     static double clock = 0;
     Times         times = {};
     planner.begin(&shape, { false, true, 1, {} });
     for (int layer = 0; layer < shape.n_layers; ++layer) {
         const double computed = weights.multiply(shape.active_bytes / shape.n_layers);
-        clock          += computed;
+        clock += computed;
         times.computed += computed;
-        routed.layer    = layer;
-        routed.reach    = allowance ? allowance->reach(clock) : INT_MAX;
+        routed.layer       = layer;
+        routed.reach       = allowance ? allowance->reach(clock) : INT_MAX;
         const double begin = seconds();
         planner.routed(&shape, routed);
         const double took = seconds() - begin;
@@ -179,15 +181,16 @@ static Times predict_token(PrefetchPlanner & planner, RoutedLayer & routed, cons
 }
 
 static void measure(const std::string & path, const Shape & shape, int n_tokens) {
-    const ModelMap map = synthetic_map(path, shape.n_layers, shape.n_expert, [](int) { return 2; });
+    const ModelMap map    = synthetic_map(path, shape.n_layers, shape.n_expert, [](int) { return 2; });
     pyorch_config  config = {};
-    config.policy = PYORCH_FINEMOE;
+    config.policy         = PYORCH_FINEMOE;
     Table table(map, std::make_unique<HostBank>(map, map.slots_bytes() / 2), call_source(touch_pages, nullptr),
         plain_codec, config);
 
     // The graph has routers of its own: one that all layers share does here.
-    const std::vector<float> gate = random_weights((size_t) shape.n_expert * shape.n_embd, 0.02f), norm(shape.n_embd, 1);
-    Routers routers(shape.n_layers);
+    const std::vector<float> gate = random_weights((size_t) shape.n_expert * shape.n_embd, 0.02f),
+                             norm(shape.n_embd, 1);
+    Routers                  routers(shape.n_layers);
     for (int layer = 0; layer < shape.n_layers; ++layer) {
         Router router;
         router.gate       = gate.data();
@@ -207,7 +210,7 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
         routed.experts.push_back(e * (shape.n_expert / shape.n_used));
         routed.weights.push_back(1.0f / shape.n_used);
     }
-    routed.computed = routed.experts;
+    routed.computed  = routed.experts;
     routed.residuals = random_weights(shape.n_embd, 1);
 
     Weights weights;
@@ -221,8 +224,8 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
             {
                 const std::vector<float> vectors = random_weights((size_t) shape.n_expert * shape.n_embd, 0.1f);
                 for (int layer = 0; layer < shape.n_layers; ++layer) {
-                    planner.set_default_vectors(layer,
-                        std::make_shared<const CompactMatrix>(vectors.data(), shape.n_expert, shape.n_embd));
+                    planner.set_default_vectors(
+                        layer, std::make_shared<const CompactMatrix>(vectors.data(), shape.n_expert, shape.n_embd));
                 }
             }
             if (kind == PYORCH_PREDICT_HYBRID) {

@@ -1,6 +1,7 @@
 // What the residency table costs the compute threads and the readers, without a disk: by layer of a token whose experts
-// are all absent, by guess, and by load where layers have experts of one size or of several. Then what the policy learned
-// costs: the arithmetic of a token, and a layer that follows on one without a miss, whose wait would have hidden it.
+// are all absent, by guess, and by load where layers have experts of one size or of several. Then what the policy
+// learned costs: the arithmetic of a token, and a layer that follows on one without a miss, whose wait would have
+// hidden it.
 //
 //     residency_bench [DIRECTORY]
 //
@@ -29,8 +30,8 @@ static double median(std::vector<double> & times) {
 
 static pyorch_config make_config(const ModelMap & map, double share) {
     pyorch_config config = {};
-    config.budget_bytes = std::max(map.floor_bytes(), (uint64_t) (share * (double) map.slots_bytes()));
-    config.policy       = PYORCH_FINEMOE;
+    config.budget_bytes  = std::max(map.floor_bytes(), (uint64_t) (share * (double) map.slots_bytes()));
+    config.policy        = PYORCH_FINEMOE;
     return config;
 }
 
@@ -74,16 +75,16 @@ public:
     Owner   owner = { this };
 
 private:
-    std::mt19937         rng { 1 };
+    std::mt19937         rng{ 1 };
     std::vector<uint8_t> mask;
 };
 
 static void measure_table(const std::string & path, int n_layers, int n_expert) {
-    const ModelMap map   = synthetic_map(path, n_layers, n_expert, [](int) { return 2; });
-    Table          table = make_table(map, make_config(map, 0.5));
-    Bench          bench(table);
+    const ModelMap      map   = synthetic_map(path, n_layers, n_expert, [](int) { return 2; });
+    Table               table = make_table(map, make_config(map, 0.5));
+    Bench               bench(table);
     std::vector<double> absent, resident, want, guess;
-    constexpr int N_TOKENS = 60;
+    constexpr int       N_TOKENS = 60;
     for (int token = 0; token < N_TOKENS; ++token) {
         for (int layer = 0; layer < n_layers; ++layer) {
             // Until the budget is full there is nothing to evict.
@@ -118,17 +119,17 @@ static void measure_table(const std::string & path, int n_layers, int n_expert) 
         }
     }
     printf("%3d layers x %3d experts: %5.1f us a layer whose %d experts are absent, %.1f us if they are resident; "
-        "%.1f us to note %zu guesses, %.1f us to begin one\n", n_layers, n_expert, 1e6 * median(absent), N_USED,
-        1e6 * median(resident),
-        1e6 * median(want), (size_t) N_USED, 1e6 * median(guess));
+           "%.1f us to note %zu guesses, %.1f us to begin one\n",
+        n_layers, n_expert, 1e6 * median(absent), N_USED, 1e6 * median(resident), 1e6 * median(want), (size_t) N_USED,
+        1e6 * median(guess));
 }
 
 static void measure_loads(const std::string & path, const char * what, int rows_even, int rows_odd) {
-    constexpr int N_LAYERS = 16, N_EXPERT = 32, N_TOKENS = 80;
-    const auto     rows  = [&](int layer) { return layer % 2 ? rows_odd : rows_even; };
-    const ModelMap map   = synthetic_map(path, N_LAYERS, N_EXPERT, rows);
-    Table          table = make_table(map, make_config(map, 0.4));
-    Bench          bench(table);
+    constexpr int       N_LAYERS = 16, N_EXPERT = 32, N_TOKENS = 80;
+    const auto          rows  = [&](int layer) { return layer % 2 ? rows_odd : rows_even; };
+    const ModelMap      map   = synthetic_map(path, N_LAYERS, N_EXPERT, rows);
+    Table               table = make_table(map, make_config(map, 0.4));
+    Bench               bench(table);
     std::vector<double> loads;
     double              begin = 0;
     uint64_t            n     = 0;
@@ -153,9 +154,9 @@ static void measure_loads(const std::string & path, const char * what, int rows_
 
 // What a token's visits teach.
 static double learning_seconds(int n_layers, int n_expert, int n_tables) {
-    constexpr int N_TOKENS = 60;
-    LearnedValue learned(std::vector<int>(n_layers, n_expert), N_USED, n_tables);
-    std::mt19937 rng(1);
+    constexpr int       N_TOKENS = 60;
+    LearnedValue        learned(std::vector<int>(n_layers, n_expert), N_USED, n_tables);
+    std::mt19937        rng(1);
     std::vector<double> times;
     for (int token = 0; token < N_TOKENS; ++token) {
         double spent = 0;
@@ -178,15 +179,15 @@ static double learning_seconds(int n_layers, int n_expert, int n_tables) {
 
 // A layer whose experts are resident, where nothing hides what the layer before taught.
 static double resident_layer_seconds(const ModelMap & map, pyorch_policy policy) {
-    pyorch_config config = make_config(map, 0.99);
-    config.policy = policy;
-    Table table = make_table(map, config);
-    Bench bench(table);
+    pyorch_config config      = make_config(map, 0.99);
+    config.policy             = policy;
+    Table               table = make_table(map, config);
+    Bench               bench(table);
     std::vector<double> times;
     for (int token = 0; token < 40; ++token) {
         for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
-            const double time = bench.pass(layer, token ? bench.choose(layer, N_USED, false) :
-                bench.choose(layer, map.layers[layer].n_expert, true));
+            const double time = bench.pass(layer,
+                token ? bench.choose(layer, N_USED, false) : bench.choose(layer, map.layers[layer].n_expert, true));
             if (token > 1) {
                 times.push_back(time);
             }
@@ -197,10 +198,12 @@ static double resident_layer_seconds(const ModelMap & map, pyorch_policy policy)
 
 static void measure_learning(const std::string & path, int n_layers, int n_expert) {
     const ModelMap map = synthetic_map(path, n_layers, n_expert, [](int) { return 2; });
-    printf("%3d layers x %3d experts, policy learned: %.0f us a token with three tables, %.0f with one; a layer whose %d "
-        "experts are resident %.1f us, %.1f with finemoe\n", n_layers, n_expert,
-        1e6 * learning_seconds(n_layers, n_expert, 3), 1e6 * learning_seconds(n_layers, n_expert, 1), N_USED,
-        1e6 * resident_layer_seconds(map, PYORCH_LEARNED), 1e6 * resident_layer_seconds(map, PYORCH_FINEMOE));
+    printf(
+        "%3d layers x %3d experts, policy learned: %.0f us a token with three tables, %.0f with one; a layer whose %d "
+        "experts are resident %.1f us, %.1f with finemoe\n",
+        n_layers, n_expert, 1e6 * learning_seconds(n_layers, n_expert, 3),
+        1e6 * learning_seconds(n_layers, n_expert, 1), N_USED, 1e6 * resident_layer_seconds(map, PYORCH_LEARNED),
+        1e6 * resident_layer_seconds(map, PYORCH_FINEMOE));
 }
 
 int main(int argc, char ** argv) {

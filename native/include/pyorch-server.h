@@ -17,16 +17,16 @@ extern "C" {
 typedef struct pyorch_exchange {
     uint64_t     struct_size;
     const char * method;
-    const char * route;   // the path that was given to pyorch_server_add_route
-    const char * path;    // that, behind --api-prefix
+    const char * route; // the path that was given to pyorch_server_add_route
+    const char * path;  // that, behind --api-prefix
     const char * query;
     const char * headers; // "name: value\n" of each
     const char * body;
     uint64_t     body_size;
-    const char * data;    // what llama-server itself answers, where it has the route
+    const char * data; // what llama-server itself answers, where it has the route
     uint64_t     data_size;
-    int32_t      status;  // of that; 404 where it does not
-    int32_t      local;   // nonzero: it came over the loopback interface or a Unix socket
+    int32_t      status; // of that; 404 where it does not
+    int32_t      local;  // nonzero: it came over the loopback interface or a Unix socket
     void *       answer;
 } pyorch_exchange;
 
@@ -35,12 +35,13 @@ typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
 
 // location: for a redirection, else NULL.
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
-                          const char * data, uint64_t data_size);
+    const char * data, uint64_t data_size);
 
 // Adds a route of the server that runs next: "GET" or "POST", and its path.
-// first: nonzero: llama-server answers only what is not answered here, and its answer is not seen; data is empty then and
-// status 0.
-void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user);
+// first: nonzero: llama-server answers only what is not answered here, and its answer is not seen; data is empty then
+// and status 0.
+void pyorch_server_add_route(
+    const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user);
 
 // Of the server that runs next: what llama-server answers to a POST at one of its paths with a status of 500 or more is
 // shown, and may be replaced; of a stream, each part that speaks of an error, without what was asked.
@@ -56,8 +57,8 @@ const char * pyorch_server_get_page(uint64_t i);
 // Seconds in which the head and the body of a request must have arrived, else its connection is ended.
 void pyorch_server_set_limits(double head, double body);
 
-// The ggml_backend_dev_t that the server which runs next computes with, where another process has it: when that is gone,
-// what is computed fails. NULL, and without this call: there is none.
+// The ggml_backend_dev_t that the server which runs next computes with, where another process has it: when that is
+// gone, what is computed fails. NULL, and without this call: there is none.
 void pyorch_server_set_device(void * device);
 
 // Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller. May be

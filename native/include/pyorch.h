@@ -69,16 +69,16 @@ typedef enum pyorch_choices {
 
 // What a choice works with.
 enum {
-    PYORCH_NEEDS_ROUTERS         = 1,   // the weights of the routers: the graph's, or pyorch_set_router
-    PYORCH_NEEDS_STATES          = 2,   // what the routers see: their inputs, or the residuals before
-    PYORCH_NEEDS_DISTRIBUTIONS   = 4,   // the probabilities of all experts
-    PYORCH_NEEDS_EMBEDDINGS      = 8,   // of the tokens
-    PYORCH_NEEDS_DEFAULT_VECTORS = 16,  // pyorch_set_default_vectors
-    PYORCH_NEEDS_ESTIMATOR       = 32,  // pyorch_set_estimator
-    PYORCH_NEEDS_HISTORY         = 64,  // pyorch_set_history
-    PYORCH_NEEDS_FORECASTS       = 128, // a predictor
-    PYORCH_NEEDS_BUDDIES         = 256, // pyorch_set_buddies
-    PYORCH_NEEDS_FUTURE          = 512, // what comes: only a replay knows
+    PYORCH_NEEDS_ROUTERS         = 1,    // the weights of the routers: the graph's, or pyorch_set_router
+    PYORCH_NEEDS_STATES          = 2,    // what the routers see: their inputs, or the residuals before
+    PYORCH_NEEDS_DISTRIBUTIONS   = 4,    // the probabilities of all experts
+    PYORCH_NEEDS_EMBEDDINGS      = 8,    // of the tokens
+    PYORCH_NEEDS_DEFAULT_VECTORS = 16,   // pyorch_set_default_vectors
+    PYORCH_NEEDS_ESTIMATOR       = 32,   // pyorch_set_estimator
+    PYORCH_NEEDS_HISTORY         = 64,   // pyorch_set_history
+    PYORCH_NEEDS_FORECASTS       = 128,  // a predictor
+    PYORCH_NEEDS_BUDDIES         = 256,  // pyorch_set_buddies
+    PYORCH_NEEDS_FUTURE          = 512,  // what comes: only a replay knows
     PYORCH_NEEDS_GHOSTS          = 1024, // pyorch_set_ghosts
 };
 
@@ -121,18 +121,18 @@ enum { PYORCH_MAX_ROLES = 3 }; // matrices of one expert: up, gate, down or gate
 
 typedef struct pyorch_model_map_info {
     uint64_t struct_size;
-    char     arch[64];       // general.architecture
-    char     name[128];      // general.name, may be empty
-    int32_t  n_files;        // 1, or the number of shards
-    int32_t  n_layers;       // blocks of the model
-    int32_t  n_moe_layers;   // blocks with routed experts
-    int32_t  n_expert_used;  // top-k
-    uint64_t file_bytes;     // all shards
-    uint64_t expert_bytes;   // routed experts, as they lie in the file
-    uint64_t dense_bytes;    // all other tensors
-    uint64_t slots_bytes;    // what the experts occupy when all are resident (alignment included)
-    uint64_t floor_bytes;    // smallest budget: twice the experts of a token and one, of the largest layer
-    uint64_t slim;           // nonzero: its own file lacks the bytes of the experts, they are in a pack only
+    char     arch[64];      // general.architecture
+    char     name[128];     // general.name, may be empty
+    int32_t  n_files;       // 1, or the number of shards
+    int32_t  n_layers;      // blocks of the model
+    int32_t  n_moe_layers;  // blocks with routed experts
+    int32_t  n_expert_used; // top-k
+    uint64_t file_bytes;    // all shards
+    uint64_t expert_bytes;  // routed experts, as they lie in the file
+    uint64_t dense_bytes;   // all other tensors
+    uint64_t slots_bytes;   // what the experts occupy when all are resident (alignment included)
+    uint64_t floor_bytes;   // smallest budget: twice the experts of a token and one, of the largest layer
+    uint64_t slim;          // nonzero: its own file lacks the bytes of the experts, they are in a pack only
 } pyorch_model_map_info;
 
 typedef struct pyorch_layer_info {
@@ -140,10 +140,10 @@ typedef struct pyorch_layer_info {
     int32_t  il;
     int32_t  n_expert;
     int32_t  n_roles;
-    char     role[PYORCH_MAX_ROLES][16];  // in the order in which the kernels need them
-    char     type[PYORCH_MAX_ROLES][16];  // ggml type
-    uint64_t expert_bytes;                // one expert, as it lies in the file
-    uint64_t slot_bytes;                  // one expert, resident
+    char     role[PYORCH_MAX_ROLES][16];   // in the order in which the kernels need them
+    char     type[PYORCH_MAX_ROLES][16];   // ggml type
+    uint64_t expert_bytes;                 // one expert, as it lies in the file
+    uint64_t slot_bytes;                   // one expert, resident
     char     layout[PYORCH_MAX_ROLES][48]; // in which the kernels are fastest: "plain", as in the file, or a name of
                                            // the order that pyorch_model_map_repack makes on this processor
 } pyorch_layer_info;
@@ -165,22 +165,22 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
 // index: 0 .. n_moe_layers-1, in the order of il
 pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info);
 
-// Where a matrix of an expert lies: path (owned by the map), offset and size in bytes. In the model, but of a slim one in
-// its pack; PYORCH_FORMAT where none is attached, or holds the layer compressed.
+// Where a matrix of an expert lies: path (owned by the map), offset and size in bytes. In the model, but of a slim one
+// in its pack; PYORCH_FORMAT where none is attached, or holds the layer compressed.
 pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
-                                         const char ** path, uint64_t * offset, uint64_t * size);
+    const char ** path, uint64_t * offset, uint64_t * size);
 
 // Brings a matrix of any expert of the layer, as it lies in the file, into the order that layout names. In place, as
 // many bytes: size. PYORCH_INVALID where that is "plain". May be called by several threads at once.
-pyorch_status pyorch_model_map_repack(const pyorch_model_map * map, int32_t il, int32_t role, void * matrix,
-                                      uint64_t size);
+pyorch_status pyorch_model_map_repack(
+    const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size);
 
 // An integer of the metadata. Of an array: the element at index. PYORCH_INVALID where there is none.
 pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char * key, int32_t index, int64_t * value);
 
 // Where any tensor lies: path (owned by the map), offset and size in bytes.
-pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name, const char ** path,
-                                          uint64_t * offset, uint64_t * size);
+pyorch_status pyorch_model_map_get_tensor(
+    const pyorch_model_map * map, const char * name, const char ** path, uint64_t * offset, uint64_t * size);
 
 // The ggml type of any tensor, owned by the map.
 pyorch_status pyorch_model_map_get_tensor_type(const pyorch_model_map * map, const char * name, const char ** type);
@@ -213,16 +213,16 @@ uint64_t pyorch_shard_numbers(uint64_t n, uint64_t n_shards);
 // raw: n numbers -> e [n], sm [pyorch_sm_bytes]
 pyorch_status pyorch_split(const char * type, const void * raw, uint64_t n, void * e, void * sm);
 
-// raw [n] -> to [n], of which the first stored bytes are used; stored 0: the codec cannot make it smaller. level: of zstd
-// and lz4, 0 for their default.
+// raw [n] -> to [n], of which the first stored bytes are used; stored 0: the codec cannot make it smaller. level: of
+// zstd and lz4, 0 for their default.
 pyorch_status pyorch_encode(int32_t codec, int32_t level, const void * raw, uint64_t n, void * to, uint64_t * stored);
 
 // The other way. PYORCH_FORMAT where the bytes are not what was stored of n; raw [n] holds anything then.
 pyorch_status pyorch_decode(int32_t codec, const void * stored, uint64_t stored_bytes, void * raw, uint64_t n);
 
 // e [e_bytes]: n exponents as they are stored; sm [pyorch_sm_bytes] -> raw: n numbers. PYORCH_FORMAT as above.
-pyorch_status pyorch_recover(const char * type, int32_t codec, const void * e, uint64_t e_bytes, const void * sm, uint64_t n,
-                             void * raw);
+pyorch_status pyorch_recover(
+    const char * type, int32_t codec, const void * e, uint64_t e_bytes, const void * sm, uint64_t n, void * raw);
 
 //
 // engine
@@ -231,15 +231,15 @@ pyorch_status pyorch_recover(const char * type, int32_t codec, const void * e, u
 typedef struct pyorch_engine pyorch_engine;
 
 typedef enum pyorch_policy {
-    PYORCH_LRU     = 0, // least recently used goes first
-    PYORCH_LFU     = 1, // least frequently used goes first, old uses fade
-    PYORCH_FINEMOE = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
-    PYORCH_BELADY  = 3, // needed last goes first: in a replay, which knows
-    PYORCH_LEARNED = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
-    PYORCH_BANDIT  = 5, // least frequently used goes first, fading as fast as lately hit most often
+    PYORCH_LRU         = 0, // least recently used goes first
+    PYORCH_LFU         = 1, // least frequently used goes first, old uses fade
+    PYORCH_FINEMOE     = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
+    PYORCH_BELADY      = 3, // needed last goes first: in a replay, which knows
+    PYORCH_LEARNED     = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
+    PYORCH_BANDIT      = 5, // least frequently used goes first, fading as fast as lately hit most often
     PYORCH_LEAST_STALE = 6, // not used by its layer's last pass goes first, of the layer whose turn comes last
-    PYORCH_FIFO    = 7, // what came into memory first goes first
-    PYORCH_MARKING = 8, // at random, of what was not used since everything else was (Fiat et al. 1991)
+    PYORCH_FIFO        = 7, // what came into memory first goes first
+    PYORCH_MARKING     = 8, // at random, of what was not used since everything else was (Fiat et al. 1991)
 } pyorch_policy;
 
 // Bytes of shard file (0-based) from offset into buf. Returns the number of bytes read, which may be
@@ -254,26 +254,26 @@ typedef enum pyorch_reader {
 } pyorch_reader;
 
 typedef struct pyorch_config {
-    uint64_t       struct_size;
-    uint64_t       budget_bytes; // for all expert memory; above slots_bytes means all, the default
-    int32_t        policy;       // pyorch_policy; default PYORCH_LEARNED
-    int32_t        read_depth;   // requests under way at once, of threads one each; 0: 4, or as many threads as suit
-                                 // the processor
-    int32_t        direct_io;    // nonzero, the default: O_DIRECT where files have it and experts are large enough
-    uint64_t       read_bytes;   // one request at most; 0: 1 MiB, of threads 4 MiB
-    pyorch_read_fn read;         // NULL: the files of the map
+    uint64_t struct_size;
+    uint64_t budget_bytes;     // for all expert memory; above slots_bytes means all, the default
+    int32_t  policy;           // pyorch_policy; default PYORCH_LEARNED
+    int32_t  read_depth;       // requests under way at once, of threads one each; 0: 4, or as many threads as suit
+                               // the processor
+    int32_t        direct_io;  // nonzero, the default: O_DIRECT where files have it and experts are large enough
+    uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
+    pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    int32_t        simulated;    // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
-    int32_t        reader;       // pyorch_reader; default PYORCH_READER_AUTO
-    uint64_t       plain;        // nonzero: experts stay as they lie in the file; default: they are repacked when they
-                                 // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
-    double         pool_shares[4]; // see pyorch_set_pools; default: all for full experts
-    void *         device;         // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
-    uint64_t       device_bytes;   // of its memory for them, default 0; see pyorch_set_device_budget
-    uint64_t       device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
-    double         device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
-    uint64_t       device_ahead;   // so many experts that a predictor names are uploaded before their layer comes, at most
-                                   // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
+    int32_t        simulated; // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
+    int32_t        reader;    // pyorch_reader; default PYORCH_READER_AUTO
+    uint64_t       plain;     // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                              // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    double   pool_shares[4];  // see pyorch_set_pools; default: all for full experts
+    void *   device;          // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
+    uint64_t device_bytes;    // of its memory for them, default 0; see pyorch_set_device_budget
+    uint64_t device_misses;   // pyorch_device_misses; default PYORCH_PROCESSOR
+    double   device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
+    uint64_t device_ahead;    // so many experts that a predictor names are uploaded before their layer comes, at most
+                              // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.
@@ -289,8 +289,8 @@ pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size
 // Starts the reader. The map is copied. PYORCH_BUDGET below floor_bytes.
 pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine);
 
-// REQUIRES: the models loaded under this engine, and their contexts, are freed. Does nothing in a process that was forked
-// from the engine's: that one has none of its threads, and nothing else may be done with the engine there.
+// REQUIRES: the models loaded under this engine, and their contexts, are freed. Does nothing in a process that was
+// forked from the engine's: that one has none of its threads, and nothing else may be done with the engine there.
 pyorch_status pyorch_engine_free(pyorch_engine * engine);
 
 // Models that the calling thread loads from now on, from the files of the engine's map, leave their
@@ -318,9 +318,9 @@ pyorch_status pyorch_set_device_budget(pyorch_engine * engine, uint64_t bytes);
 // compressed all are full, whatever the shares.
 pyorch_status pyorch_set_pools(pyorch_engine * engine, const double * shares);
 
-// What is known of a layer before it runs: how often each of its n experts was used, as if up to now; from 0 on. Copied.
-// The ranks by which experts belong to pools go on from there: uses fade, with a half-life of 128 tokens. Without effect
-// where experts are not compressed.
+// What is known of a layer before it runs: how often each of its n experts was used, as if up to now; from 0 on.
+// Copied. The ranks by which experts belong to pools go on from there: uses fade, with a half-life of 128 tokens.
+// Without effect where experts are not compressed.
 pyorch_status pyorch_set_uses(pyorch_engine * engine, int32_t il, const double * uses, int32_t n);
 
 // What the policy PYORCH_LEARNED has learned. n_expert: of the widest layer; rows of others end with numbers that mean
@@ -360,8 +360,8 @@ typedef struct pyorch_device_info {
 pyorch_status pyorch_find_device(const char * name, void ** device);
 
 // How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a
-// second, of uploads, of the processor for the first row of an expert and for each further one, and the same of the device.
-// Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
+// second, of uploads, of the processor for the first row of an expert and for each further one, and the same of the
+// device. Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
 pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device, int32_t n_threads, double * rates);
 
 // A device of another process that is lost has no memory, 0 bytes, or PYORCH_IO is returned.
@@ -377,14 +377,14 @@ typedef struct pyorch_disk_speed {
     double   cores;      // that this process kept busy meanwhile
     uint64_t read_bytes; // as it was read: as pyorch_config
     int32_t  read_depth;
-    int32_t  reader;     // pyorch_reader, which is never PYORCH_READER_AUTO
-    int32_t  direct;     // around the page cache
-    int32_t  reserved;   // 0
+    int32_t  reader;   // pyorch_reader, which is never PYORCH_READER_AUTO
+    int32_t  direct;   // around the page cache
+    int32_t  reserved; // 0
 } pyorch_disk_speed;
 
 // Reads experts in random order for so many seconds, as an engine with this configuration would, and computes nothing.
-pyorch_status pyorch_measure_disk(const pyorch_model_map * map, const pyorch_config * config, double seconds,
-                                  pyorch_disk_speed * speed);
+pyorch_status pyorch_measure_disk(
+    const pyorch_model_map * map, const pyorch_config * config, double seconds, pyorch_disk_speed * speed);
 
 //
 // residency
@@ -399,10 +399,10 @@ pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_
 pyorch_status pyorch_set_device_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
 
 enum {
-    PYORCH_RESIDENT = 1, // all matrices are there
-    PYORCH_LOADING  = 2,
-    PYORCH_PINNED   = 4, // by pyorch_pin
-    PYORCH_IN_USE   = 8, // by a running layer
+    PYORCH_RESIDENT  = 1, // all matrices are there
+    PYORCH_LOADING   = 2,
+    PYORCH_PINNED    = 4,  // by pyorch_pin
+    PYORCH_IN_USE    = 8,  // by a running layer
     PYORCH_ON_DEVICE = 16, // in the memory of the device, whether or not it is in host memory too
 };
 
@@ -413,12 +413,12 @@ pyorch_status pyorch_get_residency(pyorch_engine * engine, int32_t il, uint8_t *
 pyorch_status pyorch_prefetch(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
 // Bring in and never evict, until unpinned. PYORCH_BUDGET when the rest would fall below the floor.
-pyorch_status pyorch_pin  (pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+pyorch_status pyorch_pin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 pyorch_status pyorch_unpin(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
-// The bytes of an expert, as the model's file has them, all matrices in the order of pyorch_layer_info.role. Copied. The
-// next time it is to come into memory they are taken, and nothing is read. Ignored of one that is there, or on its way,
-// and where experts are in a pack.
+// The bytes of an expert, as the model's file has them, all matrices in the order of pyorch_layer_info.role. Copied.
+// The next time it is to come into memory they are taken, and nothing is read. Ignored of one that is there, or on its
+// way, and where experts are in a pack.
 pyorch_status pyorch_offer(pyorch_engine * engine, int32_t il, int32_t expert, const void * bytes, uint64_t size);
 
 // Free the memory of resident experts that are neither pinned nor in use.
@@ -438,15 +438,15 @@ typedef struct pyorch_stats {
     uint64_t prefetch_wasted; // experts read ahead, in part at least, on a guess that did not come true
     uint64_t evictions;
     uint64_t bytes_read;
-    uint64_t read_ns;         // time with reads under way; of threads, the sum of their times
-    uint64_t stall_ns;        // time in which at least one compute thread slept for an expert
-    uint64_t failures;        // decodes failed
-    uint64_t layer_passes;    // layers computed (per ubatch)
-    uint64_t tokens;          // tokens routed, summed over layers
+    uint64_t read_ns;      // time with reads under way; of threads, the sum of their times
+    uint64_t stall_ns;     // time in which at least one compute thread slept for an expert
+    uint64_t failures;     // decodes failed
+    uint64_t layer_passes; // layers computed (per ubatch)
+    uint64_t tokens;       // tokens routed, summed over layers
     uint64_t resident_experts;
     uint64_t resident_bytes;
-    uint64_t used_bytes;      // all expert memory now
-    uint64_t peak_bytes;      // the most it ever was
+    uint64_t used_bytes; // all expert memory now
+    uint64_t peak_bytes; // the most it ever was
     uint64_t budget_bytes;
     uint64_t compressed_hits; // misses, but all parts of the compressed expert were in memory: nothing was read for it;
                               // of a layer that is streamed, what passes its window counts neither here nor below
@@ -460,9 +460,9 @@ typedef struct pyorch_stats {
     uint64_t device_computed; // uses that were computed there: hits, and what was uploaded for the layer at hand
     uint64_t device_loads;    // experts that came into slots
     uint64_t device_evictions;
-    uint64_t device_bytes;    // uploaded, into slots and for prompts
-    uint64_t device_upload_ns; // that took, the sum over threads
-    uint64_t device_experts;  // there now
+    uint64_t device_bytes;      // uploaded, into slots and for prompts
+    uint64_t device_upload_ns;  // that took, the sum over threads
+    uint64_t device_experts;    // there now
     uint64_t device_used_bytes; // of its memory, for slots, areas and rows of the processor
     uint64_t device_budget_bytes;
     uint64_t device_ahead;      // experts that were to come before their layer, as a predictor named them
@@ -489,8 +489,8 @@ pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struc
 // Fills it in. flags NULL: the sizes and stats only.
 pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot);
 
-// counts[n]: how often each of the n experts of a layer was selected by its router for tokens of this engine's contexts,
-// wherever it was computed, since the engine was made. n is n_expert.
+// counts[n]: how often each of the n experts of a layer was selected by its router for tokens of this engine's
+// contexts, wherever it was computed, since the engine was made. n is n_expert.
 pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_t * counts, int32_t n);
 
 // Zero the counters (not the gauges).
@@ -515,17 +515,17 @@ typedef enum pyorch_predictor {
 } pyorch_predictor;
 
 // Sets what predicts every layer, see pyorch_set_layer_prefetch.
-// automatic: nonzero: only while what guesses save is worth the processor's time of the predictions, and into host memory
-// only.
-// PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot be applied.
-pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
-                                  int32_t automatic);
+// automatic: nonzero: only while what guesses save is worth the processor's time of the predictions, and into host
+// memory only. PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot
+// be applied.
+pyorch_status pyorch_set_prefetch(
+    pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic);
 
 // Sets what predicts one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
-// often than this, as counted while running, are not read; 0 reads all. Below 0: those are read that gain more than they
-// cost, as counted while running.
-pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance,
-                                        double min_precision);
+// often than this, as counted while running, are not read; 0 reads all. Below 0: those are read that gain more than
+// they cost, as counted while running.
+pyorch_status pyorch_set_layer_prefetch(
+    pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision);
 
 // PYORCH_INVALID, with the layer and the reason, where a predictor that applies routers was chosen, or layers are
 // speculated, and a graph has a router that cannot be applied. For when a context was made: before, no graph is known.
@@ -548,9 +548,9 @@ typedef struct pyorch_router {
     int32_t       n_expert;
     int32_t       n_embd;
     int32_t       n_used;
-    int32_t       gating;         // pyorch_gating; default PYORCH_GATING_SOFTMAX
-    int32_t       n_groups;       // default 1
-    int32_t       n_groups_used;  // default 1
+    int32_t       gating;        // pyorch_gating; default PYORCH_GATING_SOFTMAX
+    int32_t       n_groups;      // default 1
+    int32_t       n_groups_used; // default 1
     int32_t       normalized;
     float         scale;          // default 1
     const float * gate;           // [n_expert][n_embd]
@@ -571,13 +571,13 @@ pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_route
 
 // What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
 // [n_tokens][n_used], the best first. Status as of pyorch_get_router.
-pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens,
-                                  int32_t * experts, float * weights);
+pyorch_status pyorch_apply_router(
+    pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights);
 
 // Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
 // Copied, in 8 bits a value or 16.
-pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert,
-                                         int32_t n_embd);
+pyorch_status pyorch_set_default_vectors(
+    pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd);
 
 // A network that corrects the logits which the router of the next layer gives for a quasi-hidden state (Speculating
 // Experts, appendix A). n_layers: the first so many layers with experts have their states as its input.
@@ -606,16 +606,16 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
 
 // What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
-pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits,
-                              int32_t n_expert);
+pyorch_status pyorch_estimate(
+    pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert);
 
 // While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.
 pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
 
 // vectors [n_expert][n_embd]: mean output of each expert since calibration began, 0 where it was never used;
 // counts [n_expert]: how often it was.
-pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts,
-                                      int32_t n_expert, int32_t n_embd);
+pyorch_status pyorch_get_mean_outputs(
+    pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd);
 
 //
 // speculation: lossy, off until set
@@ -650,19 +650,19 @@ pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_specu
 // What a layer's router decided for one ubatch. Arrays are valid during the call, row-major by token.
 typedef struct pyorch_routing {
     uint64_t        struct_size;
-    const void *    context;       // tells contexts apart
+    const void *    context; // tells contexts apart
     int32_t         il;
-    int32_t         decode;        // nonzero: one token of each sequence
+    int32_t         decode; // nonzero: one token of each sequence
     int32_t         n_tokens;
     int32_t         n_expert;
     int32_t         n_expert_used;
     int32_t         n_embd;
-    const int32_t * experts;       // [n_tokens][n_expert_used]
-    const float *   weights;       // [n_tokens][n_expert_used] as multiplied with the outputs
-    const float *   probs;         // [n_tokens][n_expert] after gating
-    const float *   logits;        // [n_tokens][n_expert] of the router
-    const float *   inputs;        // [n_tokens][n_embd] of the router
-    const float *   residuals;     // [n_tokens][n_embd] of which the inputs are the RMS normalization, or NULL
+    const int32_t * experts;   // [n_tokens][n_expert_used]
+    const float *   weights;   // [n_tokens][n_expert_used] as multiplied with the outputs
+    const float *   probs;     // [n_tokens][n_expert] after gating
+    const float *   logits;    // [n_tokens][n_expert] of the router
+    const float *   inputs;    // [n_tokens][n_embd] of the router
+    const float *   residuals; // [n_tokens][n_embd] of which the inputs are the RMS normalization, or NULL
 } pyorch_routing;
 
 pyorch_status pyorch_routing_default(pyorch_routing * routing, uint64_t struct_size);
@@ -675,8 +675,8 @@ pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn obs
 
 // What was predicted for one token when layer il_from was routed (-1: when the ubatch began): experts of layer il, the
 // likeliest first. Called on the prefetching thread.
-typedef void (*pyorch_prediction_fn)(void * user, const void * context, int32_t il_from, int32_t il,
-                                     const int32_t * experts, int32_t n);
+typedef void (*pyorch_prediction_fn)(
+    void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n);
 
 // One per engine; NULL removes it. On return no call of the old one is running.
 pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user);
@@ -690,7 +690,7 @@ typedef struct pyorch_history pyorch_history;
 // n_expert: of the widest layer; n_embd 0: without embeddings; capacity: in iterations; distance: of prefetching, for
 // the redundancy score by which an iteration replaces another in a full store; n_requests: capacity in requests.
 pyorch_status pyorch_history_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
-                                 int32_t n_requests, pyorch_history ** history);
+    int32_t n_requests, pyorch_history ** history);
 void          pyorch_history_free(pyorch_history * history); // engines that have it keep it
 
 // Predictors of the engine search it, and add what the engine decodes. NULL: they have none, and guess nothing.
@@ -707,28 +707,28 @@ pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_ma
 // Copies embeddings [n_maps][n_embd], maps [n_maps][n_layers][n_expert] and requests [n_requests][n_layers][n_expert];
 // any may be NULL. n_maps, n_requests: for how many there is room, then how many there are; a running engine adds more.
 pyorch_status pyorch_history_export(const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps,
-                                    float * requests, int32_t * n_requests);
+    float * requests, int32_t * n_requests);
 
 // The most alike iteration, and its cosine: by embedding where n_known is 0, else by the first n_known layers of map.
 // index -1: there is none.
 pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map,
-                                        int32_t n_known, int32_t * index, float * score);
+    int32_t n_known, int32_t * index, float * score);
 
 // The most alike request, and its cosine, by the layers of counts that are not all 0. index -1: there is none.
-pyorch_status pyorch_history_search_request(const pyorch_history * history, const float * counts, int32_t * index,
-                                            float * score);
+pyorch_status pyorch_history_search_request(
+    const pyorch_history * history, const float * counts, int32_t * index, float * score);
 
 //
 // several servers: experts that others compute
 //
 
 // Servers that have the same model loaded compute experts for each other. One that listens answers all who know its
-// token; one that is connected sends it the rows of those experts that it has a place for there, and goes on with its own
-// meanwhile. The results are those of a single server, bit for bit where pyorch_peer_info.same_kernels says so.
+// token; one that is connected sends it the rows of those experts that it has a place for there, and goes on with its
+// own meanwhile. The results are those of a single server, bit for bit where pyorch_peer_info.same_kernels says so.
 // What is lost with a server is computed here, from the model's file, and the request goes on.
 //
-// Numbers travel as they are, and so does the token: between machines that is for a network that nobody else listens to,
-// or for a process beside it that encrypts.
+// Numbers travel as they are, and so does the token: between machines that is for a network that nobody else listens
+// to, or for a process beside it that encrypts.
 
 typedef struct pyorch_listen_config {
     uint64_t     struct_size;
@@ -753,10 +753,10 @@ typedef struct pyorch_served {
     uint64_t connections; // that joined
     uint64_t refused;     // that did not, or were cut off
     uint64_t requests;
-    uint64_t failed;      // of them
-    uint64_t slots;       // rows times experts that were computed
+    uint64_t failed; // of them
+    uint64_t slots;  // rows times experts that were computed
     uint64_t compute_ns;
-    char     error[256];  // why somebody was refused last, "" if nobody was
+    char     error[256];   // why somebody was refused last, "" if nobody was
     uint64_t buffer_bytes; // of memory beside the engine's budget, to compute in
 } pyorch_served;
 
@@ -767,15 +767,15 @@ typedef struct pyorch_peer_config {
     uint64_t     struct_size;
     const char * address;
     const char * token;
-    const char * model;      // fingerprint
+    const char * model; // fingerprint
     int32_t      port;
     int32_t      timeout_ms; // a server that is silent for so long is lost; default 2000
 } pyorch_peer_config;
 
 pyorch_status pyorch_peer_config_default(pyorch_peer_config * config, uint64_t struct_size);
 
-// Joins a server that listens, and whenever it is lost, again. peer: its number, from 0. PYORCH_IO with the reason where it
-// cannot be joined now.
+// Joins a server that listens, and whenever it is lost, again. peer: its number, from 0. PYORCH_IO with the reason
+// where it cannot be joined now.
 pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * config, int32_t * peer);
 
 // What it had a place for is computed here from now on. Its number is not used again.
@@ -783,25 +783,25 @@ pyorch_status pyorch_disconnect(pyorch_engine * engine, int32_t peer);
 
 typedef struct pyorch_peer_info {
     uint64_t struct_size;
-    int32_t  joined;         // nonzero: now
-    int32_t  same_kernels;   // nonzero: results are the same, bit for bit
+    int32_t  joined;       // nonzero: now
+    int32_t  same_kernels; // nonzero: results are the same, bit for bit
     uint64_t requests;
-    uint64_t failed;         // of them, those that were computed here after all
-    uint64_t slots;          // rows times experts that it was sent
+    uint64_t failed; // of them, those that were computed here after all
+    uint64_t slots;  // rows times experts that it was sent
     uint64_t bytes_sent;
     uint64_t bytes_received;
     uint64_t times_lost;
-    char     error[256];     // why it was lost or failed last, "" if never
+    char     error[256]; // why it was lost or failed last, "" if never
 } pyorch_peer_info;
 
 pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_info * info);
 
-// peers[n_expert][n_places]: who can compute each expert of the layer: numbers of pyorch_connect; -1 ends a list, and where
-// it is empty, this server does. Of several that are there, the one is asked that has least to do in the ubatch; an expert
-// that is resident here is computed here. At any time; a ubatch under way keeps to what it began with. A layer whose graph
-// does what other servers may not do, as with an adapter, is computed here all the same.
-pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n_expert,
-                                   int32_t n_places);
+// peers[n_expert][n_places]: who can compute each expert of the layer: numbers of pyorch_connect; -1 ends a list, and
+// where it is empty, this server does. Of several that are there, the one is asked that has least to do in the ubatch;
+// an expert that is resident here is computed here. At any time; a ubatch under way keeps to what it began with. A
+// layer whose graph does what other servers may not do, as with an adapter, is computed here all the same.
+pyorch_status pyorch_set_placement(
+    pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n_expert, int32_t n_places);
 
 typedef struct pyorch_remote_counts {
     uint64_t struct_size;
@@ -813,8 +813,9 @@ typedef struct pyorch_remote_counts {
 
 pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_counts * counts);
 
-// allowed: nonzero: an expert that another server has is read from the own disk where that is estimated to be faster than to
-// ask, by how long answers and reads took lately. Until set, it is read only when no server is there that has it.
+// allowed: nonzero: an expert that another server has is read from the own disk where that is estimated to be faster
+// than to ask, by how long answers and reads took lately. Until set, it is read only when no server is there that has
+// it.
 pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed);
 
 //
@@ -866,12 +867,12 @@ typedef struct pyorch_substitution {
     double   kappa;         // of the hops in the priority
     double   reuse;         // factor for each time that a buddy was chosen in the ubatch, 1: none
     uint64_t seed;          // of random substitution
-    int32_t  sacred;        // so many of a token's experts, those of the highest weight, are never replaced nor left out
-    int32_t  among;         // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
-    double   bonus;         // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
+    int32_t  sacred; // so many of a token's experts, those of the highest weight, are never replaced nor left out
+    int32_t  among;  // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
+    double   bonus;  // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
     int32_t  max_all_layers; // as max_per_token, of all layers of a token together, in their order, 0: no limit
-    double   max_error;     // PYORCH_MISS_AUTO: most expected squared error of a token in this layer, as a share of the
-                            // layer's squared output; what would exceed it is waited for
+    double   max_error; // PYORCH_MISS_AUTO: most expected squared error of a token in this layer, as a share of the
+                        // layer's squared output; what would exceed it is waited for
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
@@ -880,24 +881,25 @@ pyorch_status pyorch_substitution_default(pyorch_substitution * substitution, ui
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
 
 // ids, q, scale: [n_expert][k_max], best first; ids -1 after the last; scale may be NULL, or nan where it is not
-// known. hops: [n_expert] to where an expert is; NULL: 1 for one that another server computes, else 0. PYORCH_INVALID for
-// ids that do not exist.
+// known. hops: [n_expert] to where an expert is; NULL: 1 for one that another server computes, else 0. PYORCH_INVALID
+// for ids that do not exist.
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-                                 const int32_t * ids, const float * q, const float * scale, const uint8_t * hops);
+    const int32_t * ids, const float * q, const float * scale, const uint8_t * hops);
 
-// What a buddy of the lists of pyorch_set_buddies leaves of the squared output of the expert that it stands in for, times
-// its scale: error[n_expert][k_max] from 0 to 1, nan where it is not known. For PYORCH_MISS_AUTO, with PYORCH_WEIGHT_FITTED.
-pyorch_status pyorch_set_buddy_errors(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-                                      const float * error);
+// What a buddy of the lists of pyorch_set_buddies leaves of the squared output of the expert that it stands in for,
+// times its scale: error[n_expert][k_max] from 0 to 1, nan where it is not known. For PYORCH_MISS_AUTO, with
+// PYORCH_WEIGHT_FITTED.
+pyorch_status pyorch_set_buddy_errors(
+    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const float * error);
 
 // Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
 pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
 
-// From now on substitution takes for resident what would be in a cache with the budget and the policy of the engine, on a
-// machine where an expert is read in so many times the time in which a layer of a token computes: so what is computed does
-// not depend on how fast this machine reads or computes. The cache begins empty, nothing is guessed in it, and it fills as
-// layers are computed. seed: 0: reads take their bytes' time; else from half to one and a half of it, as drawn. on 0: no
-// longer. REQUIRES: nothing is being decoded.
+// From now on substitution takes for resident what would be in a cache with the budget and the policy of the engine, on
+// a machine where an expert is read in so many times the time in which a layer of a token computes: so what is computed
+// does not depend on how fast this machine reads or computes. The cache begins empty, nothing is guessed in it, and it
+// fills as layers are computed. seed: 0: reads take their bytes' time; else from half to one and a half of it, as
+// drawn. on 0: no longer. REQUIRES: nothing is being decoded.
 pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double read_layers, uint64_t seed);
 
 // These come into the simulated cache at once, as far as its budget reaches.
@@ -910,42 +912,43 @@ pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyo
 typedef struct pyorch_substitution_counts {
     uint64_t struct_size;
     uint64_t tokens;
-    uint64_t lossy_tokens;         // of them, those that got another expert or lost one
-    uint64_t substituted;          // slots
-    uint64_t dropped;              // slots
-    uint64_t refused_tae;          // absent slots, by the first gate that refused
+    uint64_t lossy_tokens; // of them, those that got another expert or lost one
+    uint64_t substituted;  // slots
+    uint64_t dropped;      // slots
+    uint64_t refused_tae;  // absent slots, by the first gate that refused
     uint64_t refused_margin;
     uint64_t refused_distribution;
-    uint64_t refused_rho;          // max_per_token or max_all_layers was reached
-    uint64_t refused_buddies;      // no buddy was resident and free
-    uint64_t rank_sum;             // of the buddies used, in their lists
-    uint64_t absent;               // experts that the ubatches asked for and that were absent
-    uint64_t avoided;              // of them, those that nobody asked for any more
-    uint64_t refused_sacred;       // absent slots among a token's first
-    uint64_t ghosts;               // slots that ghosts computed
-    uint64_t refused_error;        // absent slots that would have exceeded max_error
-    uint64_t on_their_way;         // slots that were substituted, dropped or computed by ghosts while their expert was
-                                   // being read: a matter of time, unless the cache is simulated
+    uint64_t refused_rho;     // max_per_token or max_all_layers was reached
+    uint64_t refused_buddies; // no buddy was resident and free
+    uint64_t rank_sum;        // of the buddies used, in their lists
+    uint64_t absent;          // experts that the ubatches asked for and that were absent
+    uint64_t avoided;         // of them, those that nobody asked for any more
+    uint64_t refused_sacred;  // absent slots among a token's first
+    uint64_t ghosts;          // slots that ghosts computed
+    uint64_t refused_error;   // absent slots that would have exceeded max_error
+    uint64_t on_their_way;    // slots that were substituted, dropped or computed by ghosts while their expert was
+                              // being read: a matter of time, unless the cache is simulated
 } pyorch_substitution_counts;
 
 // il -1: all layers. Zeroed by pyorch_reset_stats.
 pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts);
 
 // What stands in for absent experts of a layer: the mean output of each, and a linear map of low rank of the router's
-// input x for what differs from it, y = mean + sum over its rows r of up[r] <down[r], x>. Rows are those of expert 0, then
-// those of expert 1, and so on.
+// input x for what differs from it, y = mean + sum over its rows r of up[r] <down[r], x>. Rows are those of expert 0,
+// then those of expert 1, and so on.
 typedef struct pyorch_ghosts {
-    uint64_t struct_size;
-    int32_t  n_expert;
-    int32_t  n_in;           // values of x
-    int32_t  n_out;          // of y: of what the expert gives, before the router's weight
-    int32_t  n_rows;         // sum of the ranks
-    const int32_t * rank;    // [n_expert], -1: no ghost
-    const float *   mean;    // [n_expert][n_out]
-    const float *   down;    // [n_rows][n_in]
-    const float *   up;      // [n_rows][n_out]
-    const float *   error;   // [n_expert] expected square of what the ghost misses, as a share of the layer's squared output
-    const float *   energy;  // [n_expert] expected square of the whole output, likewise
+    uint64_t        struct_size;
+    int32_t         n_expert;
+    int32_t         n_in;   // values of x
+    int32_t         n_out;  // of y: of what the expert gives, before the router's weight
+    int32_t         n_rows; // sum of the ranks
+    const int32_t * rank;   // [n_expert], -1: no ghost
+    const float *   mean;   // [n_expert][n_out]
+    const float *   down;   // [n_rows][n_in]
+    const float *   up;     // [n_rows][n_out]
+    const float *
+        error; // [n_expert] expected square of what the ghost misses, as a share of the layer's squared output
+    const float * energy; // [n_expert] expected square of the whole output, likewise
 } pyorch_ghosts;
 
 pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size); // all zero
@@ -955,16 +958,16 @@ pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size
 pyorch_status pyorch_set_ghosts(pyorch_engine * engine, int32_t il, const pyorch_ghosts * ghosts);
 
 // What ghosts give: outputs[n][n_out] for inputs[n][n_in] of experts[n]. PYORCH_INVALID for one that has none.
-pyorch_status pyorch_apply_ghosts(pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n,
-                                  float * outputs);
+pyorch_status pyorch_apply_ghosts(
+    pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n, float * outputs);
 
 // What substitution would make of a routing; counts and changes nothing but experts and weights. A slot that a ghost
 // computes keeps both.
 // routing: its context and decode are not looked at; resident: [n_expert]; normalized, softmax_selected: how the
 // model makes weights of probs (see RoutedBatch).
 pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
-                                int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
-                                pyorch_substitution_counts * counts);
+    int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
+    pyorch_substitution_counts * counts);
 
 #ifdef __cplusplus
 }

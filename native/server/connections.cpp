@@ -34,7 +34,7 @@ void Connections::tell(int socket, State state) {
         connections.erase(socket);
         return;
     }
-    of_this_thread = socket;
+    of_this_thread      = socket;
     connections[socket] = { state, Clock::now() };
     if (cuts_all || (cuts_arriving && connections[socket].arrives())) {
         shutdown(socket, SHUT_RDWR);
@@ -59,7 +59,7 @@ bool Connections::is_local() const {
 
 Connections::Counts Connections::counts() {
     std::lock_guard<std::mutex> lock(mutex);
-    Counts counts;
+    Counts                      counts;
     for (const auto & [socket, connection] : connections) {
         ++(connection.arrives() ? counts.arriving : counts.answering);
     }
@@ -96,7 +96,8 @@ void Connections::cut_late() {
     while (!ended.wait_for(lock, std::chrono::milliseconds(250), [this] { return stops; })) {
         const auto now = Clock::now();
         for (const auto & [socket, connection] : connections) {
-            if (connection.arrives() && now - connection.since > (connection.state == ROUTED ? body_limit : head_limit)) {
+            if (connection.arrives() &&
+                now - connection.since > (connection.state == ROUTED ? body_limit : head_limit)) {
                 shutdown(socket, SHUT_RDWR);
             }
         }

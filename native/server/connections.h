@@ -50,7 +50,7 @@ private:
     struct Connection {
         State             state;
         Clock::time_point since;
-        bool arrives() const { return state != RECEIVED; }
+        bool              arrives() const { return state != RECEIVED; }
     };
 
     std::mutex                          mutex;

@@ -37,7 +37,7 @@ Connections & connections() {
 }
 
 std::vector<Route>                 routes;
-std::map<std::string, Explanation> explanations;   // by path
+std::map<std::string, Explanation> explanations; // by path
 ggml_backend_dev_t                 device = nullptr;
 std::mutex                         serving;        // guards:
 const server_http_context *        http = nullptr; // while the server runs
@@ -45,30 +45,40 @@ const server_http_context *        http = nullptr; // while the server runs
 // What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
 server_http_context::handler_t own_handler(const std::string & path) {
     std::lock_guard<std::mutex> lock(serving);
-    const auto found = http ? http->handlers.find(path) : decltype(http->handlers.end()) {};
+    const auto                  found = http ? http->handlers.find(path) : decltype(http->handlers.end()){};
     return http && found != http->handlers.end() ? found->second : nullptr;
 }
 
 // Shows the request and the answer, which may be replaced.
 void show(pyorch_answer_fn answer, void * user, const char * method, const std::string & path,
-        const server_http_req & request, server_http_res & response) {
+    const server_http_req & request, server_http_res & response) {
     std::string headers;
     for (const auto & [name, value] : request.headers) {
         headers += name + ": " + value + "\n";
     }
     const pyorch_exchange exchange = {
-        sizeof(exchange), method, path.c_str(), request.path.c_str(), request.query_string.c_str(), headers.c_str(),
-        request.body.data(), request.body.size(), response.data.data(), response.data.size(), response.status,
-        connections().is_local(), &response,
+        sizeof(exchange),
+        method,
+        path.c_str(),
+        request.path.c_str(),
+        request.query_string.c_str(),
+        headers.c_str(),
+        request.body.data(),
+        request.body.size(),
+        response.data.data(),
+        response.data.size(),
+        response.status,
+        connections().is_local(),
+        &response,
     };
     answer(user, &exchange);
 }
 
 // What llama-server itself answers, with why where it failed. In a stream, that is one of its parts.
-server_http_res_ptr own_answer(const server_http_context::handler_t & own, const std::string & path,
-        const server_http_req & request) {
-    auto response = own(request);
-    const auto found = explanations.find(path);
+server_http_res_ptr own_answer(
+    const server_http_context::handler_t & own, const std::string & path, const server_http_req & request) {
+    auto       response = own(request);
+    const auto found    = explanations.find(path);
     if (found == explanations.end()) {
         return response;
     }
@@ -78,7 +88,7 @@ server_http_res_ptr own_answer(const server_http_context::handler_t & own, const
             const bool more = next(part);
             if (part.find("\"error\"") != std::string::npos) {
                 const std::function<bool()> never = [] { return false; };
-                server_http_res failed;
+                server_http_res             failed;
                 failed.status = 500;
                 failed.data   = part;
                 show(explanation.answer, explanation.user, "POST", path, { {}, {}, path, "", "", {}, never }, failed);
@@ -112,9 +122,8 @@ void add_routes(const server_http_context & context) {
     for (const auto & explanation : explanations) {
         const std::string & path = explanation.first;
         if (!has_route(path)) {
-            context.post(path, [&path](const server_http_req & request) {
-                return own_answer(own_handler(path), path, request);
-            });
+            context.post(path,
+                [&path](const server_http_req & request) { return own_answer(own_handler(path), path, request); });
             context.handlers.erase(path); // as below
         }
     }
@@ -144,8 +153,8 @@ using namespace pyorch;
 extern "C" {
 
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
-                          const char * data, uint64_t data_size) {
-    auto & response = *(server_http_res *) exchange->answer;
+    const char * data, uint64_t data_size) {
+    auto & response       = *(server_http_res *) exchange->answer;
     response.status       = status;
     response.content_type = type;
     response.data.assign(data, data_size);
@@ -155,7 +164,8 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
     }
 }
 
-void pyorch_server_add_route(const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user) {
+void pyorch_server_add_route(
+    const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user) {
     routes.push_back({ method, path, first != 0, answer, user });
 }
 
@@ -163,31 +173,27 @@ void pyorch_server_explain(const char * path, pyorch_answer_fn answer, void * us
     explanations[path] = { answer, user };
 }
 
-void pyorch_server_make_public(const char * path) {
-    llama_server_hooks.public_paths.insert(path);
-}
+void pyorch_server_make_public(const char * path) { llama_server_hooks.public_paths.insert(path); }
 
 const char * pyorch_server_get_page(uint64_t i) {
     const auto & files = llama_ui_get_assets();
     return i < files.size() ? files.data()[i].name.c_str() : nullptr;
 }
 
-void pyorch_server_set_limits(double head, double body) {
-    connections().limit(head, body);
-}
+void pyorch_server_set_limits(double head, double body) { connections().limit(head, body); }
 
-void pyorch_server_set_device(void * dev) {
-    device = (ggml_backend_dev_t) dev;
-}
+void pyorch_server_set_device(void * dev) { device = (ggml_backend_dev_t) dev; }
 
 int32_t pyorch_server_run(int32_t argc, char ** argv) {
     llama_server_hooks.routes     = add_routes;
-    llama_server_hooks.connection = [](int socket, int state) { connections().tell(socket, (Connections::State) state); };
-    llama_server_hooks.lost       = is_lost;
+    llama_server_hooks.connection = [](int socket, int state) {
+        connections().tell(socket, (Connections::State) state);
+    };
+    llama_server_hooks.lost = is_lost;
     connections().accept();
-    const int status = llama_server(argc, argv);
+    const int                   status = llama_server(argc, argv);
     std::lock_guard<std::mutex> lock(serving);
-    http = nullptr;
+    http                       = nullptr;
     llama_server_hooks.context = nullptr;
     routes.clear();
     explanations.clear();
@@ -202,8 +208,8 @@ void * pyorch_server_get_context(void) {
 
 void pyorch_server_get_connections(pyorch_connections * out) {
     const auto counts = connections().counts();
-    out->arriving  = counts.arriving;
-    out->answering = counts.answering;
+    out->arriving     = counts.arriving;
+    out->answering    = counts.answering;
 }
 
 void pyorch_server_stop_accepting(void) {

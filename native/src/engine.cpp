@@ -53,8 +53,8 @@ uint64_t pyorch_engine::shape() const {
     for (const auto & layer : table.map.layers) {
         text += pyorch::format("\n%d %d", layer.il, layer.n_expert);
         for (const auto & t : layer.tensors) {
-            text += pyorch::format(" %s %s [%lld, %lld]", t.role.c_str(), t.type.c_str(), (long long) t.n_in,
-                (long long) t.n_out);
+            text += pyorch::format(
+                " %s %s [%lld, %lld]", t.role.c_str(), t.type.c_str(), (long long) t.n_in, (long long) t.n_out);
         }
     }
     return pyorch::checksum(text.data(), text.size());
@@ -76,27 +76,22 @@ uint64_t pyorch_engine::kernels() const {
 }
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
-        simulated(config.simulated != 0),
-        config(config),
+        simulated(config.simulated != 0), config(config),
         table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config),
-        routers((int) map.layers.size()),
-        prefetcher(table, routers),
-        remote(shapes_of(map)),
+        routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
     if (config.device && !simulated) {
-        device = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config);
+        device         = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config);
         routing.device = device.get();
         prefetcher.change([this](pyorch::PrefetchPlanner & planner) {
-            planner.set_above([this](const void * context, int layer,
-                const std::vector<pyorch::ForecastExpert> & experts, double precision) {
-                device->order(context, layer, experts, precision);
-            });
+            planner.set_above(
+                [this](const void * context, int layer, const std::vector<pyorch::ForecastExpert> & experts,
+                    double precision) { device->order(context, layer, experts, precision); });
         });
     }
-    remote.on_change([this](int layer, const std::vector<uint8_t> & elsewhere) {
-        table.set_elsewhere(layer, elsewhere);
-    });
+    remote.on_change(
+        [this](int layer, const std::vector<uint8_t> & elsewhere) { table.set_elsewhere(layer, elsewhere); });
 }
 
 // The device goes before the thread that predicts.

@@ -7,8 +7,13 @@
 #include <initializer_list>
 #include <string>
 
-#define CHECK(x) \
-    do { if (!(x)) { fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); abort(); } } while (0)
+#define CHECK(x)                                                                                                       \
+    do {                                                                                                               \
+        if (!(x)) {                                                                                                    \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x);                                      \
+            abort();                                                                                                   \
+        }                                                                                                              \
+    } while (0)
 
 namespace pyorch {
 

@@ -26,13 +26,14 @@ inline bool compress(ModelMap & map, const std::string & path) {
     for (size_t l = 0; l < map.layers.size(); ++l) {
         const MoeLayer & layer = map.layers[l];
         auto             pack  = std::make_shared<PackedLayer>();
-        pack->file       = map.n_shards;
-        pack->compressed = true;
+        pack->file             = map.n_shards;
+        pack->compressed       = true;
         pack->repacked.assign(layer.tensors.size(), false);
         pack->first = { 0 };
         for (int expert = 0; expert < layer.n_expert; ++expert) {
             std::vector<uint8_t> regions[N_STORED_PARTS];
-            const auto add = [&](Part part, int plane, PlaneCodec codec, const std::vector<uint8_t> & stored, size_t raw) {
+            const auto           add = [&](Part part, int plane, PlaneCodec codec, const std::vector<uint8_t> & stored,
+                                           size_t raw) {
                 auto & region = regions[part];
                 region.resize((region.size() + 63) / 64 * 64);
                 pack->chunks.push_back({ plane, codec, region.size(), stored.size(), raw,

@@ -20,8 +20,8 @@ namespace pyorch {
 template <typename Rows>
 ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Rows rows, int n_used = 0) {
     ggml_init_params params = { 1u << 20, nullptr, true };
-    ggml_context * ctx  = ggml_init(params);
-    gguf_context * gguf = gguf_init_empty();
+    ggml_context *   ctx    = ggml_init(params);
+    gguf_context *   gguf   = gguf_init_empty();
     gguf_set_val_str(gguf, "general.architecture", "synthetic");
     gguf_set_val_u32(gguf, "synthetic.block_count", n_layers);
     if (n_used > 0) {
@@ -38,7 +38,7 @@ ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Row
     uint64_t   bytes   = gguf_get_meta_size(gguf);
     for (int64_t i = 0; i < gguf_get_n_tensors(gguf); ++i) {
         const uint64_t end = gguf_get_tensor_offset(gguf, i) + gguf_get_tensor_size(gguf, i);
-        bytes = std::max<uint64_t>(bytes, gguf_get_meta_size(gguf) + end);
+        bytes              = std::max<uint64_t>(bytes, gguf_get_meta_size(gguf) + end);
     }
     gguf_free(gguf);
     ggml_free(ctx);

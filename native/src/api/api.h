@@ -39,8 +39,10 @@ template <typename Body>
 pyorch_status guarded_outside_callbacks(const char * function, Body body) {
     return guarded([&] {
         if (in_callback()) {
-            throw Failure(PYORCH_CALLBACK, format("%s cannot be called inside a callback, for which it might wait: "
-                "call it from another thread, or afterwards", function));
+            throw Failure(PYORCH_CALLBACK,
+                format("%s cannot be called inside a callback, for which it might wait: "
+                       "call it from another thread, or afterwards",
+                    function));
         }
         body();
     });

@@ -12,7 +12,7 @@ namespace {
 constexpr unsigned NOTHING = 0;
 
 pyorch_choice choice(int32_t value, const char * name, const char * description, unsigned needs = NOTHING,
-                     unsigned uses = NOTHING, bool executable = false) {
+    unsigned uses = NOTHING, bool executable = false) {
     return { sizeof(pyorch_choice), value, needs, uses, executable, name, description };
 }
 
@@ -21,8 +21,8 @@ std::vector<pyorch_choice> policies() {
         choice(PYORCH_LRU, "lru", "the least recently used expert goes first"),
         choice(PYORCH_LFU, "lfu", "the least frequently used goes first, and old uses fade"),
         choice(PYORCH_FINEMOE, "finemoe",
-            "the least frequently used goes first, but before it those that no predictor names",
-            NOTHING, PYORCH_NEEDS_FORECASTS),
+            "the least frequently used goes first, but before it those that no predictor names", NOTHING,
+            PYORCH_NEEDS_FORECASTS),
         choice(PYORCH_BELADY, "belady", "what is needed last goes first", PYORCH_NEEDS_FUTURE),
         choice(PYORCH_LEARNED, "learned", "what will be used latest goes first, as learned while decoding"),
         choice(PYORCH_BANDIT, "bandit", "as lfu, with the fading that lately hit most often"),
@@ -99,8 +99,14 @@ std::vector<pyorch_choice> gatings() {
 
 const std::vector<pyorch_choice> & choices(int32_t which) {
     static const std::array<std::vector<pyorch_choice>, 8> lists = {
-        policies(), predictors(), speculation(), substitute_modes(), substitute_weights(), substitute_orders(),
-        misses(), gatings(),
+        policies(),
+        predictors(),
+        speculation(),
+        substitute_modes(),
+        substitute_weights(),
+        substitute_orders(),
+        misses(),
+        gatings(),
     };
     if (which < 0 || (size_t) which >= lists.size()) {
         throw Failure(PYORCH_INVALID, format("there is no list of choices %d", which));
@@ -110,19 +116,24 @@ const std::vector<pyorch_choice> & choices(int32_t which) {
 
 const pyorch_choice & checked_choice(int32_t which, int32_t value, bool knows_future) {
     static const char * const names[] = {
-        "eviction policy", "predictor", "mode of speculation", "mode of substitution", "weight of a substitute",
-        "order of substitution", "treatment of a miss", "gating function",
+        "eviction policy",
+        "predictor",
+        "mode of speculation",
+        "mode of substitution",
+        "weight of a substitute",
+        "order of substitution",
+        "treatment of a miss",
+        "gating function",
     };
-    const auto & list  = choices(which);
-    const auto   found = std::find_if(list.begin(), list.end(), [&](const pyorch_choice & choice) {
-        return choice.value == value;
-    });
+    const auto & list = choices(which);
+    const auto   found =
+        std::find_if(list.begin(), list.end(), [&](const pyorch_choice & choice) { return choice.value == value; });
     if (found == list.end()) {
         throw Failure(PYORCH_INVALID, format("unknown %s %d", names[which], value));
     }
     if ((found->needs & PYORCH_NEEDS_FUTURE) && !knows_future) {
-        throw Failure(PYORCH_INVALID, format("the %s %s needs to know the future: only a replay does", names[which],
-            found->name));
+        throw Failure(PYORCH_INVALID,
+            format("the %s %s needs to know the future: only a replay does", names[which], found->name));
     }
     return *found;
 }

@@ -16,23 +16,21 @@ void copy_text(char (&to)[n], const std::string & text) {
     memcpy(to, text.data(), std::min(text.size(), n - 1));
 }
 
-std::string text_of(const char * text) {
-    return text ? text : "";
-}
+std::string text_of(const char * text) { return text ? text : ""; }
 
 pyorch_listen_config default_listen_config() {
     pyorch_listen_config config = {};
-    config.struct_size = sizeof(config);
-    config.address     = "127.0.0.1";
-    config.n_threads   = 1;
+    config.struct_size          = sizeof(config);
+    config.address              = "127.0.0.1";
+    config.n_threads            = 1;
     return config;
 }
 
 pyorch_peer_config default_peer_config() {
     pyorch_peer_config config = {};
-    config.struct_size = sizeof(config);
-    config.address     = "127.0.0.1";
-    config.timeout_ms  = 2000;
+    config.struct_size        = sizeof(config);
+    config.address            = "127.0.0.1";
+    config.timeout_ms         = 2000;
     return config;
 }
 
@@ -55,8 +53,8 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config *
         const pyorch_listen_config given = read_struct(config, "pyorch_listen_config", default_listen_config());
         check_real(engine);
         if (given.n_threads < 1 || given.n_threads > 512) {
-            throw Failure(PYORCH_INVALID,
-                format("%d threads cannot compute for other servers: 1 to 512 can", given.n_threads));
+            throw Failure(
+                PYORCH_INVALID, format("%d threads cannot compute for other servers: 1 to 512 can", given.n_threads));
         }
         std::lock_guard<std::mutex> lock(engine->serving);
         if (engine->server) {
@@ -65,14 +63,14 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config *
         const ListenerConfig listens = { text_of(given.address), given.port, text_of(given.token), text_of(given.model),
             engine->shape(), engine->kernels(), engine->remote.layers };
         engine->server = std::make_unique<pyorch_engine::Server>(engine->routing, given.n_threads, listens);
-        *port = engine->server->listener.port();
+        *port          = engine->server->listener.port();
     });
 }
 
 pyorch_status pyorch_stop_listening(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
         std::unique_ptr<pyorch_engine::Server> ended;
-        std::lock_guard<std::mutex> lock(engine->serving);
+        std::lock_guard<std::mutex>            lock(engine->serving);
         ended.swap(engine->server); // it goes without the mutex: it may take as long as what it computes
     });
 }
@@ -84,14 +82,14 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
             throw Failure(PYORCH_INVALID, "it does not listen: pyorch_listen begins that");
         }
         const ServedCounts counts = engine->server->listener.counts();
-        pyorch_served out = {};
-        out.connections = counts.connections;
-        out.refused     = counts.refused;
-        out.requests    = counts.requests;
-        out.failed      = counts.failed;
-        out.slots       = counts.slots;
-        out.compute_ns  = counts.compute_ns;
-        out.buffer_bytes = engine->server->worker.buffer_bytes();
+        pyorch_served      out    = {};
+        out.connections           = counts.connections;
+        out.refused               = counts.refused;
+        out.requests              = counts.requests;
+        out.failed                = counts.failed;
+        out.slots                 = counts.slots;
+        out.compute_ns            = counts.compute_ns;
+        out.buffer_bytes          = engine->server->worker.buffer_bytes();
         copy_text(out.error, engine->server->listener.error());
         write_struct(served, "pyorch_served", out);
     });
@@ -106,8 +104,8 @@ pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * 
         const pyorch_peer_config given = read_struct(config, "pyorch_peer_config", default_peer_config());
         check_real(engine);
         if (given.timeout_ms < 100 || given.timeout_ms > 3600 * 1000) {
-            throw Failure(PYORCH_INVALID,
-                format("a server cannot be lost after %d ms: 100 to 3600000 can be", given.timeout_ms));
+            throw Failure(
+                PYORCH_INVALID, format("a server cannot be lost after %d ms: 100 to 3600000 can be", given.timeout_ms));
         }
         *peer = engine->remote.connect({ text_of(given.address), given.port, text_of(given.token), text_of(given.model),
             engine->shape(), engine->kernels(), given.timeout_ms });
@@ -122,22 +120,22 @@ pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_
     return guarded([&] {
         const auto       asked  = engine->remote.peer(peer);
         const PeerCounts counts = asked->counts();
-        pyorch_peer_info out = {};
-        out.joined         = asked->joined();
-        out.same_kernels   = asked->same_kernels();
-        out.requests       = counts.requests;
-        out.failed         = counts.failed;
-        out.slots          = counts.slots;
-        out.bytes_sent     = counts.bytes_sent;
-        out.bytes_received = counts.bytes_received;
-        out.times_lost     = counts.times_lost;
+        pyorch_peer_info out    = {};
+        out.joined              = asked->joined();
+        out.same_kernels        = asked->same_kernels();
+        out.requests            = counts.requests;
+        out.failed              = counts.failed;
+        out.slots               = counts.slots;
+        out.bytes_sent          = counts.bytes_sent;
+        out.bytes_received      = counts.bytes_received;
+        out.times_lost          = counts.times_lost;
         copy_text(out.error, asked->error());
         write_struct(info, "pyorch_peer_info", out);
     });
 }
 
-pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n,
-    int32_t n_places) {
+pyorch_status pyorch_set_placement(
+    pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n, int32_t n_places) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n);
@@ -150,12 +148,12 @@ pyorch_status pyorch_set_placement(pyorch_engine * engine, int32_t il, const int
 
 pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_counts * counts) {
     return guarded([&] {
-        const RemoteCounts now = engine->remote.counts();
+        const RemoteCounts   now = engine->remote.counts();
         pyorch_remote_counts out = {};
-        out.slots    = now.slots;
-        out.fallback = now.fallback;
-        out.wait_ns  = now.wait_ns;
-        out.read     = now.read;
+        out.slots                = now.slots;
+        out.fallback             = now.fallback;
+        out.wait_ns              = now.wait_ns;
+        out.read                 = now.read;
         write_struct(counts, "pyorch_remote_counts", out);
     });
 }

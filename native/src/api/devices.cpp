@@ -33,8 +33,8 @@ pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device,
         if (map->map.layers.empty() || n_threads < 1) {
             throw Failure(PYORCH_INVALID, "a device is measured with experts, and beside one thread at least");
         }
-        const DeviceRates of = measure_device(map->map, (ggml_backend_dev_t) device, n_threads);
-        const double all[] = { of.upload, of.processor_first, of.processor_more, of.device_first, of.device_more };
+        const DeviceRates of    = measure_device(map->map, (ggml_backend_dev_t) device, n_threads);
+        const double      all[] = { of.upload, of.processor_first, of.processor_more, of.device_first, of.device_more };
         std::copy(std::begin(all), std::end(all), rates);
     });
 }

@@ -11,10 +11,10 @@
 namespace pyorch {
 
 pyorch_config default_config() {
-    pyorch_config config = {};
-    config.budget_bytes = UINT64_MAX;
-    config.policy       = PYORCH_LEARNED;
-    config.direct_io    = 1;
+    pyorch_config config  = {};
+    config.budget_bytes   = UINT64_MAX;
+    config.policy         = PYORCH_LEARNED;
+    config.direct_io      = 1;
     config.pool_shares[0] = 1;
     return config;
 }
@@ -36,8 +36,8 @@ void check_shares(const double * shares) {
 
 void check_misses(const pyorch_config & given) {
     if (given.device_misses > PYORCH_ESTIMATED) {
-        throw Failure(PYORCH_INVALID, format("there is no way %llu to treat what a device lacks",
-            (unsigned long long) given.device_misses));
+        throw Failure(PYORCH_INVALID,
+            format("there is no way %llu to treat what a device lacks", (unsigned long long) given.device_misses));
     }
     if (given.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(given.device_rates).known()) {
         throw Failure(PYORCH_INVALID, "an estimate of what a device lacks needs rates above 0: measure them");
@@ -46,8 +46,9 @@ void check_misses(const pyorch_config & given) {
 
 void check_ahead(const pyorch_config & given) {
     if (given.device_ahead > DeviceTable::MOST_AHEAD) {
-        throw Failure(PYORCH_INVALID, format("%llu experts of a layer are too many to be uploaded ahead: 0 to %d can be",
-            (unsigned long long) given.device_ahead, DeviceTable::MOST_AHEAD));
+        throw Failure(PYORCH_INVALID,
+            format("%llu experts of a layer are too many to be uploaded ahead: 0 to %d can be",
+                (unsigned long long) given.device_ahead, DeviceTable::MOST_AHEAD));
     }
 }
 
@@ -84,13 +85,16 @@ pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_confi
         check_misses(given);
         check_ahead(given);
         if (given.device && !given.plain) {
-            throw Failure(PYORCH_INVALID,
-                "a device needs experts as they lie in the model, not repacked for the processor");
+            throw Failure(
+                PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
         }
         for (const MoeLayer & layer : map->map.layers) {
-            if (given.plain && layer.pack && std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
-                throw Failure(PYORCH_INVALID, format("experts are to be computed as they lie in the model, and %s holds them "
-                    "repacked", map->map.files[layer.pack->file].path.c_str()));
+            if (given.plain && layer.pack &&
+                std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
+                throw Failure(PYORCH_INVALID,
+                    format("experts are to be computed as they lie in the model, and %s holds them "
+                           "repacked",
+                        map->map.files[layer.pack->file].path.c_str()));
             }
         }
         *engine = new pyorch_engine(map->map, given);
@@ -115,9 +119,7 @@ pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
 }
 
 pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size) {
-    return guarded([&] {
-        copy_sentence(engine->table.last_error(), buf, size);
-    });
+    return guarded([&] { copy_sentence(engine->table.last_error(), buf, size); });
 }
 
 pyorch_status pyorch_decode_error(char * buf, size_t size) {

@@ -8,45 +8,44 @@ using namespace pyorch;
 extern "C" {
 
 pyorch_status pyorch_history_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
-                              int32_t n_requests, pyorch_history ** history) {
+    int32_t n_requests, pyorch_history ** history) {
     return guarded([&] {
         if (n_layers < 1 || n_expert < 1 || n_embd < 0) {
             throw Failure(PYORCH_INVALID,
-                format("there are no expert maps of %d layers of %d experts with embeddings of %d numbers",
-                    n_layers, n_expert, n_embd));
+                format("there are no expert maps of %d layers of %d experts with embeddings of %d numbers", n_layers,
+                    n_expert, n_embd));
         }
         for (auto [what, value] : { std::pair("capacity", capacity), std::pair("prefetch distance", distance),
-                std::pair("number of requests", n_requests) }) {
+                 std::pair("number of requests", n_requests) }) {
             if (value < 1) {
                 throw Failure(PYORCH_INVALID, format("the %s of expert maps is at least 1, not %d", what, value));
             }
         }
-        *history = new pyorch_history {
+        *history = new pyorch_history{
             std::make_shared<ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests),
         };
     });
 }
 
-void pyorch_history_free(pyorch_history * history) {
-    delete history;
-}
+void pyorch_history_free(pyorch_history * history) { delete history; }
 
 pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * history) {
     return guarded_outside_callbacks(__func__, [&] {
         const auto & layers = engine->table.map.layers;
         for (const auto & layer : layers) {
             if (history && history->store->iterations.n_expert < layer.n_expert) {
-                throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the expert maps %d",
-                    layer.il, layer.n_expert, history->store->iterations.n_expert));
+                throw Failure(PYORCH_INVALID,
+                    format("layer %d has %d experts, the expert maps %d", layer.il, layer.n_expert,
+                        history->store->iterations.n_expert));
             }
         }
         if (history && history->store->iterations.n_layers > (int) layers.size()) {
-            throw Failure(PYORCH_INVALID, format("the model has %zu layers with routed experts, the expert maps %d",
-                layers.size(), history->store->iterations.n_layers));
+            throw Failure(PYORCH_INVALID,
+                format("the model has %zu layers with routed experts, the expert maps %d", layers.size(),
+                    history->store->iterations.n_layers));
         }
-        engine->prefetcher.change([&](PrefetchPlanner & planner) {
-            planner.set_maps(history ? history->store : nullptr);
-        });
+        engine->prefetcher.change(
+            [&](PrefetchPlanner & planner) { planner.set_maps(history ? history->store : nullptr); });
     });
 }
 
@@ -74,23 +73,23 @@ pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_ma
 }
 
 pyorch_status pyorch_history_export(const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps,
-                                 float * requests, int32_t * n_requests) {
+    float * requests, int32_t * n_requests) {
     return guarded([&] {
-        *n_maps = history->store->iterations.copy_to(embeddings, probs, *n_maps);
+        *n_maps     = history->store->iterations.copy_to(embeddings, probs, *n_maps);
         *n_requests = history->store->requests.copy_to(requests, *n_requests);
     });
 }
 
 pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map,
-                                        int32_t n_known, int32_t * index, float * score) {
+    int32_t n_known, int32_t * index, float * score) {
     return guarded([&] {
         auto & store = history->store->iterations;
         if (n_known < 0 || n_known > store.n_layers) {
-            throw Failure(PYORCH_INVALID, format("an expert map has %d layers, so %d of them cannot be known",
-                store.n_layers, n_known));
+            throw Failure(PYORCH_INVALID,
+                format("an expert map has %d layers, so %d of them cannot be known", store.n_layers, n_known));
         }
         ExpertMapSearch search(store);
-        Match match = search.begin(embedding);
+        Match           match = search.begin(embedding);
         for (int l = 0; l < n_known; ++l) {
             match = search.observe(map + (size_t) l * store.n_expert, store.n_expert);
         }
@@ -99,12 +98,12 @@ pyorch_status pyorch_history_search_map(const pyorch_history * history, const fl
     });
 }
 
-pyorch_status pyorch_history_search_request(const pyorch_history * history, const float * counts, int32_t * index,
-                                            float * score) {
+pyorch_status pyorch_history_search_request(
+    const pyorch_history * history, const float * counts, int32_t * index, float * score) {
     return guarded([&] {
         const Match match = history->store->requests.nearest(counts);
-        *index = match.index;
-        *score = match.score;
+        *index            = match.index;
+        *score            = match.score;
     });
 }
 

@@ -38,12 +38,12 @@ using namespace pyorch;
 extern "C" {
 
 pyorch_status pyorch_learned_default(pyorch_learned * learned, uint64_t struct_size) {
-    return guarded([&] { write_default(learned, struct_size, "pyorch_learned", pyorch_learned {}); });
+    return guarded([&] { write_default(learned, struct_size, "pyorch_learned", pyorch_learned{}); });
 }
 
 pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learned) {
     return guarded_outside_callbacks(__func__, [&] {
-        pyorch_learned given = read_struct(learned, "pyorch_learned", pyorch_learned {});
+        pyorch_learned given = read_struct(learned, "pyorch_learned", pyorch_learned{});
         engine->table.with_learned([&](LearnedValue & value) {
             given.n_layers  = value.n_layers;
             given.n_expert  = value.n_expert;
@@ -64,23 +64,25 @@ pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learne
 
 pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * learned) {
     return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_learned given = read_struct(learned, "pyorch_learned", pyorch_learned {});
+        const pyorch_learned given = read_struct(learned, "pyorch_learned", pyorch_learned{});
         engine->table.with_learned([&](LearnedValue & value) {
             if (given.n_layers != value.n_layers || given.n_expert != value.n_expert ||
                 given.n_tables != value.n_tables || given.n_counts != LearnedValue::N_COUNTS ||
                 given.n_weights != N_WEIGHTS) {
-                throw Failure(PYORCH_INVALID, format("what was learned for eviction is of %d layers of %d experts in "
-                    "%d tables, the model has %d of %d, in %d", given.n_layers, given.n_expert, given.n_tables,
-                    value.n_layers, value.n_expert, value.n_tables));
+                throw Failure(PYORCH_INVALID,
+                    format("what was learned for eviction is of %d layers of %d experts in "
+                           "%d tables, the model has %d of %d, in %d",
+                        given.n_layers, given.n_expert, given.n_tables, value.n_layers, value.n_expert,
+                        value.n_tables));
             }
-            const size_t layers = value.n_layers, experts = value.n_expert;
+            const size_t        layers = value.n_layers, experts = value.n_expert;
             LearnedValue::State state;
             state.weights = read_array(given.weights, N_WEIGHTS, "weights", -LARGE, LARGE);
             read_array(given.weights + LearnedValue::N_WEIGHTS, LearnedValue::N_WEIGHTS, "squares", 1e-6f, LARGE);
-            state.counts  = read_array(given.counts, layers * LearnedValue::N_COUNTS * experts, "counts", 0, 1);
-            state.bias    = read_array(given.bias, layers * experts, "bias", -LARGE, LARGE);
-            state.tables  = read_array(given.tables, layers * value.n_tables * experts * experts, "tables", -LARGE,
-                LARGE);
+            state.counts = read_array(given.counts, layers * LearnedValue::N_COUNTS * experts, "counts", 0, 1);
+            state.bias   = read_array(given.bias, layers * experts, "bias", -LARGE, LARGE);
+            state.tables =
+                read_array(given.tables, layers * value.n_tables * experts * experts, "tables", -LARGE, LARGE);
             value.import_state(state);
         });
     });

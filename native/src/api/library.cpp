@@ -6,27 +6,17 @@ using namespace pyorch;
 
 static thread_local std::string last_error;
 
-void pyorch::set_last_error(const char * sentence) {
-    last_error = sentence;
-}
+void pyorch::set_last_error(const char * sentence) { last_error = sentence; }
 
 extern "C" {
 
-const char * pyorch_last_error(void) {
-    return last_error.c_str();
-}
+const char * pyorch_last_error(void) { return last_error.c_str(); }
 
-int32_t pyorch_abi(void) {
-    return PYORCH_ABI;
-}
+int32_t pyorch_abi(void) { return PYORCH_ABI; }
 
-const char * pyorch_version(void) {
-    return PYORCH_VERSION;
-}
+const char * pyorch_version(void) { return PYORCH_VERSION; }
 
-int32_t pyorch_version_number(void) {
-    return PYORCH_VERSION_NUMBER;
-}
+int32_t pyorch_version_number(void) { return PYORCH_VERSION_NUMBER; }
 
 pyorch_status pyorch_get_choice(int32_t which, int32_t index, pyorch_choice * choice) {
     return guarded([&] {

@@ -13,8 +13,8 @@
 
 namespace pyorch {
 
-static_assert(MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS,
-    "a model map takes what llama.cpp takes");
+static_assert(
+    MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS, "a model map takes what llama.cpp takes");
 
 namespace {
 
@@ -49,24 +49,20 @@ using namespace pyorch;
 extern "C" {
 
 pyorch_status pyorch_model_map_open(const char * path, pyorch_model_map ** map) {
-    return guarded([&] { *map = new pyorch_model_map { ModelMap(path) }; });
+    return guarded([&] { *map = new pyorch_model_map{ ModelMap(path) }; });
 }
 
-void pyorch_model_map_free(pyorch_model_map * map) {
-    delete map;
-}
+void pyorch_model_map_free(pyorch_model_map * map) { delete map; }
 
 pyorch_status pyorch_model_map_attach_pack(pyorch_model_map * map, const char * path) {
     return guarded([&] { map->map.attach_pack(path); });
 }
 
-uint64_t pyorch_checksum(const void * data, size_t size) {
-    return checksum(data, size);
-}
+uint64_t pyorch_checksum(const void * data, size_t size) { return checksum(data, size); }
 
 pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_model_map_info * info) {
     return guarded([&] {
-        const auto & m = map->map;
+        const auto &          m   = map->map;
         pyorch_model_map_info out = {};
         copy_text(out.arch, m.arch);
         copy_text(out.name, m.name);
@@ -87,16 +83,16 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
 pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info) {
     return guarded([&] {
         if (index < 0 || (size_t) index >= map->map.layers.size()) {
-            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d",
-                map->map.layers.size(), index + 1));
+            throw Failure(PYORCH_INVALID,
+                format("there are %zu layers with routed experts, not %d", map->map.layers.size(), index + 1));
         }
-        const auto & layer = map->map.layers[index];
-        pyorch_layer_info out = {};
-        out.il           = layer.il;
-        out.n_expert     = layer.n_expert;
-        out.n_roles      = (int32_t) layer.tensors.size();
-        out.expert_bytes = layer.expert_bytes();
-        out.slot_bytes   = layer.slot_bytes();
+        const auto &      layer = map->map.layers[index];
+        pyorch_layer_info out   = {};
+        out.il                  = layer.il;
+        out.n_expert            = layer.n_expert;
+        out.n_roles             = (int32_t) layer.tensors.size();
+        out.expert_bytes        = layer.expert_bytes();
+        out.slot_bytes          = layer.slot_bytes();
         for (size_t r = 0; r < layer.tensors.size(); ++r) {
             copy_text(out.role[r], layer.tensors[r].role);
             copy_text(out.type[r], layer.tensors[r].type);
@@ -107,7 +103,7 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
 }
 
 pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
-                                   const char ** path, uint64_t * offset, uint64_t * size) {
+    const char ** path, uint64_t * offset, uint64_t * size) {
     return guarded([&] {
         const auto & layer = layer_at(map, il);
         if (expert < 0 || expert >= layer.n_expert || role < 0 || (size_t) role >= layer.tensors.size()) {
@@ -118,8 +114,9 @@ pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t i
             throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
         }
         if (map->map.slim && is_compressed(layer)) {
-            throw Failure(PYORCH_FORMAT, format("%s holds layer %d compressed: no matrix of it lies there as it is",
-                map->map.files[layer.pack->file].path.c_str(), il));
+            throw Failure(PYORCH_FORMAT,
+                format("%s holds layer %d compressed: no matrix of it lies there as it is",
+                    map->map.files[layer.pack->file].path.c_str(), il));
         }
         *path   = map->map.files[map->map.slim ? layer.pack->file : t.file].path.c_str();
         *offset = map->map.slim ? layer.pack->offset[expert] + block_offset(layer, role) : t.offset + expert * t.stride;
@@ -127,7 +124,8 @@ pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t i
     });
 }
 
-pyorch_status pyorch_model_map_repack(const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size) {
+pyorch_status pyorch_model_map_repack(
+    const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size) {
     return guarded([&] {
         const auto & layer = layer_at(map, il);
         if (role < 0 || (size_t) role >= layer.tensors.size()) {
@@ -135,11 +133,13 @@ pyorch_status pyorch_model_map_repack(const pyorch_model_map * map, int32_t il, 
         }
         const auto & t = layer.tensors[role];
         if (size != t.stride) {
-            throw Failure(PYORCH_INVALID, format("a matrix of %s has %llu bytes, not %llu", t.name.c_str(),
-                (unsigned long long) t.stride, (unsigned long long) size));
+            throw Failure(PYORCH_INVALID,
+                format("a matrix of %s has %llu bytes, not %llu", t.name.c_str(), (unsigned long long) t.stride,
+                    (unsigned long long) size));
         }
         if (!can_repack(t)) {
-            throw Failure(PYORCH_INVALID, format("the layout of %s is plain: there is nothing to repack", t.name.c_str()));
+            throw Failure(
+                PYORCH_INVALID, format("the layout of %s is plain: there is nothing to repack", t.name.c_str()));
         }
         repack(t, (const char *) matrix, (char *) matrix);
     });
@@ -153,13 +153,13 @@ pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char 
     });
 }
 
-pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name,
-                                    const char ** path, uint64_t * offset, uint64_t * size) {
+pyorch_status pyorch_model_map_get_tensor(
+    const pyorch_model_map * map, const char * name, const char ** path, uint64_t * offset, uint64_t * size) {
     return guarded([&] {
         const TensorRange & t = tensor_at(map, name);
-        *path   = map->map.files[t.file].path.c_str();
-        *offset = t.offset;
-        *size   = t.bytes;
+        *path                 = map->map.files[t.file].path.c_str();
+        *offset               = t.offset;
+        *size                 = t.bytes;
     });
 }
 

@@ -7,12 +7,12 @@ using namespace pyorch;
 extern "C" {
 
 pyorch_status pyorch_routing_default(pyorch_routing * routing, uint64_t struct_size) {
-    return guarded([&] { write_default(routing, struct_size, "pyorch_routing", pyorch_routing {}); });
+    return guarded([&] { write_default(routing, struct_size, "pyorch_routing", pyorch_routing{}); });
 }
 
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user) {
     return guarded_outside_callbacks(__func__, [&] {
-        Observer & shown = engine->routing.observer;
+        Observer &                  shown = engine->routing.observer;
         std::lock_guard<std::mutex> lock(shown.mutex);
         shown.function = observer;
         shown.user     = user;
@@ -25,9 +25,9 @@ pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_pred
         PrefetchPlanner::Observer shown;
         if (observer) {
             shown = [=](const void * context, int from, const Forecast & it) {
-                const auto & layers = engine->table.map.layers;
+                const auto &               layers = engine->table.map.layers;
                 const std::vector<int32_t> experts(it.experts.begin(), it.experts.end());
-                CallbackScope scope;
+                CallbackScope              scope;
                 observer(user, context, from < 0 ? -1 : layers[from].il, layers[it.layer].il, experts.data(),
                     (int32_t) experts.size());
             };

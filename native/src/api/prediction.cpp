@@ -14,8 +14,8 @@ LayerPrefetch layer_prefetch(pyorch_engine * engine, int32_t predictor, int32_t 
     const int n_layers = (int) engine->table.map.layers.size();
     if (distance < 1 || distance > n_layers || !(min_precision <= 1)) {
         throw Failure(PYORCH_INVALID,
-            format("a prefetch needs a distance from 1 to %d and a precision of 1 at most, not %d and %g",
-            n_layers, distance, min_precision));
+            format("a prefetch needs a distance from 1 to %d and a precision of 1 at most, not %d and %g", n_layers,
+                distance, min_precision));
     }
     return { (pyorch_predictor) predictor, distance, min_precision };
 }
@@ -59,8 +59,8 @@ using namespace pyorch;
 
 extern "C" {
 
-pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision,
-                                  int32_t automatic) {
+pyorch_status pyorch_set_prefetch(
+    pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
     return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         if (!automatic) {
@@ -78,8 +78,8 @@ pyorch_status pyorch_set_prefetch(pyorch_engine * engine, int32_t predictor, int
     });
 }
 
-pyorch_status pyorch_set_layer_prefetch(pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance,
-                                        double min_precision) {
+pyorch_status pyorch_set_layer_prefetch(
+    pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision) {
     return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
         const int  layer    = engine->table.layer_index(il);
@@ -98,8 +98,8 @@ pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size
 
 pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router) {
     return guarded_outside_callbacks(__func__, [&] {
-        const int layer = engine->table.layer_index(il);
-        const pyorch_router r = read_struct(router, "pyorch_router", default_router());
+        const int           layer = engine->table.layer_index(il);
+        const pyorch_router r     = read_struct(router, "pyorch_router", default_router());
         check_experts(engine, layer, r.n_expert);
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "routers are set for simulated engines: others have those of the model");
@@ -107,28 +107,54 @@ pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch
         checked_choice(PYORCH_CHOICES_GATING, r.gating);
         if (r.n_used < 1 || r.n_used > r.n_expert || r.n_groups < 1 || r.n_expert % r.n_groups || r.n_groups_used < 1 ||
             r.n_groups_used > r.n_groups || r.n_used > r.n_expert / r.n_groups * r.n_groups_used) {
-            throw Failure(PYORCH_INVALID, format("a router cannot select %d of %d experts from %d of %d groups",
-                r.n_used, r.n_expert, r.n_groups_used, r.n_groups));
+            throw Failure(PYORCH_INVALID,
+                format("a router cannot select %d of %d experts from %d of %d groups", r.n_used, r.n_expert,
+                    r.n_groups_used, r.n_groups));
         }
-        engine->routers.set_copy(layer, {
-            r.gate, r.bias, r.selection_bias, r.norm, r.eps, (pyorch_gating) r.gating, r.n_groups, r.n_groups_used,
-            r.normalized != 0, r.scale, r.n_embd, r.n_expert, r.n_used,
-        });
+        engine->routers.set_copy(layer,
+            {
+                r.gate,
+                r.bias,
+                r.selection_bias,
+                r.norm,
+                r.eps,
+                (pyorch_gating) r.gating,
+                r.n_groups,
+                r.n_groups_used,
+                r.normalized != 0,
+                r.scale,
+                r.n_embd,
+                r.n_expert,
+                r.n_used,
+            });
     });
 }
 
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router) {
     return guarded([&] {
         const Router r = router_at(engine, il);
-        write_struct(router, "pyorch_router", pyorch_router {
-            sizeof(pyorch_router), r.n_expert, r.n_embd, r.n_used, r.gating, r.n_groups, r.n_groups_used, r.normalized,
-            r.scale, r.gate, r.bias, r.selection_bias, r.norm, r.eps,
-        });
+        write_struct(router, "pyorch_router",
+            pyorch_router{
+                sizeof(pyorch_router),
+                r.n_expert,
+                r.n_embd,
+                r.n_used,
+                r.gating,
+                r.n_groups,
+                r.n_groups_used,
+                r.normalized,
+                r.scale,
+                r.gate,
+                r.bias,
+                r.selection_bias,
+                r.norm,
+                r.eps,
+            });
     });
 }
 
-pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens,
-                                  int32_t * experts, float * weights) {
+pyorch_status pyorch_apply_router(
+    pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights) {
     return guarded([&] {
         const Router       r = router_at(engine, il);
         std::vector<float> logits;
@@ -141,32 +167,31 @@ pyorch_status pyorch_apply_router(pyorch_engine * engine, int32_t il, const floa
     });
 }
 
-pyorch_status pyorch_set_default_vectors(pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert,
-                                         int32_t n_embd) {
+pyorch_status pyorch_set_default_vectors(
+    pyorch_engine * engine, int32_t il, const float * vectors, int32_t n_expert, int32_t n_embd) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
         check_width(n_embd);
         auto copy = std::make_shared<const CompactMatrix>(vectors, n_expert, n_embd);
-        engine->prefetcher.change([&](PrefetchPlanner & planner) {
-            planner.set_default_vectors(layer, std::move(copy));
-        });
+        engine->prefetcher.change(
+            [&](PrefetchPlanner & planner) { planner.set_default_vectors(layer, std::move(copy)); });
     });
 }
 
 pyorch_status pyorch_estimator_default(pyorch_estimator * estimator, uint64_t struct_size) {
-    return guarded([&] { write_default(estimator, struct_size, "pyorch_estimator", pyorch_estimator {}); });
+    return guarded([&] { write_default(estimator, struct_size, "pyorch_estimator", pyorch_estimator{}); });
 }
 
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator) {
     return guarded_outside_callbacks(__func__, [&] {
-        const auto & layers = engine->table.map.layers;
-        const pyorch_estimator e = read_struct(estimator, "pyorch_estimator", pyorch_estimator {});
+        const auto &           layers = engine->table.map.layers;
+        const pyorch_estimator e      = read_struct(estimator, "pyorch_estimator", pyorch_estimator{});
         if (e.n_embd < 1 || e.n_latent < 1 || e.n_hidden < 1 || e.n_layers < 1 ||
             (size_t) e.n_layers >= layers.size()) {
             throw Failure(PYORCH_INVALID,
-                format("an estimator for %d of %zu layers, with widths of %d, %d and %d, does not fit",
-                e.n_layers, layers.size(), e.n_embd, e.n_latent, e.n_hidden));
+                format("an estimator for %d of %zu layers, with widths of %d, %d and %d, does not fit", e.n_layers,
+                    layers.size(), e.n_embd, e.n_latent, e.n_hidden));
         }
         for (int layer = 1; layer <= e.n_layers; ++layer) {
             check_experts(engine, layer, e.n_expert);
@@ -179,17 +204,17 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n) {
     return guarded_outside_callbacks(__func__, [&] {
         if (n < 0 || (size_t) n != engine->table.map.layers.size()) {
-            throw Failure(PYORCH_INVALID, format("there are %zu layers with routed experts, not %d",
-                engine->table.map.layers.size(), n));
+            throw Failure(PYORCH_INVALID,
+                format("there are %zu layers with routed experts, not %d", engine->table.map.layers.size(), n));
         }
         engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_estimated({ layers, layers + n }); });
     });
 }
 
-pyorch_status pyorch_estimate(pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits,
-                              int32_t n_expert) {
+pyorch_status pyorch_estimate(
+    pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert) {
     return guarded_outside_callbacks(__func__, [&] {
-        const int layer = engine->table.layer_index(il);
+        const int                        layer = engine->table.layer_index(il);
         std::shared_ptr<const Estimator> it;
         engine->prefetcher.change([&](PrefetchPlanner & planner) { it = planner.estimator(); });
         if (!it || layer >= it->n_layers || n_embd != it->n_embd || n_expert != it->n_expert) {
@@ -206,8 +231,8 @@ pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on) {
     return guarded_outside_callbacks(__func__, [&] { engine->routing.calibration.set(on != 0); });
 }
 
-pyorch_status pyorch_get_mean_outputs(pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts,
-                                      int32_t n_expert, int32_t n_embd) {
+pyorch_status pyorch_get_mean_outputs(
+    pyorch_engine * engine, int32_t il, float * vectors, uint64_t * counts, int32_t n_expert, int32_t n_embd) {
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);

@@ -12,11 +12,11 @@ namespace {
 
 // A disk of 1 GB/s and a processor that takes no time.
 pyorch_replay_config default_config() {
-    pyorch_replay_config config = {};
+    pyorch_replay_config config  = {};
     config.read_bytes_per_second = 1e9;
-    config.n_decoders    = 1;
-    config.device_policy = PYORCH_LEARNED;
-    config.device_speed  = config.device_prefill_speed = 1;
+    config.n_decoders            = 1;
+    config.device_policy         = PYORCH_LEARNED;
+    config.device_speed = config.device_prefill_speed = 1;
     return config;
 }
 
@@ -25,7 +25,7 @@ pyorch_replay_config default_config() {
 extern "C" {
 
 pyorch_status pyorch_recording_default(pyorch_recording * recording, uint64_t struct_size) {
-    return guarded([&] { pyorch::write_default(recording, struct_size, "pyorch_recording", pyorch_recording {}); });
+    return guarded([&] { pyorch::write_default(recording, struct_size, "pyorch_recording", pyorch_recording{}); });
 }
 
 pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size) {
@@ -33,13 +33,13 @@ pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64
 }
 
 pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording,
-                            const pyorch_replay_config * config, pyorch_replay_result * result, int32_t max_distance,
-                            int32_t n_ranks, uint64_t * right, uint64_t * total, double * ends) {
+    const pyorch_replay_config * config, pyorch_replay_result * result, int32_t max_distance, int32_t n_ranks,
+    uint64_t * right, uint64_t * total, double * ends) {
     return guarded_outside_callbacks(__func__, [&] {
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "a replay needs a simulated engine");
         }
-        const auto given    = pyorch::read_struct(recording, "pyorch_recording", pyorch_recording {});
+        const auto given    = pyorch::read_struct(recording, "pyorch_recording", pyorch_recording{});
         const auto settings = pyorch::read_struct(config, "pyorch_replay_config", default_config());
         pyorch::check_struct(result, "pyorch_replay_result");
         pyorch::check_recording(engine->table.map, given, settings);

@@ -79,12 +79,12 @@ pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats 
 }
 
 pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struct_size) {
-    return guarded([&] { write_default(snapshot, struct_size, "pyorch_snapshot", pyorch_snapshot {}); });
+    return guarded([&] { write_default(snapshot, struct_size, "pyorch_snapshot", pyorch_snapshot{}); });
 }
 
 pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot) {
     return guarded([&] {
-        pyorch_snapshot out = read_struct(snapshot, "pyorch_snapshot", pyorch_snapshot {});
+        pyorch_snapshot out = read_struct(snapshot, "pyorch_snapshot", pyorch_snapshot{});
         engine->table.get_snapshot(out);
         if (engine->device) {
             engine->device->add_stats(-1, out.stats);
@@ -102,8 +102,9 @@ pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
         if (n != engine->table.map.layers[layer].n_expert) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the counts are for %d",
-                il, engine->table.map.layers[layer].n_expert, n));
+            throw Failure(PYORCH_INVALID,
+                format(
+                    "layer %d has %d experts, the counts are for %d", il, engine->table.map.layers[layer].n_expert, n));
         }
         engine->routing.activations.copy(layer, counts);
     });

@@ -18,9 +18,8 @@ pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
             engine->routing.speculation.set(before);
             throw;
         }
-        engine->prefetcher.change([&](PrefetchPlanner & planner) {
-            planner.set_speculative(mode != PYORCH_SPECULATE_NONE);
-        });
+        engine->prefetcher.change(
+            [&](PrefetchPlanner & planner) { planner.set_speculative(mode != PYORCH_SPECULATE_NONE); });
     });
 }
 

@@ -14,8 +14,9 @@ namespace pyorch {
 inline void check_struct_size(uint64_t size, const char * name) {
     constexpr uint64_t MOST = 4096;
     if (size < sizeof(uint64_t) || size > MOST || size % sizeof(uint64_t) != 0) {
-        throw Failure(PYORCH_INVALID, format("the struct_size of a %s cannot be %llu: set it to sizeof(%s)", name,
-            (unsigned long long) size, name));
+        throw Failure(PYORCH_INVALID,
+            format(
+                "the struct_size of a %s cannot be %llu: set it to sizeof(%s)", name, (unsigned long long) size, name));
     }
 }
 
@@ -57,8 +58,8 @@ T read_struct(const T * from, const char * name, const T & defaults) {
     const uint64_t size  = from->struct_size;
     const char *   bytes = (const char *) from;
     if (size > sizeof(T) && std::any_of(bytes + sizeof(T), bytes + size, [](char byte) { return byte != 0; })) {
-        throw Failure(PYORCH_INVALID, format("a %s sets something that this library, of version %s, does not know", name,
-            PYORCH_VERSION));
+        throw Failure(PYORCH_INVALID,
+            format("a %s sets something that this library, of version %s, does not know", name, PYORCH_VERSION));
     }
     T value = defaults;
     memcpy((void *) &value, bytes, std::min<uint64_t>(size, sizeof(T)));

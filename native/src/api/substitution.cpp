@@ -24,26 +24,27 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         if (s.search_rank < 0 || s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 ||
             !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0) || !(s.bonus >= 0) || !(s.max_error >= 0)) {
             throw Failure(PYORCH_INVALID,
-                "a substitution needs a temperature above 0, and no negative rank, limit, reuse, bonus, error or read_ms");
+                "a substitution needs a temperature above 0, and no negative rank, limit, reuse, bonus, error or "
+                "read_ms");
         }
         engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });
 }
 
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-                                 const int32_t * ids, const float * q, const float * scale, const uint8_t * hops) {
+    const int32_t * ids, const float * q, const float * scale, const uint8_t * hops) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         const int n     = engine->table.map.layers[layer].n_expert;
         if (n_expert != n || k_max < 1) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the buddy lists are for %d",
-                il, n, n_expert));
+            throw Failure(
+                PYORCH_INVALID, format("layer %d has %d experts, the buddy lists are for %d", il, n, n_expert));
         }
         const size_t size = (size_t) n * k_max;
         for (size_t i = 0; i < size; ++i) {
             if (ids[i] < -1 || ids[i] >= n || ids[i] == (int32_t) (i / k_max)) {
-                throw Failure(PYORCH_INVALID, format("expert %d of layer %d cannot have expert %d for a buddy",
-                    (int) (i / k_max), il, ids[i]));
+                throw Failure(PYORCH_INVALID,
+                    format("expert %d of layer %d cannot have expert %d for a buddy", (int) (i / k_max), il, ids[i]));
             }
         }
         BuddyLists lists;
@@ -60,8 +61,8 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
     });
 }
 
-pyorch_status pyorch_set_buddy_errors(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-                                      const float * error) {
+pyorch_status pyorch_set_buddy_errors(
+    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const float * error) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
@@ -77,25 +78,26 @@ pyorch_status pyorch_set_buddy_errors(pyorch_engine * engine, int32_t il, int32_
 }
 
 pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size) {
-    return guarded([&] { write_default(ghosts, struct_size, "pyorch_ghosts", pyorch_ghosts {}); });
+    return guarded([&] { write_default(ghosts, struct_size, "pyorch_ghosts", pyorch_ghosts{}); });
 }
 
 pyorch_status pyorch_set_ghosts(pyorch_engine * engine, int32_t il, const pyorch_ghosts * ghosts) {
     return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_ghosts given = read_struct(ghosts, "pyorch_ghosts", pyorch_ghosts {});
+        const pyorch_ghosts given = read_struct(ghosts, "pyorch_ghosts", pyorch_ghosts{});
         const int           layer = engine->table.layer_index(il);
         const LayerShape &  shape = engine->remote.layers[layer];
         check_experts(engine, layer, given.n_expert);
         if (given.n_in != shape.n_in || given.n_out != shape.n_out) {
-            throw Failure(PYORCH_INVALID, format("experts of layer %d make %d values of %d, their ghosts %d of %d", il,
-                shape.n_out, shape.n_in, given.n_out, given.n_in));
+            throw Failure(PYORCH_INVALID,
+                format("experts of layer %d make %d values of %d, their ghosts %d of %d", il, shape.n_out, shape.n_in,
+                    given.n_out, given.n_in));
         }
         engine->routing.substitutions.set_ghosts(layer, std::make_shared<const GhostLayer>(given));
     });
 }
 
-pyorch_status pyorch_apply_ghosts(pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n,
-                                  float * outputs) {
+pyorch_status pyorch_apply_ghosts(
+    pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n, float * outputs) {
     return guarded([&] {
         const auto ghosts = engine->routing.substitutions.ghosts(engine->table.layer_index(il));
         for (int i = 0; i < n; ++i) {
@@ -121,11 +123,11 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         if (mask && n != engine->table.map.layers[layer].n_expert) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d",
-                il, engine->table.map.layers[layer].n_expert, n));
+            throw Failure(PYORCH_INVALID,
+                format("layer %d has %d experts, the mask %d", il, engine->table.map.layers[layer].n_expert, n));
         }
-        engine->routing.substitutions.set_cache(layer,
-            mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
+        engine->routing.substitutions.set_cache(
+            layer, mask ? std::vector<uint8_t>(mask, mask + n) : std::vector<uint8_t>());
     });
 }
 
@@ -136,8 +138,8 @@ pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double r
             pyorch_stats now = {};
             engine->table.get_stats(-1, now);
             pyorch_config config = engine->config;
-            config.budget_bytes = now.budget_bytes;
-            cache = std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
+            config.budget_bytes  = now.budget_bytes;
+            cache                = std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
         }
         engine->routing.virtual_cache = cache;
         engine->simulated_cache       = std::move(cache);
@@ -165,8 +167,8 @@ pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyo
 
 pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts) {
     return guarded([&] {
-        pyorch_substitution_counts sum = {};
-        const int only = il < 0 ? -1 : engine->table.layer_index(il);
+        pyorch_substitution_counts sum  = {};
+        const int                  only = il < 0 ? -1 : engine->table.layer_index(il);
         for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
             if (only < 0 || layer == only) {
                 add(sum, engine->routing.substitutions.counts(layer));
@@ -177,27 +179,27 @@ pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il,
 }
 
 pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
-                                int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
-                                pyorch_substitution_counts * counts) {
+    int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
+    pyorch_substitution_counts * counts) {
     return guarded([&] {
-        const pyorch_routing given = read_struct(routing, "pyorch_routing", pyorch_routing {});
+        const pyorch_routing given = read_struct(routing, "pyorch_routing", pyorch_routing{});
         check_struct(counts, "pyorch_substitution_counts");
-        const int layer = engine->table.layer_index(given.il);
-        const int n     = engine->table.map.layers[layer].n_expert;
+        const int    layer   = engine->table.layer_index(given.il);
+        const int    n       = engine->table.map.layers[layer].n_expert;
         const size_t n_slots = (size_t) given.n_tokens * given.n_expert_used;
         if (given.n_expert != n || given.n_tokens < 1 || given.n_expert_used < 1) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the routing %d",
-                given.il, n, given.n_expert));
+            throw Failure(
+                PYORCH_INVALID, format("layer %d has %d experts, the routing %d", given.il, n, given.n_expert));
         }
         for (size_t i = 0; i < n_slots; ++i) {
             if (given.experts[i] < 0 || given.experts[i] >= n) {
-                throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d",
-                    given.il, n - 1, given.experts[i]));
+                throw Failure(
+                    PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", given.il, n - 1, given.experts[i]));
             }
         }
         std::copy(given.experts, given.experts + n_slots, experts);
         std::copy(given.weights, given.weights + n_slots, weights);
-        RoutedBatch batch = {};
+        RoutedBatch batch       = {};
         batch.layer             = layer;
         batch.il                = given.il;
         batch.n_tokens          = given.n_tokens;

@@ -46,17 +46,17 @@ public:
 
     // For all, and of that for stored parts. What is taken may exceed a lowered budget until it is given back.
     virtual void     set_budget(uint64_t bytes, uint64_t stored) = 0;
-    virtual uint64_t budget() const = 0;
-    virtual uint64_t matrices_budget() const = 0; // without stored parts
+    virtual uint64_t budget() const                              = 0;
+    virtual uint64_t matrices_budget() const                     = 0; // without stored parts
 
     // Called with the memory of each slot whose pages go back to the system.
     virtual void on_give_up(std::function<void(char * slot)> given_up) = 0;
 
     virtual uint64_t matrices_taken() const = 0; // bytes in slots that are taken, but for stored parts
-    virtual uint64_t stored_taken() const = 0;   // those
-    virtual uint64_t used() const = 0;  // the same, and those kept for the next who takes one
-    virtual uint64_t peak() const = 0;  // the most that used() was since reset_peak()
-    virtual void     reset_peak() = 0;
+    virtual uint64_t stored_taken() const   = 0; // those
+    virtual uint64_t used() const           = 0; // the same, and those kept for the next who takes one
+    virtual uint64_t peak() const           = 0; // the most that used() was since reset_peak()
+    virtual void     reset_peak()           = 0;
 };
 
 } // namespace pyorch

@@ -20,8 +20,9 @@ bool computes(ggml_backend_dev_t device) {
 
 ggml_backend_dev_t find_remote(const std::string & endpoint) {
     const ggml_backend_reg_t rpc = ggml_backend_reg_by_name("RPC");
-    const auto add = rpc ? (ggml_backend_reg_t (*)(const char *))
-        ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server") : nullptr;
+    const auto               add = rpc ?
+        (ggml_backend_reg_t (*)(const char *)) ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server") :
+        nullptr;
     if (!add) {
         throw Failure(PYORCH_INVALID, "this build has no devices of other processes: build it with -DGGML_RPC=ON");
     }
@@ -67,8 +68,10 @@ ggml_backend_dev_t find_device(const std::string & name) {
         names += computes(device) ? std::string(names.empty() ? "" : ", ") + ggml_backend_dev_name(device) : "";
     }
     const std::string there = names.empty() ? "this build finds none" : "there are " + names;
-    throw Failure(PYORCH_INVALID, name == "auto" ? "there is no device: " + there + "; use none, or rpc:HOST:PORT" :
-        format("there is no device %s: %s; rpc:HOST:PORT is one of another process", name.c_str(), there.c_str()));
+    throw Failure(PYORCH_INVALID,
+        name == "auto" ?
+            "there is no device: " + there + "; use none, or rpc:HOST:PORT" :
+            format("there is no device %s: %s; rpc:HOST:PORT is one of another process", name.c_str(), there.c_str()));
 }
 
 } // namespace pyorch

@@ -16,8 +16,8 @@ ggml_type type_of(const ExpertTensor & tensor) {
             return (ggml_type) type;
         }
     }
-    throw Failure(PYORCH_FORMAT,
-        format("%s has a type that is not known: %s", tensor.name.c_str(), tensor.type.c_str()));
+    throw Failure(
+        PYORCH_FORMAT, format("%s has a type that is not known: %s", tensor.name.c_str(), tensor.type.c_str()));
 }
 
 uint64_t clock_ns() {
@@ -44,9 +44,9 @@ uint64_t DeviceBank::make_tensors() {
         n_tensors += map.layers[pool.layers.front()].tensors.size();
     }
     tensors.reset(ggml_init({ (n_tensors + 1) * ggml_tensor_overhead(), nullptr, true }));
-    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
-    const size_t alignment = ggml_backend_buft_get_alignment(type);
-    uint64_t     bytes     = 0;
+    const ggml_backend_buffer_type_t type      = ggml_backend_dev_buffer_type(device);
+    const size_t                     alignment = ggml_backend_buft_get_alignment(type);
+    uint64_t                         bytes     = 0;
     for (Pool & pool : pools) {
         pool.roles.clear();
         for (const auto & tensor : map.layers[pool.layers.front()].tensors) {
@@ -64,9 +64,9 @@ uint64_t DeviceBank::make_tensors() {
 
 // Two of them, or one, where they leave most of the memory to slots.
 void DeviceBank::allocate_areas(uint64_t budget) {
-    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
-    const size_t alignment = ggml_backend_buft_get_alignment(type);
-    std::vector<int> kinds; // the first layer of each
+    const ggml_backend_buffer_type_t type      = ggml_backend_dev_buffer_type(device);
+    const size_t                     alignment = ggml_backend_buft_get_alignment(type);
+    std::vector<int>                 kinds; // the first layer of each
     kind_by_layer.clear();
     for (int i = 0; i < (int) map.layers.size(); ++i) {
         const auto kind = std::find_if(kinds.begin(), kinds.end(), [&](int of) {
@@ -77,8 +77,8 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             kinds.push_back(i);
         }
     }
-    constexpr int MOST = 2;
-    size_t n_tensors = 0;
+    constexpr int MOST      = 2;
+    size_t        n_tensors = 0;
     for (int of : kinds) {
         n_tensors += MOST * map.layers[of].tensors.size();
     }
@@ -90,8 +90,8 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             uint64_t all = 0;
             area.emplace_back();
             for (const auto & tensor : map.layers[of].tensors) {
-                ggml_tensor * t = ggml_new_tensor_3d(area_tensors.get(), type_of(tensor), tensor.n_in, tensor.n_out,
-                    map.layers[of].n_expert);
+                ggml_tensor * t = ggml_new_tensor_3d(
+                    area_tensors.get(), type_of(tensor), tensor.n_in, tensor.n_out, map.layers[of].n_expert);
                 ggml_format_name(t, "pyorch_area.%s", tensor.name.c_str());
                 all += round_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
                 area.back().push_back(t);
@@ -140,7 +140,7 @@ void DeviceBank::allocate(uint64_t budget) {
     }
     double         share   = std::min(1.0, (double) budget / (double) all);
     bool           refused = false, modest = false;
-    const uint64_t wanted  = std::min(budget, all);
+    const uint64_t wanted = std::min(budget, all);
     for (; share > 0; share = share * all < 1 ? 0 : share) {
         form_pools(share);
         const uint64_t bytes = make_tensors();
@@ -165,7 +165,7 @@ void DeviceBank::allocate(uint64_t budget) {
             break;
         }
         refused = true;
-        share  *= 0.75;
+        share *= 0.75;
     }
     if (!buffer) {
         form_pools(0);
@@ -191,9 +191,7 @@ bool DeviceBank::has_room_for_all() const {
     return std::all_of(pools.begin(), pools.end(), [](const Pool & pool) { return pool.n_slots == pool.n_experts; });
 }
 
-void DeviceBank::upload(int layer, int slot, int role, const char * bytes) {
-    send(slots(layer, role), slot, bytes);
-}
+void DeviceBank::upload(int layer, int slot, int role, const char * bytes) { send(slots(layer, role), slot, bytes); }
 
 void DeviceBank::upload_to_area(int number, int layer, int expert, int role, const char * bytes) {
     send(area(number, layer, role), expert, bytes);
@@ -203,7 +201,7 @@ void DeviceBank::send(ggml_tensor * to, int index, const char * bytes) {
     const uint64_t begin = clock_ns();
     link->send(to, index * to->nb[2], bytes, to->nb[2]);
     uploading_ns += clock_ns() - begin;
-    uploaded     += to->nb[2];
+    uploaded += to->nb[2];
 }
 
 void DeviceBank::wait_for_uploads() {
@@ -215,11 +213,11 @@ void DeviceBank::wait_for_uploads() {
 // One matrix of those that a tensor has.
 static ggml_tensor matrix_of(ggml_tensor * tensor, int index) {
     ggml_tensor matrix = *tensor;
-    matrix.ne[2]     = 1;
-    matrix.nb[3]     = matrix.nb[2];
-    matrix.view_src  = tensor;
-    matrix.view_offs = index * tensor->nb[2];
-    matrix.data      = (char *) tensor->data + matrix.view_offs;
+    matrix.ne[2]       = 1;
+    matrix.nb[3]       = matrix.nb[2];
+    matrix.view_src    = tensor;
+    matrix.view_offs   = index * tensor->nb[2];
+    matrix.data        = (char *) tensor->data + matrix.view_offs;
     return matrix;
 }
 

@@ -31,7 +31,7 @@ public:
 
     DeviceBank(const ModelMap & map, ggml_backend_dev_t device);
 
-    DeviceBank(const DeviceBank &) = delete;
+    DeviceBank(const DeviceBank &)             = delete;
     DeviceBank & operator=(const DeviceBank &) = delete;
 
     // Takes memory: at most so many bytes, and no more than all experts need. What the device refuses is
@@ -42,10 +42,10 @@ public:
     const ggml_backend_dev_t device;
 
     const std::vector<Pool> & all() const { return pools; }
-    int  pool_of(int layer) const { return pool_by_layer[layer]; }
-    int  n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
-    uint64_t used() const { return used_bytes; } // of the device
-    bool     has_room_for_all() const; // experts of all layers, at once
+    int                       pool_of(int layer) const { return pool_by_layer[layer]; }
+    int                       n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
+    uint64_t                  used() const { return used_bytes; } // of the device
+    bool                      has_room_for_all() const;           // experts of all layers, at once
 
     // The slots for one matrix of a layer's experts.
     ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }
@@ -76,20 +76,20 @@ private:
         void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
     };
 
-    const ModelMap &      map;
-    std::vector<Pool>     pools;
-    std::vector<int>      pool_by_layer;
-    uint64_t              used_bytes = 0;
-    std::atomic<uint64_t> uploaded{0};
-    std::atomic<uint64_t> uploading_ns{0};
-    std::unique_ptr<ggml_context, Deleter>                                  tensors;
+    const ModelMap &                                                       map;
+    std::vector<Pool>                                                      pools;
+    std::vector<int>                                                       pool_by_layer;
+    uint64_t                                                               used_bytes = 0;
+    std::atomic<uint64_t>                                                  uploaded{ 0 };
+    std::atomic<uint64_t>                                                  uploading_ns{ 0 };
+    std::unique_ptr<ggml_context, Deleter>                                 tensors;
     std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> buffer;
 
     // By kind of layers and role.
     using Area = std::vector<std::vector<ggml_tensor *>>;
 
-    std::vector<Area> areas;
-    std::vector<int>  kind_by_layer;
+    std::vector<Area>                                                      areas;
+    std::vector<int>                                                       kind_by_layer;
     std::unique_ptr<ggml_context, Deleter>                                 area_tensors;
     std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> area_buffer;
 

@@ -13,8 +13,8 @@ void DeviceLandings::set_limit(uint64_t bytes) {
 
 ggml_tensor * DeviceLandings::take(int64_t n) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto free = std::find_if(landings.begin(), landings.end(),
-        [&](const Landing & l) { return !l.taken && l.tensor->ne[0] >= n; });
+    const auto                  free = std::find_if(
+        landings.begin(), landings.end(), [&](const Landing & l) { return !l.taken && l.tensor->ne[0] >= n; });
     if (free != landings.end()) {
         free->taken = true;
         return free->tensor;

@@ -45,7 +45,7 @@ private:
     std::mutex               mutex;
     std::vector<Landing>     landings;
     uint64_t                 limit = 0;
-    std::atomic<uint64_t>    used_bytes{0};
+    std::atomic<uint64_t>    used_bytes{ 0 };
 };
 
 } // namespace pyorch

@@ -43,9 +43,7 @@ DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest) :
     }
 }
 
-DeviceLink::~DeviceLink() {
-    wait();
-}
+DeviceLink::~DeviceLink() { wait(); }
 
 void DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
     if (lanes.empty()) {
@@ -53,8 +51,8 @@ void DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uin
         return;
     }
     for (uint64_t begin = 0; begin < n; begin += piece_bytes) {
-        const uint64_t n_piece = std::min(piece_bytes, n - begin);
-        Lane & lane = *lanes[next++ % lanes.size()];
+        const uint64_t              n_piece = std::min(piece_bytes, n - begin);
+        Lane &                      lane    = *lanes[next++ % lanes.size()];
         std::lock_guard<std::mutex> lock(lane.mutex);
         finish(lane);
         void * const piece = ggml_backend_buffer_get_base(lane.piece.get());

@@ -30,7 +30,7 @@ public:
     DeviceLink(ggml_backend_dev_t device, uint64_t largest);
     ~DeviceLink();
 
-    DeviceLink(const DeviceLink &) = delete;
+    DeviceLink(const DeviceLink &)             = delete;
     DeviceLink & operator=(const DeviceLink &) = delete;
 
     // bytes[n] go to `to`, from an offset on; they are free when it returns, and there after wait(). Any number of
@@ -59,7 +59,7 @@ private:
 
     uint64_t                           piece_bytes;
     std::vector<std::unique_ptr<Lane>> lanes; // none: plain
-    std::atomic<unsigned>              next{0};
+    std::atomic<unsigned>              next{ 0 };
 
     static void finish(Lane & lane);
 };

@@ -36,7 +36,7 @@ std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, st
         }
         pool->layers.push_back(i);
         pool->n_experts += layer.n_expert;
-        pool->n_slots    = (int) std::min<double>(pool->n_experts, share * pool->n_experts);
+        pool->n_slots = (int) std::min<double>(pool->n_experts, share * pool->n_experts);
         pool_of.push_back((int) (pools.rend() - pool) - 1);
     }
     return pools;

@@ -13,7 +13,8 @@ namespace pyorch {
 
 struct DevicePool {
     // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger
-    // buffers. Slots of one layer are never more than the model's own tensor has experts, with which a backend has to cope.
+    // buffers. Slots of one layer are never more than the model's own tensor has experts, with which a backend has to
+    // cope.
     static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
 
     std::vector<int> layers;    // indices into those with experts, ascending

@@ -14,8 +14,8 @@ static double seconds(double first, double more, uint64_t bytes, int n_rows) {
     return (double) bytes / first + (n_rows - 1) * (double) bytes / more;
 }
 
-double layer_seconds(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
-    const std::vector<int> & lacking) {
+double layer_seconds(
+    const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows, const std::vector<int> & lacking) {
     double device = 0, processor = 0;
     for (int n : rows) {
         device += seconds(rates.device_first, rates.device_more, bytes, n);
@@ -39,7 +39,7 @@ int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vecto
     double least = std::max(device, processor);
     for (int i = 0; i < candidates; ++i) {
         uploading += (double) bytes / rates.upload;
-        device    += seconds(rates.device_first, rates.device_more, bytes, lacking[i]);
+        device += seconds(rates.device_first, rates.device_more, bytes, lacking[i]);
         processor -= seconds(rates.processor_first, rates.processor_more, bytes, lacking[i]);
         const double all = uploading + std::max(device, processor);
         if (all < least) {

@@ -26,8 +26,8 @@ struct DeviceRates {
 };
 
 // That a layer takes which computes with so many rows of experts that are on the device, and of others.
-double layer_seconds(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
-    const std::vector<int> & lacking);
+double layer_seconds(
+    const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows, const std::vector<int> & lacking);
 
 // Of the experts that a layer lacks on the device, how many should be uploaded before it is computed: those with most
 // rows. The layer takes the uploads, one after another, and then what the slower of the two sides takes, each of which

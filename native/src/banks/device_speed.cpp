@@ -17,9 +17,9 @@
 namespace pyorch {
 namespace {
 
-constexpr int      ROUNDS      = 3;         // of which the fastest counts: others use the machine, too
-constexpr int      MORE_ROWS   = 8;         // of an expert
-constexpr uint64_t LEAST_BYTES = 64 << 20;  // of weights, more than caches hold
+constexpr int      ROUNDS      = 3;        // of which the fastest counts: others use the machine, too
+constexpr int      MORE_ROWS   = 8;        // of an expert
+constexpr uint64_t LEAST_BYTES = 64 << 20; // of weights, more than caches hold
 
 struct Deleter {
     void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
@@ -28,7 +28,7 @@ struct Deleter {
 };
 
 template <typename T>
-using Owned = std::unique_ptr<T, Deleter>;
+using Owned   = std::unique_ptr<T, Deleter>;
 using Backend = Owned<std::remove_pointer_t<ggml_backend_t>>;
 using Buffer  = Owned<std::remove_pointer_t<ggml_backend_buffer_t>>;
 
@@ -153,9 +153,9 @@ DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int 
     const int        n     = (int) std::clamp<uint64_t>(LEAST_BYTES / layer.expert_bytes(), 1, layer.n_expert);
     DeviceRates      rates;
     FatalGuard       guard; // a device of another process may go
-    const Backend there = open(device);
-    Bench         bench(there.get(), layer, n);
-    DeviceLink    link(device, largest_matrix(layer));
+    const Backend    there = open(device);
+    Bench            bench(there.get(), layer, n);
+    DeviceLink       link(device, largest_matrix(layer));
     rates.upload = (double) bench.bytes() / bench.upload_seconds(link);
     rates_of(bench, rates.device_first, rates.device_more);
 

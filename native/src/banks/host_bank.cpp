@@ -9,9 +9,7 @@ namespace pyorch {
 // overcommit.
 static constexpr uint64_t STEP = 32u << 20;
 
-static uint64_t whole_pages(uint64_t bytes) {
-    return (bytes + PAGE - 1) / PAGE * PAGE;
-}
+static uint64_t whole_pages(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
 HostBank::HostBank(const ModelMap & map, uint64_t budget) : SlotBank(map, budget), regions(classes.size()) {
     for (int i = 0; i < (int) classes.size(); ++i) {

@@ -15,7 +15,7 @@ public:
     HostBank(const ModelMap & map, uint64_t budget);
     ~HostBank() override;
 
-    HostBank(const HostBank &) = delete;
+    HostBank(const HostBank &)             = delete;
     HostBank & operator=(const HostBank &) = delete;
 
 private:

@@ -12,7 +12,7 @@ ggml_tensor * HostCopies::of(ggml_tensor * weight) {
         return weight;
     }
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = copies.find(weight);
+    const auto                  found = copies.find(weight);
     if (found != copies.end()) {
         return found->second.tensor;
     }
@@ -20,10 +20,11 @@ ggml_tensor * HostCopies::of(ggml_tensor * weight) {
     made.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     made.tensor = ggml_dup_tensor(made.ctx.get(), weight);
     ggml_set_name(made.tensor, ggml_get_name(weight));
-    made.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(made.ctx.get(),
-        ggml_backend_dev_buffer_type(cpu_backend().device)));
+    made.buffer.reset(
+        ggml_backend_alloc_ctx_tensors_from_buft(made.ctx.get(), ggml_backend_dev_buffer_type(cpu_backend().device)));
     if (!made.buffer) {
-        throw Failure(PYORCH_MEMORY, format("there is no memory for %s on the processor's side", ggml_get_name(weight)));
+        throw Failure(
+            PYORCH_MEMORY, format("there is no memory for %s on the processor's side", ggml_get_name(weight)));
     }
     ggml_backend_buffer_set_usage(made.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     ggml_backend_tensor_get(weight, made.tensor->data, 0, ggml_nbytes(weight));

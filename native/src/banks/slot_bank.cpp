@@ -30,7 +30,7 @@ bool SlotBank::fits(int size_class, int n) const {
     const SizeClass & c     = classes[size_class];
     const uint64_t    bytes = n * c.slot_bytes;
     return c.is_stored ? stored.taken + bytes <= stored.limit :
-        matrices.taken + bytes <= matrices.limit && matrices.taken + stored.taken + bytes <= budget();
+                         matrices.taken + bytes <= matrices.limit && matrices.taken + stored.taken + bytes <= budget();
 }
 
 Slot SlotBank::take(int size_class) {
@@ -60,7 +60,7 @@ Slot SlotBank::take(int size_class) {
         }
     }
     account.taken += bytes;
-    peak_bytes     = std::max(peak_bytes, used());
+    peak_bytes = std::max(peak_bytes, used());
     return { size_class, memory, fresh };
 }
 

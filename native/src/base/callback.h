@@ -6,17 +6,15 @@ namespace pyorch {
 
 inline thread_local int callback_depth = 0;
 
-inline bool in_callback() {
-    return callback_depth > 0;
-}
+inline bool in_callback() { return callback_depth > 0; }
 
 // Stands around every call of a user's function.
 class CallbackScope {
 public:
-    CallbackScope()  { ++callback_depth; }
+    CallbackScope() { ++callback_depth; }
     ~CallbackScope() { --callback_depth; }
 
-    CallbackScope(const CallbackScope &) = delete;
+    CallbackScope(const CallbackScope &)             = delete;
     CallbackScope & operator=(const CallbackScope &) = delete;
 };
 

@@ -5,8 +5,6 @@
 
 namespace pyorch {
 
-uint64_t checksum(const void * data, size_t bytes) {
-    return XXH3_64bits(data, bytes);
-}
+uint64_t checksum(const void * data, size_t bytes) { return XXH3_64bits(data, bytes); }
 
 } // namespace pyorch

@@ -9,7 +9,8 @@
 namespace pyorch {
 namespace {
 
-// Those that lie beside libggml. Which one suits is told to nobody who did not ask: there is no level to tell it at yet.
+// Those that lie beside libggml. Which one suits is told to nobody who did not ask: there is no level to tell it at
+// yet.
 void load_backends() {
     ggml_log_callback log  = nullptr;
     void *            user = nullptr;
@@ -21,14 +22,14 @@ void load_backends() {
 
 CpuBackend find() {
     CpuBackend found = {};
-    found.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    found.device     = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     if (!found.device) {
         load_backends();
         found.device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     }
     if (found.device) {
         found.registration = ggml_backend_dev_backend_reg(found.device);
-        const auto take = [&](auto & function, const char * name) {
+        const auto take    = [&](auto & function, const char * name) {
             function = (std::decay_t<decltype(function)>) ggml_backend_reg_get_proc_address(found.registration, name);
         };
         take(found.set_expert_hooks, "ggml_cpu_set_expert_hooks");
@@ -48,7 +49,8 @@ const CpuBackend & cpu_backend() {
         throw Failure(PYORCH_IO, "ggml found no CPU backend beside its library: install pyorch again");
     }
     if (!found.set_expert_hooks || !found.repack || !found.type_traits || !found.set_n_threads || !found.features) {
-        throw Failure(PYORCH_IO, "the CPU backend of this process is not pyorch's: import pyorch before whatever loaded it");
+        throw Failure(
+            PYORCH_IO, "the CPU backend of this process is not pyorch's: import pyorch before whatever loaded it");
     }
     return found;
 }

@@ -1,5 +1,5 @@
-// ggml's CPU backend, found in ggml's registry: a build may have several, of which the one for this processor is loaded,
-// so libpyorch is linked with none of them.
+// ggml's CPU backend, found in ggml's registry: a build may have several, of which the one for this processor is
+// loaded, so libpyorch is linked with none of them.
 
 #pragma once
 
@@ -10,17 +10,17 @@ namespace pyorch {
 
 // What patches/0001 lets the backend be asked for, and what llama.cpp does.
 struct CpuBackend {
-    ggml_backend_reg_t                      registration;
-    ggml_backend_dev_t                      device;
-    decltype(&ggml_cpu_set_expert_hooks)    set_expert_hooks;
-    decltype(&ggml_cpu_repack)              repack;
-    decltype(&ggml_get_type_traits_cpu)     type_traits;
-    ggml_backend_set_n_threads_t            set_n_threads;
-    ggml_backend_get_features_t             features;
+    ggml_backend_reg_t                   registration;
+    ggml_backend_dev_t                   device;
+    decltype(&ggml_cpu_set_expert_hooks) set_expert_hooks;
+    decltype(&ggml_cpu_repack)           repack;
+    decltype(&ggml_get_type_traits_cpu)  type_traits;
+    ggml_backend_set_n_threads_t         set_n_threads;
+    ggml_backend_get_features_t          features;
 };
 
-// The same in the whole life of the process. Loads it if nobody has. Throws Failure if there is none, or one that is not
-// patched.
+// The same in the whole life of the process. Loads it if nobody has. Throws Failure if there is none, or one that is
+// not patched.
 const CpuBackend & cpu_backend();
 
 } // namespace pyorch

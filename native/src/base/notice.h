@@ -6,8 +6,8 @@
 
 namespace pyorch {
 
-// Lines reach the stderr of this moment from now on, whatever the process makes of its stderr: llama-cpp-python points it
-// elsewhere while it loads a model.
+// Lines reach the stderr of this moment from now on, whatever the process makes of its stderr: llama-cpp-python points
+// it elsewhere while it loads a model.
 void keep_stderr();
 
 // "pyorch: LINE"

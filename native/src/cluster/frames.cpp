@@ -58,8 +58,8 @@ Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & s
         expert.push_back(experts[slot]);
         weight.push_back(weights[slot]);
     }
-    const ComputeHead head = { layer, n_embd, (int32_t) tokens.size(), (int32_t) slots.size() };
-    Frame frame = begin_frame(FrameKind::COMPUTE, 0, compute_bytes(tokens.size(), slots.size(), n_embd));
+    const ComputeHead head  = { layer, n_embd, (int32_t) tokens.size(), (int32_t) slots.size() };
+    Frame             frame = begin_frame(FrameKind::COMPUTE, 0, compute_bytes(tokens.size(), slots.size(), n_embd));
     put(frame, &head, 1);
     put(frame, row.data(), row.size());
     put(frame, expert.data(), expert.size());
@@ -95,8 +95,8 @@ ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<
         throw Failure(PYORCH_FORMAT, format("%d rows for %d slots", head.n_rows, head.n_slots));
     }
     if (bytes != compute_bytes(head.n_rows, head.n_slots, layer.n_in)) {
-        throw Failure(PYORCH_FORMAT, format("%llu bytes for %d rows and %d slots", (unsigned long long) bytes,
-            head.n_rows, head.n_slots));
+        throw Failure(PYORCH_FORMAT,
+            format("%llu bytes for %d rows and %d slots", (unsigned long long) bytes, head.n_rows, head.n_slots));
     }
     ExpertRows rows;
     rows.layer   = head.layer;

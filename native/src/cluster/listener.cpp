@@ -27,21 +27,22 @@ uint64_t ns_since(Clock::time_point begin) {
 
 } // namespace
 
-Listener::Listener(ListenerConfig config_, Compute compute) : config(std::move(config_)), compute(std::move(compute)),
-        expected() {
+Listener::Listener(ListenerConfig config_, Compute compute) :
+        config(std::move(config_)), compute(std::move(compute)), expected() {
     if (config.token.empty()) {
         throw Failure(PYORCH_INVALID, "servers that listen need a token, by which others are known");
     }
     if (config.token.size() >= sizeof(expected.token) || config.model.size() >= sizeof(expected.model)) {
-        throw Failure(PYORCH_INVALID, format("a token can have %zu bytes, and a fingerprint %zu",
-            sizeof(expected.token) - 1, sizeof(expected.model) - 1));
+        throw Failure(PYORCH_INVALID,
+            format("a token can have %zu bytes, and a fingerprint %zu", sizeof(expected.token) - 1,
+                sizeof(expected.model) - 1));
     }
     memcpy(expected.token, config.token.data(), config.token.size());
     memcpy(expected.model, config.model.data(), config.model.size());
     expected.shape = config.shape;
-    listening = listen_at(config.address, config.port);
-    acceptor  = std::thread([this] { accept_all(); });
-    worker    = std::thread([this] { compute_all(); });
+    listening      = listen_at(config.address, config.port);
+    acceptor       = std::thread([this] { accept_all(); });
+    worker         = std::thread([this] { compute_all(); });
 }
 
 Listener::~Listener() {
@@ -105,7 +106,7 @@ void Listener::accept_all() {
             sentence = format("more than %d servers are connected", MAX_SESSIONS);
             continue;
         }
-        auto session = std::make_shared<Session>();
+        auto session    = std::make_shared<Session>();
         session->socket = std::move(socket);
         try {
             session->thread = std::thread([this, session] { serve(session); });
@@ -147,7 +148,8 @@ void Listener::serve(const std::shared_ptr<Session> & session) {
             shutdown(session->socket.fd(), SHUT_WR);
             char       ignored[4096];
             const auto deadline = Clock::now() + std::chrono::milliseconds(500);
-            while (receive_all(session->socket, ignored, sizeof(ignored), 500, deadline)) {}
+            while (receive_all(session->socket, ignored, sizeof(ignored), 500, deadline)) {
+            }
         }
     }
     shutdown(session->socket.fd(), SHUT_RDWR);
@@ -207,8 +209,8 @@ std::string Listener::converse(const std::shared_ptr<Session> & session) {
             continue;
         }
         if (kind != FrameKind::COMPUTE || header.bytes > most) {
-            return format("a frame of kind %d with %llu bytes was not to come", header.kind,
-                (unsigned long long) header.bytes);
+            return format(
+                "a frame of kind %d with %llu bytes was not to come", header.kind, (unsigned long long) header.bytes);
         }
         Request request = { session, header.id, {} };
         request.payload.resize(header.bytes);
@@ -247,10 +249,10 @@ void Listener::compute_all() {
                 continue;
             }
         }
-        const ExpertRows rows  = read_compute(request.payload.data(), request.payload.size(), config.layers);
-        const uint64_t   bytes = (uint64_t) rows.n_slots * config.layers[rows.layer].n_out * sizeof(float);
-        const auto       begin = Clock::now();
-        Frame            frame = make_frame(FrameKind::COMPUTED, request.id, nullptr, 0);
+        const ExpertRows rows   = read_compute(request.payload.data(), request.payload.size(), config.layers);
+        const uint64_t   bytes  = (uint64_t) rows.n_slots * config.layers[rows.layer].n_out * sizeof(float);
+        const auto       begin  = Clock::now();
+        Frame            frame  = make_frame(FrameKind::COMPUTED, request.id, nullptr, 0);
         bool             failed = false;
         try {
             FrameHeader header;
@@ -266,8 +268,8 @@ void Listener::compute_all() {
         {
             std::lock_guard<std::mutex> lock(mutex);
             ++counters.requests;
-            counters.failed     += failed;
-            counters.slots      += rows.n_slots;
+            counters.failed += failed;
+            counters.slots += rows.n_slots;
             counters.compute_ns += ns_since(begin);
         }
         send(*request.session, frame);

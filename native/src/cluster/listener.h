@@ -41,7 +41,7 @@ struct ServedCounts {
 class Listener {
 public:
     static constexpr int MAX_SESSIONS = 64;
-    static constexpr int MAX_QUEUED   = 64;  // requests of a connection that wait
+    static constexpr int MAX_QUEUED   = 64;    // requests of a connection that wait
     static constexpr int IDLE_MS      = 10000; // who is silent for so long is gone: signs of life come more often
     static constexpr int JOIN_MS      = 3000;  // to say who one is
 

@@ -28,8 +28,9 @@ void Answer::settle(bool here) {
 static Hello hello_of(const PeerConfig & config) {
     Hello hello = {};
     if (config.token.size() >= sizeof(hello.token) || config.model.size() >= sizeof(hello.model)) {
-        throw Failure(PYORCH_INVALID, format("a token can have %zu bytes, and a fingerprint %zu",
-            sizeof(hello.token) - 1, sizeof(hello.model) - 1));
+        throw Failure(PYORCH_INVALID,
+            format(
+                "a token can have %zu bytes, and a fingerprint %zu", sizeof(hello.token) - 1, sizeof(hello.model) - 1));
     }
     memcpy(hello.token, config.token.data(), config.token.size());
     memcpy(hello.model, config.model.data(), config.model.size());
@@ -37,8 +38,8 @@ static Hello hello_of(const PeerConfig & config) {
     return hello;
 }
 
-Peer::Peer(PeerConfig config_, std::function<void()> changed) : config(std::move(config_)),
-        changed(std::move(changed)) {
+Peer::Peer(PeerConfig config_, std::function<void()> changed) :
+        config(std::move(config_)), changed(std::move(changed)) {
     hello_of(config);
     thread = std::thread([this] { run(); });
 }
@@ -75,7 +76,7 @@ std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int
     header.id = ++last_id;
     memcpy(frame->data(), &header, sizeof(header));
 
-    auto asked = std::make_shared<Answer>();
+    auto asked           = std::make_shared<Answer>();
     questions[header.id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), n_slots, Clock::now() };
     ++counters.requests;
     counters.slots += n_slots;
@@ -97,8 +98,8 @@ size_t Peer::pace_of(int n_slots) {
 
 double Peer::answer_seconds(int n_slots) {
     std::lock_guard<std::mutex> lock(mutex);
-    const size_t wanted = pace_of(n_slots);
-    const Pace * found  = nullptr; // for more slots, if need be; fewer say less than it takes, and are tried
+    const size_t                wanted = pace_of(n_slots);
+    const Pace * found = nullptr; // for more slots, if need be; fewer say less than it takes, and are tried
     for (size_t i = wanted; i < paces.size() && !found; ++i) {
         found = paces[i].seconds > 0 ? &paces[i] : nullptr;
     }
@@ -114,9 +115,10 @@ double Peer::answer_seconds(int n_slots) {
 void Peer::note_pace(const Question & answered) {
     Pace &       pace    = paces[pace_of(answered.n_slots)];
     const double seconds = seconds_since(answered.since);
-    pace.seconds = pace.seconds > 0 && seconds_since(pace.since) <= FORGOTTEN * pace.seconds
-        ? pace.seconds + (seconds - pace.seconds) / 8 : seconds;
-    pace.since   = Clock::now();
+    pace.seconds         = pace.seconds > 0 && seconds_since(pace.since) <= FORGOTTEN * pace.seconds ?
+        pace.seconds + (seconds - pace.seconds) / 8 :
+        seconds;
+    pace.since           = Clock::now();
 }
 
 // REQUIRES: the mutex.
@@ -159,7 +161,7 @@ void Peer::run() {
             return;
         }
         const auto again = Clock::now() + milliseconds(overloaded ? std::max(config.answer_ms, 250) : 250);
-        overloaded = false;
+        overloaded       = false;
         while (!stopping && Clock::now() < again) {
             pollfd p = { waker.fd(), POLLIN, 0 };
             poll(&p, 1, (int) std::chrono::ceil<milliseconds>(again - Clock::now()).count());
@@ -176,7 +178,7 @@ void Peer::lose(const std::string & why) {
         std::lock_guard<std::mutex> lock(mutex);
         was_joined = is_joined.exchange(false);
         unanswered.swap(questions);
-        counters.failed     += unanswered.size() + (question.answer != nullptr);
+        counters.failed += unanswered.size() + (question.answer != nullptr);
         counters.times_lost += was_joined;
         out.clear();
         socket.close();
@@ -213,7 +215,7 @@ std::string Peer::live() {
     n_pings    = 0;
     last_heard = Clock::now();
     {
-        const Hello hello = hello_of(config);
+        const Hello                 hello = hello_of(config);
         std::lock_guard<std::mutex> lock(mutex);
         socket = std::move(connected);
         push(std::make_shared<Frame>(make_frame(FrameKind::HELLO, 0, &hello, sizeof(hello))));
@@ -240,8 +242,8 @@ std::string Peer::live() {
         }
         if (fds[0].revents & POLLOUT) {
             std::lock_guard<std::mutex> lock(mutex);
-            const size_t   before = out.size();
-            const uint64_t sent   = before ? out.front().sent : 0;
+            const size_t                before = out.size();
+            const uint64_t              sent   = before ? out.front().sent : 0;
             flush();
             if (out.size() != before || (before && out.front().sent != sent)) {
                 last_heard = Clock::now(); // it takes what the kernel had no room for
@@ -273,8 +275,7 @@ std::string Peer::receive() {
         char *   to   = (char *) &header;
         uint64_t size = sizeof(header);
         if (in_payload) {
-            to   = header.kind == (uint16_t) FrameKind::COMPUTED ? (char *) question.answer->rows.data() :
-                payload.data();
+            to = header.kind == (uint16_t) FrameKind::COMPUTED ? (char *) question.answer->rows.data() : payload.data();
             size = header.bytes;
         }
         if (received < size) {
@@ -285,7 +286,7 @@ std::string Peer::receive() {
             if (n == 0) {
                 return "";
             }
-            received  += n;
+            received += n;
             last_heard = Clock::now();
             std::lock_guard<std::mutex> lock(mutex);
             counters.bytes_received += n;
@@ -320,7 +321,7 @@ std::string Peer::accept_header() {
     uint64_t bytes = kind == FrameKind::WELCOME ? sizeof(Welcome) : 0;
     if (kind == FrameKind::COMPUTED || kind == FrameKind::FAILED) {
         std::lock_guard<std::mutex> lock(mutex);
-        const auto found = questions.find(header.id);
+        const auto                  found = questions.find(header.id);
         if (found == questions.end()) {
             return rubbish("it answers what it was not asked");
         }
@@ -341,42 +342,41 @@ std::string Peer::accept_header() {
 
 std::string Peer::accept_payload() {
     switch ((FrameKind) header.kind) {
-        case FrameKind::WELCOME: {
-            Welcome welcome;
-            memcpy(&welcome, payload.data(), sizeof(welcome));
-            has_same_kernels = welcome.kernels == config.kernels;
-            {
-                std::lock_guard<std::mutex> lock(mutex);
-                is_joined = true;
-                has_tried = true;
-            }
-            tried.notify_all();
-            changed();
-            break;
-        }
-        case FrameKind::REFUSED:
-            (is_joined ? overloaded : cut_off) = true;
-            return "refuses: " + sentence_of(payload.data(), header.bytes);
-        case FrameKind::COMPUTED: {
-            {
-                std::lock_guard<std::mutex> lock(mutex);
-                note_pace(question);
-            }
-            question.answer->settle(true);
-            question = {};
-            break;
-        }
-        case FrameKind::FAILED: {
-            question.answer->settle(false);
-            question = {};
+    case FrameKind::WELCOME: {
+        Welcome welcome;
+        memcpy(&welcome, payload.data(), sizeof(welcome));
+        has_same_kernels = welcome.kernels == config.kernels;
+        {
             std::lock_guard<std::mutex> lock(mutex);
-            ++counters.failed;
-            sentence = format("server %s:%d: %s", config.address.c_str(), config.port,
-                sentence_of(payload.data(), header.bytes).c_str());
-            break;
+            is_joined = true;
+            has_tried = true;
         }
-        default:
-            break;
+        tried.notify_all();
+        changed();
+        break;
+    }
+    case FrameKind::REFUSED:
+        (is_joined ? overloaded : cut_off) = true;
+        return "refuses: " + sentence_of(payload.data(), header.bytes);
+    case FrameKind::COMPUTED: {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            note_pace(question);
+        }
+        question.answer->settle(true);
+        question = {};
+        break;
+    }
+    case FrameKind::FAILED: {
+        question.answer->settle(false);
+        question = {};
+        std::lock_guard<std::mutex> lock(mutex);
+        ++counters.failed;
+        sentence = format(
+            "server %s:%d: %s", config.address.c_str(), config.port, sentence_of(payload.data(), header.bytes).c_str());
+        break;
+    }
+    default: break;
     }
     return "";
 }

@@ -54,9 +54,9 @@ private:
 };
 
 struct PeerCounts {
-    uint64_t requests = 0;
-    uint64_t slots    = 0;
-    uint64_t failed   = 0; // requests
+    uint64_t requests       = 0;
+    uint64_t slots          = 0;
+    uint64_t failed         = 0; // requests
     uint64_t bytes_sent     = 0;
     uint64_t bytes_received = 0;
     uint64_t times_lost     = 0;
@@ -84,8 +84,8 @@ public:
     // Null where it is lost. frame: of COMPUTE, for so many slots.
     std::shared_ptr<Answer> ask(std::shared_ptr<Frame> frame, int n_slots, int n_out);
 
-    // Until the answer for so many slots, as such answers came lately; 0 where that is not known: none has come, or it was
-    // not asked for much longer than that, and may have become faster.
+    // Until the answer for so many slots, as such answers came lately; 0 where that is not known: none has come, or it
+    // was not asked for much longer than that, and may have become faster.
     double answer_seconds(int n_slots);
 
     bool        same_kernels() const { return has_same_kernels; }
@@ -110,9 +110,9 @@ private:
     };
 
     std::function<void()> changed;
-    std::atomic<bool>     is_joined{false};
-    std::atomic<bool>     has_same_kernels{false};
-    std::atomic<bool>     stopping{false};
+    std::atomic<bool>     is_joined{ false };
+    std::atomic<bool>     has_same_kernels{ false };
+    std::atomic<bool>     stopping{ false };
     Waker                 waker;
 
     std::mutex                   mutex;
@@ -127,29 +127,29 @@ private:
     bool                         has_tried = false;
 
     // Of its thread alone: the frame that is being received.
-    FrameHeader             header;
-    std::vector<char>       payload;
-    Question                question; // whose answer it is
-    uint64_t                received = 0; // bytes of the header or, once that is complete, of the payload
-    bool                    in_payload = false;
-    bool                    cut_off    = false;
-    bool                    overloaded = false; // what asks it so soon again would wait as long
-    uint64_t                n_pings    = 0; // without a PONG yet
-    Clock::time_point       last_heard;
+    FrameHeader       header;
+    std::vector<char> payload;
+    Question          question;       // whose answer it is
+    uint64_t          received   = 0; // bytes of the header or, once that is complete, of the payload
+    bool              in_payload = false;
+    bool              cut_off    = false;
+    bool              overloaded = false; // what asks it so soon again would wait as long
+    uint64_t          n_pings    = 0;     // without a PONG yet
+    Clock::time_point last_heard;
 
     std::thread thread;
 
     static size_t pace_of(int n_slots);
-    void        note_pace(const Question & answered);
-    void        run();
-    std::string live();
-    void        lose(const std::string & why);
-    void        push(std::shared_ptr<Frame> frame);
-    void        flush();
-    std::string receive();
-    std::string accept_header();
-    std::string accept_payload();
-    std::string rubbish(const std::string & what);
+    void          note_pace(const Question & answered);
+    void          run();
+    std::string   live();
+    void          lose(const std::string & why);
+    void          push(std::shared_ptr<Frame> frame);
+    void          flush();
+    std::string   receive();
+    std::string   accept_header();
+    std::string   accept_payload();
+    std::string   rubbish(const std::string & what);
 };
 
 } // namespace pyorch

@@ -8,14 +8,12 @@ namespace pyorch {
 
 RemoteBank::~RemoteBank() {
     std::vector<std::shared_ptr<Peer>> last; // end without the mutex, which their threads may take
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex>        lock(mutex);
     last.swap(peers);
     placement.assign(layers.size(), {});
 }
 
-void RemoteBank::on_change(Changed to) {
-    changed = std::move(to);
-}
+void RemoteBank::on_change(Changed to) { changed = std::move(to); }
 
 int RemoteBank::connect(const PeerConfig & config) {
     auto              connected = std::make_shared<Peer>(config, [this] { tell_all(); });
@@ -47,7 +45,7 @@ void RemoteBank::disconnect(int number) {
 
 void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        std::lock_guard<std::mutex>   lock(mutex);
         std::vector<std::vector<int>> of_layer(layers[layer].n_expert);
         bool                          remote = false;
         for (size_t i = 0; i < to.size(); ++i) {
@@ -105,7 +103,7 @@ size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std
 
 void RemoteBank::mark(int layer, std::vector<uint8_t> & mask) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto & of_layer = placement[layer];
+    const auto &                of_layer = placement[layer];
     for (size_t e = 0; e < of_layer.size(); ++e) {
         mask[e] |= std::any_of(of_layer[e].begin(), of_layer[e].end(), [&](int peer) { return computes(peer); });
     }
@@ -133,7 +131,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
     std::vector<RemoteRows>            rows;
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const auto & of_layer = placement[layer];
+        const auto &                of_layer = placement[layer];
         if (of_layer.empty()) {
             return {};
         }
@@ -151,13 +149,14 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             absent[e] = !here[e] && of_layer[e].empty();
         }
         // The largest first: so the sums come out alike.
-        std::stable_sort(wanted.begin(), wanted.end(), [&](int a, int b) { return slots_of[a].size() > slots_of[b].size(); });
+        std::stable_sort(
+            wanted.begin(), wanted.end(), [&](int a, int b) { return slots_of[a].size() > slots_of[b].size(); });
         std::vector<std::vector<int>> slots_at(peers.size());
         std::vector<size_t>           n_slots_at(peers.size());
         std::vector<int>              n_experts_at(peers.size());
         for (int e : wanted) {
             const int peer = choose(of_layer[e], n_slots_at);
-            absent[e] = peer < 0;
+            absent[e]      = peer < 0;
             if (peer >= 0) {
                 ++n_experts_at[peer];
                 n_slots_at[peer] += slots_of[e].size();
@@ -182,7 +181,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
     for (size_t i = 0; i < rows.size(); ++i) {
         RemoteRows & r = rows[i];
         if (r.slots.size() <= (size_t) ExpertRows::MAX_SLOTS) {
-            r.frame  = std::make_shared<Frame>(
+            r.frame = std::make_shared<Frame>(
                 make_compute(layer, n_used, layers[layer].n_in, r.slots, experts, weights, inputs));
             r.answer = asked[i]->ask(r.frame, (int) r.slots.size(), layers[layer].n_out);
         }
@@ -206,7 +205,7 @@ RemoteCounts RemoteBank::counts() {
 
 void RemoteBank::waited(uint64_t ns, uint64_t n_fallback) {
     std::lock_guard<std::mutex> lock(mutex);
-    counters.wait_ns  += ns;
+    counters.wait_ns += ns;
     counters.fallback += n_fallback;
 }
 

@@ -1,8 +1,8 @@
 // Experts that other servers compute: who has which, and the rows that are sent there.
 //
-// All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. Of the
-// servers that have an expert and are there, the one gets it that has least to do in this ubatch. A server that is lost
-// has no experts until it joins again: those that no other one has are computed here meanwhile.
+// All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. Of
+// the servers that have an expert and are there, the one gets it that has least to do in this ubatch. A server that is
+// lost has no experts until it joins again: those that no other one has are computed here meanwhile.
 
 #pragma once
 
@@ -40,7 +40,7 @@ public:
     explicit RemoteBank(std::vector<LayerShape> of_layers) : layers(std::move(of_layers)), placement(layers.size()) {}
     ~RemoteBank();
 
-    RemoteBank(const RemoteBank &) = delete;
+    RemoteBank(const RemoteBank &)             = delete;
     RemoteBank & operator=(const RemoteBank &) = delete;
 
     const std::vector<LayerShape> layers;
@@ -56,16 +56,16 @@ public:
 
     std::shared_ptr<Peer> peer(int number); // throws Failure
 
-    // [n_expert][n_places]: the numbers of the servers that can compute each expert; -1 ends a list, and where it is empty,
-    // this one does.
+    // [n_expert][n_places]: the numbers of the servers that can compute each expert; -1 ends a list, and where it is
+    // empty, this one does.
     void place(int layer, const std::vector<int> & peers, int n_places);
 
     // Whether any expert has another place.
     bool active() const { return is_active; }
 
     // Sends the slots of a ubatch [n_tokens][n_used] that others compute, and marks their experts.
-    // inputs: [n_tokens][n_in]; here: by expert, nonzero for those that are computed here whatever their place. Of what a
-    // server would take longer to answer than it takes to read its experts, nothing is sent.
+    // inputs: [n_tokens][n_in]; here: by expert, nonzero for those that are computed here whatever their place. Of what
+    // a server would take longer to answer than it takes to read its experts, nothing is sent.
     std::vector<RemoteRows> send(int layer, int n_tokens, int n_used, const int32_t * experts, const float * weights,
         const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
         std::vector<uint8_t> & elsewhere);
@@ -81,22 +81,22 @@ public:
     void         waited(uint64_t ns, uint64_t n_fallback);
 
 private:
-    std::mutex                         mutex;
-    std::vector<std::shared_ptr<Peer>> peers;
+    std::mutex                                 mutex;
+    std::vector<std::shared_ptr<Peer>>         peers;
     std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
-    std::atomic<bool>                  is_active{false};
-    std::atomic<bool>                  may_read{false};
-    RemoteCounts                       counters;
+    std::atomic<bool>                          is_active{ false };
+    std::atomic<bool>                          may_read{ false };
+    RemoteCounts                               counters;
 
     std::mutex telling; // so that nobody is told an older state last
     Changed    changed;
 
-    void tell(int layer);
-    void tell_all();
-    bool computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
+    void   tell(int layer);
+    void   tell_all();
+    bool   computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
     size_t keep_for_reading(const ReadCost & read, int n_read, const std::vector<int> & n_experts_at,
         std::vector<std::vector<int>> & slots_at) const;
-    int  choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const;
+    int    choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const;
 };
 
 } // namespace pyorch

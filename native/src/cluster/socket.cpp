@@ -20,7 +20,7 @@ namespace {
 using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
 Addresses addresses_of(const std::string & address, int port, int flags) {
-    addrinfo hints = {};
+    addrinfo hints    = {};
     hints.ai_family   = AF_UNSPEC;
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags    = flags;
@@ -47,10 +47,10 @@ bool wait_for(const Socket & socket, short events, int idle_ms, Clock::time_poin
     int timeout = idle_ms;
     if (deadline != Clock::time_point::max()) {
         const auto left = duration_cast<milliseconds>(deadline - Clock::now()).count();
-        timeout = (int) std::clamp<int64_t>(left, 0, idle_ms);
+        timeout         = (int) std::clamp<int64_t>(left, 0, idle_ms);
     }
     pollfd p = { socket.fd(), events, 0 };
-    int n;
+    int    n;
     do {
         n = poll(&p, 1, timeout);
     } while (n < 0 && errno == EINTR);
@@ -85,20 +85,21 @@ Waker::Waker() {
 }
 
 void Waker::wake() {
-    const char one = 1;
+    const char    one     = 1;
     const ssize_t ignored = write(sender.fd(), &one, 1); // full: it is awake
     (void) ignored;
 }
 
 void Waker::drain() {
     char bytes[64];
-    while (read(receiver.fd(), bytes, sizeof(bytes)) > 0) {}
+    while (read(receiver.fd(), bytes, sizeof(bytes)) > 0) {
+    }
 }
 
 Socket listen_at(const std::string & address, int port) {
     const Addresses found = addresses_of(address, port, AI_PASSIVE);
-    Socket socket(::socket(found->ai_family, SOCK_STREAM, 0));
-    const int on = 1;
+    Socket          socket(::socket(found->ai_family, SOCK_STREAM, 0));
+    const int       on = 1;
     if (socket.open()) {
         setsockopt(socket.fd(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
         prepare(socket);
@@ -118,7 +119,7 @@ int port_of(const Socket & listening) {
 
 std::string connect_to(const std::string & address, int port, int timeout_ms, const Waker & waker, Socket & socket) {
     const Addresses found = addresses_of(address, port, 0);
-    socket = Socket(::socket(found->ai_family, SOCK_STREAM, 0));
+    socket                = Socket(::socket(found->ai_family, SOCK_STREAM, 0));
     if (!socket.open()) {
         return strerror(errno);
     }
@@ -153,7 +154,7 @@ int64_t send_some(const Socket & socket, const char * data, uint64_t bytes) {
 }
 
 int64_t receive_some(const Socket & socket, char * data, uint64_t bytes) {
-    errno = 0;
+    errno           = 0;
     const ssize_t n = recv(socket.fd(), data, bytes, 0);
     return n > 0 ? n : n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) ? 0 : -1;
 }
@@ -164,7 +165,7 @@ bool send_all(const Socket & socket, const char * data, uint64_t bytes, int idle
         if (n < 0 || (n == 0 && !wait_for(socket, POLLOUT, idle_ms, Clock::time_point::max()))) {
             return false;
         }
-        data  += n;
+        data += n;
         bytes -= n;
     }
     return true;
@@ -176,7 +177,7 @@ bool receive_all(const Socket & socket, char * data, uint64_t bytes, int idle_ms
         if (n < 0 || Clock::now() > deadline || (n == 0 && !wait_for(socket, POLLIN, idle_ms, deadline))) {
             return false;
         }
-        data  += n;
+        data += n;
         bytes -= n;
     }
     return true;

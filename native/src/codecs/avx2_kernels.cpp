@@ -11,13 +11,9 @@
 namespace pyorch {
 namespace {
 
-INLINE_VECTORS __m256i load(const uint8_t * from) {
-    return _mm256_loadu_si256((const __m256i *) from);
-}
+INLINE_VECTORS __m256i load(const uint8_t * from) { return _mm256_loadu_si256((const __m256i *) from); }
 
-INLINE_VECTORS void store(uint8_t * to, __m256i bytes) {
-    _mm256_storeu_si256((__m256i *) to, bytes);
-}
+INLINE_VECTORS void store(uint8_t * to, __m256i bytes) { _mm256_storeu_si256((__m256i *) to, bytes); }
 
 // 16 numbers of 16 bits from two bytes each.
 INLINE_VECTORS __m256i words(__m128i low, __m128i high) {
@@ -34,10 +30,10 @@ INLINE_VECTORS __m256i bf16(__m128i e, __m128i sm) {
 
 // Of 32 bits, each as a byte: `value` or 0.
 INLINE_VECTORS __m256i bytes_of(uint32_t bits, char value) {
-    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,
-                                            2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
-    const __m256i bit    = _mm256_set1_epi64x((long long) 0x8040201008040201ull);
-    const __m256i bytes  = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), spread), bit);
+    const __m256i spread = _mm256_setr_epi8(
+        0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i bit   = _mm256_set1_epi64x((long long) 0x8040201008040201ull);
+    const __m256i bytes = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int) bits), spread), bit);
     return _mm256_and_si256(_mm256_cmpeq_epi8(bytes, bit), _mm256_set1_epi8(value));
 }
 
@@ -62,20 +58,22 @@ VECTORS void merge_f16(const uint8_t * e, const uint8_t * sm, size_t n_blocks, u
         for (int half = 0; half < 2; ++half) {
             const __m256i exponents = _mm256_slli_epi16(_mm256_and_si256(load(e + 32 * half), five), 2);
             const __m256i mantissas = _mm256_or_si256(bytes_of(bits[half], 1), bytes_of(bits[2 + half], 2));
-            const __m256i high      = _mm256_or_si256(_mm256_or_si256(exponents, mantissas),
-                bytes_of(bits[4 + half], (char) 0x80));
+            const __m256i high =
+                _mm256_or_si256(_mm256_or_si256(exponents, mantissas), bytes_of(bits[4 + half], (char) 0x80));
             store(raw + 64 * half, words(_mm256_castsi256_si128(low[half]), _mm256_castsi256_si128(high)));
-            store(raw + 64 * half + 32,
-                words(_mm256_extracti128_si256(low[half], 1), _mm256_extracti128_si256(high, 1)));
+            store(
+                raw + 64 * half + 32, words(_mm256_extracti128_si256(low[half], 1), _mm256_extracti128_si256(high, 1)));
         }
     }
 }
 
 INLINE_VECTORS void store_f32(__m256i low, __m256i high, uint8_t * raw) {
-    store(raw, _mm256_or_si256(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(low)),
-        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(high)), 16)));
-    store(raw + 32, _mm256_or_si256(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(low, 1)),
-        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(high, 1)), 16)));
+    store(raw,
+        _mm256_or_si256(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(low)),
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(high)), 16)));
+    store(raw + 32,
+        _mm256_or_si256(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(low, 1)),
+            _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(high, 1)), 16)));
 }
 
 VECTORS void merge_f32(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t * raw) {
@@ -95,14 +93,14 @@ VECTORS void merge_f32(const uint8_t * e, const uint8_t * sm, size_t n_blocks, u
 }
 
 VECTORS const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_blocks, const uint8_t * escapes,
-                               const uint8_t * end, uint8_t * e) {
+    const uint8_t * end, uint8_t * e) {
     const __m256i exponents_of = _mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *) table));
     for (; n_blocks > 0; --n_blocks, codes += CODE_BYTES, e += PLANE_BLOCK) {
         uint32_t bits[6];
         memcpy(bits, codes, sizeof(bits));
         for (int half = 0; half < 2; ++half) {
-            const __m256i code = _mm256_or_si256(_mm256_or_si256(bytes_of(bits[half], 1), bytes_of(bits[2 + half], 2)),
-                bytes_of(bits[4 + half], 4));
+            const __m256i code = _mm256_or_si256(
+                _mm256_or_si256(bytes_of(bits[half], 1), bytes_of(bits[2 + half], 2)), bytes_of(bits[4 + half], 4));
             store(e + 32 * half, _mm256_shuffle_epi8(exponents_of, code));
             uint32_t escaped = bits[half] & bits[2 + half] & bits[4 + half];
             if (end - escapes < _mm_popcnt_u32(escaped)) {

@@ -34,8 +34,8 @@ VECTORS void merge_bf16(const uint8_t * e, const uint8_t * sm, size_t n_blocks, 
         const __m512i exponents = _mm512_loadu_si512(e);
         const __m512i block     = _mm512_loadu_si512(sm);
         _mm512_storeu_si512(raw, bf16(_mm512_castsi512_si256(exponents), _mm512_castsi512_si256(block)));
-        _mm512_storeu_si512(raw + 64,
-            bf16(_mm512_extracti64x4_epi64(exponents, 1), _mm512_extracti64x4_epi64(block, 1)));
+        _mm512_storeu_si512(
+            raw + 64, bf16(_mm512_extracti64x4_epi64(exponents, 1), _mm512_extracti64x4_epi64(block, 1)));
     }
 }
 
@@ -46,19 +46,22 @@ VECTORS void merge_f16(const uint8_t * e, const uint8_t * sm, size_t n_blocks, u
         memcpy(bits, sm + PLANE_BLOCK, sizeof(bits));
         const __m512i low       = _mm512_loadu_si512(sm);
         const __m512i exponents = _mm512_slli_epi16(_mm512_and_si512(_mm512_loadu_si512(e), five), 2);
-        const __m512i mantissas = _mm512_or_si512(_mm512_maskz_set1_epi8(bits[0], 1), _mm512_maskz_set1_epi8(bits[1], 2));
-        const __m512i high      = _mm512_ternarylogic_epi32(exponents, mantissas,
-            _mm512_maskz_set1_epi8(bits[2], (char) 0x80), 0xfe);
+        const __m512i mantissas =
+            _mm512_or_si512(_mm512_maskz_set1_epi8(bits[0], 1), _mm512_maskz_set1_epi8(bits[1], 2));
+        const __m512i high =
+            _mm512_ternarylogic_epi32(exponents, mantissas, _mm512_maskz_set1_epi8(bits[2], (char) 0x80), 0xfe);
         _mm512_storeu_si512(raw, words(_mm512_castsi512_si256(low), _mm512_castsi512_si256(high)));
         _mm512_storeu_si512(raw + 64, words(_mm512_extracti64x4_epi64(low, 1), _mm512_extracti64x4_epi64(high, 1)));
     }
 }
 
 INLINE_VECTORS void store_f32(__m512i low, __m512i high, uint8_t * raw) {
-    _mm512_storeu_si512(raw, _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(low)),
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16)));
-    _mm512_storeu_si512(raw + 64, _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(low, 1)),
-        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(high, 1)), 16)));
+    _mm512_storeu_si512(raw,
+        _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(low)),
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(high)), 16)));
+    _mm512_storeu_si512(raw + 64,
+        _mm512_or_si512(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(low, 1)),
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(high, 1)), 16)));
 }
 
 VECTORS void merge_f32(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t * raw) {
@@ -75,12 +78,12 @@ VECTORS void merge_f32(const uint8_t * e, const uint8_t * sm, size_t n_blocks, u
 }
 
 VECTORS const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_blocks, const uint8_t * escapes,
-                               const uint8_t * end, uint8_t * e) {
+    const uint8_t * end, uint8_t * e) {
     const __m512i exponents_of = _mm512_broadcast_i32x4(_mm_loadl_epi64((const __m128i *) table));
     for (; n_blocks > 0; --n_blocks, codes += CODE_BYTES, e += PLANE_BLOCK) {
         uint64_t bits[3];
         memcpy(bits, codes, sizeof(bits));
-        const __m512i code = _mm512_ternarylogic_epi32(_mm512_maskz_set1_epi8(bits[0], 1),
+        const __m512i  code      = _mm512_ternarylogic_epi32(_mm512_maskz_set1_epi8(bits[0], 1),
             _mm512_maskz_set1_epi8(bits[1], 2), _mm512_maskz_set1_epi8(bits[2], 4), 0xfe);
         __m512i        exponents = _mm512_shuffle_epi8(exponents_of, code);
         const uint64_t escaped   = bits[0] & bits[1] & bits[2];
@@ -90,7 +93,7 @@ VECTORS const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, siz
         }
         // Only what is named is read: the others may be behind the end.
         const __m512i next = _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned) n), escapes);
-        exponents = _mm512_mask_expand_epi8(exponents, escaped, next);
+        exponents          = _mm512_mask_expand_epi8(exponents, escaped, next);
         escapes += n;
         _mm512_storeu_si512(e, exponents);
     }

@@ -8,30 +8,26 @@
 namespace pyorch {
 
 Numbers numbers_of(const std::string & ggml_type) {
-    return ggml_type == "bf16" ? Numbers::BF16 : ggml_type == "f16" ? Numbers::F16 : ggml_type == "f32" ? Numbers::F32 :
-        Numbers::BYTES;
+    return ggml_type == "bf16" ? Numbers::BF16 :
+        ggml_type == "f16"     ? Numbers::F16 :
+        ggml_type == "f32"     ? Numbers::F32 :
+                                 Numbers::BYTES;
 }
 
-size_t number_bytes(Numbers type) {
-    return type == Numbers::F32 ? 4 : type == Numbers::BYTES ? 1 : 2;
-}
+size_t number_bytes(Numbers type) { return type == Numbers::F32 ? 4 : type == Numbers::BYTES ? 1 : 2; }
 
 static size_t sm_block_bytes(Numbers type) {
     switch (type) {
-        case Numbers::BF16: return PLANE_BLOCK;
-        case Numbers::F16:  return PLANE_BLOCK + 3 * sizeof(uint64_t);
-        case Numbers::F32:  return 3 * PLANE_BLOCK;
-        default:            return 0;
+    case Numbers::BF16: return PLANE_BLOCK;
+    case Numbers::F16: return PLANE_BLOCK + 3 * sizeof(uint64_t);
+    case Numbers::F32: return 3 * PLANE_BLOCK;
+    default: return 0;
     }
 }
 
-size_t sm_bytes(Numbers type, size_t n) {
-    return n_blocks_of(n) * sm_block_bytes(type);
-}
+size_t sm_bytes(Numbers type, size_t n) { return n_blocks_of(n) * sm_block_bytes(type); }
 
-size_t sm_offset(Numbers type, size_t first) {
-    return first / PLANE_BLOCK * sm_block_bytes(type);
-}
+size_t sm_offset(Numbers type, size_t first) { return first / PLANE_BLOCK * sm_block_bytes(type); }
 
 size_t shard_numbers(size_t n, size_t n_shards) {
     return std::max<size_t>((n_blocks_of(n) + n_shards - 1) / n_shards, 1) * PLANE_BLOCK;
@@ -88,16 +84,16 @@ void merge(Numbers type, const uint8_t * e, const uint8_t * sm, size_t n, uint8_
 
 bool has_simd(Simd simd) {
     switch (simd) {
-        case Simd::SCALAR: return true;
+    case Simd::SCALAR: return true;
 #if defined(__aarch64__)
-        case Simd::NEON: return true;
+    case Simd::NEON: return true;
 #elif defined(__x86_64__)
-        case Simd::AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");
-        case Simd::AVX512:
-            return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
+    case Simd::AVX2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi");
+    case Simd::AVX512:
+        return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+            __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("bmi2");
 #endif
-        default: return false;
+    default: return false;
     }
 }
 
@@ -116,12 +112,12 @@ Simd best_simd() {
 const PlaneKernels & plane_kernels(Simd simd) {
     switch (simd) {
 #if defined(__aarch64__)
-        case Simd::NEON: return neon_kernels();
+    case Simd::NEON: return neon_kernels();
 #elif defined(__x86_64__)
-        case Simd::AVX2: return avx2_kernels();
-        case Simd::AVX512: return avx512_kernels();
+    case Simd::AVX2: return avx2_kernels();
+    case Simd::AVX512: return avx512_kernels();
 #endif
-        default: return scalar_kernels();
+    default: return scalar_kernels();
     }
 }
 

@@ -35,8 +35,8 @@ constexpr size_t n_blocks_of(size_t n) { return n / PLANE_BLOCK + (n % PLANE_BLO
 // Of a ggml type by its name: "bf16".
 Numbers numbers_of(const std::string & ggml_type);
 
-size_t number_bytes(Numbers type);          // of one; 1 for BYTES
-size_t sm_bytes(Numbers type, size_t n);    // of the SM plane of n numbers; 0 for BYTES
+size_t number_bytes(Numbers type);            // of one; 1 for BYTES
+size_t sm_bytes(Numbers type, size_t n);      // of the SM plane of n numbers; 0 for BYTES
 size_t sm_offset(Numbers type, size_t first); // in the SM plane, of the block that begins with number `first`
 
 // How many numbers each of n_shards shards of an exponent plane has: whole blocks, the last shard fewer. A matrix with

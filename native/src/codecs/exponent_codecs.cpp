@@ -28,8 +28,8 @@ static_assert(STEP % PLANE_BLOCK == 0, "a step is whole blocks");
 class TableReader {
 public:
     // ok() is false where the chunk cannot be one of n exponents.
-    TableReader(const uint8_t * stored, size_t stored_bytes, size_t n, Simd simd)
-        : lookup(plane_kernels(simd).lookup), table(stored), n_left(n) {
+    TableReader(const uint8_t * stored, size_t stored_bytes, size_t n, Simd simd) :
+            lookup(plane_kernels(simd).lookup), table(stored), n_left(n) {
         const size_t n_codes = n_blocks_of(n) * CODE_BYTES;
         if (stored_bytes < TABLE_BYTES + n_codes || !is_filled_up(stored + TABLE_BYTES, n)) {
             return;
@@ -47,7 +47,7 @@ public:
     // The next n: whole blocks, or all that are left. False where the chunk is damaged.
     bool read(uint8_t * e, size_t n) {
         const size_t whole = n / PLANE_BLOCK;
-        escapes = lookup(table, codes, whole, escapes, end, e);
+        escapes            = lookup(table, codes, whole, escapes, end, e);
         codes += whole * CODE_BYTES;
         n_left -= n;
         const size_t rest = n % PLANE_BLOCK;
@@ -97,7 +97,7 @@ bool encode_table(const uint8_t * raw, size_t n, std::vector<uint8_t> & to) {
     size_t n_escapes = n;
     to.assign(TABLE_BYTES, 0);
     for (int code = 0; code < ESCAPE; ++code) {
-        to[code] = (uint8_t) commonest[code];
+        to[code]                 = (uint8_t) commonest[code];
         code_of[commonest[code]] = (uint8_t) code;
         n_escapes -= counts[0][commonest[code]];
     }
@@ -150,7 +150,7 @@ bool encode_lz4(int level, const uint8_t * raw, size_t n, std::vector<uint8_t> &
     to.resize(LZ4_compressBound((int) n));
     const auto * from   = (const char *) raw;
     const int    stored = level == 0 ? LZ4_compress_default(from, (char *) to.data(), (int) n, (int) to.size()) :
-        LZ4_compress_HC(from, (char *) to.data(), (int) n, (int) to.size(), level);
+                                       LZ4_compress_HC(from, (char *) to.data(), (int) n, (int) to.size(), level);
     if (stored <= 0 || (size_t) stored >= n) {
         return false;
     }
@@ -162,48 +162,48 @@ bool encode_lz4(int level, const uint8_t * raw, size_t n, std::vector<uint8_t> &
 
 const char * name_of(PlaneCodec codec) {
     switch (codec) {
-        case PlaneCodec::STORED: return "stored";
-        case PlaneCodec::ZSTD:   return "zstd";
-        case PlaneCodec::LZ4:    return "lz4";
-        case PlaneCodec::TABLE:  return "table";
+    case PlaneCodec::STORED: return "stored";
+    case PlaneCodec::ZSTD: return "zstd";
+    case PlaneCodec::LZ4: return "lz4";
+    case PlaneCodec::TABLE: return "table";
     }
     return "";
 }
 
 bool encode(PlaneCodec codec, int level, const uint8_t * raw, size_t n, std::vector<uint8_t> & to) {
     switch (codec) {
-        case PlaneCodec::ZSTD:  return encode_zstd(level, raw, n, to);
-        case PlaneCodec::LZ4:   return encode_lz4(level, raw, n, to);
-        case PlaneCodec::TABLE: return encode_table(raw, n, to);
-        default:                return false;
+    case PlaneCodec::ZSTD: return encode_zstd(level, raw, n, to);
+    case PlaneCodec::LZ4: return encode_lz4(level, raw, n, to);
+    case PlaneCodec::TABLE: return encode_table(raw, n, to);
+    default: return false;
     }
 }
 
 bool decode(PlaneCodec codec, const uint8_t * stored, size_t stored_bytes, uint8_t * raw, size_t n, Simd simd) {
     switch (codec) {
-        case PlaneCodec::STORED:
-            if (stored_bytes != n) {
-                return false;
-            }
-            memcpy(raw, stored, n);
-            return true;
-        case PlaneCodec::ZSTD: {
-            ZSTD_DCtx * reader = zstd_reader();
-            return reader && ZSTD_decompressDCtx(reader, raw, n, stored, stored_bytes) == n;
+    case PlaneCodec::STORED:
+        if (stored_bytes != n) {
+            return false;
         }
-        case PlaneCodec::LZ4:
-            return n <= LZ4_MAX_INPUT_SIZE && stored_bytes <= INT_MAX &&
-                LZ4_decompress_safe((const char *) stored, (char *) raw, (int) stored_bytes, (int) n) == (int) n;
-        case PlaneCodec::TABLE: {
-            TableReader reader(stored, stored_bytes, n, simd);
-            return reader.ok() && reader.read(raw, n) && reader.is_at_end();
-        }
+        memcpy(raw, stored, n);
+        return true;
+    case PlaneCodec::ZSTD: {
+        ZSTD_DCtx * reader = zstd_reader();
+        return reader && ZSTD_decompressDCtx(reader, raw, n, stored, stored_bytes) == n;
+    }
+    case PlaneCodec::LZ4:
+        return n <= LZ4_MAX_INPUT_SIZE && stored_bytes <= INT_MAX &&
+            LZ4_decompress_safe((const char *) stored, (char *) raw, (int) stored_bytes, (int) n) == (int) n;
+    case PlaneCodec::TABLE: {
+        TableReader reader(stored, stored_bytes, n, simd);
+        return reader.ok() && reader.read(raw, n) && reader.is_at_end();
+    }
     }
     return false;
 }
 
 bool recover(Numbers type, PlaneCodec codec, const uint8_t * e_stored, size_t e_bytes, const uint8_t * sm, size_t n,
-             uint8_t * raw, Simd simd) {
+    uint8_t * raw, Simd simd) {
     if (codec == PlaneCodec::STORED) {
         if (e_bytes != n) {
             return false;

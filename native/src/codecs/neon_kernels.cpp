@@ -8,14 +8,14 @@
 namespace pyorch {
 namespace {
 
-constexpr size_t LANES = 16;
+constexpr size_t LANES     = 16;
 constexpr size_t N_VECTORS = PLANE_BLOCK / LANES; // in a block
 
 // Of 16 bits, each as a byte: `value` or 0.
 inline uint8x16_t bytes_of(const uint8_t * bits, uint8_t value) {
     static const uint8_t bit_of[8] = { 1, 2, 4, 8, 16, 32, 64, 128 };
-    const uint8x16_t spread = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
-    const uint8x16_t bit    = vcombine_u8(vld1_u8(bit_of), vld1_u8(bit_of));
+    const uint8x16_t     spread    = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+    const uint8x16_t     bit       = vcombine_u8(vld1_u8(bit_of), vld1_u8(bit_of));
     return vandq_u8(vtstq_u8(spread, bit), vdupq_n_u8(value));
 }
 
@@ -51,10 +51,10 @@ void merge_f16(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t *
         }
         memcpy(bits, sm + PLANE_BLOCK, sizeof(bits));
         for (size_t v = 0; v < N_VECTORS; ++v) {
-            const uint8x16_t exponents = vshlq_n_u8(vandq_u8(vld1q_u8(e + LANES * v), vdupq_n_u8(0x1f)), 2);
-            const uint8x16_t mantissas = vorrq_u8(bytes_of(bits + 2 * v, 1), bytes_of(bits + 8 + 2 * v, 2));
-            const uint8x16_t high      = vorrq_u8(vorrq_u8(exponents, mantissas), bytes_of(bits + 16 + 2 * v, 0x80));
-            const uint8x16x2_t numbers = { { low[v], high } };
+            const uint8x16_t   exponents = vshlq_n_u8(vandq_u8(vld1q_u8(e + LANES * v), vdupq_n_u8(0x1f)), 2);
+            const uint8x16_t   mantissas = vorrq_u8(bytes_of(bits + 2 * v, 1), bytes_of(bits + 8 + 2 * v, 2));
+            const uint8x16_t   high      = vorrq_u8(vorrq_u8(exponents, mantissas), bytes_of(bits + 16 + 2 * v, 0x80));
+            const uint8x16x2_t numbers   = { { low[v], high } };
             vst2q_u8(raw + 2 * LANES * v, numbers);
         }
     }
@@ -70,21 +70,21 @@ void merge_f32(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t *
             const uint8x16_t   exponents = vld1q_u8(e + LANES * v);
             const uint8x16_t   third     = block[2 * N_VECTORS + v];
             const uint8x16x4_t numbers   = { { block[v], block[N_VECTORS + v], bf16_low(exponents, third),
-                                               bf16_high(exponents, third) } };
+                bf16_high(exponents, third) } };
             vst4q_u8(raw + 4 * LANES * v, numbers);
         }
     }
 }
 
 const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_blocks, const uint8_t * escapes,
-                       const uint8_t * end, uint8_t * e) {
+    const uint8_t * end, uint8_t * e) {
     const uint8x16_t exponents_of = vcombine_u8(vld1_u8(table), vdup_n_u8(0));
     for (; n_blocks > 0; --n_blocks, codes += CODE_BYTES, e += PLANE_BLOCK) {
         uint64_t bits[3];
         memcpy(bits, codes, sizeof(bits));
         for (size_t v = 0; v < N_VECTORS; ++v) {
-            const uint8x16_t code = vorrq_u8(vorrq_u8(bytes_of(codes + 2 * v, 1), bytes_of(codes + 8 + 2 * v, 2)),
-                bytes_of(codes + 16 + 2 * v, 4));
+            const uint8x16_t code = vorrq_u8(
+                vorrq_u8(bytes_of(codes + 2 * v, 1), bytes_of(codes + 8 + 2 * v, 2)), bytes_of(codes + 16 + 2 * v, 4));
             vst1q_u8(e + LANES * v, vqtbl1q_u8(exponents_of, code));
         }
         uint64_t escaped = bits[0] & bits[1] & bits[2];

@@ -17,7 +17,7 @@ struct PlaneKernels {
     // table [8], codes [n_blocks * CODE_BYTES], escapes up to their end -> e [n_blocks * 64]. Returns where the escapes
     // that are left begin, null if there were not enough.
     using Lookup = const uint8_t * (*)(const uint8_t * table, const uint8_t * codes, size_t n_blocks,
-                                       const uint8_t * escapes, const uint8_t * end, uint8_t * e);
+        const uint8_t * escapes, const uint8_t * end, uint8_t * e);
 
     Merge  bf16;
     Merge  f16;
@@ -28,7 +28,7 @@ struct PlaneKernels {
 };
 
 const PlaneKernels & scalar_kernels();
-const PlaneKernels & neon_kernels();   // REQUIRES has_simd(), likewise below
+const PlaneKernels & neon_kernels(); // REQUIRES has_simd(), likewise below
 const PlaneKernels & avx2_kernels();
 const PlaneKernels & avx512_kernels();
 

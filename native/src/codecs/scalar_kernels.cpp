@@ -49,7 +49,7 @@ void merge_f32(const uint8_t * e, const uint8_t * sm, size_t n_blocks, uint8_t *
 }
 
 const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_blocks, const uint8_t * escapes,
-                       const uint8_t * end, uint8_t * e) {
+    const uint8_t * end, uint8_t * e) {
     for (; n_blocks > 0; --n_blocks, codes += CODE_BYTES, e += PLANE_BLOCK) {
         uint64_t bits[3];
         memcpy(bits, codes, sizeof(bits));

@@ -14,13 +14,9 @@ namespace {
 
 class Plain : public Codec {
 public:
-    const char * decode(const ExpertTensor &, char *, char * read) const override {
-        return read;
-    }
+    const char * decode(const ExpertTensor &, char *, char * read) const override { return read; }
 
-    bool computes() const override {
-        return false;
-    }
+    bool computes() const override { return false; }
 };
 
 // The block begins at a page or a cache line, the file's alignment is less.

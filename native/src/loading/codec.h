@@ -25,11 +25,11 @@ public:
     // Before that, of what was read from a pack: whether the checksum is that of the pack.
     virtual bool intact(const MoeLayer & layer, int role, int expert, const char * read) const;
 
-    // Instead of that, of a compressed expert: makes the matrix of what is stored of it, as it lies in the model, step by
-    // step, of which several threads may each take some. e, sm: where the regions begin in memory. False if a chunk is
-    // not what was packed.
-    virtual bool recover(const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm,
-                         char * block) const;
+    // Instead of that, of a compressed expert: makes the matrix of what is stored of it, as it lies in the model, step
+    // by step, of which several threads may each take some. e, sm: where the regions begin in memory. False if a chunk
+    // is not what was packed.
+    virtual bool recover(
+        const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm, char * block) const;
 
     // Steps of that.
     static int recovery_steps(const MoeLayer & layer, int role, int expert);
@@ -42,6 +42,6 @@ const Codec & plain_codec(Form form);
 const Codec & repacking_codec(Form form);
 
 // Which codec each form has.
-using Codecs = std::function<const Codec & (Form form)>;
+using Codecs = std::function<const Codec &(Form form)>;
 
 } // namespace pyorch

@@ -18,9 +18,7 @@ DecodeThreads::DecodeThreads(Loader & loader, int n_threads) : loader(loader) {
     }
 }
 
-DecodeThreads::~DecodeThreads() {
-    stop();
-}
+DecodeThreads::~DecodeThreads() { stop(); }
 
 void DecodeThreads::stop() {
     loader.stop_decoding();

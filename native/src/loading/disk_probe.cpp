@@ -40,20 +40,19 @@ const Codec & no_codec(Form) {
 class Probe : private Loader::Orders {
 public:
     Probe(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan) :
-            map(map), loader(map, std::move(source), no_codec, plan.bytes,
-            mutex, *this) {
+            map(map), loader(map, std::move(source), no_codec, plan.bytes, mutex, *this) {
         for (const MoeLayer & l : map.layers) {
             slot = std::max({ slot, slot_bytes(l, PART_MATRICES), slot_bytes(l, PART_E) + slot_bytes(l, PART_SM) });
         }
-        slot = (slot + PAGE - 1) / PAGE * PAGE;
+        slot      = (slot + PAGE - 1) / PAGE * PAGE;
         in_flight = plan.depth * std::min(plan.bytes, slot);
         // While the last expert of a round is read, the next is there to be begun.
-        const int n = (int) std::clamp<uint64_t>((2 * in_flight + slot - 1) / slot, 2, 1024);
+        const int n  = (int) std::clamp<uint64_t>((2 * in_flight + slot - 1) / slot, 2, 1024);
         memory_bytes = n * slot;
-        void * p = mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void * p     = mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) {
-            throw Failure(PYORCH_MEMORY, format("no memory for %s of reads under way",
-                mebibytes(memory_bytes).c_str()));
+            throw Failure(
+                PYORCH_MEMORY, format("no memory for %s of reads under way", mebibytes(memory_bytes).c_str()));
         }
         memory = (char *) p;
         memset(memory, 1, memory_bytes); // a page that is first written is no part of a read
@@ -73,25 +72,25 @@ public:
     ~Probe() override { munmap(memory, memory_bytes); }
 
     DiskSpeed measure(const ReadPlan & plan, double seconds) {
-        const auto reader = make_reader(loader, plan);
+        const auto                   reader = make_reader(loader, plan);
         std::unique_lock<std::mutex> lock(mutex);
-        const auto until = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(
-            std::chrono::duration<double>(seconds));
+        const auto                   until = std::chrono::steady_clock::now() +
+            std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
         // After so much, as much ends at any time as begins. A disk that is slow has half of the time for that.
-        wanted = 2 * in_flight;
+        wanted  = 2 * in_flight;
         started = true;
         loader.wake();
-        changed.wait_for(lock, std::chrono::duration<double>(seconds / 2),
-            [this] { return n_read() >= wanted || !error.empty(); });
+        changed.wait_for(
+            lock, std::chrono::duration<double>(seconds / 2), [this] { return n_read() >= wanted || !error.empty(); });
         const double   cpu   = cpu_seconds();
         const double   begin = now_seconds();
         const uint64_t bytes = n_read();
-        wanted = UINT64_MAX;
+        wanted               = UINT64_MAX;
         changed.wait_until(lock, until, [this] { return !error.empty(); });
         wanted = bytes + 1; // on a busy machine not one read may have ended yet
         changed.wait(lock, [&] { return n_read() >= wanted || !error.empty(); });
         const double took = now_seconds() - begin;
-        started = false;
+        started           = false;
         if (!error.empty()) {
             throw Failure(PYORCH_IO, error);
         }
@@ -103,9 +102,9 @@ private:
     std::mutex                       mutex;
     std::condition_variable          changed;
     Loader                           loader;
-    uint64_t                         slot = 0;      // bytes of the largest expert
-    uint64_t                         in_flight = 0; // bytes
-    char *                           memory = nullptr;
+    uint64_t                         slot         = 0; // bytes of the largest expert
+    uint64_t                         in_flight    = 0; // bytes
+    char *                           memory       = nullptr;
     uint64_t                         memory_bytes = 0;
     std::vector<Load>                loads;
     std::vector<Load *>              idle;
@@ -131,7 +130,7 @@ private:
         Load & load = *idle.back();
         idle.pop_back();
         std::tie(load.layer, load.expert) = order[next++ % order.size()];
-        load.form = COMPUTABLE;
+        load.form                         = COMPUTABLE;
         for (const Extent & e : extents(map.layers[load.layer], load.expert)) {
             direct = direct && e.direct && loader.bytes().direct(e.file);
         }

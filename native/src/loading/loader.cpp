@@ -11,13 +11,9 @@
 namespace pyorch {
 
 Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes,
-               std::mutex & mutex, Orders & orders) :
-        map(map),
-        source(std::move(source)),
-        codecs(std::move(codecs)),
-        read_bytes(std::max(read_bytes / PAGE * PAGE, PAGE)),
-        mutex(mutex),
-        orders(orders),
+    std::mutex & mutex, Orders & orders) :
+        map(map), source(std::move(source)), codecs(std::move(codecs)),
+        read_bytes(std::max(read_bytes / PAGE * PAGE, PAGE)), mutex(mutex), orders(orders),
         read_by_layer(map.layers.size()) {}
 
 // Exponents of a matrix that are so many are a request of their own: the matrix can be recovered while others are read.
@@ -26,8 +22,8 @@ static constexpr uint64_t APART_BYTES = 128u << 10;
 // The end of a request of at most so many bytes that begins at `at`, before last. Where a matrix ends within reach the
 // request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by
 // one, except exponents.
-static uint64_t request_end(const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last,
-                            uint64_t most) {
+static uint64_t request_end(
+    const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last, uint64_t most) {
     bool     whole = last - at <= most;
     uint64_t end   = whole ? last : at + most;
     for (int role = e.last_role - 1; role >= e.role; --role) {
@@ -49,22 +45,22 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
     const uint64_t   last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
     // A slot has the layout of a record or a region, pages before a matrix included; else the block has room for them.
-    char *           memory;
+    char * memory;
     if (e.part != PART_MATRICES) {
         memory = load.parts[e.part].memory + (first - layer.pack->part_offset[e.part][load.expert]);
     } else {
         memory = load.slot.memory + block_offset(layer, e.role) - (layer.pack ? e.offset - first : 0);
     }
     for (uint64_t at = first; at < end;) {
-        const uint64_t next = request_end(layer, load.expert, e, at, last, request_bytes);
-        ReadRequest request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
+        const uint64_t next    = request_end(layer, load.expert, e, at, last, request_bytes);
+        ReadRequest    request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
             memory + (at - first), direct, layer.pack != nullptr, 0, 0, e.part, false };
         for (int role = e.role; role <= e.last_role; ++role) {
             const Extent matrix = extent_of(layer, load.expert, e, role);
             if (matrix.bytes > 0 && matrix.offset < next && matrix.offset + matrix.bytes > at) {
                 request.role      = std::min(request.role, role);
                 request.last_role = std::max(request.last_role, role);
-                request.touches  |= 1u << role;
+                request.touches |= 1u << role;
                 ++load.unread[role];
             }
         }
@@ -86,8 +82,8 @@ bool Loader::take_offered(Load & load, std::deque<ReadRequest> & queue) {
         const Extent matrix = in_model(layer, role, load.expert);
         if (load.roles >> role & 1) {
             memcpy(load.slot.memory + block_offset(layer, role), bytes, matrix.bytes);
-            queue.push_back({ &load, role, role, matrix.file, 0, 0, 0, nullptr, false, false, 0, 1u << role, PART_MATRICES,
-                false });
+            queue.push_back({ &load, role, role, matrix.file, 0, 0, 0, nullptr, false, false, 0, 1u << role,
+                PART_MATRICES, false });
             ++load.queued;
             ++load.unread[role];
         }
@@ -157,9 +153,8 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
     const size_t before = demanded.size();
     if (!queued.empty()) {
         for (auto * queue : { &ahead, &guessed }) {
-            auto hurried = std::stable_partition(queue->begin(), queue->end(), [&](const ReadRequest & r) {
-                return std::find(queued.begin(), queued.end(), r.load) == queued.end();
-            });
+            auto hurried = std::stable_partition(queue->begin(), queue->end(),
+                [&](const ReadRequest & r) { return std::find(queued.begin(), queued.end(), r.load) == queued.end(); });
             demanded.insert(demanded.end(), hurried, queue->end());
             queue->erase(hurried, queue->end());
         }
@@ -179,8 +174,8 @@ void Loader::take_back(Load & load) {
         if (load.queued == 0) {
             return;
         }
-        auto mine = std::stable_partition(queue->begin(), queue->end(),
-            [&](const ReadRequest & r) { return r.load != &load; });
+        auto mine =
+            std::stable_partition(queue->begin(), queue->end(), [&](const ReadRequest & r) { return r.load != &load; });
         load.queued -= (int) (queue->end() - mine);
         queue->erase(mine, queue->end());
     }
@@ -216,10 +211,12 @@ bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadR
 bool Loader::pop(ReadRequest & request) {
     const uint64_t guess_bytes = std::min(read_bytes, GUESS_BYTES);
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
-    const bool     any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
+    const bool any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
         (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
-        (n_reading == 0 && (take(guessed, guess_bytes, request) || (demanded.empty() && ahead.empty() &&
-        guessed.empty() && orders.order_guess() && take(guessed, guess_bytes, request))));
+        (n_reading == 0 &&
+            (take(guessed, guess_bytes, request) ||
+                (demanded.empty() && ahead.empty() && guessed.empty() && orders.order_guess() &&
+                    take(guessed, guess_bytes, request))));
     if (!any) {
         return false;
     }
@@ -281,15 +278,16 @@ void Loader::take_given_up(std::vector<char *> & slots) {
 void Loader::fail(Load & load, int role, int file, const std::string & why) {
     load.failed = true;
     take_back(load);
-    orders.failed(load, format("cannot read expert %d of %s from %s: %s", load.expert,
-        map.layers[load.layer].tensors[role].name.c_str(), map.files[file].path.c_str(), why.c_str()));
+    orders.failed(load,
+        format("cannot read expert %d of %s from %s: %s", load.expert,
+            map.layers[load.layer].tensors[role].name.c_str(), map.files[file].path.c_str(), why.c_str()));
 }
 
 static constexpr const char * CHANGED = "the file was changed after it was loaded";
 
 // What a request was to bring of a matrix is not there, or damaged: the model's own file has it too.
 void Loader::missing(const ReadRequest & request, int role, const char * why) {
-    Load & load = *request.load;
+    Load & load  = *request.load;
     load.damaged = true;
     if (request.from_pack && source->changed(request.file)) {
         why = CHANGED;
@@ -303,8 +301,9 @@ void Loader::missing(const ReadRequest & request, int role, const char * why) {
     if (!said) {
         said = true;
         notice(format("note: cannot read expert %d of %s from %s: %s; it is read from %s, and so is all that cannot be "
-            "read there: see `pyorch pack --check`", load.expert, layer.tensors[role].name.c_str(),
-            map.files[request.file].path.c_str(), why, map.files[e.file].path.c_str()));
+                      "read there: see `pyorch pack --check`",
+            load.expert, layer.tensors[role].name.c_str(), map.files[request.file].path.c_str(), why,
+            map.files[e.file].path.c_str()));
     }
     // The block has no room for the pages around the matrix: so it is read through the page cache.
     demanded.push_front({ &load, role, role, e.file, e.offset, e.bytes, e.bytes,
@@ -316,23 +315,22 @@ void Loader::missing(const ReadRequest & request, int role, const char * why) {
 }
 
 static const char * reason(int64_t result) {
-    return result == -ESTALE ? CHANGED :
-        result < 0 ? strerror((int) -result) : "the file ends before it";
+    return result == -ESTALE ? CHANGED : result < 0 ? strerror((int) -result) : "the file ends before it";
 }
 
 bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns) {
-    Load & load = *request.load;
+    Load &                      load = *request.load;
     std::lock_guard<std::mutex> lock(mutex);
     --n_reading;
     ns_read += ns;
     if (result > 0) {
         read_by_layer[load.layer] += (uint64_t) result;
-        load.read    += (uint64_t) result;
+        load.read += (uint64_t) result;
         recent_bytes += (double) result - 0.02 * recent_bytes;
-        recent_ns    += (double) ns - 0.02 * recent_ns;
-        recent_cpu   += (double) cpu_ns - 0.02 * recent_cpu;
+        recent_ns += (double) ns - 0.02 * recent_ns;
+        recent_cpu += (double) cpu_ns - 0.02 * recent_cpu;
     }
-    request.complete = 0;
+    request.complete    = 0;
     const bool is_short = result < (int64_t) request.needed;
     for (int role = request.role; role <= request.last_role && !load.failed; ++role) {
         if (!(request.touches >> role & 1)) {
@@ -354,7 +352,7 @@ bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t c
     }
     const int n_more = __builtin_popcount(request.complete) - 1; // each matrix comes to an end of its own
     load.in_flight += n_more;
-    n_in_flight    += n_more;
+    n_in_flight += n_more;
     return true;
 }
 
@@ -385,10 +383,10 @@ bool Loader::decode_step(const Decoding & matrix, int step) {
     const int  end   = matrix.n_steps == 1 ? Codec::recovery_steps(layer, matrix.role, load.expert) : step + 1;
     bool       whole = true;
     for (; step < end && whole; ++step) {
-        whole = codec.recover(layer, matrix.role, load.expert, step, load.parts[PART_E].memory,
-            load.parts[PART_SM].memory, block);
+        whole = codec.recover(
+            layer, matrix.role, load.expert, step, load.parts[PART_E].memory, load.parts[PART_SM].memory, block);
     }
-    const auto ns    = std::chrono::steady_clock::now() - begin;
+    const auto ns = std::chrono::steady_clock::now() - begin;
     ns_decoded += (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(ns).count();
     return whole;
 }
@@ -404,8 +402,10 @@ const char * Loader::decoded_at(const Decoding & matrix) {
     if (request.direct && !layer.pack) {
         begin += in_model(layer, matrix.role, load.expert).offset % PAGE;
     }
-    return matrix.damaged ? nullptr : request.from_pack && layer.pack->repacked[matrix.role] ? begin :
-        codecs(load.form).decode(layer.tensors[matrix.role], block, begin);
+    return matrix.damaged ? nullptr :
+        request.from_pack && layer.pack->repacked[matrix.role] ?
+                            begin :
+                            codecs(load.form).decode(layer.tensors[matrix.role], block, begin);
 }
 
 // All steps of a matrix are done: it is published, if it is not damaged.
@@ -464,7 +464,8 @@ void Loader::decode_later(const ReadRequest & request) {
             if (request.complete >> role & 1) {
                 const Decoding matrix = decoding_of(request, role);
                 decoding.insert(std::find_if(decoding.begin(), decoding.end(),
-                    [&](const Decoding & other) { return matrix.goes_before(other); }), matrix);
+                                    [&](const Decoding & other) { return matrix.goes_before(other); }),
+                    matrix);
             }
         }
         orders.decodable();
@@ -474,8 +475,8 @@ void Loader::decode_later(const ReadRequest & request) {
 }
 
 bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
-    const auto matrix = std::find_if(decoding.begin(), decoding.end(),
-        [](const Decoding & each) { return each.begun < each.n_steps; });
+    const auto matrix =
+        std::find_if(decoding.begin(), decoding.end(), [](const Decoding & each) { return each.begun < each.n_steps; });
     if (matrix == decoding.end()) {
         return false;
     }

@@ -6,24 +6,24 @@
 //
 //     start --next--> request --read--> read --decode--> decoded --published()--> ... --finished()
 //
-// A decode stage that computes may be left to whoever has time: threads of the reader, and those that wait for a matrix.
-// A large matrix that is recovered has steps, which several threads take. What a layer waits for goes first, in the order
-// of the kernels.
+// A decode stage that computes may be left to whoever has time: threads of the reader, and those that wait for a
+// matrix. A large matrix that is recovered has steps, which several threads take. What a layer waits for goes first, in
+// the order of the kernels.
 //
 // A matrix of a pack that is not as it was packed is read once more, from the model's own file, if that has it.
 //
 // A compressed expert is a small graph: its E-chunks and its SM-chunks are read, or are there already, into slots of
 // their own; once both of a matrix are there, it is recovered into the slot of the load. Memory for stored parts is
 // scarcer than loads are: who orders gives it (Orders::stage). A load for which there is none yet is one request that
-// waits, in its place of the queue, and becomes its requests once there is. Others that are behind it go before it; those
-// have their memory, so they end, and give it back.
+// waits, in its place of the queue, and becomes its requests once there is. Others that are behind it go before it;
+// those have their memory, so they end, and give it back.
 //
 // Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
 // second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
 // request reads several. What is read ahead is asked for only when a reader has nothing better to do
 // (Orders::order_ahead), and guesses last. A guess is read into time in which the disk would idle: it delays what is
-// demanded after it by no more than the request of it that is under way, so that is small, and begins only while no other
-// is under way, of whatever kind.
+// demanded after it by no more than the request of it that is under way, so that is small, and begins only while no
+// other is under way, of whatever kind.
 //
 // The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
 // across a read or a decode.
@@ -55,23 +55,23 @@ constexpr uint64_t GUESS_BYTES = 512u << 10;
 
 // One expert on its way into its slot.
 struct Load {
-    int  layer  = 0; // index into the layers with experts
-    int  expert = 0;
-    Form form   = Form::ABSENT; // that it will have; absent: nothing is on its way
-    Slot slot;
-    Slot     parts[N_STORED_PARTS] = {}; // of a compressed expert, from stage() on
-    uint32_t there  = 0;       // bits: those of them that are whole in memory
-    bool     staged = false;   // who orders has given it memory for all of them
-    bool     damaged = false;  // what was read of them is not what was packed
-    bool     urgent  = false;  // a layer waits for it
-    uint32_t roles  = ~0u;     // bits: the matrices that are read
-    Stream * stream = nullptr; // of who orders: what the slot is a part of, if not an expert's own
-    bool failed    = false;
-    int  queued    = 0; // requests that no reader works on yet
-    int  in_flight = 0; // that one does
-    uint64_t read  = 0; // bytes that are there
-    int  unread[PYORCH_MAX_ROLES] = {}; // requests of each matrix that have not been read yet
-    bool missed[PYORCH_MAX_ROLES] = {}; // the pack could not be read there
+    int      layer  = 0; // index into the layers with experts
+    int      expert = 0;
+    Form     form   = Form::ABSENT; // that it will have; absent: nothing is on its way
+    Slot     slot;
+    Slot     parts[N_STORED_PARTS]    = {};      // of a compressed expert, from stage() on
+    uint32_t there                    = 0;       // bits: those of them that are whole in memory
+    bool     staged                   = false;   // who orders has given it memory for all of them
+    bool     damaged                  = false;   // what was read of them is not what was packed
+    bool     urgent                   = false;   // a layer waits for it
+    uint32_t roles                    = ~0u;     // bits: the matrices that are read
+    Stream * stream                   = nullptr; // of who orders: what the slot is a part of, if not an expert's own
+    bool     failed                   = false;
+    int      queued                   = 0;  // requests that no reader works on yet
+    int      in_flight                = 0;  // that one does
+    uint64_t read                     = 0;  // bytes that are there
+    int      unread[PYORCH_MAX_ROLES] = {}; // requests of each matrix that have not been read yet
+    bool     missed[PYORCH_MAX_ROLES] = {}; // the pack could not be read there
 
     bool ended() const { return queued == 0 && in_flight == 0; }
 };
@@ -127,8 +127,8 @@ public:
         virtual void decodable() {}
     };
 
-    Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes,
-           std::mutex & mutex, Orders & orders);
+    Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes, std::mutex & mutex,
+        Orders & orders);
 
     // For the readers.
 
@@ -280,40 +280,40 @@ private:
     std::mutex              waking; // held while the reader is told; taken with or without the other, never before it
     std::condition_variable work;
     std::condition_variable decode_work;
-    std::list<Decoding>     decoding;        // what is needed first comes first
-    bool                    decodes = true;  // until stop_decoding()
+    std::list<Decoding>     decoding;       // what is needed first comes first
+    bool                    decodes = true; // until stop_decoding()
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
-    std::deque<ReadRequest> guessed; // of one load
-    std::map<std::pair<int, int>, std::vector<char>> offered; // by layer and expert
-    int                     n_reading   = 0; // requests under way
-    int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
-    bool                    stopped     = false;
-    bool                    watched     = false;
-    std::atomic<bool>       any_stripped { false };
-    std::vector<char *>     stripped;
-    std::vector<uint64_t>   read_by_layer;
-    uint64_t                ns_read      = 0;
-    uint64_t                decoded      = 0;
-    std::atomic<uint64_t>   ns_decoded { 0 }; // the sum over threads
-    double                  recent_bytes = 0; // fading sums
-    double                  recent_ns    = 0;
-    double                  recent_cpu   = 0; // ns
-    bool                    said         = false; // that a pack is damaged
+    std::deque<ReadRequest> guessed;                                // of one load
+    std::map<std::pair<int, int>, std::vector<char>> offered;       // by layer and expert
+    int                                              n_reading = 0; // requests under way
+    int                   n_in_flight                          = 0; // the same, and those whose matrix is being decoded
+    bool                  stopped                              = false;
+    bool                  watched                              = false;
+    std::atomic<bool>     any_stripped{ false };
+    std::vector<char *>   stripped;
+    std::vector<uint64_t> read_by_layer;
+    uint64_t              ns_read = 0;
+    uint64_t              decoded = 0;
+    std::atomic<uint64_t> ns_decoded{ 0 };  // the sum over threads
+    double                recent_bytes = 0; // fading sums
+    double                recent_ns    = 0;
+    double                recent_cpu   = 0;     // ns
+    bool                  said         = false; // that a pack is damaged
 
-    void start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
-    void cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
-    void cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
-    bool take_offered(Load & load, std::deque<ReadRequest> & queue);
-    bool take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
-    bool pop(ReadRequest & request);
-    Decoding decoding_of(const ReadRequest & request, int role) const;
-    bool decode_step(const Decoding & matrix, int step);
+    void         start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    void         cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    void         cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    bool         take_offered(Load & load, std::deque<ReadRequest> & queue);
+    bool         take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
+    bool         pop(ReadRequest & request);
+    Decoding     decoding_of(const ReadRequest & request, int role) const;
+    bool         decode_step(const Decoding & matrix, int step);
     const char * decoded_at(const Decoding & matrix);
-    void end_decoding(const Decoding & matrix, std::unique_lock<std::mutex> & lock);
-    void missing(const ReadRequest & request, int role, const char * why);
-    void fail(Load & load, int role, int file, const std::string & why);
-    void end(const ReadRequest & request);
+    void         end_decoding(const Decoding & matrix, std::unique_lock<std::mutex> & lock);
+    void         missing(const ReadRequest & request, int role, const char * why);
+    void         fail(Load & load, int role, int file, const std::string & why);
+    void         end(const ReadRequest & request);
 };
 
 } // namespace pyorch

@@ -12,13 +12,11 @@ namespace pyorch {
 class Reader {
 public:
     // A loader has one reader at a time.
-    explicit Reader(Loader & loader) : loader(loader) {
-        attach(this);
-    }
+    explicit Reader(Loader & loader) : loader(loader) { attach(this); }
 
     virtual ~Reader() { attach(nullptr); }
 
-    Reader(const Reader &) = delete;
+    Reader(const Reader &)             = delete;
     Reader & operator=(const Reader &) = delete;
 
     // Called by who needs memory that reads under way hold, with the loader's mutex locked: lets go of it, and

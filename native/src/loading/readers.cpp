@@ -20,32 +20,34 @@ static constexpr uint64_t THREAD_BYTES = 4u << 20;
 
 static constexpr int MAX_DEPTH = 512;
 
-static int default_threads() {
-    return std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4);
-}
+static int default_threads() { return std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4); }
 
 ReadPlan plan_reads(const pyorch_config & config) {
     if (config.reader < PYORCH_READER_AUTO || config.reader > PYORCH_READER_THREADS) {
         throw Failure(PYORCH_INVALID, format("there is no reader %d", config.reader));
     }
     if (config.read_depth < 0 || config.read_depth > MAX_DEPTH) {
-        throw Failure(PYORCH_INVALID, format("%d requests cannot be under way at once: 1 to %d can", config.read_depth,
-            MAX_DEPTH));
+        throw Failure(PYORCH_INVALID,
+            format("%d requests cannot be under way at once: 1 to %d can", config.read_depth, MAX_DEPTH));
     }
     // What comes out of the page cache is copied, which threads share.
     const bool suits    = config.direct_io || config.reader == PYORCH_READER_IO_URING;
     bool       io_uring = config.reader != PYORCH_READER_THREADS && suits && !config.read && !config.simulated;
     if (io_uring && !Ring::open(1)) {
         if (config.reader == PYORCH_READER_IO_URING) {
-            throw Failure(PYORCH_INVALID, format("io_uring cannot be used here (%s): let threads read",
-                strerror(errno)));
+            throw Failure(
+                PYORCH_INVALID, format("io_uring cannot be used here (%s): let threads read", strerror(errno)));
         }
         return { false, default_threads(), THREAD_BYTES }; // what suits io_uring would be too many threads
     }
     return {
         io_uring,
-        config.read_depth > 0 ? config.read_depth : io_uring ? RING_DEPTH : default_threads(),
-        config.read_bytes > 0 ? config.read_bytes : io_uring ? RING_BYTES : THREAD_BYTES,
+        config.read_depth > 0 ? config.read_depth :
+            io_uring          ? RING_DEPTH :
+                                default_threads(),
+        config.read_bytes > 0 ? config.read_bytes :
+            io_uring          ? RING_BYTES :
+                                THREAD_BYTES,
     };
 }
 

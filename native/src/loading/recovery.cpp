@@ -12,14 +12,14 @@ int Codec::recovery_steps(const MoeLayer & layer, int role, int expert) {
     return (int) (layer.pack->first[id + 1] - layer.pack->first[id]);
 }
 
-bool Codec::recover(const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm,
-                    char * block) const {
-    const PackedLayer &  pack   = *layer.pack;
-    const size_t         id     = expert * layer.tensors.size() + role;
-    const PackedChunk *  chunks = pack.chunks.data() + pack.first[id];
-    const PackedChunk &  chunk  = chunks[step];
-    const PackedChunk &  last   = pack.chunks[pack.first[id + 1] - 1]; // signs and mantissas, or all
-    const auto * const   stored = (const uint8_t *) (&chunk == &last ? sm : e) + chunk.offset;
+bool Codec::recover(
+    const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm, char * block) const {
+    const PackedLayer & pack   = *layer.pack;
+    const size_t        id     = expert * layer.tensors.size() + role;
+    const PackedChunk * chunks = pack.chunks.data() + pack.first[id];
+    const PackedChunk & chunk  = chunks[step];
+    const PackedChunk & last   = pack.chunks[pack.first[id + 1] - 1]; // signs and mantissas, or all
+    const auto * const  stored = (const uint8_t *) (&chunk == &last ? sm : e) + chunk.offset;
     if (checksum((const char *) stored, chunk.stored) != chunk.checksum) {
         return false;
     }

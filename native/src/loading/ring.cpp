@@ -29,8 +29,8 @@ static void * shared(int fd, size_t bytes, uint64_t what) {
 
 std::unique_ptr<Ring> Ring::open(unsigned depth) {
     std::unique_ptr<Ring> ring(new Ring);
-    io_uring_params params = {};
-    params.flags = IORING_SETUP_CLAMP;
+    io_uring_params       params = {};
+    params.flags                 = IORING_SETUP_CLAMP;
 #ifdef IORING_SETUP_COOP_TASKRUN
     params.flags |= IORING_SETUP_COOP_TASKRUN; // the thread is asleep while it waits: nothing need interrupt it
 #endif
@@ -59,20 +59,20 @@ std::unique_ptr<Ring> Ring::open(unsigned depth) {
     }
     char * const sq = (char *) ring->submissions;
     char * const cq = (char *) ring->completions;
-    ring->tail         = (unsigned *) (sq + params.sq_off.tail);
+    ring->tail      = (unsigned *) (sq + params.sq_off.tail);
     ring->queued = ring->given = *ring->tail;
-    ring->order        = (unsigned *) (sq + params.sq_off.array);
-    ring->mask         = *(unsigned *) (sq + params.sq_off.ring_mask);
-    ring->results_head = (unsigned *) (cq + params.cq_off.head);
-    ring->results_tail = (unsigned *) (cq + params.cq_off.tail);
-    ring->results      = cq + params.cq_off.cqes;
-    ring->results_mask = *(unsigned *) (cq + params.cq_off.ring_mask);
+    ring->order                = (unsigned *) (sq + params.sq_off.array);
+    ring->mask                 = *(unsigned *) (sq + params.sq_off.ring_mask);
+    ring->results_head         = (unsigned *) (cq + params.cq_off.head);
+    ring->results_tail         = (unsigned *) (cq + params.cq_off.tail);
+    ring->results              = cq + params.cq_off.cqes;
+    ring->results_mask         = *(unsigned *) (cq + params.cq_off.ring_mask);
     return ring;
 }
 
 Ring::~Ring() {
     for (auto [memory, bytes] : { std::pair(submissions, submissions_bytes), std::pair(completions, completions_bytes),
-            std::pair(entries, entries_bytes) }) {
+             std::pair(entries, entries_bytes) }) {
         if (memory) {
             munmap(memory, bytes);
         }
@@ -93,8 +93,8 @@ bool Ring::register_files(const std::vector<int> & files) {
 bool Ring::reserve_buffers(unsigned n) {
 #ifdef IORING_RSRC_REGISTER_SPARSE
     io_uring_rsrc_register table = {};
-    table.nr    = n;
-    table.flags = IORING_RSRC_REGISTER_SPARSE;
+    table.nr                     = n;
+    table.flags                  = IORING_RSRC_REGISTER_SPARSE;
     return syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS2, &table, sizeof(table)) == 0;
 #else
     (void) n;
@@ -104,13 +104,13 @@ bool Ring::reserve_buffers(unsigned n) {
 
 int Ring::update_buffer(unsigned number, void * memory, size_t bytes) {
 #ifdef IORING_RSRC_REGISTER_SPARSE
-    iovec    range = { memory, bytes };
-    uint64_t tag   = 0;
+    iovec                 range  = { memory, bytes };
+    uint64_t              tag    = 0;
     io_uring_rsrc_update2 update = {};
-    update.offset = number;
-    update.data   = (uint64_t) (uintptr_t) &range;
-    update.tags   = (uint64_t) (uintptr_t) &tag;
-    update.nr     = 1;
+    update.offset                = number;
+    update.data                  = (uint64_t) (uintptr_t) &range;
+    update.tags                  = (uint64_t) (uintptr_t) &tag;
+    update.nr                    = 1;
     return (int) syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update));
 #else
     (void) number, (void) memory, (void) bytes;
@@ -122,36 +122,34 @@ bool Ring::set_buffer(unsigned number, void * memory, size_t bytes) {
     return update_buffer(number, memory, bytes) == 1;
 }
 
-void Ring::clear_buffer(unsigned number) {
-    update_buffer(number, nullptr, 0);
-}
+void Ring::clear_buffer(unsigned number) { update_buffer(number, nullptr, 0); }
 
 void * Ring::next_entry() {
     const unsigned index = queued++ & mask;
-    order[index] = index;
-    void * entry = (io_uring_sqe *) entries + index;
+    order[index]         = index;
+    void * entry         = (io_uring_sqe *) entries + index;
     memset(entry, 0, sizeof(io_uring_sqe));
     return entry;
 }
 
 void Ring::queue(const Read & read, uint64_t tag) {
     io_uring_sqe & entry = *(io_uring_sqe *) next_entry();
-    entry.opcode    = read.buffer >= 0 ? IORING_OP_READ_FIXED : IORING_OP_READ;
-    entry.flags     = (uint8_t) ((has_files ? IOSQE_FIXED_FILE : 0) | (read.may_block ? IOSQE_ASYNC : 0));
-    entry.fd        = read.file;
-    entry.off       = read.offset;
-    entry.addr      = (uint64_t) (uintptr_t) read.buf;
-    entry.len       = read.size;
-    entry.buf_index = (uint16_t) (read.buffer >= 0 ? read.buffer : 0);
-    entry.user_data = tag;
+    entry.opcode         = read.buffer >= 0 ? IORING_OP_READ_FIXED : IORING_OP_READ;
+    entry.flags          = (uint8_t) ((has_files ? IOSQE_FIXED_FILE : 0) | (read.may_block ? IOSQE_ASYNC : 0));
+    entry.fd             = read.file;
+    entry.off            = read.offset;
+    entry.addr           = (uint64_t) (uintptr_t) read.buf;
+    entry.len            = read.size;
+    entry.buf_index      = (uint16_t) (read.buffer >= 0 ? read.buffer : 0);
+    entry.user_data      = tag;
 }
 
 void Ring::queue_poll(int file, uint64_t tag) {
     io_uring_sqe & entry = *(io_uring_sqe *) next_entry();
-    entry.opcode        = IORING_OP_POLL_ADD;
-    entry.fd            = file;
-    entry.poll32_events = POLLIN;
-    entry.user_data     = tag;
+    entry.opcode         = IORING_OP_POLL_ADD;
+    entry.fd             = file;
+    entry.poll32_events  = POLLIN;
+    entry.user_data      = tag;
 }
 
 bool Ring::submit() {
@@ -198,7 +196,7 @@ bool Ring::take(Result & result) {
         return false;
     }
     const io_uring_cqe & cqe = ((const io_uring_cqe *) results)[head & results_mask];
-    result = { cqe.user_data, cqe.res };
+    result                   = { cqe.user_data, cqe.res };
     __atomic_store_n(results_head, head + 1, __ATOMIC_RELEASE);
     return true;
 }

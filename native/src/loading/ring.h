@@ -16,7 +16,7 @@ namespace pyorch {
 class Ring {
 public:
     struct Read {
-        int      file;      // a descriptor, or its index where files are registered
+        int      file; // a descriptor, or its index where files are registered
         uint64_t offset;
         char *   buf;
         uint32_t size;
@@ -34,7 +34,7 @@ public:
     static std::unique_ptr<Ring> open(unsigned depth);
     ~Ring();
 
-    Ring(const Ring &) = delete;
+    Ring(const Ring &)             = delete;
     Ring & operator=(const Ring &) = delete;
 
     // Descriptors, which requests then name by index. False: they name them by number.
@@ -68,26 +68,26 @@ public:
 private:
     Ring() = default;
 
-    int      fd = -1;
-    void *   submissions = nullptr; // shared with the kernel
-    void *   completions = nullptr;
-    void *   entries     = nullptr;
-    size_t   submissions_bytes = 0;
-    size_t   completions_bytes = 0;
-    size_t   entries_bytes     = 0;
-    unsigned queued            = 0; // requests that ever were
-    unsigned given             = 0; // of them, to the kernel
-    bool     has_files         = false;
+    int                 fd                = -1;
+    void *              submissions       = nullptr; // shared with the kernel
+    void *              completions       = nullptr;
+    void *              entries           = nullptr;
+    size_t              submissions_bytes = 0;
+    size_t              completions_bytes = 0;
+    size_t              entries_bytes     = 0;
+    unsigned            queued            = 0; // requests that ever were
+    unsigned            given             = 0; // of them, to the kernel
+    bool                has_files         = false;
     std::vector<Result> refused;
 
     // In that memory.
-    unsigned * tail          = nullptr;
-    unsigned * order         = nullptr;
-    unsigned   mask          = 0;
-    unsigned * results_head  = nullptr;
-    unsigned * results_tail  = nullptr;
-    void *     results       = nullptr;
-    unsigned   results_mask  = 0;
+    unsigned * tail         = nullptr;
+    unsigned * order        = nullptr;
+    unsigned   mask         = 0;
+    unsigned * results_head = nullptr;
+    unsigned * results_tail = nullptr;
+    void *     results      = nullptr;
+    unsigned   results_mask = 0;
 
     void * next_entry();
     int    update_buffer(unsigned number, void * memory, size_t bytes);

@@ -15,9 +15,7 @@
 namespace pyorch {
 namespace {
 
-bool differ(const timespec & a, const timespec & b) {
-    return a.tv_sec != b.tv_sec || a.tv_nsec != b.tv_nsec;
-}
+bool differ(const timespec & a, const timespec & b) { return a.tv_sec != b.tv_sec || a.tv_nsec != b.tv_nsec; }
 
 class FileSource : public Source {
 public:
@@ -25,7 +23,7 @@ public:
         for (const auto & f : map.files) {
             files.push_back(std::make_unique<File>());
             File & file = *files.back();
-            file.fd = open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
+            file.fd     = open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
             if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
                 throw Failure(PYORCH_IO, format("%s: %s", f.path.c_str(), strerror(errno)));
             }
@@ -41,10 +39,9 @@ public:
         }
     }
 
-    // Half of an expert from before a change and half from after it would be silent garbage, where nothing has checksums.
-    int check(int file) override {
-        return file < n_shards && changed(file) ? -ESTALE : 0;
-    }
+    // Half of an expert from before a change and half from after it would be silent garbage, where nothing has
+    // checksums.
+    int check(int file) override { return file < n_shards && changed(file) ? -ESTALE : 0; }
 
     bool changed(int file) const override {
         const File & f = *files[file];
@@ -57,9 +54,7 @@ public:
         return now.st_nlink == f.opened.st_nlink && differ(now.st_ctim, f.opened.st_ctim);
     }
 
-    int descriptor(int file, bool direct) const override {
-        return direct ? files[file]->direct_fd : files[file]->fd;
-    }
+    int descriptor(int file, bool direct) const override { return direct ? files[file]->direct_fd : files[file]->fd; }
 
     int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
         if (const int error = check(file)) {
@@ -86,9 +81,7 @@ public:
         return (int64_t) done;
     }
 
-    bool direct(int file) const override {
-        return files[file]->direct_fd >= 0;
-    }
+    bool direct(int file) const override { return files[file]->direct_fd >= 0; }
 
 private:
     struct File {
@@ -118,9 +111,7 @@ public:
         return fn(user, file, offset, buf, size);
     }
 
-    bool direct(int) const override {
-        return false;
-    }
+    bool direct(int) const override { return false; }
 
 private:
     pyorch_read_fn fn;

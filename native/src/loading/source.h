@@ -31,9 +31,9 @@ public:
     virtual bool changed(int) const { return false; }
 };
 
-// The files of the map, opened again: O_DIRECT where asked and possible, buffered otherwise. A file of the model that was
-// changed in place since is refused with ESTALE; one that was replaced is read as it was. A pack has checksums, and is
-// read on: who sets its time or its mode changes nothing of what it holds.
+// The files of the map, opened again: O_DIRECT where asked and possible, buffered otherwise. A file of the model that
+// was changed in place since is refused with ESTALE; one that was replaced is read as it was. A pack has checksums, and
+// is read on: who sets its time or its mode changes nothing of what it holds.
 std::unique_ptr<Source> open_files(const ModelMap & map, bool direct_io);
 
 std::unique_ptr<Source> call_source(pyorch_read_fn read, void * user);

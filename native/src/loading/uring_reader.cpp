@@ -31,9 +31,7 @@ static int make_bell() {
 #endif
 }
 
-static int file_index(const ReadRequest & request) {
-    return 2 * request.file + request.direct;
-}
+static int file_index(const ReadRequest & request) { return 2 * request.file + request.direct; }
 
 std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
     std::vector<int> files;
@@ -54,7 +52,7 @@ std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
         close(bell);
         return nullptr;
     }
-    const bool registered = ring->register_files(files);
+    const bool                   registered = ring->register_files(files);
     std::unique_ptr<UringReader> reader(new UringReader(loader, depth, std::move(ring), bell));
     reader->registered_files = registered;
     reader->registers        = reader->ring->reserve_buffers(MAX_BUFFERS);
@@ -66,7 +64,7 @@ std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
     }
     if (loader.computes(COMPUTABLE)) {
         const int n_threads = std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4);
-        reader->decoders = std::make_unique<DecodeThreads>(loader, n_threads);
+        reader->decoders    = std::make_unique<DecodeThreads>(loader, n_threads);
     }
     reader->thread = std::thread([r = reader.get()] { r->run(); });
     return reader;
@@ -90,9 +88,7 @@ UringReader::~UringReader() {
     close(bell);
 }
 
-void UringReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) {
-    changed.wait(lock);
-}
+void UringReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) { changed.wait(lock); }
 
 void UringReader::wake() {
     if (asleep.exchange(false)) {
@@ -228,8 +224,8 @@ void UringReader::end(UnderWay & u, int64_t result) {
     const uint64_t cpu     = thread_cpu_ns();
     const uint64_t ns      = now - last_ns;
     const uint64_t cpu_ns  = cpu - last_cpu;
-    last_ns  = now;
-    last_cpu = cpu;
+    last_ns                = now;
+    last_cpu               = cpu;
     idle.push_back((int) (&u - under_way.data()));
     if (loader.read(request, result, ns, cpu_ns)) {
         hand_over(request);

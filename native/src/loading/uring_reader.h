@@ -2,9 +2,9 @@
 // and the processor next to nothing to do.
 //
 // Files are registered, and the memory of a slot when it is read into again, where the limit on locked memory allows
-// it: to take hold of its pages for each read anew costs more than all the rest of a read. When it is first read into it
-// has no pages yet, and the kernel's threads bring them. A slot that gives up its memory is let go of before anything more
-// is read.
+// it: to take hold of its pages for each read anew costs more than all the rest of a read. When it is first read into
+// it has no pages yet, and the kernel's threads bring them. A slot that gives up its memory is let go of before
+// anything more is read.
 //
 // The thread sleeps in one place, in the kernel, until a read ends or wake() rings: it writes to a descriptor that the
 // kernel watches. A decode stage that computes runs on other threads.
@@ -43,21 +43,21 @@ private:
 
     UringReader(Loader & loader, int depth, std::unique_ptr<Ring> ring, int bell);
 
-    std::unique_ptr<Ring>                 ring;
-    const int                             bell;      // that wake() rings
-    bool                                  registered_files = false;
-    bool                                  registers  = false; // the memory of slots
-    std::unordered_map<char *, unsigned>  buffers;   // registered slots
-    std::vector<unsigned>                 unused;    // numbers of buffers
-    std::vector<char *>                   given_up;
-    std::vector<UnderWay>                 under_way; // [depth]
-    std::vector<int>                      idle;      // indices into it
-    uint64_t                              last_ns = 0; // when a read last ended, or the first began
-    uint64_t                              last_cpu = 0; // of this thread, then
-    std::atomic<bool>                     asleep { false };
-    std::atomic<bool>                     ending { false };
-    std::unique_ptr<DecodeThreads>        decoders;
-    std::thread                           thread;
+    std::unique_ptr<Ring>                ring;
+    const int                            bell; // that wake() rings
+    bool                                 registered_files = false;
+    bool                                 registers        = false; // the memory of slots
+    std::unordered_map<char *, unsigned> buffers;                  // registered slots
+    std::vector<unsigned>                unused;                   // numbers of buffers
+    std::vector<char *>                  given_up;
+    std::vector<UnderWay>                under_way;    // [depth]
+    std::vector<int>                     idle;         // indices into it
+    uint64_t                             last_ns  = 0; // when a read last ended, or the first began
+    uint64_t                             last_cpu = 0; // of this thread, then
+    std::atomic<bool>                    asleep{ false };
+    std::atomic<bool>                    ending{ false };
+    std::unique_ptr<DecodeThreads>       decoders;
+    std::thread                          thread;
 
     void run();
     void listen();

@@ -16,9 +16,7 @@ thread_local int n_guards = 0;
 
 std::terminate_handler default_terminate = nullptr;
 
-void say(const char * what) {
-    notice(std::string("fatal error in llama.cpp: ") + what);
-}
+void say(const char * what) { notice(std::string("fatal error in llama.cpp: ") + what); }
 
 // "/home/me/llama.cpp/src/llama-model.cpp:1328: GGML_ASSERT(...) failed": whose directories these are tells nothing.
 const char * without_directories(const char * message) {
@@ -64,8 +62,6 @@ void show_fatal_errors() {
     }
 }
 
-void guard_fatal_errors(bool on) {
-    n_guards += on ? 1 : -1;
-}
+void guard_fatal_errors(bool on) { n_guards += on ? 1 : -1; }
 
 } // namespace pyorch

@@ -3,8 +3,9 @@
 // Their sentence reaches the stderr that the process had when show_fatal_errors() was called: llama-cpp-python points
 // stderr elsewhere while it loads a model, and the process would die in silence.
 //
-// A FatalGuard turns them into exceptions on its thread. llama.cpp catches exceptions where it loads or quantizes a model
-// and where it makes a context, and reports a failure; it does so nowhere else, so a guard belongs around these alone.
+// A FatalGuard turns them into exceptions on its thread. llama.cpp catches exceptions where it loads or quantizes a
+// model and where it makes a context, and reports a failure; it does so nowhere else, so a guard belongs around these
+// alone.
 
 #pragma once
 
@@ -18,7 +19,7 @@ void guard_fatal_errors(bool on);
 struct FatalGuard {
     FatalGuard() { guard_fatal_errors(true); }
     ~FatalGuard() { guard_fatal_errors(false); }
-    FatalGuard(const FatalGuard &) = delete;
+    FatalGuard(const FatalGuard &)             = delete;
     FatalGuard & operator=(const FatalGuard &) = delete;
 };
 

@@ -7,9 +7,7 @@ namespace pyorch {
 
 static constexpr uint64_t CACHE_LINE = 64;
 
-static bool reads_directly(const ExpertTensor & tensor) {
-    return tensor.stride >= DIRECT_MIN_BYTES;
-}
+static bool reads_directly(const ExpertTensor & tensor) { return tensor.stride >= DIRECT_MIN_BYTES; }
 
 // From the beginning of the first matrix of a record to the end of the last.
 static uint64_t packed_bytes(const MoeLayer & layer) {
@@ -51,9 +49,7 @@ Extents extents(const MoeLayer & layer, int expert, uint32_t there) {
     return of;
 }
 
-static Part part_of(const PackedChunk & chunk, bool is_last) {
-    return chunk.plane == 0 || is_last ? PART_SM : PART_E;
-}
+static Part part_of(const PackedChunk & chunk, bool is_last) { return chunk.plane == 0 || is_last ? PART_SM : PART_E; }
 
 Extent extent_of(const MoeLayer & layer, int expert, const Extent & e, int role) {
     if (e.part == PART_MATRICES && e.role == e.last_role) {
@@ -119,9 +115,7 @@ uint64_t slot_bytes(const MoeLayer & layer, Part part) {
     return direct ? round_up(bytes, PAGE) : bytes;
 }
 
-uint64_t record_bytes(const MoeLayer & layer) {
-    return round_up(packed_bytes(layer), PAGE);
-}
+uint64_t record_bytes(const MoeLayer & layer) { return round_up(packed_bytes(layer), PAGE); }
 
 void give_part_slots(const std::vector<MoeLayer> & layers, std::vector<std::shared_ptr<PackedLayer>> & packed) {
     for (Part part : { PART_E, PART_SM }) {

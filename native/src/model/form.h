@@ -5,8 +5,8 @@
 // (loading/codec.h); of a compressed expert, by way of its two stored parts. The residency table, the loader and the
 // banks ask here.
 //
-// A slot of experts that come from a pack is laid out as a record of the pack is, so that one read fills it; a slot of a
-// stored part as its region there.
+// A slot of experts that come from a pack is laid out as a record of the pack is, so that one read fills it; a slot of
+// a stored part as its region there.
 
 #pragma once
 
@@ -34,20 +34,23 @@ constexpr uint32_t bit_of(Part part) { return 1u << part; }
 inline constexpr uint32_t STORED_PARTS = bit_of(PART_E) | bit_of(PART_SM);
 
 constexpr uint32_t parts_of(Form form) {
-    return form == Form::FULL ? bit_of(PART_MATRICES) : form == Form::COMPRESSED ? STORED_PARTS :
-        form == Form::SM_ONLY ? bit_of(PART_SM) : form == Form::E_ONLY ? bit_of(PART_E) : 0;
+    return form == Form::FULL    ? bit_of(PART_MATRICES) :
+        form == Form::COMPRESSED ? STORED_PARTS :
+        form == Form::SM_ONLY    ? bit_of(PART_SM) :
+        form == Form::E_ONLY     ? bit_of(PART_E) :
+                                   0;
 }
 
 // Of an expert of which these parts are there, beside what kernels compute with.
 constexpr Form stored_form(uint32_t parts) {
-    return (parts & STORED_PARTS) == STORED_PARTS ? Form::COMPRESSED : parts & bit_of(PART_SM) ? Form::SM_ONLY :
-        parts & bit_of(PART_E) ? Form::E_ONLY : Form::ABSENT;
+    return (parts & STORED_PARTS) == STORED_PARTS ? Form::COMPRESSED :
+        parts & bit_of(PART_SM)                   ? Form::SM_ONLY :
+        parts & bit_of(PART_E)                    ? Form::E_ONLY :
+                                                    Form::ABSENT;
 }
 
 // Whether the experts of a layer come by way of stored parts.
-inline bool is_compressed(const MoeLayer & layer) {
-    return layer.pack && layer.pack->compressed;
-}
+inline bool is_compressed(const MoeLayer & layer) { return layer.pack && layer.pack->compressed; }
 
 // Bytes of a file of the map that end up side by side in a slot: a part, one matrix of an expert, or several in order.
 struct Extent {
@@ -57,7 +60,7 @@ struct Extent {
     bool     direct; // may be read page by page past both ends: the slot has room for it
     int      role;   // the first matrix in it
     int      last_role;
-    Part     part;   // whose slot it is
+    Part     part; // whose slot it is
 };
 
 // What is read to bring an expert into memory, in the order of the kernels.
@@ -78,8 +81,8 @@ Extent extent_of(const MoeLayer & layer, int expert, const Extent & extent, int 
 // One matrix of an expert as the model's own files have it, wherever else it lies.
 Extent in_model(const MoeLayer & layer, int role, int expert);
 
-// Where the block of a matrix begins in the slot of what kernels compute with. A block that is read directly begins at a
-// page if the slot does, but for those behind the first one of a record.
+// Where the block of a matrix begins in the slot of what kernels compute with. A block that is read directly begins at
+// a page if the slot does, but for those behind the first one of a record.
 uint64_t block_offset(const MoeLayer & layer, int role);
 
 // Memory of one part of an expert; whole pages if it, or a block of it, is read directly.

@@ -19,7 +19,7 @@ constexpr int64_t SLAB_BYTES = 8 * 1024;
 // What llama.cpp chooses kernels by: type and shape.
 ggml_tensor experts_of(const ExpertTensor & tensor) {
     ggml_tensor t = {};
-    t.type = GGML_TYPE_COUNT;
+    t.type        = GGML_TYPE_COUNT;
     for (int type = 0; type < GGML_TYPE_COUNT && t.type == GGML_TYPE_COUNT; ++type) {
         const char * name = ggml_type_name((ggml_type) type);
         if (name && tensor.type == name) {
@@ -59,10 +59,10 @@ std::string layout_name(const ExpertTensor & tensor) {
     }
     // The order is known by what becomes of bytes that all differ in some way. Rows count by what groups they make.
     ExpertTensor pattern = tensor;
-    pattern.n_in  = std::min<int64_t>(tensor.n_in, 1024);
-    pattern.n_out = std::min<int64_t>(tensor.n_out, GROUP + tensor.n_out % GROUP);
+    pattern.n_in         = std::min<int64_t>(tensor.n_in, 1024);
+    pattern.n_out        = std::min<int64_t>(tensor.n_out, GROUP + tensor.n_out % GROUP);
     std::vector<char> bytes(ggml_row_size(experts_of(tensor).type, pattern.n_in) * pattern.n_out);
-    uint32_t state = 1;
+    uint32_t          state = 1;
     for (char & byte : bytes) {
         state = state * 1664525 + 1013904223;
         byte  = (char) (state >> 24);

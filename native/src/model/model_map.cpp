@@ -23,11 +23,10 @@ uint64_t MoeLayer::expert_bytes() const {
     return n;
 }
 
-uint64_t MoeLayer::slot_bytes() const {
-    return pyorch::slot_bytes(*this, PART_MATRICES);
-}
+uint64_t MoeLayer::slot_bytes() const { return pyorch::slot_bytes(*this, PART_MATRICES); }
 
-static const char * const SLIM = "pyorch.slim"; // key: the model has no expert data; its value is the whole model's fingerprint
+static const char * const SLIM =
+    "pyorch.slim"; // key: the model has no expert data; its value is the whole model's fingerprint
 
 // Rank in the order of the kernels, -1 for a tensor that is not a routed expert.
 static int parse_name(const char * name, int & il, std::string & role) {
@@ -72,8 +71,8 @@ void check_readable(const std::string & path) {
 std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     check_readable(path);
 
-    ggml_context * meta = nullptr;
-    gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ &meta };
+    ggml_context *                meta   = nullptr;
+    gguf_init_params              params = { /*.no_alloc =*/true, /*.ctx =*/&meta };
     std::shared_ptr<gguf_context> ctx(gguf_init_from_file(path.c_str(), params), [](gguf_context * c) {
         if (c) {
             gguf_free(c);
@@ -81,16 +80,17 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     });
     std::unique_ptr<ggml_context, decltype(&ggml_free)> meta_owner(meta, ggml_free);
     if (!ctx) {
-        throw Failure(PYORCH_FORMAT, format("%s is a truncated or damaged GGUF: its metadata cannot be read", path.c_str()));
+        throw Failure(
+            PYORCH_FORMAT, format("%s is a truncated or damaged GGUF: its metadata cannot be read", path.c_str()));
     }
 
     struct stat st;
     stat(path.c_str(), &st);
-    const int      file     = (int) files.size();
+    const int      file         = (int) files.size();
     uint64_t       first_lacked = UINT64_MAX;
-    const uint64_t data     = gguf_get_data_offset(ctx.get());
-    const uint64_t in_file  = (uint64_t) st.st_size;
-    uint64_t       span     = in_file;
+    const uint64_t data         = gguf_get_data_offset(ctx.get());
+    const uint64_t in_file      = (uint64_t) st.st_size;
+    uint64_t       span         = in_file;
     // Read here: a slim model is one file, and its tensors are looked at before the rest of its metadata.
     slim = slim || gguf_find_key(ctx.get(), SLIM) >= 0;
 
@@ -99,16 +99,17 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         const ggml_tensor * t           = ggml_get_tensor(meta, tensor_name);
         const uint64_t      offset      = data + gguf_get_tensor_offset(ctx.get(), i);
         const uint64_t      bytes       = ggml_nbytes(t);
-        int         il = 0;
-        std::string role;
-        const bool  is_expert = parse_name(tensor_name, il, role) >= 0 && t->ne[2] >= 2;
+        int                 il          = 0;
+        std::string         role;
+        const bool          is_expert = parse_name(tensor_name, il, role) >= 0 && t->ne[2] >= 2;
         // What a slim file lacks begins where the file ends, or in its last page: the loader unmaps what is before it.
-        const bool  lacked    = slim && is_expert && offset >= in_file;
-        first_lacked = lacked ? std::min(first_lacked, offset) : first_lacked;
-        span         = std::max(span, offset + bytes);
+        const bool lacked = slim && is_expert && offset >= in_file;
+        first_lacked      = lacked ? std::min(first_lacked, offset) : first_lacked;
+        span              = std::max(span, offset + bytes);
         if (offset + bytes > in_file && !lacked) {
-            throw Failure(PYORCH_FORMAT, format("%s is truncated: it has %llu bytes, tensor %s ends at %llu", path.c_str(),
-                (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
+            throw Failure(PYORCH_FORMAT,
+                format("%s is truncated: it has %llu bytes, tensor %s ends at %llu", path.c_str(),
+                    (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
         }
         tensor_bytes += bytes;
         tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
@@ -117,9 +118,11 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
             continue;
         }
         if (il < 0 || il >= MAX_LAYERS || t->ne[2] > MAX_EXPERTS || bytes == 0) {
-            throw Failure(PYORCH_FORMAT, format("%s: tensor %s has %lld experts of %llu bytes together: llama.cpp knows up to %d "
-                "experts in each of %d layers", path.c_str(), tensor_name, (long long) t->ne[2], (unsigned long long) bytes,
-                MAX_EXPERTS, MAX_LAYERS));
+            throw Failure(PYORCH_FORMAT,
+                format("%s: tensor %s has %lld experts of %llu bytes together: llama.cpp knows up to %d "
+                       "experts in each of %d layers",
+                    path.c_str(), tensor_name, (long long) t->ne[2], (unsigned long long) bytes, MAX_EXPERTS,
+                    MAX_LAYERS));
         }
         auto layer = std::find_if(layers.begin(), layers.end(), [&](const MoeLayer & l) { return l.il == il; });
         if (layer == layers.end()) {
@@ -127,14 +130,17 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
             layer = layers.end() - 1;
         }
         if (layer->n_expert != t->ne[2]) {
-            throw Failure(PYORCH_FORMAT, format("%s: tensor %s has %lld experts, the others of its layer have %d", path.c_str(),
-                tensor_name, (long long) t->ne[2], layer->n_expert));
+            throw Failure(PYORCH_FORMAT,
+                format("%s: tensor %s has %lld experts, the others of its layer have %d", path.c_str(), tensor_name,
+                    (long long) t->ne[2], layer->n_expert));
         }
-        layer->tensors.push_back({ tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2], t->ne[0], t->ne[1] });
+        layer->tensors.push_back(
+            { tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2], t->ne[0], t->ne[1] });
     }
     if (first_lacked != UINT64_MAX && first_lacked > (in_file + PAGE - 1) / PAGE * PAGE) {
-        throw Failure(PYORCH_FORMAT, format("%s is truncated: it has %llu bytes, and what it should have ends at %llu",
-            path.c_str(), (unsigned long long) in_file, (unsigned long long) first_lacked));
+        throw Failure(PYORCH_FORMAT,
+            format("%s is truncated: it has %llu bytes, and what it should have ends at %llu", path.c_str(),
+                (unsigned long long) in_file, (unsigned long long) first_lacked));
     }
     files.push_back({ path, in_file, span });
     return ctx;
@@ -161,7 +167,8 @@ ModelMap::ModelMap(const std::string & path) {
         const std::string key     = arch + ".attention." + name;
         double            epsilon = 0;
         if (get_float(key, epsilon) && !(epsilon >= 0)) {
-            throw Failure(PYORCH_FORMAT, format("%s: %s is %g, and must be 0 or more", path.c_str(), key.c_str(), epsilon));
+            throw Failure(
+                PYORCH_FORMAT, format("%s: %s is %g, and must be 0 or more", path.c_str(), key.c_str(), epsilon));
         }
     }
 
@@ -171,8 +178,9 @@ ModelMap::ModelMap(const std::string & path) {
         get_int("split.no", 0, no);
         char prefix[4096];
         if (no != 0 || !llama_split_prefix(prefix, sizeof(prefix), path.c_str(), 0, (int) n_split)) {
-            throw Failure(PYORCH_FORMAT, format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf",
-                path.c_str(), (int) no + 1, (int) n_split, (int) n_split));
+            throw Failure(PYORCH_FORMAT,
+                format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf", path.c_str(),
+                    (int) no + 1, (int) n_split, (int) n_split));
         }
         for (int i = 1; i < n_split; ++i) {
             char shard[4096];
@@ -189,18 +197,20 @@ ModelMap::ModelMap(const std::string & path) {
 
     std::sort(layers.begin(), layers.end(), [](const MoeLayer & a, const MoeLayer & b) { return a.il < b.il; });
     if (n_layers > 0 && !layers.empty() && layers.back().il >= n_layers) {
-        throw Failure(PYORCH_FORMAT, format("%s: there are experts of layer %d, and %s.block_count is %d", path.c_str(),
-            layers.back().il, arch.c_str(), n_layers));
+        throw Failure(PYORCH_FORMAT,
+            format("%s: there are experts of layer %d, and %s.block_count is %d", path.c_str(), layers.back().il,
+                arch.c_str(), n_layers));
     }
     for (auto & layer : layers) {
         std::sort(layer.tensors.begin(), layer.tensors.end(), [](const ExpertTensor & a, const ExpertTensor & b) {
-            int il;
+            int         il;
             std::string role;
             return parse_name(a.name.c_str(), il, role) < parse_name(b.name.c_str(), il, role);
         });
         if (layer.tensors.size() > PYORCH_MAX_ROLES) {
-            throw Failure(PYORCH_FORMAT, format("%s: layer %d has %zu expert tensors, at most %d are known", path.c_str(),
-                layer.il, layer.tensors.size(), (int) PYORCH_MAX_ROLES));
+            throw Failure(PYORCH_FORMAT,
+                format("%s: layer %d has %zu expert tensors, at most %d are known", path.c_str(), layer.il,
+                    layer.tensors.size(), (int) PYORCH_MAX_ROLES));
         }
         for (size_t role = 0; role < layer.tensors.size(); ++role) {
             experts_by_name[layer.tensors[role].name] = { (int) (&layer - layers.data()), (int) role };
@@ -215,8 +225,9 @@ int64_t ModelMap::checked_int(const std::string & path, const char * name, int64
     int64_t           value = 0;
     for (int i = 0; get_int(key, i, value); ++i) {
         if (value < low || value > high) {
-            throw Failure(PYORCH_FORMAT, format("%s: %s is %lld, and must be from %lld to %lld", path.c_str(), key.c_str(),
-                (long long) value, (long long) low, (long long) high));
+            throw Failure(PYORCH_FORMAT,
+                format("%s: %s is %lld, and must be from %lld to %lld", path.c_str(), key.c_str(), (long long) value,
+                    (long long) low, (long long) high));
         }
         first = i == 0 ? value : first;
         if (gguf_get_kv_type(metadata.get(), gguf_find_key(metadata.get(), key.c_str())) != GGUF_TYPE_ARRAY) {
@@ -282,7 +293,8 @@ const ExpertPlace * ModelMap::find_experts(const std::string & tensor) const {
 }
 
 const MoeLayer * ModelMap::find(int il) const {
-    const auto layer = std::lower_bound(layers.begin(), layers.end(), il, [](const MoeLayer & l, int il) { return l.il < il; });
+    const auto layer =
+        std::lower_bound(layers.begin(), layers.end(), il, [](const MoeLayer & l, int il) { return l.il < il; });
     return layer != layers.end() && layer->il == il ? &*layer : nullptr;
 }
 
@@ -312,16 +324,16 @@ bool ModelMap::get_int(const std::string & key, int index, int64_t & value) cons
         return true;
     };
     switch (type) {
-        case GGUF_TYPE_UINT8:  return read(uint8_t());
-        case GGUF_TYPE_INT8:   return read(int8_t());
-        case GGUF_TYPE_BOOL:   return read(int8_t());
-        case GGUF_TYPE_UINT16: return read(uint16_t());
-        case GGUF_TYPE_INT16:  return read(int16_t());
-        case GGUF_TYPE_UINT32: return read(uint32_t());
-        case GGUF_TYPE_INT32:  return read(int32_t());
-        case GGUF_TYPE_UINT64: return read(uint64_t());
-        case GGUF_TYPE_INT64:  return read(int64_t());
-        default:               return false;
+    case GGUF_TYPE_UINT8: return read(uint8_t());
+    case GGUF_TYPE_INT8: return read(int8_t());
+    case GGUF_TYPE_BOOL: return read(int8_t());
+    case GGUF_TYPE_UINT16: return read(uint16_t());
+    case GGUF_TYPE_INT16: return read(int16_t());
+    case GGUF_TYPE_UINT32: return read(uint32_t());
+    case GGUF_TYPE_INT32: return read(int32_t());
+    case GGUF_TYPE_UINT64: return read(uint64_t());
+    case GGUF_TYPE_INT64: return read(int64_t());
+    default: return false;
     }
 }
 
@@ -336,7 +348,7 @@ bool ModelMap::get_float(const std::string & key, double & value) const {
     return type == GGUF_TYPE_FLOAT32 || type == GGUF_TYPE_FLOAT64;
 }
 
-bool ModelMap::get_str(const std::string & key, const char * & value) const {
+bool ModelMap::get_str(const std::string & key, const char *& value) const {
     const int64_t id = gguf_find_key(metadata.get(), key.c_str());
     if (id < 0 || gguf_get_kv_type(metadata.get(), id) != GGUF_TYPE_STRING) {
         return false;

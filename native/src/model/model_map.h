@@ -28,18 +28,18 @@ inline constexpr uint64_t DIRECT_MIN_BYTES = 128 * 1024;
 
 // One matrix of every expert of a layer: a tensor [n_in, n_out, n_expert].
 struct ExpertTensor {
-    std::string name;     // blk.3.ffn_up_exps.weight
-    std::string role;     // up, gate, gate_up, down
-    std::string type;     // ggml type
-    int         file;     // index into ModelMap::files
-    uint64_t    offset;   // of expert 0, from the start of the file
-    uint64_t    stride;   // bytes of one expert
+    std::string name;      // blk.3.ffn_up_exps.weight
+    std::string role;      // up, gate, gate_up, down
+    std::string type;      // ggml type
+    int         file;      // index into ModelMap::files
+    uint64_t    offset;    // of expert 0, from the start of the file
+    uint64_t    stride;    // bytes of one expert
     int64_t     n_in  = 0; // numbers in a row
     int64_t     n_out = 0; // rows
 };
 
-// What of an expert lies together, in a file and in memory (ZipMoE section 3.1). A compressed record has two regions: the
-// E-chunks, which are the exponents of its matrices compressed, and the SM-chunks, all the rest.
+// What of an expert lies together, in a file and in memory (ZipMoE section 3.1). A compressed record has two regions:
+// the E-chunks, which are the exponents of its matrices compressed, and the SM-chunks, all the rest.
 enum Part : uint8_t {
     PART_E,
     PART_SM,
@@ -51,7 +51,7 @@ inline constexpr int N_PARTS        = 3;
 
 // What a compressed record has of a matrix, or of a shard of it.
 struct PackedChunk {
-    int        plane;  // 0: all of the matrix. 1 and up: shards of its exponents; the last one: signs and mantissas
+    int        plane; // 0: all of the matrix. 1 and up: shards of its exponents; the last one: signs and mantissas
     PlaneCodec codec;
     uint64_t   offset; // from the beginning of its region
     uint64_t   stored; // bytes in the pack
@@ -67,18 +67,18 @@ struct PackedLayer {
     std::vector<bool>     repacked; // [matrices]: they are in the order that layout_name() names
 
     // Of a layer with anything but whole matrices that are stored as they are; else a record is laid out as a slot.
-    bool                     compressed = false;
+    bool                     compressed                  = false;
     std::vector<uint64_t>    part_offset[N_STORED_PARTS] = {}; // [n_expert] of each region, from the start of the file
     std::vector<uint64_t>    part_bytes[N_STORED_PARTS]  = {}; // [n_expert] to the end of its last chunk
     uint64_t                 part_slot[N_STORED_PARTS]   = {}; // memory of a region: see give_part_slots()
-    std::vector<PackedChunk> chunks = {}; // by expert, role and plane
-    std::vector<size_t>      first  = {}; // [n_expert * matrices + 1] in chunks, of each matrix
+    std::vector<PackedChunk> chunks                      = {}; // by expert, role and plane
+    std::vector<size_t>      first                       = {}; // [n_expert * matrices + 1] in chunks, of each matrix
 };
 
 struct MoeLayer {
-    int                       il;
-    int                       n_expert;
-    std::vector<ExpertTensor> tensors; // in the order in which the kernels need them
+    int                                il;
+    int                                n_expert;
+    std::vector<ExpertTensor>          tensors;        // in the order in which the kernels need them
     std::shared_ptr<const PackedLayer> pack = nullptr; // null: only the model's own files have them
 
     uint64_t expert_bytes() const;
@@ -117,20 +117,20 @@ public:
     explicit ModelMap(const std::string & path);
 
     // From now on experts are read from a pack (docs/packs.md) of this model, which the caller has made sure of. Throws
-    // Failure, and leaves the map as it was: PYORCH_IO when the pack cannot be opened, PYORCH_FORMAT when it is damaged,
-    // written for other kernels, or does not hold just these experts.
+    // Failure, and leaves the map as it was: PYORCH_IO when the pack cannot be opened, PYORCH_FORMAT when it is
+    // damaged, written for other kernels, or does not hold just these experts.
     void attach_pack(const std::string & path);
 
-    std::vector<MapFile>  files; // the model's own, and a pack behind them
-    int                   n_shards = 0; // the model's own
-    bool                  slim     = false; // its own file lacks the bytes of the experts: a pack has them
-    std::vector<MoeLayer> layers; // by ascending il; only those with routed experts
-    std::map<std::string, TensorRange> tensors; // all of them
-    std::string           arch;
-    std::string           name;
-    int                   n_layers      = 0;
-    int                   n_expert_used = 0;
-    uint64_t              tensor_bytes  = 0;
+    std::vector<MapFile>               files;            // the model's own, and a pack behind them
+    int                                n_shards = 0;     // the model's own
+    bool                               slim     = false; // its own file lacks the bytes of the experts: a pack has them
+    std::vector<MoeLayer>              layers;           // by ascending il; only those with routed experts
+    std::map<std::string, TensorRange> tensors;          // all of them
+    std::string                        arch;
+    std::string                        name;
+    int                                n_layers      = 0;
+    int                                n_expert_used = 0;
+    uint64_t                           tensor_bytes  = 0;
 
     uint64_t file_bytes() const; // the model's own
     uint64_t expert_bytes() const;
@@ -142,7 +142,7 @@ public:
 
     // Of memory through which compressed experts come: how many there are at once at least, and at most.
     static constexpr int MIN_STAGED = 2;
-    int max_staged() const;
+    int                  max_staged() const;
 
     // What the regions of compressed records begin at: pages if one of them may be large enough to be read directly.
     uint64_t region_alignment() const;
@@ -159,10 +159,10 @@ public:
     // Metadata of the first shard; false where the key is missing or of another kind.
     bool get_int(const std::string & key, int index, int64_t & value) const;
     bool get_float(const std::string & key, double & value) const;
-    bool get_str(const std::string & key, const char * & value) const;
+    bool get_str(const std::string & key, const char *& value) const;
 
 private:
-    std::shared_ptr<gguf_context> metadata;
+    std::shared_ptr<gguf_context>      metadata;
     std::map<std::string, ExpertPlace> experts_by_name;
 
     std::shared_ptr<gguf_context> read_file(const std::string & path);

@@ -48,9 +48,9 @@ class Pack {
 public:
     explicit Pack(const std::string & path) : path(path) {
         check_readable(path);
-        gguf_init_params params = { /*.no_alloc =*/ true, /*.ctx =*/ &meta };
-        gguf = gguf_init_from_file(path.c_str(), params);
-        file = fopen(path.c_str(), "rb");
+        gguf_init_params params = { /*.no_alloc =*/true, /*.ctx =*/&meta };
+        gguf                    = gguf_init_from_file(path.c_str(), params);
+        file                    = fopen(path.c_str(), "rb");
         if (!gguf || !file) {
             close();
             throw damaged("its metadata cannot be read");
@@ -61,12 +61,10 @@ public:
 
     ~Pack() { close(); }
 
-    Pack(const Pack &) = delete;
+    Pack(const Pack &)             = delete;
     Pack & operator=(const Pack &) = delete;
 
-    Failure damaged(const std::string & why) const {
-        return { PYORCH_FORMAT, path + " is a damaged pack: " + why };
-    }
+    Failure damaged(const std::string & why) const { return { PYORCH_FORMAT, path + " is a damaged pack: " + why }; }
 
     // An element of an array of strings, "" where there is none.
     std::string text(const char * key, size_t index) const {
@@ -85,7 +83,8 @@ public:
         const uint64_t      begin = gguf_get_data_offset(gguf) + gguf_get_tensor_offset(gguf, id);
         const uint64_t      size  = ggml_nbytes(shape);
         if (begin + size > bytes) {
-            throw damaged(format("it has %" PRIu64 " bytes, and %s ends at %" PRIu64, bytes, name.c_str(), begin + size));
+            throw damaged(
+                format("it has %" PRIu64 " bytes, and %s ends at %" PRIu64, bytes, name.c_str(), begin + size));
         }
         return { shape, begin, size };
     }
@@ -118,9 +117,9 @@ private:
 // What the index of a layer says.
 class IndexReader {
 public:
-    IndexReader(const Pack & pack, const ModelMap & map, const MoeLayer & layer)
-        : pack(pack), layer(layer), region_alignment(map.region_alignment()), block(format("blk.%d.", layer.il)),
-          data(pack.tensor(block + "experts")) {}
+    IndexReader(const Pack & pack, const ModelMap & map, const MoeLayer & layer) :
+            pack(pack), layer(layer), region_alignment(map.region_alignment()), block(format("blk.%d.", layer.il)),
+            data(pack.tensor(block + "experts")) {}
 
     // Checks every number: what is read by them lands in memory of these sizes.
     std::shared_ptr<PackedLayer> read(int file) {
@@ -128,10 +127,9 @@ public:
             throw pack.damaged(block + "experts does not begin at a page");
         }
         const std::vector<Chunk> rows = read_rows();
-        packed->file       = file;
-        packed->compressed = std::any_of(rows.begin(), rows.end(), [](const Chunk & row) {
-            return row.codec != 0 || row.plane != 0;
-        });
+        packed->file                  = file;
+        packed->compressed =
+            std::any_of(rows.begin(), rows.end(), [](const Chunk & row) { return row.codec != 0 || row.plane != 0; });
         read_matrices(rows);
         for (int expert = 0; expert < layer.n_expert; ++expert) {
             if (packed->compressed) {
@@ -150,14 +148,14 @@ private:
         int      expert;
     };
 
-    const Pack &      pack;
-    const MoeLayer &  layer;
-    const uint64_t    region_alignment;
-    const std::string block;
-    const Tensor      data;
-    std::vector<int>  n_shards;    // of the exponents of each matrix; 0: it is whole
-    std::vector<int>  first_chunk; // [matrices + 1]
-    std::vector<Span> spans;       // of all records
+    const Pack &                       pack;
+    const MoeLayer &                   layer;
+    const uint64_t                     region_alignment;
+    const std::string                  block;
+    const Tensor                       data;
+    std::vector<int>                   n_shards;    // of the exponents of each matrix; 0: it is whole
+    std::vector<int>                   first_chunk; // [matrices + 1]
+    std::vector<Span>                  spans;       // of all records
     const std::shared_ptr<PackedLayer> packed = std::make_shared<PackedLayer>();
 
     // By expert, matrix and plane.
@@ -169,19 +167,20 @@ private:
         const size_t n_most  = layer.n_expert * n_roles * (MAX_SHARDS + 1);
         if (shape->type != GGML_TYPE_I64 || shape->ne[0] != COLUMNS || ggml_nelements(shape) != (int64_t) n * COLUMNS ||
             n < layer.n_expert * n_roles || n > n_most || n % layer.n_expert != 0) {
-            throw pack.damaged(format("%sindex is not one of %d experts with %zu matrices", block.c_str(), layer.n_expert,
-                n_roles));
+            throw pack.damaged(
+                format("%sindex is not one of %d experts with %zu matrices", block.c_str(), layer.n_expert, n_roles));
         }
         std::vector<Chunk> rows = pack.chunks(index, n);
         for (const Chunk & row : rows) {
             if (row.expert < 0 || row.expert >= layer.n_expert || row.role < 0 || row.role >= (int64_t) n_roles) {
-                throw pack.damaged(format("%sindex has expert %" PRId64 ", matrix %" PRId64, block.c_str(), row.expert,
-                    row.role));
+                throw pack.damaged(
+                    format("%sindex has expert %" PRId64 ", matrix %" PRId64, block.c_str(), row.expert, row.role));
             }
             if (row.codec < 0 || row.codec >= N_PLANE_CODECS || row.plane < 0 || row.plane > MAX_SHARDS + 1) {
-                throw Failure(PYORCH_FORMAT, format("%s was written by a newer version: chunks of its layer %d have the codec %"
-                    PRId64 " and the plane %" PRId64 ", which this one does not know", pack.path.c_str(), layer.il, row.codec,
-                    row.plane));
+                throw Failure(PYORCH_FORMAT,
+                    format("%s was written by a newer version: chunks of its layer %d have the codec %" PRId64
+                           " and the plane %" PRId64 ", which this one does not know",
+                        pack.path.c_str(), layer.il, row.codec, row.plane));
             }
         }
         std::sort(rows.begin(), rows.end(), [](const Chunk & a, const Chunk & b) {
@@ -215,18 +214,20 @@ private:
     // rows: of this expert, if the index is whole.
     void check_chunk(int expert, int role, int i, const Chunk & row) const {
         const uint64_t raw = raw_bytes(role, i);
-        if (row.expert != expert || row.role != role || row.plane != (n_shards[role] == 0 ? 0 : i + 1) || row.raw != raw ||
-            row.stored == 0 || (row.codec == 0 ? row.stored != raw : row.stored >= raw) ||
-            (row.codec != 0 && n_shards[role] > 0 && i == n_shards[role]) || // signs and mantissas are stored as they are
-            row.offset > data.bytes || row.stored > data.bytes - row.offset) {
+        if (row.expert != expert || row.role != role || row.plane != (n_shards[role] == 0 ? 0 : i + 1) ||
+            row.raw != raw || row.stored == 0 || (row.codec == 0 ? row.stored != raw : row.stored >= raw) ||
+            (row.codec != 0 && n_shards[role] > 0 &&
+                i == n_shards[role]) || // signs and mantissas are stored as they are
+            row.offset > data.bytes ||
+            row.stored > data.bytes - row.offset) {
             throw misplaced(expert);
         }
     }
 
     // A record that is laid out as a slot.
     void add_plain(int expert, const Chunk * rows) {
-        MoeLayer as_packed = layer;
-        as_packed.pack = packed;
+        MoeLayer as_packed    = layer;
+        as_packed.pack        = packed;
         const uint64_t record = rows[0].offset;
         for (int role = 0; role < (int) layer.tensors.size(); ++role) {
             check_chunk(expert, role, 0, rows[role]);
@@ -250,13 +251,13 @@ private:
                 const Chunk & row  = rows[first_chunk[role] + i];
                 check_chunk(expert, role, i, row);
                 const uint64_t offset = part == PART_E ? end[part] : round_up(end[part], CHUNK_ALIGNMENT);
-                begin[part] = begin[part] == UINT64_MAX ? row.offset : begin[part];
-                end[part]   = offset + row.stored;
+                begin[part]           = begin[part] == UINT64_MAX ? row.offset : begin[part];
+                end[part]             = offset + row.stored;
                 if (row.offset < begin[part] || row.offset - begin[part] != offset) {
                     throw misplaced(expert);
                 }
-                packed->chunks.push_back({ (int) row.plane, (PlaneCodec) row.codec, offset, row.stored, row.raw,
-                    row.checksum });
+                packed->chunks.push_back(
+                    { (int) row.plane, (PlaneCodec) row.codec, offset, row.stored, row.raw, row.checksum });
             }
         }
         if (expert == layer.n_expert - 1) {
@@ -279,9 +280,8 @@ private:
     }
 
     void check_overlaps() {
-        std::sort(spans.begin(), spans.end(), [](const Span & a, const Span & b) {
-            return std::tie(a.begin, a.end) < std::tie(b.begin, b.end);
-        });
+        std::sort(spans.begin(), spans.end(),
+            [](const Span & a, const Span & b) { return std::tie(a.begin, a.end) < std::tie(b.begin, b.end); });
         for (size_t i = 1; i < spans.size(); ++i) {
             if (spans[i].begin < spans[i - 1].end) {
                 throw misplaced(spans[i].expert);
@@ -326,17 +326,19 @@ uint64_t ModelMap::region_alignment() const {
 }
 
 void ModelMap::attach_pack(const std::string & path) {
-    const FatalGuard guard;
-    const Pack       pack(path);
-    size_t           n_matrices = 0;
+    const FatalGuard                          guard;
+    const Pack                                pack(path);
+    size_t                                    n_matrices = 0;
     std::vector<std::shared_ptr<PackedLayer>> packed;
     for (const MoeLayer & layer : layers) {
         auto of_layer = IndexReader(pack, *this, layer).read(n_shards);
         for (const ExpertTensor & tensor : layer.tensors) {
             const std::string layout = pack.text(LAYOUTS, n_matrices++);
             if (layout != PLAIN && layout != layout_name(tensor)) {
-                throw Failure(PYORCH_FORMAT, format("%s holds %s in the layout \"%s\", which the kernels of this machine do not "
-                    "compute with: make it again here", path.c_str(), tensor.name.c_str(), layout.c_str()));
+                throw Failure(PYORCH_FORMAT,
+                    format("%s holds %s in the layout \"%s\", which the kernels of this machine do not "
+                           "compute with: make it again here",
+                        path.c_str(), tensor.name.c_str(), layout.c_str()));
             }
             of_layer->repacked.push_back(layout != PLAIN);
         }

@@ -7,9 +7,9 @@
 namespace pyorch {
 
 float dot(const float * a, const float * b, size_t n) {
-    constexpr size_t LANES = 16;
-    float  sums[LANES] = {};
-    size_t i = 0;
+    constexpr size_t LANES       = 16;
+    float            sums[LANES] = {};
+    size_t           i           = 0;
     for (; i + LANES <= n; i += LANES) {
         for (size_t j = 0; j < LANES; ++j) {
             sums[j] += a[i + j] * b[i + j];
@@ -26,7 +26,7 @@ float dot(const float * a, const float * b, size_t n) {
 }
 
 ActivationMatrixStore::ActivationMatrixStore(int n_layers, int n_expert, int capacity) :
-    n_layers(n_layers), n_expert(n_expert), capacity(capacity), layers(n_layers) {}
+        n_layers(n_layers), n_expert(n_expert), capacity(capacity), layers(n_layers) {}
 
 bool ActivationMatrixStore::add(const float * counts) {
     ActivationMatrixSearch request(*this);
@@ -69,11 +69,9 @@ bool ActivationMatrixStore::row(const Match & match, int layer, float * probs, i
 }
 
 ActivationMatrixSearch::ActivationMatrixSearch(ActivationMatrixStore & store) :
-    store(store), counts((size_t) store.n_layers * store.n_expert), layers(store.n_layers) {}
+        store(store), counts((size_t) store.n_layers * store.n_expert), layers(store.n_layers) {}
 
-void ActivationMatrixSearch::begin() {
-    set(std::vector<float>(counts.size()).data());
-}
+void ActivationMatrixSearch::begin() { set(std::vector<float>(counts.size()).data()); }
 
 void ActivationMatrixSearch::set(const float * values) {
     counts.assign(values, values + counts.size());
@@ -89,7 +87,7 @@ void ActivationMatrixSearch::count(int layer, const int32_t * experts, size_t n)
     for (size_t i = 0; i < n; ++i) {
         row[experts[i]] += 1;
     }
-    layers[layer].sum  += n;
+    layers[layer].sum += n;
     layers[layer].stale = true;
 }
 
@@ -125,7 +123,7 @@ Match ActivationMatrixSearch::nearest_locked() {
         double sum = 0, squares = 0;
         for (int l = 0; l < store.n_layers; ++l) {
             if (layers[l].sum > 0) {
-                sum     += layers[l].dots[c];
+                sum += layers[l].dots[c];
                 squares += store.layers[l].squares[c];
             }
         }
@@ -157,8 +155,8 @@ bool ActivationMatrixSearch::add() {
         return false;
     }
     std::lock_guard<std::mutex> lock(store.mutex);
-    const size_t E     = store.n_expert;
-    size_t       entry = store.generation.size();
+    const size_t                E     = store.n_expert;
+    size_t                      entry = store.generation.size();
     if (entry == (size_t) store.capacity) {
         entry = std::max(nearest_locked().index, 0);
     } else {

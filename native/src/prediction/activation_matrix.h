@@ -89,7 +89,7 @@ private:
     };
 
     ActivationMatrixStore & store;
-    std::vector<float>      counts;  // [n_layers][n_expert]
+    std::vector<float>      counts; // [n_layers][n_expert]
     std::vector<Layer>      layers;
     uint64_t                changes = 0; // of the store, that dots have seen
 

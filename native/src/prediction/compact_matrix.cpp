@@ -46,13 +46,9 @@ void prefetch(const void * from, size_t n_bytes) {
     }
 }
 
-const uint8_t * CompactMatrix::row_at(size_t row) const {
-    return bytes.data() + row * row_bytes;
-}
+const uint8_t * CompactMatrix::row_at(size_t row) const { return bytes.data() + row * row_bytes; }
 
-void CompactMatrix::prefetch(size_t begin, size_t n) const {
-    pyorch::prefetch(row_at(begin), n * row_bytes);
-}
+void CompactMatrix::prefetch(size_t begin, size_t n) const { pyorch::prefetch(row_at(begin), n * row_bytes); }
 
 void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const {
     const auto   dot   = cpu_backend().type_traits(type_of(columns))->vec_dot;
@@ -72,8 +68,8 @@ void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t b
     }
 }
 
-// values[n] of n whole blocks, and to[n] += factor * from[n]: what takes the time of add_rows. One body for all processors,
-// without fused multiply-add, so the same bits on all.
+// values[n] of n whole blocks, and to[n] += factor * from[n]: what takes the time of add_rows. One body for all
+// processors, without fused multiply-add, so the same bits on all.
 static inline __attribute__((always_inline)) void decode_any(const Q8Block * blocks, int n, float * values) {
     for (int b = 0; b < n / N_OF_BLOCK; ++b) {
         const float scale = ggml_fp16_to_fp32(blocks[b].scale);

@@ -45,8 +45,8 @@ public:
     // REQUIRES: as many values in each input as there are columns
     void multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const;
 
-    // to[i][n_columns] += the sum of factors[i * n + r] * row begin + r, r from 0 to n - 1, for each i, in that order. A row
-    // is decoded once for all, and what comes to one of them does not depend on the others.
+    // to[i][n_columns] += the sum of factors[i * n + r] * row begin + r, r from 0 to n - 1, for each i, in that order.
+    // A row is decoded once for all, and what comes to one of them does not depend on the others.
     void add_rows(size_t begin, size_t n, const float * factors, const std::vector<float *> & to) const;
 
 private:

@@ -4,9 +4,7 @@
 
 namespace pyorch {
 
-static std::vector<float> copy(const float * values, size_t n) {
-    return std::vector<float>(values, values + n);
-}
+static std::vector<float> copy(const float * values, size_t n) { return std::vector<float>(values, values + n); }
 
 Estimator::Estimator(const pyorch_estimator & w) :
         n_embd(w.n_embd), n_latent(w.n_latent), n_hidden(w.n_hidden), n_layers(w.n_layers), n_expert(w.n_expert),
@@ -19,7 +17,7 @@ Estimator::Estimator(const pyorch_estimator & w) :
 
 // to[inputs.size()][n_rows] += rows [begin, begin + n_rows) of weight times each input, plus bias[n_rows]
 static void add_linear(const CompactMatrix & weight, size_t begin, size_t n_rows, const float * bias,
-                       const std::vector<CompactVector> & inputs, float * to) {
+    const std::vector<CompactVector> & inputs, float * to) {
     weight.multiply(inputs, begin, n_rows, to);
     for (size_t i = 0; i < inputs.size(); ++i) {
         for (size_t r = 0; r < n_rows; ++r) {
@@ -39,7 +37,7 @@ static std::vector<CompactVector> compact(const std::vector<float> & rows, int n
 // values[n]
 static void normalize(const float * weight, const float * bias, float * values, int n) {
     static constexpr double EPS = 1e-5;
-    double sum = 0, squares = 0;
+    double                  sum = 0, squares = 0;
     for (int i = 0; i < n; ++i) {
         sum += values[i];
     }

@@ -14,14 +14,13 @@ double squares_of(const float * values, size_t n) {
     return sum;
 }
 
-float inverse_root(double squares) {
-    return squares > 0 ? (float) (1 / std::sqrt(squares)) : 0;
-}
+float inverse_root(double squares) { return squares > 0 ? (float) (1 / std::sqrt(squares)) : 0; }
 
 } // namespace
 
 ExpertMapStore::ExpertMapStore(int n_layers, int n_expert, int n_embd, int capacity, int distance) :
-    n_layers(n_layers), n_expert(n_expert), n_embd(n_embd), capacity(capacity), distance(distance), layers(n_layers) {}
+        n_layers(n_layers), n_expert(n_expert), n_embd(n_embd), capacity(capacity), distance(distance),
+        layers(n_layers) {}
 
 bool ExpertMapStore::add(const float * embedding, const float * map) {
     ExpertMapSearch iteration(*this);
@@ -72,7 +71,7 @@ void ExpertMapStore::put(size_t entry, const float * embedding, const float * ma
     }
     std::copy_n(embedding, n_embd, embeddings.data() + entry * n_embd);
     inverse_embedding_norm[entry] = inverse_root(squares_of(embedding, n_embd));
-    double squares = 0;
+    double squares                = 0;
     for (Layer & layer : layers) {
         std::copy_n(map, n_expert, layer.rows.data() + entry * n_expert);
         squares += squares_of(map, n_expert);
@@ -83,7 +82,7 @@ void ExpertMapStore::put(size_t entry, const float * embedding, const float * ma
 }
 
 ExpertMapSearch::ExpertMapSearch(ExpertMapStore & store) :
-    store(store), embedding(store.n_embd), map((size_t) store.n_layers * store.n_expert) {}
+        store(store), embedding(store.n_embd), map((size_t) store.n_layers * store.n_expert) {}
 
 Match ExpertMapSearch::begin(const float * values) {
     known   = 0;
@@ -125,15 +124,15 @@ bool ExpertMapSearch::add() {
     refresh();
     size_t entry = store.generation.size();
     if (entry == (size_t) store.capacity) {
-        const float  share = std::min(1.0f, (float) store.distance / store.n_layers);
-        const float  s = share * inverse_root(embedding_squares);
-        const float  t = (1 - share) * inverse_root(squares);
+        const float  share        = std::min(1.0f, (float) store.distance / store.n_layers);
+        const float  s            = share * inverse_root(embedding_squares);
+        const float  t            = (1 - share) * inverse_root(squares);
         const auto & inverse_norm = store.layers.back().inverse_norm;
-        float        most = -2; // below all of them
-        entry = 0;
+        float        most         = -2; // below all of them
+        entry                     = 0;
         for (size_t c = 0; c < store.generation.size(); ++c) {
-            const float redundancy = s * semantic[c] * store.inverse_embedding_norm[c]
-                                   + t * trajectory[c] * inverse_norm[c];
+            const float redundancy =
+                s * semantic[c] * store.inverse_embedding_norm[c] + t * trajectory[c] * inverse_norm[c];
             if (redundancy > most) {
                 most  = redundancy;
                 entry = c;
@@ -168,8 +167,8 @@ void ExpertMapSearch::refresh() {
     }
 }
 
-Match ExpertMapSearch::best(const std::vector<float> & dots, const std::vector<float> & inverse_norm,
-                            double own_squares) const {
+Match ExpertMapSearch::best(
+    const std::vector<float> & dots, const std::vector<float> & inverse_norm, double own_squares) const {
     const float own   = inverse_root(own_squares);
     int         index = -1;
     float       most  = 0;

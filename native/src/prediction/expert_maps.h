@@ -54,7 +54,7 @@ private:
     std::vector<float>    embeddings;             // [size][n_embd]
     std::vector<float>    inverse_embedding_norm; // [size]
     std::vector<Layer>    layers;
-    std::vector<uint32_t> generation;             // [size]
+    std::vector<uint32_t> generation; // [size]
 
     void put(size_t entry, const float * embedding, const float * map);
 };
@@ -79,13 +79,13 @@ public:
 private:
     ExpertMapStore &      store;
     int                   known = 0;
-    std::vector<float>    embedding;          // [n_embd]
-    std::vector<float>    map;                // [n_layers][n_expert]
+    std::vector<float>    embedding; // [n_embd]
+    std::vector<float>    map;       // [n_layers][n_expert]
     double                embedding_squares = 0;
     double                squares           = 0; // of the layers observed
-    std::vector<float>    semantic;           // [size] dot products of embeddings
-    std::vector<float>    trajectory;         // [size] dot products of the layers observed
-    std::vector<uint32_t> generation;         // [size] of what these were made with
+    std::vector<float>    semantic;              // [size] dot products of embeddings
+    std::vector<float>    trajectory;            // [size] dot products of the layers observed
+    std::vector<uint32_t> generation;            // [size] of what these were made with
 
     void  refresh();
     Match best(const std::vector<float> & dots, const std::vector<float> & inverse_norm, double own_squares) const;
@@ -95,7 +95,7 @@ private:
 class ExpertMaps {
 public:
     ExpertMaps(int n_layers, int n_expert, int n_embd, int capacity, int distance, int n_requests) :
-        iterations(n_layers, n_expert, n_embd, capacity, distance), requests(n_layers, n_expert, n_requests) {}
+            iterations(n_layers, n_expert, n_embd, capacity, distance), requests(n_layers, n_expert, n_requests) {}
 
     ExpertMapStore        iterations;
     ActivationMatrixStore requests;

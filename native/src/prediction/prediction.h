@@ -16,18 +16,19 @@
 
 namespace pyorch {
 
-// Nothing is forecast for wider ubatches: what they use is a scan to the residency table (Demand::scans), and guesses in
-// between would take the place of what decoding needs: decoding 8 requests together was a quarter slower with them.
+// Nothing is forecast for wider ubatches: what they use is a scan to the residency table (Demand::scans), and guesses
+// in between would take the place of what decoding needs: decoding 8 requests together was a quarter slower with them.
 constexpr int MAX_PREDICTED_TOKENS = 7;
 
-// Whether a ubatch, of a prompt or of one token of each sequence, is narrow enough for forecasts of its layers: where it
-// needs three quarters of a layer's experts, if they are used alike, whole layers are read ahead (see Table::acquire).
+// Whether a ubatch, of a prompt or of one token of each sequence, is narrow enough for forecasts of its layers: where
+// it needs three quarters of a layer's experts, if they are used alike, whole layers are read ahead (see
+// Table::acquire).
 bool is_predicted(int n_tokens, int n_used, int n_expert);
 
 // A ubatch begins. Each of its tokens is one iteration of one sequence.
 struct IterationBegin {
-    bool               request;    // of a new request: its prompt begins
-    bool               decode;     // one token of each sequence
+    bool               request; // of a new request: its prompt begins
+    bool               decode;  // one token of each sequence
     int                n_tokens;
     std::vector<float> embeddings; // [n_tokens][n_embd] of the embedding layer, or empty
 };
@@ -45,11 +46,11 @@ struct RoutedLayer {
     std::vector<float>   weights;  // [n_tokens][n_used] of their outputs
 
     // Empty where the predictor does not ask for them, or the graph does not have them.
-    std::vector<float>   probs;     // [n_tokens][n_expert] with the sum 1
-    std::vector<float>   inputs;    // [n_tokens][n_embd] of the router
-    std::vector<float>   residuals; // [n_tokens][n_embd] before the normalization that makes inputs of them
+    std::vector<float> probs;     // [n_tokens][n_expert] with the sum 1
+    std::vector<float> inputs;    // [n_tokens][n_embd] of the router
+    std::vector<float> residuals; // [n_tokens][n_embd] before the normalization that makes inputs of them
 
-    int                  reach = INT_MAX; // layers ahead at most for which routers are applied
+    int reach = INT_MAX; // layers ahead at most for which routers are applied
 };
 
 // What one layer will need for one token.
@@ -75,9 +76,9 @@ public:
 enum PredictorNeeds : unsigned {
     NEEDS_NOTHING    = 0,
     NEEDS_INPUTS     = 1,
-    NEEDS_RESIDUALS  = 2,  // or inputs, where there are none
+    NEEDS_RESIDUALS  = 2, // or inputs, where there are none
     NEEDS_PROBS      = 4,
-    NEEDS_PREFILL    = 8,  // layers of prompts too
+    NEEDS_PREFILL    = 8, // layers of prompts too
     NEEDS_EMBEDDINGS = 16,
     NEEDS_ROUTERS    = 32, // applies them
 };
@@ -92,18 +93,19 @@ class ExpertMaps;
 
 // What predictors are made of; all shared, none changes once it is here.
 struct PredictionModel {
-    std::vector<int>                      n_expert; // by layer
-    std::vector<int>                      layers;   // that the context computes, ascending
-    std::vector<Router>                   routers;  // by layer, entries may be empty
-    CompactMatrices                       gates;    // [n_expert][n_embd] of routers, for predictors that apply them
-    CompactMatrices                       defaults; // [n_expert][n_embd] the mean output of each expert
-    std::shared_ptr<const Estimator>      estimator;
-    std::vector<uint8_t>                  estimated; // by layer: hybrid takes the estimator
-    std::shared_ptr<ExpertMaps>           maps;      // of past iterations and requests; this one grows
+    std::vector<int>                 n_expert; // by layer
+    std::vector<int>                 layers;   // that the context computes, ascending
+    std::vector<Router>              routers;  // by layer, entries may be empty
+    CompactMatrices                  gates;    // [n_expert][n_embd] of routers, for predictors that apply them
+    CompactMatrices                  defaults; // [n_expert][n_embd] the mean output of each expert
+    std::shared_ptr<const Estimator> estimator;
+    std::vector<uint8_t>             estimated; // by layer: hybrid takes the estimator
+    std::shared_ptr<ExpertMaps>      maps;      // of past iterations and requests; this one grows
 };
 
 // distance: by layer, how many layers ahead it is guessed at most; 0: it is not.
-std::unique_ptr<Predictor> make_predictor(pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance);
+std::unique_ptr<Predictor> make_predictor(
+    pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance);
 
 // How many layers after `from` comes `to`, of those in `layers`, or of the next token if it comes earlier: 1 to their
 // number. 0 where one of them is not among them.

@@ -1,8 +1,9 @@
-// Whether predicting is worth its time, by what is counted anyway: the processor's time that it took, and the reading that
-// its guesses spared the layers.
+// Whether predicting is worth its time, by what is counted anyway: the processor's time that it took, and the reading
+// that its guesses spared the layers.
 //
 // The thread that predicts may take a processor from a compute thread, so its time counts in full. A hundredth of the
-// time that layers wait for experts is never too much: then predicting costs no more than that if it saves nothing at all.
+// time that layers wait for experts is never too much: then predicting costs no more than that if it saves nothing at
+// all.
 
 #pragma once
 

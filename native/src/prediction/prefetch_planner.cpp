@@ -72,12 +72,11 @@ PrefetchPlanner::Observer PrefetchPlanner::set_observer(Observer observer_) {
     return std::exchange(observer, std::move(observer_));
 }
 
-void PrefetchPlanner::set_above(Above above_) {
-    above = std::move(above_);
-}
+void PrefetchPlanner::set_above(Above above_) { above = std::move(above_); }
 
 bool PrefetchPlanner::active() const {
-    return std::any_of(prefetch.begin(), prefetch.end(), [](const LayerPrefetch & it) { return it.kind != PYORCH_PREDICT_NONE; });
+    return std::any_of(
+        prefetch.begin(), prefetch.end(), [](const LayerPrefetch & it) { return it.kind != PYORCH_PREDICT_NONE; });
 }
 
 unsigned PrefetchPlanner::needs() const {
@@ -110,7 +109,8 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
         if (*std::max_element(distance.begin(), distance.end()) == 0) {
             continue;
         }
-        auto predictor = kind == PYORCH_PREDICT_ORACLE ? (oracle ? oracle(distance) : nullptr) : make_predictor((pyorch_predictor) kind, model, distance);
+        auto predictor = kind == PYORCH_PREDICT_ORACLE ? (oracle ? oracle(distance) : nullptr) :
+                                                         make_predictor((pyorch_predictor) kind, model, distance);
         if (predictor) {
             stream.predictors.push_back({ (pyorch_predictor) kind, std::move(predictor) });
         }
@@ -123,8 +123,9 @@ void PrefetchPlanner::copy_gates() {
     for (size_t layer = 0; (needs() & NEEDS_ROUTERS) && layer < model.routers.size(); ++layer) {
         const Router & router = model.routers[layer];
         if (router.gate != gates_of[layer]) {
-            gates_of[layer]    = router.gate;
-            model.gates[layer] = router ? std::make_shared<const CompactMatrix>(router.gate, router.n_expert, router.n_embd) : nullptr;
+            gates_of[layer] = router.gate;
+            model.gates[layer] =
+                router ? std::make_shared<const CompactMatrix>(router.gate, router.n_expert, router.n_embd) : nullptr;
         }
     }
 }
@@ -141,7 +142,7 @@ void PrefetchPlanner::begin(const void * context, const IterationBegin & it) {
 
 void PrefetchPlanner::routed(const void * context, const RoutedLayer & it) {
     Stream & stream = stream_of(context);
-    auto & open = stream.open[it.layer];
+    auto &   open   = stream.open[it.layer];
     for (const ForecastExpert & guess : open) {
         const bool came_true = std::find(it.experts.begin(), it.experts.end(), guess.expert) != it.experts.end();
         precision_of(it.layer, guess).add(came_true);
@@ -179,9 +180,11 @@ void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std:
         };
         forecasts.erase(std::remove_if(forecasts.begin(), forecasts.end(), is_passed_over), forecasts.end());
     }
-    std::stable_sort(forecasts.begin(), forecasts.end(), [](const Forecast & a, const Forecast & b) { return a.layer < b.layer; });
+    std::stable_sort(
+        forecasts.begin(), forecasts.end(), [](const Forecast & a, const Forecast & b) { return a.layer < b.layer; });
     for (size_t i = 0, end; i < forecasts.size(); i = end) {
-        const bool executed = speculative && from >= 0 && forecasts[i].layer == from + 1 && !forecasts[i].weights.empty();
+        const bool executed =
+            speculative && from >= 0 && forecasts[i].layer == from + 1 && !forecasts[i].weights.empty();
         for (end = i; end < forecasts.size() && forecasts[end].layer == forecasts[i].layer; ++end) {
             if (observer) {
                 observer(context, from, forecasts[end]);
@@ -194,9 +197,11 @@ void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std:
     }
 }
 
-// begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the first n_used of each are what it computes.
-void PrefetchPlanner::plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed) {
-    const int          layer = begin->layer;
+// begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the first n_used of each are what it
+// computes.
+void PrefetchPlanner::plan_layer(
+    Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed) {
+    const int                   layer = begin->layer;
     std::vector<ForecastExpert> guesses;
     for (const Forecast * f = begin; f < end; ++f) {
         for (int rank = 0; rank < (int) f->experts.size(); ++rank) {
@@ -204,16 +209,17 @@ void PrefetchPlanner::plan_layer(Stream & stream, const void * context, int from
         }
     }
     // Several tokens may want the same expert: its best rank counts.
-    std::stable_sort(guesses.begin(), guesses.end(), [](const ForecastExpert & a, const ForecastExpert & b) { return a.rank < b.rank; });
-    std::vector<uint8_t>     seen(model.n_expert[layer]);
+    std::stable_sort(guesses.begin(), guesses.end(),
+        [](const ForecastExpert & a, const ForecastExpert & b) { return a.rank < b.rank; });
+    std::vector<uint8_t>        seen(model.n_expert[layer]);
     std::vector<ForecastExpert> each;
-    std::vector<Table::Want> wants;
-    const double             limit = prefetch[layer].min_precision;
-    const double             least = limit < 0 ? table.break_even() : limit;
+    std::vector<Table::Want>    wants;
+    const double                limit = prefetch[layer].min_precision;
+    const double                least = limit < 0 ? table.break_even() : limit;
     for (const ForecastExpert & it : guesses) {
         if (!seen[it.expert]) {
             seen[it.expert] = 1;
-            const double p = executed ? it.rank < stream.n_used : precision_of(layer, it).value();
+            const double p  = executed ? it.rank < stream.n_used : precision_of(layer, it).value();
             each.push_back(it);
             wants.push_back({ it.expert, p, executed ? p > 0 : p >= least, false });
         }

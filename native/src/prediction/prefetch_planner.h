@@ -19,20 +19,20 @@ namespace pyorch {
 
 // What predicts a layer.
 struct LayerPrefetch {
-    pyorch_predictor kind          = PYORCH_PREDICT_NONE;
-    int              distance      = 1; // layers ahead at most
-    double           min_precision = 0; // guesses that come true less often are not read; below 0: those that do not pay
+    pyorch_predictor kind     = PYORCH_PREDICT_NONE;
+    int              distance = 1; // layers ahead at most
+    double min_precision      = 0; // guesses that come true less often are not read; below 0: those that do not pay
 };
 
 class PrefetchPlanner {
 public:
     // from: the layer that was routed, -1 where a ubatch begins.
     using Observer = std::function<void(const void * context, int from, const Forecast & forecast)>;
-    // What is forecast of the next pass of a context through a layer, each expert once, the likeliest first. precision: as
-    // LayerPrefetch::min_precision.
-    using Above    = std::function<void(const void * context, int layer, const std::vector<ForecastExpert> & experts,
-        double precision)>;
-    using Oracle   = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
+    // What is forecast of the next pass of a context through a layer, each expert once, the likeliest first. precision:
+    // as LayerPrefetch::min_precision.
+    using Above  = std::function<void(
+        const void * context, int layer, const std::vector<ForecastExpert> & experts, double precision)>;
+    using Oracle = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
 
     // routers: asked when the first layer of a context comes, by then graphs were built. Outlives this.
     PrefetchPlanner(Table & table, const Routers & routers);
@@ -62,12 +62,12 @@ public:
     // For a tier above host memory, which brings what it lacks.
     void set_above(Above above);
 
-    bool     active() const;
-    unsigned needs() const;
+    bool                                     active() const;
+    unsigned                                 needs() const;
     const std::shared_ptr<const Estimator> & estimator() const { return model.estimator; }
 
     // By context, for each of its ubatches and then for their layers.
-    void begin (const void * context, const IterationBegin & begin);
+    void begin(const void * context, const IterationBegin & begin);
     void routed(const void * context, const RoutedLayer & layer);
 
     // Of the layer that comes next in this context: one for each token, or none.
@@ -78,28 +78,29 @@ private:
     struct Stream {
         std::vector<std::pair<pyorch_predictor, std::unique_ptr<Predictor>>> predictors;
         std::vector<std::vector<ForecastExpert>> open; // by layer: guessed, absent then, outcome not known yet
-        std::vector<Forecast>           next;
-        int                             n_used = 0;
+        std::vector<Forecast>                    next;
+        int                                      n_used = 0;
     };
 
-    Table &                            table;
-    const Routers &                             routers;
-    PredictionModel                             model;
-    std::vector<const float *>                  gates_of; // by layer: of what model.gates are copies
-    Oracle                                      oracle;
-    std::vector<LayerPrefetch>                  prefetch;  // by layer
-    std::vector<std::vector<Rate>>              precision; // by layer, then distance and rank
-    std::map<const void *, std::vector<int>>    layers;    // by context
-    std::map<const void *, Stream>              streams;
-    bool                                        speculative = false;
-    Observer                                    observer;
-    Above                                       above; // null: there is no such tier
+    Table &                                  table;
+    const Routers &                          routers;
+    PredictionModel                          model;
+    std::vector<const float *>               gates_of; // by layer: of what model.gates are copies
+    Oracle                                   oracle;
+    std::vector<LayerPrefetch>               prefetch;  // by layer
+    std::vector<std::vector<Rate>>           precision; // by layer, then distance and rank
+    std::map<const void *, std::vector<int>> layers;    // by context
+    std::map<const void *, Stream>           streams;
+    bool                                     speculative = false;
+    Observer                                 observer;
+    Above                                    above; // null: there is no such tier
 
-    Rate &      precision_of(int layer, const ForecastExpert & it);
-    Stream &    stream_of(const void * context);
-    void        copy_gates();
-    void        plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);
-    void        plan_layer(Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed);
+    Rate &   precision_of(int layer, const ForecastExpert & it);
+    Stream & stream_of(const void * context);
+    void     copy_gates();
+    void     plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);
+    void     plan_layer(
+        Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed);
 };
 
 } // namespace pyorch

@@ -39,7 +39,7 @@ void Prefetcher::changed() {
 }
 
 void Prefetcher::set_automatic(bool automatic_) {
-    const Table::ReadSeconds now = table.read_seconds();
+    const Table::ReadSeconds    now = table.read_seconds();
     std::lock_guard<std::mutex> lock(mutex);
     automatic = automatic_;
     balance   = {};
@@ -60,25 +60,25 @@ void Prefetcher::set_layers(const void * context, const std::vector<int> & layer
 
 template <typename Waiting>
 size_t Prefetcher::count() const {
-    return (size_t) std::count_if(queue.begin(), queue.end(),
-        [](const auto & it) { return std::holds_alternative<Waiting>(it.second); });
+    return (size_t) std::count_if(
+        queue.begin(), queue.end(), [](const auto & it) { return std::holds_alternative<Waiting>(it.second); });
 }
 
 // The ubatch that waits longest goes, with its layers.
 void Prefetcher::drop_iteration() {
-    const auto is_begin = [](const auto & it) { return std::holds_alternative<IterationBegin>(it.second); };
-    auto       oldest   = std::find_if(queue.begin(), queue.end(), is_begin);
-    const void * context = oldest->first;
-    oldest = queue.erase(oldest);
-    const auto next = std::find_if(oldest, queue.end(),
-        [&](const auto & it) { return it.first == context && is_begin(it); });
+    const auto   is_begin = [](const auto & it) { return std::holds_alternative<IterationBegin>(it.second); };
+    auto         oldest   = std::find_if(queue.begin(), queue.end(), is_begin);
+    const void * context  = oldest->first;
+    oldest                = queue.erase(oldest);
+    const auto next =
+        std::find_if(oldest, queue.end(), [&](const auto & it) { return it.first == context && is_begin(it); });
     queue.erase(std::remove_if(oldest, next, [&](const auto & it) { return it.first == context; }), next);
     settled.notify_all();
 }
 
 void Prefetcher::begin(const void * context, IterationBegin && it) {
-    const bool               collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
-    const Table::ReadSeconds now        = it.decode ? table.read_seconds() : Table::ReadSeconds {};
+    const bool                   collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
+    const Table::ReadSeconds     now        = it.decode ? table.read_seconds() : Table::ReadSeconds{};
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic && it.decode) {
         balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent);
@@ -123,7 +123,8 @@ void Prefetcher::routed(const void * context, RoutedLayer && layer) {
 void Prefetcher::settle(const void * context) {
     std::unique_lock<std::mutex> lock(mutex);
     settled.wait(lock, [&] {
-        return predicting != context && std::none_of(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; });
+        return predicting != context &&
+            std::none_of(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; });
     });
 }
 
@@ -143,7 +144,8 @@ void Prefetcher::forget(const void * context) {
     const bool collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
     if (!collecting || std::this_thread::get_id() == thread.get_id()) {
         std::lock_guard<std::mutex> lock(mutex);
-        queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }), queue.end());
+        queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }),
+            queue.end());
     }
     settled.notify_all(); // what others wait for may have been in the queue
     settle(context);
@@ -178,7 +180,7 @@ void Prefetcher::run() {
         }
         const double took = 1e-9 * (double) (thread_cpu_ns() - began);
         lock.lock();
-        spent     += took;
+        spent += took;
         allowance.spend(took);
         predicting = nullptr;
         settled.notify_all();

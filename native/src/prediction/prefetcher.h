@@ -20,7 +20,7 @@ public:
     Prefetcher(Table & table, const Routers & routers);
     ~Prefetcher();
 
-    Prefetcher(const Prefetcher &) = delete;
+    Prefetcher(const Prefetcher &)             = delete;
     Prefetcher & operator=(const Prefetcher &) = delete;
 
     // Changes the planner's settings between two predictions; what waits for one is forgotten.
@@ -44,8 +44,8 @@ public:
     unsigned needs() const { return wanted.load(std::memory_order_relaxed); }
     void     begin(const void * context, IterationBegin && it);
 
-    // By compute threads: whether routed() wants a layer of a narrow ubatch now. reach: for forecasts of how many layers
-    // ahead; 0: only to know which guesses came true.
+    // By compute threads: whether routed() wants a layer of a narrow ubatch now. reach: for forecasts of how many
+    // layers ahead; 0: only to know which guesses came true.
     bool wants(int & reach);
 
     // By compute threads: a layer was routed and its demand is queued. Returns at once.
@@ -70,25 +70,25 @@ public:
 private:
     using Event = std::variant<IterationBegin, RoutedLayer>;
 
-    std::atomic<bool>                             is_active{false};
-    std::atomic<unsigned>                         wanted{NEEDS_NOTHING};
+    std::atomic<bool>     is_active{ false };
+    std::atomic<unsigned> wanted{ NEEDS_NOTHING };
 
-    std::mutex                                    mutex; // of the queue, and of who decides whether it gets anything
-    std::condition_variable                       work;
-    std::condition_variable                       settled;
-    std::deque<std::pair<const void *, Event>>    queue;
-    const void *                                  predicting = nullptr; // the context whose event is at work
-    bool                                          automatic  = false;
-    PredictionBalance                             balance;
-    Table::ReadSeconds                            balanced   = {}; // what of the table's is in the balance
-    double                                        spent      = 0;  // seconds of a processor, not in the balance yet
-    PredictionAllowance                           allowance;
-    bool                                          stopped    = false;
+    std::mutex                                 mutex; // of the queue, and of who decides whether it gets anything
+    std::condition_variable                    work;
+    std::condition_variable                    settled;
+    std::deque<std::pair<const void *, Event>> queue;
+    const void *                               predicting = nullptr; // the context whose event is at work
+    bool                                       automatic  = false;
+    PredictionBalance                          balance;
+    Table::ReadSeconds                         balanced = {}; // what of the table's is in the balance
+    double                                     spent    = 0;  // seconds of a processor, not in the balance yet
+    PredictionAllowance                        allowance;
+    bool                                       stopped = false;
 
-    Table &                              table;
-    std::mutex                                    state_mutex; // of the planner; compute threads take it to speculate only
-    PrefetchPlanner                               planner;
-    std::thread                                   thread;
+    Table &         table;
+    std::mutex      state_mutex; // of the planner; compute threads take it to speculate only
+    PrefetchPlanner planner;
+    std::thread     thread;
 
     template <typename Waiting>
     size_t count() const;

@@ -14,9 +14,9 @@ constexpr float LEAST_SUM = 6.103515625e-5f;
 
 float gated(pyorch_gating gating, float logit) {
     switch (gating) {
-        case PYORCH_GATING_SIGMOID:       return 1 / (1 + std::exp(-logit));
-        case PYORCH_GATING_SQRT_SOFTPLUS: return std::sqrt(logit > 20 ? logit : std::log1p(std::exp(logit)));
-        default:                          return logit;
+    case PYORCH_GATING_SIGMOID: return 1 / (1 + std::exp(-logit));
+    case PYORCH_GATING_SQRT_SOFTPLUS: return std::sqrt(logit > 20 ? logit : std::log1p(std::exp(logit)));
+    default: return logit;
     }
 }
 
@@ -36,7 +36,8 @@ void mask_groups(const Router & router, std::vector<float> & scores) {
     std::vector<float> best;
     for (int g = 0; g < router.n_groups; ++g) {
         const std::vector<int> two = top(scores.data() + g * size, size, 2);
-        best.push_back(std::accumulate(two.begin(), two.end(), 0.0f, [&](float sum, int e) { return sum + scores[g * size + e]; }));
+        best.push_back(std::accumulate(
+            two.begin(), two.end(), 0.0f, [&](float sum, int e) { return sum + scores[g * size + e]; }));
     }
     const std::vector<int> order = top(best.data(), router.n_groups, router.n_groups);
     for (int g = router.n_groups_used; g < router.n_groups; ++g) {
@@ -50,16 +51,13 @@ std::vector<int> top(const float * values, int n_values, int n) {
     std::vector<int> order(n_values);
     std::iota(order.begin(), order.end(), 0);
     n = std::min(n, n_values);
-    std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int a, int b) {
-        return values[a] != values[b] ? values[a] > values[b] : a < b;
-    });
+    std::partial_sort(order.begin(), order.begin() + n, order.end(),
+        [&](int a, int b) { return values[a] != values[b] ? values[a] > values[b] : a < b; });
     order.resize(n);
     return order;
 }
 
-bool known(pyorch_gating gating) {
-    return gating >= PYORCH_GATING_SOFTMAX && gating <= PYORCH_GATING_SQRT_SOFTPLUS;
-}
+bool known(pyorch_gating gating) { return gating >= PYORCH_GATING_SOFTMAX && gating <= PYORCH_GATING_SQRT_SOFTPLUS; }
 
 void apply_router(const Router & router, const float * input, std::vector<float> & logits) {
     const auto dot = cpu_backend().type_traits(GGML_TYPE_F32)->vec_dot;
@@ -141,19 +139,19 @@ void Routers::set_copy(int layer, const Router & router, const void * model) {
         return values ? to.data() : nullptr;
     };
     std::lock_guard<std::mutex> lock(mutex);
-    Entry & e = entries[layer];
-    e.router                = router;
-    e.model                 = model;
-    e.router.gate           = copy(router.gate, (size_t) router.n_expert * router.n_embd, e.gate);
-    e.router.bias           = copy(router.bias, router.n_expert, e.bias);
-    e.router.selection_bias = copy(router.selection_bias, router.n_expert, e.selection_bias);
-    e.router.norm           = copy(router.norm, router.n_embd, e.norm);
+    Entry &                     e = entries[layer];
+    e.router                      = router;
+    e.model                       = model;
+    e.router.gate                 = copy(router.gate, (size_t) router.n_expert * router.n_embd, e.gate);
+    e.router.bias                 = copy(router.bias, router.n_expert, e.bias);
+    e.router.selection_bias       = copy(router.selection_bias, router.n_expert, e.selection_bias);
+    e.router.norm                 = copy(router.norm, router.n_embd, e.norm);
     e.why.clear();
 }
 
 bool Routers::forget(const void * model) {
     std::lock_guard<std::mutex> lock(mutex);
-    bool had = false;
+    bool                        had = false;
     for (Entry & e : entries) {
         if (e.model == model) {
             e   = {};
@@ -165,7 +163,7 @@ bool Routers::forget(const void * model) {
 
 std::vector<Router> Routers::all() const {
     std::lock_guard<std::mutex> lock(mutex);
-    std::vector<Router> routers;
+    std::vector<Router>         routers;
     for (const Entry & e : entries) {
         routers.push_back(e.router);
     }

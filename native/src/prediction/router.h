@@ -22,7 +22,7 @@ struct Router {
     const float * norm           = nullptr; // [n_embd] of the RMS normalization that makes the input, or null
     float         eps            = 0;       // of the same
     pyorch_gating gating         = PYORCH_GATING_SOFTMAX;
-    int           n_groups       = 1;       // of consecutive experts, equally many in each
+    int           n_groups       = 1; // of consecutive experts, equally many in each
     int           n_groups_used  = 1;
     bool          normalized     = false;
     float         scale          = 1;

@@ -29,13 +29,13 @@ SimulatedDecoders decoders_of(const pyorch_replay_config & config) {
 class Replay {
 public:
     Replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-           const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
-           double * ends) :
-        table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks), ends(ends),
-        n_layers(recording.n_layers),
-        // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
-        reader(table.loader(), disk_of(config), decoders_of(config), [this](double ended) { wait_until(ended); }),
-        forecasts(table.map.layers.size()) {
+        const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
+        double * ends) :
+            table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks), ends(ends),
+            n_layers(recording.n_layers),
+            // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
+            reader(table.loader(), disk_of(config), decoders_of(config), [this](double ended) { wait_until(ended); }),
+            forecasts(table.map.layers.size()) {
         std::vector<int> executed(n_layers);
         std::iota(executed.begin(), executed.end(), 0);
         table.set_executed(executed);
@@ -53,8 +53,10 @@ public:
             forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
         });
         if (device && device->takes_forecasts()) {
-            planner.set_above([this](const void * context, int layer, const std::vector<ForecastExpert> & experts,
-                double precision) { device->order(context, layer, experts, precision, forecast_at); });
+            planner.set_above(
+                [this](const void * context, int layer, const std::vector<ForecastExpert> & experts, double precision) {
+                    device->order(context, layer, experts, precision, forecast_at);
+                });
         }
     }
 
@@ -127,33 +129,34 @@ private:
             for (int layer = from + 1; decode && layer < replay.n_layers && layer - from <= distance[layer]; ++layer) {
                 for (int t = 0; t < n_tokens; ++t) {
                     const uint16_t * used = replay.experts_of(replay.token_of(t), layer);
-                    forecasts.push_back({ layer, layer - from, t, std::vector<int>(used, used + replay.rec.n_used), {}, {} });
+                    forecasts.push_back(
+                        { layer, layer - from, t, std::vector<int>(used, used + replay.rec.n_used), {}, {} });
                 }
             }
         }
     };
 
-    Table &                   table;
-    PrefetchPlanner &                  planner;
-    const std::vector<Router> & routers;
-    const pyorch_recording &           rec;
-    const pyorch_replay_config &       config;
-    const RankCounts                   ranks;
-    double * const                     ends;
-    const int                          n_layers;
-    SimulatedReader                    reader;
-    std::unique_ptr<SimulatedDevice>   device;   // null: none
-    PrefetchPlanner::Observer          observer; // the engine's own
-    Owner                              owner;
-    double                             now    = 0;
-    int64_t                            ubatch = 0;
-    int64_t                            forecasting = 0; // the ubatch that forecasts now follow from
-    double                             forecast_at = 0; // when they are made
-    std::unordered_set<uint32_t>       requests;        // that began
-    std::deque<Pending>                pending;
-    std::vector<std::vector<Forecasted>> forecasts;     // by layer, that has not come yet
-    std::vector<std::vector<std::vector<uint64_t>>> uses; // [layer][expert]: the ubatches, ascending
-    pyorch_replay_result               result = {};
+    Table &                                         table;
+    PrefetchPlanner &                               planner;
+    const std::vector<Router> &                     routers;
+    const pyorch_recording &                        rec;
+    const pyorch_replay_config &                    config;
+    const RankCounts                                ranks;
+    double * const                                  ends;
+    const int                                       n_layers;
+    SimulatedReader                                 reader;
+    std::unique_ptr<SimulatedDevice>                device;   // null: none
+    PrefetchPlanner::Observer                       observer; // the engine's own
+    Owner                                           owner;
+    double                                          now         = 0;
+    int64_t                                         ubatch      = 0;
+    int64_t                                         forecasting = 0; // the ubatch that forecasts now follow from
+    double                                          forecast_at = 0; // when they are made
+    std::unordered_set<uint32_t>                    requests;        // that began
+    std::deque<Pending>                             pending;
+    std::vector<std::vector<Forecasted>>            forecasts; // by layer, that has not come yet
+    std::vector<std::vector<std::vector<uint64_t>>> uses;      // [layer][expert]: the ubatches, ascending
+    pyorch_replay_result                            result = {};
 
     int64_t token_of(int t) const { return rec.order[rec.begin[ubatch] + t]; }
 
@@ -185,11 +188,12 @@ private:
         }
     }
 
-    // Tells the table when an expert is next used, from a ubatch on. Layers are passed one by one, so they are the clock.
+    // Tells the table when an expert is next used, from a ubatch on. Layers are passed one by one, so they are the
+    // clock.
     void foresee(int layer, int expert, uint64_t from) {
-        const auto & all  = uses[layer][expert];
-        const auto   next = std::lower_bound(all.begin(), all.end(), from);
-        const uint64_t use = next == all.end() ? UINT64_MAX : *next * n_layers + layer;
+        const auto &   all  = uses[layer][expert];
+        const auto     next = std::lower_bound(all.begin(), all.end(), from);
+        const uint64_t use  = next == all.end() ? UINT64_MAX : *next * n_layers + layer;
         table.foresee(layer, expert, use);
         if (device) {
             device->foresee(layer, expert, use);
@@ -208,8 +212,8 @@ private:
     }
 
     void forecast(const Pending & it) {
-        forecasting = it.ubatch;
-        forecast_at = it.at;
+        forecasting      = it.ubatch;
+        forecast_at      = it.at;
         const auto begin = std::chrono::steady_clock::now();
         if (const auto * layer = std::get_if<RoutedLayer>(&it.event)) {
             planner.routed(this, *layer);
@@ -233,8 +237,8 @@ private:
         const double compute  = decode ? config.compute_seconds : config.prefill_seconds * n_tokens;
         const double speed    = !device ? 1 : decode ? config.device_speed : config.device_prefill_speed;
 
-        const bool   predicts = (decode || (planner.needs() & NEEDS_ROUTERS)) &&
-            is_predicted(n_tokens, rec.n_used, rec.n_expert);
+        const bool predicts =
+            (decode || (planner.needs() & NEEDS_ROUTERS)) && is_predicted(n_tokens, rec.n_used, rec.n_expert);
 
         IterationBegin begin = { false, decode, n_tokens, {} };
         for (int t = 0; t < n_tokens; ++t) {
@@ -289,8 +293,8 @@ private:
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
             }
             // An expert costs what it costs, however many tokens of a decoding ubatch share it.
-            const double each = share * (1 - config.route_share) /
-                (decode ? (double) rec.n_used : (double) experts.size());
+            const double each =
+                share * (1 - config.route_share) / (decode ? (double) rec.n_used : (double) experts.size());
             if (device) {
                 bring(layer, on_device, here);
             }
@@ -302,9 +306,9 @@ private:
             reader.run_until(now);
         }
         result.n_tokens += n_tokens;
-        result.seconds  += now - began;
+        result.seconds += now - began;
         if (decode) {
-            result.n_decoded      += n_tokens;
+            result.n_decoded += n_tokens;
             result.decode_seconds += now - began;
         }
     }
@@ -386,11 +390,11 @@ private:
 
     RoutedLayer routed_layer(int layer, int n_tokens, bool decode) const {
         RoutedLayer it;
-        it.layer    = layer;
-        it.n_tokens = n_tokens;
-        it.n_used   = rec.n_used;
-        it.decode   = decode;
-        const unsigned        needs  = planner.needs();
+        it.layer              = layer;
+        it.n_tokens           = n_tokens;
+        it.n_used             = rec.n_used;
+        it.decode             = decode;
+        const unsigned needs  = planner.needs();
         const Router & router = routers[layer];
         for (int t = 0; t < n_tokens; ++t) {
             const size_t     at   = (size_t) token_of(t) * n_layers + layer;
@@ -441,14 +445,16 @@ private:
 
 void check_recording(const ModelMap & map, const pyorch_recording & rec, const pyorch_replay_config & config) {
     if (rec.n_layers < 1 || (size_t) rec.n_layers > map.layers.size() || rec.n_used < 1 || rec.n_tokens < 1) {
-        throw Failure(PYORCH_INVALID, format("a recording of %lld tokens in %d layers with %d experts used does not fit a model of %zu layers",
-            (long long) rec.n_tokens, rec.n_layers, rec.n_used, map.layers.size()));
+        throw Failure(PYORCH_INVALID,
+            format("a recording of %lld tokens in %d layers with %d experts used does not fit a model of %zu layers",
+                (long long) rec.n_tokens, rec.n_layers, rec.n_used, map.layers.size()));
     }
     const int64_t n_uses = rec.n_tokens * rec.n_layers * rec.n_used;
     for (int l = 0; l < rec.n_layers; ++l) {
         const auto & layer = map.layers[l];
         if (layer.n_expert != rec.n_expert) {
-            throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the recording %d", layer.il, layer.n_expert, rec.n_expert));
+            throw Failure(PYORCH_INVALID,
+                format("layer %d has %d experts, the recording %d", layer.il, layer.n_expert, rec.n_expert));
         }
     }
     if (std::any_of(rec.experts, rec.experts + n_uses, [&](uint16_t e) { return e >= rec.n_expert; })) {
@@ -459,36 +465,41 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
             throw Failure(PYORCH_INVALID, "a replay needs ubatches of at least one token");
         }
     }
-    if (std::any_of(rec.order, rec.order + rec.begin[rec.n_ubatches], [&](int64_t t) { return t < 0 || t >= rec.n_tokens; })) {
-        throw Failure(PYORCH_INVALID, format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
+    if (std::any_of(
+            rec.order, rec.order + rec.begin[rec.n_ubatches], [&](int64_t t) { return t < 0 || t >= rec.n_tokens; })) {
+        throw Failure(PYORCH_INVALID,
+            format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
     }
     if (config.device_misses > PYORCH_ESTIMATED ||
         (config.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(config.device_rates).known())) {
-        throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks, and rates above 0 where "
+        throw Failure(PYORCH_INVALID,
+            "a replay of a device needs a way to treat what it lacks, and rates above 0 where "
             "that is estimated");
     }
     if (!(config.device_speed > 0) || !(config.device_prefill_speed > 0)) {
         throw Failure(PYORCH_INVALID, "a device computes at a speed above 0");
     }
     if (config.device_ahead > DeviceTable::MOST_AHEAD) {
-        throw Failure(PYORCH_INVALID, format("a replay takes no more than %d forecasts of a layer to a device",
-            DeviceTable::MOST_AHEAD));
+        throw Failure(PYORCH_INVALID,
+            format("a replay takes no more than %d forecasts of a layer to a device", DeviceTable::MOST_AHEAD));
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
-        !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) ||
-        !(config.decode_bytes_per_second >= 0) || !(config.link_bytes_per_second >= 0) || config.n_decoders < 1 || config.n_decoders > MAX_DECODERS ||
-        !(config.pause_seconds >= 0) || (config.pause_seconds > 0 && !(config.period_seconds > config.pause_seconds)) || !(config.route_share >= 0 && config.route_share <= 1)) {
-        throw Failure(PYORCH_INVALID, "a replay needs a bandwidth above 0, times that are not negative, shares from 0 to 1, 1 to "
+        !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) || !(config.decode_bytes_per_second >= 0) ||
+        !(config.link_bytes_per_second >= 0) || config.n_decoders < 1 || config.n_decoders > MAX_DECODERS ||
+        !(config.pause_seconds >= 0) || (config.pause_seconds > 0 && !(config.period_seconds > config.pause_seconds)) ||
+        !(config.route_share >= 0 && config.route_share <= 1)) {
+        throw Failure(PYORCH_INVALID,
+            "a replay needs a bandwidth above 0, times that are not negative, shares from 0 to 1, 1 to "
             "512 decoders, and pauses shorter than their period");
     }
 }
 
 pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
-                            double * ends) {
+    const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks, double * ends) {
     for (const Router & router : routers) {
         if (recording.states && router && router.n_embd != recording.n_embd) {
-            throw Failure(PYORCH_INVALID, format("routers take %d values, the recording's states have %d", router.n_embd, recording.n_embd));
+            throw Failure(PYORCH_INVALID,
+                format("routers take %d values, the recording's states have %d", router.n_embd, recording.n_embd));
         }
     }
     return Replay(table, planner, routers, recording, config, ranks, ends).run();

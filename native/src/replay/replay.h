@@ -25,7 +25,6 @@ void check_recording(const ModelMap & map, const pyorch_recording & recording, c
 
 // ends: by ubatch, seconds since the first one began; or null.
 pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-                            const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
-                            double * ends);
+    const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks, double * ends);
 
 } // namespace pyorch

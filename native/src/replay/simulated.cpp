@@ -8,17 +8,11 @@ namespace {
 
 class NothingRead : public Codec {
 public:
-    const char * decode(const ExpertTensor &, char * block, char *) const override {
-        return block;
-    }
+    const char * decode(const ExpertTensor &, char * block, char *) const override { return block; }
 
-    bool intact(const MoeLayer &, int, int, const char *) const override {
-        return true;
-    }
+    bool intact(const MoeLayer &, int, int, const char *) const override { return true; }
 
-    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override {
-        return true;
-    }
+    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override { return true; }
 };
 
 } // namespace
@@ -42,7 +36,7 @@ double SimulatedDisk::end_of(double begin, double seconds) const {
 }
 
 SimulatedReader::SimulatedReader(Loader & loader, const SimulatedDisk & disk, const SimulatedDecoders & decoders,
-                                 std::function<void(double)> waited) :
+    std::function<void(double)> waited) :
         Reader(loader), disk(disk), decoders(decoders), waited(std::move(waited)), free_at(decoders.n),
         random(disk.seed) {}
 
@@ -92,9 +86,7 @@ void SimulatedReader::take(double at) {
     }
 }
 
-double SimulatedReader::chance() {
-    return disk.seed ? 0.5 + 0x1p-53 * (double) (random() >> 11) : 1;
-}
+double SimulatedReader::chance() { return disk.seed ? 0.5 + 0x1p-53 * (double) (random() >> 11) : 1; }
 
 // What all of a matrix was read of is decoded by the threads that are free first, step by step.
 void SimulatedReader::decode(const ReadRequest & read, double at) {
@@ -107,12 +99,12 @@ void SimulatedReader::decode(const ReadRequest & read, double at) {
     double    last    = at;
     for (int step = 0; step < n_steps; ++step) {
         double & free = *std::min_element(free_at.begin(), free_at.end());
-        free = std::max(free, at) + seconds / n_steps;
-        last = std::max(last, free);
+        free          = std::max(free, at) + seconds / n_steps;
+        last          = std::max(last, free);
     }
     decode_seconds += seconds;
-    const auto later = std::find_if(decoding.begin(), decoding.end(),
-        [&](const Decoding & d) { return d.ends > last; });
+    const auto later =
+        std::find_if(decoding.begin(), decoding.end(), [&](const Decoding & d) { return d.ends > last; });
     decoding.insert(later, { read, last });
 }
 

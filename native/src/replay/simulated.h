@@ -26,11 +26,11 @@ private:
 const Codec & simulated_codec(Form form);
 
 struct SimulatedDisk {
-    double read_seconds;     // that a request costs beside its bytes
-    double bytes_per_second;
-    double pause_seconds;    // at the end of each period it stands still for so long
-    double period_seconds;
-    uint64_t seed = 0;       // 0: reads take no other time; else from half to one and a half of it, as drawn
+    double   read_seconds; // that a request costs beside its bytes
+    double   bytes_per_second;
+    double   pause_seconds; // at the end of each period it stands still for so long
+    double   period_seconds;
+    uint64_t seed = 0; // 0: reads take no other time; else from half to one and a half of it, as drawn
 
     // When it ends what it needs so many seconds for.
     double end_of(double begin, double seconds) const;
@@ -80,8 +80,8 @@ private:
     std::mt19937_64             random;
 
     double chance();
-    void take(double at);
-    void decode(const ReadRequest & request, double at);
+    void   take(double at);
+    void   decode(const ReadRequest & request, double at);
 };
 
 } // namespace pyorch

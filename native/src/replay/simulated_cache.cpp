@@ -12,8 +12,8 @@ constexpr uint64_t READ_BYTES = 1u << 20;
 
 SimulatedDisk disk_of(const ModelMap & map, double read_layers, uint64_t seed) {
     if (!(read_layers >= 0) || !std::isfinite(read_layers)) {
-        throw Failure(PYORCH_INVALID, format("reading an expert cannot take %g times as long as a layer computes",
-            read_layers));
+        throw Failure(
+            PYORCH_INVALID, format("reading an expert cannot take %g times as long as a layer computes", read_layers));
     }
     double bytes = 0;
     for (const MoeLayer & layer : map.layers) {

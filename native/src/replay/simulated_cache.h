@@ -1,8 +1,8 @@
-// The residency table as it would be on a machine whose disk and processor take the time that they are told: the table, its
-// policy and its reader in simulated time, beside an engine that computes.
+// The residency table as it would be on a machine whose disk and processor take the time that they are told: the table,
+// its policy and its reader in simulated time, beside an engine that computes.
 //
-// A layer of a token computes for 1, however long it takes here; to who asks in seconds, that is a millisecond. One reader takes what the table orders, in the
-// table's order; a layer waits for what it demands. Nothing is guessed.
+// A layer of a token computes for 1, however long it takes here; to who asks in seconds, that is a millisecond. One
+// reader takes what the table orders, in the table's order; a layer waits for what it demands. Nothing is guessed.
 
 #pragma once
 
@@ -18,7 +18,8 @@ namespace pyorch {
 class SimulatedCache : public VirtualCache {
 public:
     // Empty, with the budget and the policy of an engine of this configuration. read_layers: so many times as long as a
-    // layer of a token computes, an expert of mean size is read. seed: see SimulatedDisk. Throws Failure, as a table does.
+    // layer of a token computes, an expert of mean size is read. seed: see SimulatedDisk. Throws Failure, as a table
+    // does.
     SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed);
     ~SimulatedCache() override;
 

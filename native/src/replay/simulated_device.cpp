@@ -10,18 +10,17 @@ namespace pyorch {
 static constexpr int LEAST_AREA_TOKENS = 32;
 
 SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & config) :
-        table(table),
-        seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
-        coming(table.map.layers.size()), there_at(table.map.layers.size()),
-        ahead((int) config.device_ahead), ordered(table.map.layers.size()) {
+        table(table), seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
+        coming(table.map.layers.size()), there_at(table.map.layers.size()), ahead((int) config.device_ahead),
+        ordered(table.map.layers.size()) {
     uint64_t              all = 0, area = 1;
     std::vector<int>      n_experts, n_slots, pool_of;
     std::vector<uint64_t> expert_bytes;
     for (const auto & of : table.map.layers) {
         n_experts.push_back(of.n_expert);
         expert_bytes.push_back(of.expert_bytes());
-        all  += of.n_expert * of.expert_bytes();
-        area  = std::max(area, of.n_expert * of.expert_bytes());
+        all += of.n_expert * of.expert_bytes();
+        area = std::max(area, of.n_expert * of.expert_bytes());
     }
     slots_bytes = std::min((uint64_t) config.device_bytes, all);
     n_areas     = slots_bytes < all ? n_device_areas(slots_bytes, area) : 0;
@@ -44,14 +43,14 @@ SimulatedDevice::~SimulatedDevice() {
 }
 
 double SimulatedDevice::send(double now, uint64_t n_bytes) {
-    bytes  += n_bytes;
+    bytes += n_bytes;
     free_at = std::max(now, free_at) + (double) n_bytes * seconds_per_byte;
     return free_at;
 }
 
-void SimulatedDevice::order(const void * context, int of, const std::vector<ForecastExpert> & forecast,
-    double precision, double now) {
-    constexpr double EVEN = 0.5;
+void SimulatedDevice::order(
+    const void * context, int of, const std::vector<ForecastExpert> & forecast, double precision, double now) {
+    constexpr double     EVEN = 0.5;
     std::vector<uint8_t> there;
     table.resident(of, there);
     for (int expert : seats->order(context, of, forecast, precision < 0 ? EVEN : precision)) {
@@ -69,7 +68,7 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
         const bool      wanted = std::binary_search(experts.begin(), experts.end(), of.expert);
         const bool      comes  = of.was_held && (of.begins < now || of.ends <= now);
         if (of.was_held && !comes) {
-            bytes  -= table.map.layers[layer].expert_bytes();
+            bytes -= table.map.layers[layer].expert_bytes();
             free_at = of.ends == free_at ? of.begins : free_at;
         }
         if (comes) {
@@ -87,8 +86,8 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
     return there;
 }
 
-DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode,
-    double & now) {
+DevicePass SimulatedDevice::begin(
+    const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode, double & now) {
     const std::vector<int> & experts = visit.experts;
     for (int expert : held) {
         seats->unhold(layer, expert);
@@ -103,7 +102,7 @@ DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & 
         coming[layer].clear();
     }
     const bool through_area = !decode && n_tokens >= LEAST_AREA_TOKENS && n_areas > 0;
-    now = settle_ahead(visit.context, through_area ? std::vector<int>() : experts, now);
+    now                     = settle_ahead(visit.context, through_area ? std::vector<int>() : experts, now);
     if (through_area) {
         DevicePass pass = { std::vector<int>(rows.size(), DeviceTable::NONE) };
         for (int expert : experts) {
@@ -112,21 +111,21 @@ DevicePass SimulatedDevice::begin(const Visit & visit, const std::vector<int> & 
                 pass.uploads.push_back(expert);
             }
         }
-        seats->counts(layer).hits     += experts.size() - pass.uploads.size();
-        seats->counts(layer).misses   += pass.uploads.size();
+        seats->counts(layer).hits += experts.size() - pass.uploads.size();
+        seats->counts(layer).misses += pass.uploads.size();
         seats->counts(layer).computed += experts.size() - pass.uploads.size();
         return pass;
     }
     std::vector<double> learned;
     if (n_tokens < Demand::SCAN_TOKENS) {
-        Visit seen = visit;
+        Visit seen  = visit;
         seen.budget = slots_bytes;
         table.learn_visit(seen, [&](int of, const std::vector<double> & values) {
             of == layer ? (void) (learned = values) : seats->set_learned(of, values);
         });
     }
-    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens, visit.context },
-        learned.empty() ? nullptr : &learned);
+    DevicePass pass =
+        seats->pass(layer, { experts, experts, rows, n_tokens, visit.context }, learned.empty() ? nullptr : &learned);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             held.push_back(expert);
@@ -144,12 +143,12 @@ double SimulatedDevice::bring(const Owner & owner, const DevicePass & pass, doub
     for (int expert : pass.uploads) {
         if (!seats->known(layer, expert)) { // through an area
             came[expert] = 1;
-            now = send(now, size);
+            now          = send(now, size);
         } else if (passes_by(expert)) {
             seats->abandon(layer, expert);
         } else {
             came[expert] = 1;
-            now = send(now, size);
+            now          = send(now, size);
             seats->arrived(layer, expert);
             seats->hold(layer, expert);
             held.push_back(expert);
@@ -173,12 +172,12 @@ void SimulatedDevice::reset_counts() {
 void SimulatedDevice::add_counts(pyorch_replay_result & result) const {
     for (size_t of = 0; of < coming.size(); ++of) {
         const DeviceCounts & counts = seats->counts((int) of);
-        result.device_hits      += (int64_t) counts.hits;
-        result.device_misses    += (int64_t) counts.misses;
-        result.device_computed  += (int64_t) counts.computed;
-        result.device_loads     += (int64_t) counts.loads;
+        result.device_hits += (int64_t) counts.hits;
+        result.device_misses += (int64_t) counts.misses;
+        result.device_computed += (int64_t) counts.computed;
+        result.device_loads += (int64_t) counts.loads;
         result.device_evictions += (int64_t) counts.evictions;
-        result.device_ahead      += (int64_t) counts.ahead;
+        result.device_ahead += (int64_t) counts.ahead;
         result.device_ahead_hits += (int64_t) counts.ahead_hits;
         result.device_ahead_late += (int64_t) counts.ahead_late;
     }

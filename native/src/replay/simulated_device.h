@@ -19,15 +19,15 @@ public:
     SimulatedDevice(Table & table, const pyorch_replay_config & config);
     ~SimulatedDevice(); // and the table forgets who was there
 
-    SimulatedDevice(const SimulatedDevice &) = delete;
+    SimulatedDevice(const SimulatedDevice &)             = delete;
     SimulatedDevice & operator=(const SimulatedDevice &) = delete;
 
     // Whether forecasts say what comes. If so, begin() is called when those of the layer are all there.
     bool takes_forecasts() const { return ahead > 0; }
 
     // A forecast of a layer's next pass, at a time. See DeviceTier::order.
-    void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision,
-        double now);
+    void order(
+        const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision, double now);
 
     // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says
     // which of the experts that its router chose the device has or gets.
@@ -50,19 +50,19 @@ private:
         double ends;
     };
 
-    Table &                      table;
-    const double                 seconds_per_byte; // of the link
-    uint64_t                     slots_bytes;
-    int                          n_areas;
-    std::unique_ptr<DeviceTable> seats;
-    std::vector<int>             held;             // of the layer that came last
-    int                          layer   = -1;     // that is
-    std::vector<std::vector<std::pair<int, bool>>> coming; // by layer: experts, and whether host memory had them
-    std::vector<double>          there_at;         // by layer: when they are there
-    const int                    ahead;            // experts of forecasts a layer
-    std::vector<std::vector<Ordered>> ordered;     // by layer
-    double                       free_at = 0;      // the link
-    uint64_t                     bytes   = 0;      // that went over it
+    Table &                                        table;
+    const double                                   seconds_per_byte; // of the link
+    uint64_t                                       slots_bytes;
+    int                                            n_areas;
+    std::unique_ptr<DeviceTable>                   seats;
+    std::vector<int>                               held;        // of the layer that came last
+    int                                            layer = -1;  // that is
+    std::vector<std::vector<std::pair<int, bool>>> coming;      // by layer: experts, and whether host memory had them
+    std::vector<double>                            there_at;    // by layer: when they are there
+    const int                                      ahead;       // experts of forecasts a layer
+    std::vector<std::vector<Ordered>>              ordered;     // by layer
+    double                                         free_at = 0; // the link
+    uint64_t                                       bytes   = 0; // that went over it
 
     double send(double now, uint64_t n_bytes);
     double settle_ahead(const void * context, const std::vector<int> & experts, double now);

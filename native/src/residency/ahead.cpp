@@ -83,7 +83,7 @@ bool Table::next_ahead(std::deque<Expert *> & wanted, bool scan) {
         }
         wanted.pop_front();
         e.read_ahead = e.unasked = !e.pinned;
-        e.scanned    = scan && !e.pinned;
+        e.scanned                = scan && !e.pinned;
         loads.read_ahead(e.load);
         return true;
     }
@@ -97,7 +97,7 @@ bool Table::has_passed(const void * context, int layer, int from) {
         return false;
     }
     const auto [at, last] = passage->second;
-    const int since = from < 0 ? last : from;
+    const int since       = from < 0 ? last : from;
     if (since < 0 || at < 0) {
         return false;
     }
@@ -108,11 +108,11 @@ bool Table::has_passed(const void * context, int layer, int from) {
 void Table::want(const void * context, int layer, int from, std::vector<Want> & wants) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const bool         counts = layers[layer].executed && !has_passed(context, layer, from);
-        std::vector<Guess> wanted;
+        const bool                  counts = layers[layer].executed && !has_passed(context, layer, from);
+        std::vector<Guess>          wanted;
         for (Want & w : wants) {
             const Expert & e = layers[layer].experts[w.expert];
-            w.absent = e.absent() && !e.elsewhere && !e.above;
+            w.absent         = e.absent() && !e.elsewhere && !e.above;
             if (w.absent && w.wanted && counts) {
                 wanted.push_back({ w.expert, w.probability });
             }
@@ -127,7 +127,7 @@ void Table::expect(const void * context, int layer, int from, const std::vector<
     if (has_passed(context, layer, from)) {
         return;
     }
-    Layer & l = layers[layer];
+    Layer & l      = layers[layer];
     l.probability  = probability;
     l.forecast     = true;
     l.forecast_for = context;
@@ -184,8 +184,8 @@ void Table::end_unwanted(Expert & e) {
 // A context comes to a layer: what was guessed for it was right, or in vain, or is not wanted any more.
 void Table::settle(const void * context, int layer) {
     Passage & passage = passages[context];
-    passage.at   = layer;
-    passage.last = std::max(passage.last, layer);
+    passage.at        = layer;
+    passage.last      = std::max(passage.last, layer);
     guesses.settle(context, layer);
     Layer & l = layers[layer];
     settle_guessed(l, context);
@@ -202,8 +202,8 @@ bool Table::next_guess() {
             const auto passage = passages.find(context);
             return passage == passages.end() ? 1 : std::max(1, layers_between(passage->second.at, layer));
         });
-        Layer &  l = layers[layer];
-        Expert & e = l.experts[guess.expert];
+        Layer &  l                         = layers[layer];
+        Expert & e                         = l.experts[guess.expert];
         if (!e.absent() || e.above || e.in_use > 0 || l.n_loaded >= l.max) {
             continue;
         }
@@ -212,7 +212,7 @@ bool Table::next_guess() {
             continue;
         }
         e.read_ahead = e.unasked = e.guessed = true;
-        e.guessed_for = context;
+        e.guessed_for                        = context;
         l.guessed.push_back(e.id());
         loads.guess(e.load);
         return true;
@@ -223,8 +223,9 @@ bool Table::next_guess() {
 void Table::defer(int layer, const std::vector<int> & experts) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        deferred.erase(std::remove_if(deferred.begin(), deferred.end(),
-            [&](Expert * e) { return e->layer() == layer; }), deferred.end());
+        deferred.erase(
+            std::remove_if(deferred.begin(), deferred.end(), [&](Expert * e) { return e->layer() == layer; }),
+            deferred.end());
         for (int id : experts) {
             deferred.push_back(&layers[layer].experts[id]);
         }
@@ -254,9 +255,7 @@ bool Table::is_idle() const {
     return loads.idle() && ordered.empty() && prompt.empty() && guesses.empty() && deferred.empty();
 }
 
-bool Table::order_ahead() {
-    return !layer_waits() && (next_ahead(ordered, false) || next_ahead(prompt, true));
-}
+bool Table::order_ahead() { return !layer_waits() && (next_ahead(ordered, false) || next_ahead(prompt, true)); }
 
 bool Table::order_guess() {
     const bool did = !layer_waits() && (next_guess() || next_deferred());
@@ -271,7 +270,7 @@ void Table::published(Load & load, int role, const char * address) {
         load.stream->frame_of(load).address = address;
         return;
     }
-    Expert & e = expert_of(load);
+    Expert & e   = expert_of(load);
     e.addr[role] = address;
     e.ready.fetch_or(1u << role, std::memory_order_release);
 }
@@ -315,15 +314,15 @@ void Table::decodable() {
 }
 
 void Table::expert_finished(Expert & e) {
-    Load &  load = e.load;
-    Layer & l    = layer_of(e);
+    Load &     load       = e.load;
+    Layer &    l          = layer_of(e);
     const bool compressed = is_compressed(map.layers[e.layer()]);
     if (load.ended() && load.failed && compressed) {
         keep_parts(e, Form::ABSENT); // others may wait for that memory
     }
     if (load.ended() && !load.failed) {
-        e.form    = load.form;
-        load.form = Form::ABSENT;
+        e.form                = load.form;
+        load.form             = Form::ABSENT;
         l.is_resident[e.id()] = 1;
         ++l.n_resident;
         ++l.stats.loads;

@@ -12,9 +12,7 @@ static constexpr uint64_t WIDTH_TOKENS = 64;
 
 // Bytes that can be taken for stored parts. The least that loads need is there whatever full experts still have.
 uint64_t Table::stored_room() const {
-    const auto left = [&](uint64_t limit) {
-        return limit > bank->stored_taken() ? limit - bank->stored_taken() : 0;
-    };
+    const auto left = [&](uint64_t limit) { return limit > bank->stored_taken() ? limit - bank->stored_taken() : 0; };
     const uint64_t matrices = std::min(bank->budget(), bank->matrices_taken());
     return std::min(left(pools.stored_limit()),
         std::max(left(bank->budget() - matrices), left(ModelMap::MIN_STAGED * map.parts_bytes())));
@@ -132,8 +130,10 @@ void Table::trim_pools() {
             if (!victim) {
                 break;
             }
-            keep_parts(*victim, form != Form::COMPRESSED ? Form::ABSENT :
-                pools.limit(Form::SM_ONLY) > 0 ? Form::SM_ONLY : Form::E_ONLY);
+            keep_parts(*victim,
+                form != Form::COMPRESSED           ? Form::ABSENT :
+                    pools.limit(Form::SM_ONLY) > 0 ? Form::SM_ONLY :
+                                                     Form::E_ONLY);
         }
     }
 }
@@ -143,12 +143,12 @@ void Table::widen(int layer, const Demand & demand) {
     if (!pools.any() || (demand.scans() && !demand.continues)) { // a prompt
         return;
     }
-    const Layer & l      = layers[layer];
-    const auto    unheld = std::count_if(demand.experts.begin(), demand.experts.end(),
-        [&](int id) { return !l.experts[id].pinned; });
+    const Layer & l = layers[layer];
+    const auto    unheld =
+        std::count_if(demand.experts.begin(), demand.experts.end(), [&](int id) { return !l.experts[id].pinned; });
     const uint64_t others = reserved_bytes - std::max(l.min, l.n_pinned) * l.slot_bytes;
-    width.next = std::max(width.next, others + (l.n_pinned + (uint64_t) unheld) * l.slot_bytes);
-    const bool ends = now >= width.begin + WIDTH_TOKENS * layers.size();
+    width.next            = std::max(width.next, others + (l.n_pinned + (uint64_t) unheld) * l.slot_bytes);
+    const bool ends       = now >= width.begin + WIDTH_TOKENS * layers.size();
     if (width.next > width.most || (ends && width.next < width.most)) {
         width.most = width.next;
         divide_budget(bank->budget());
@@ -171,10 +171,10 @@ void Table::divide_budget(uint64_t bytes) {
 
 void Table::set_uses(int il, const double * uses, int n) {
     std::lock_guard<std::mutex> lock(mutex);
-    const int layer = layer_index(il);
+    const int                   layer = layer_index(il);
     if (n != layers[layer].n_expert) {
-        throw Failure(PYORCH_INVALID, format("uses of %d experts were given, layer %d has %d", n, il,
-            layers[layer].n_expert));
+        throw Failure(
+            PYORCH_INVALID, format("uses of %d experts were given, layer %d has %d", n, il, layers[layer].n_expert));
     }
     if (!std::all_of(uses, uses + n, [](double it) { return it >= 0 && std::isfinite(it); })) {
         throw Failure(PYORCH_INVALID, format("uses of experts of layer %d are no numbers from 0 on", il));

@@ -30,7 +30,7 @@ void DecayBandit::play(Arm & arm, const Visit & visit) {
     auto & held = arm.held[visit.layer];
     arm.hits *= 1 - 1 / MEMORY;
     for (int e : visit.experts) {
-        arm.hits  += held[e];
+        arm.hits += held[e];
         arm.taken += held[e] ? 0 : slot_bytes[visit.layer];
         held[e] = 1;
         heat[e] = fading_use(heat[e], (double) now / arm.half_life);

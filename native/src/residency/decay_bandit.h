@@ -15,9 +15,9 @@ public:
     // slot_bytes: of an expert of each layer.
     DecayBandit(const std::vector<int> & n_experts, const std::vector<uint64_t> & slot_bytes);
 
-    void visit(const Visit & visit) override;
+    void                        visit(const Visit & visit) override;
     const std::vector<double> & values(int layer) const override { return arms[leader].heat[layer]; }
-    bool all_changed() const override { return switched; }
+    bool                        all_changed() const override { return switched; }
 
 private:
     struct Arm {

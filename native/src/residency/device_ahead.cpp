@@ -19,9 +19,7 @@ constexpr int MOST_KEPT = 4; // a fourth
 
 } // namespace
 
-DeviceTable * DeviceTable::without_guests() const {
-    return ahead ? &ahead->without : nullptr;
-}
+DeviceTable * DeviceTable::without_guests() const { return ahead ? &ahead->without : nullptr; }
 
 void DeviceTable::set_ahead(int n) {
     std::vector<int> n_experts, pool_of, n_slots;
@@ -33,8 +31,8 @@ void DeviceTable::set_ahead(int n) {
         n_slots.push_back(pool.n_slots);
     }
     const size_t n_layers = layers.size();
-    ahead.reset(new Ahead { n, {}, std::vector<std::vector<Rate>>(n_layers), { n_experts, pool_of, n_slots, kind },
-        -1, {}, std::vector<std::vector<int>>(n_layers) });
+    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers), { n_experts, pool_of, n_slots, kind }, -1,
+        {}, std::vector<std::vector<int>>(n_layers) });
     ahead->without.set_misses(misses, rates, expert_bytes);
     ahead->pause = FIRST_PAUSE * n_layers;
     keep_slots();
@@ -77,8 +75,8 @@ void DeviceTable::give_kept(Pool & pool, int slot) {
     (keeps ? pool.kept : pool.free).push_back(slot);
 }
 
-std::vector<int> DeviceTable::order(const void * context, int layer, const std::vector<ForecastExpert> & forecast,
-    double precision) {
+std::vector<int> DeviceTable::order(
+    const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision) {
     if (!ahead) {
         return {};
     }
@@ -190,7 +188,7 @@ void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vecto
         t.arrived(layer, expert);
     }
     const DevicePass pass = t.pass(layer, demand, learned);
-    a.at_layer = layer;
+    a.at_layer            = layer;
     a.held.clear();
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(a.held),
         [&](int expert) { return pass.slots[expert] != NONE; });
@@ -205,7 +203,7 @@ void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vecto
     a.coming[layer] = pass.behind;
     if (a.keeps && a.gained < -LOSS) {
         give_up_slots();
-        a.until  = now + a.pause;
+        a.until = now + a.pause;
         a.pause *= 4;
     } else if (!a.keeps && now >= a.until) {
         keep_slots();

@@ -38,10 +38,10 @@ struct DeviceTable::Ahead {
     int                                            at_layer = -1; // where it is
     std::vector<int>                               held     = {}; // what it holds there
     std::vector<std::vector<int>>                  coming;        // to it, by layer
-    int64_t                                        gained   = 0;  // hits
-    bool                                           keeps    = true;
-    uint64_t                                       pause    = 0;  // in layers
-    uint64_t                                       until    = 0;  // the pause lasts
+    int64_t                                        gained    = 0; // hits
+    bool                                           keeps     = true;
+    uint64_t                                       pause     = 0; // in layers
+    uint64_t                                       until     = 0; // the pause lasts
     double                                         computing = 0; // estimate: seconds of the layer that came last
 
     Rate & rate(int layer, const ForecastExpert & it, int n_expert) {

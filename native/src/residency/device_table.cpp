@@ -62,8 +62,8 @@ void DeviceTable::set_limits(int layer, int min, int max) {
         without->set_limits(layer, min, max);
     }
     Layer & l = layers[layer];
-    l.min = min;
-    l.max = max;
+    l.min     = min;
+    l.max     = max;
     while (l.n_seated > max) {
         const Seat passing = least_of(pools[l.pool], layer, true, true);
         const Seat goes    = passing.expert != NONE ? passing : least_of(pools[l.pool], layer, true, false);
@@ -102,7 +102,7 @@ void DeviceTable::changed(int layer, int expert) {
 }
 
 void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
-    Layer & l = layers[layer];
+    Layer &          l = layers[layer];
     std::vector<int> before;
     before.swap(l.fresh);
     l.last_pass = ++now;
@@ -131,8 +131,8 @@ void DeviceTable::set_misses(pyorch_device_misses how, const DeviceRates & by, s
 }
 
 // How many of the candidates are sooner uploaded and computed on the device; these become the first of them.
-int DeviceTable::n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass,
-    std::vector<int> & candidates) {
+int DeviceTable::n_that_pay(
+    int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates) {
     const auto more_rows = [&](int a, int b) { return demand.rows[a] > demand.rows[b]; };
     std::stable_sort(candidates.begin(), candidates.end(), more_rows);
     std::vector<int> there, lacking;
@@ -179,8 +179,8 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
         pass.slots[expert] != NONE ? hold(layer, expert) : pass.uploads.push_back(expert);
     }
     const int n_hits = (int) (demand.experts.size() - lacking.size());
-    l.counts.hits       += n_hits;
-    l.counts.misses     += lacking.size();
+    l.counts.hits += n_hits;
+    l.counts.misses += lacking.size();
     l.counts.ahead_hits += guests.size();
     l.counts.ahead_late += pass.uploads.size();
     if (demand.stays) {
@@ -242,7 +242,7 @@ void DeviceTable::unhold(int layer, int expert) {
 }
 
 void DeviceTable::move(int layer, int expert, int slot) {
-    Layer & l = layers[layer];
+    Layer & l              = layers[layer];
     l.experts[expert].slot = slot;
     l.n_seated += slot != NONE ? 1 : -1;
     mark_moved(layer);
@@ -258,9 +258,8 @@ void DeviceTable::mark_moved(int layer) {
 // It does not pass through any more.
 void DeviceTable::stays(int layer, int expert) {
     auto & passing = pools[layers[layer].pool].passing;
-    passing.erase(std::find_if(passing.begin(), passing.end(), [&](const Seat & seat) {
-        return seat.layer == layer && seat.expert == expert;
-    }));
+    passing.erase(std::find_if(passing.begin(), passing.end(),
+        [&](const Seat & seat) { return seat.layer == layer && seat.expert == expert; }));
     layers[layer].experts[expert].passing = false;
     mark_moved(layer);
 }
@@ -285,10 +284,10 @@ void DeviceTable::give(int layer, int expert) {
     victims.set(layer, expert, FOR_DEMAND, Victims::NEVER);
 }
 
-// Who would go of a pool for an expert of a layer, NONE: of none: of those that pass through the first, of the others the
-// least valuable. of_layer: of that layer alone. expert NONE: nobody can.
+// Who would go of a pool for an expert of a layer, NONE: of none: of those that pass through the first, of the others
+// the least valuable. of_layer: of that layer alone. expert NONE: nobody can.
 DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer, bool passing) {
-    const auto   keeps = [&](int each) {
+    const auto keeps = [&](int each) {
         return each != layer && (of_layer || layers[each].n_seated <= layers[each].min);
     };
     if (passing) {
@@ -330,8 +329,8 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     Seated &   e    = l.experts[expert];
     Pool &     pool = pools[l.pool];
     const bool full = l.n_seated >= l.max; // it takes the place of another one of its layer
-    e.usage.came = now;                    // if it comes: it is worth what it will be then
-    took = full || pool.free.empty();
+    e.usage.came    = now;                 // if it comes: it is worth what it will be then
+    took            = full || pool.free.empty();
     if (took) {
         const Seat least    = least_of(pool, layer, full, false);
         const bool worth_it = least.expert == NONE || is_worth_more(layer, e, least);
@@ -359,7 +358,7 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
     if (!make_room(layer, expert, must, took)) {
         return NONE;
     }
-    std::vector<int> & free = pools[layers[layer].pool].free;
+    std::vector<int> & free              = pools[layers[layer].pool].free;
     layers[layer].experts[expert].coming = true;
     move(layer, expert, free.back());
     free.pop_back();
@@ -369,15 +368,13 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
 void DeviceTable::arrived(int layer, int expert) {
     Layer &  l = layers[layer];
     Seated & e = l.experts[expert];
-    e.coming = false;
+    e.coming   = false;
     l.n_there += !e.guest_of;
     ++l.counts.loads;
     changed(layer, expert);
 }
 
-void DeviceTable::abandon(int layer, int expert) {
-    give(layer, expert);
-}
+void DeviceTable::abandon(int layer, int expert) { give(layer, expert); }
 
 void DeviceTable::mark(int layer, std::vector<uint8_t> & mask) const {
     const Layer & l = layers[layer];

@@ -54,7 +54,7 @@ struct DeviceDemand {
     const std::vector<int> & rows;    // by expert: tokens that use it
     int                      n_tokens;
     const void *             context = nullptr; // whose layer it is
-    bool                     stays = false;     // nothing may come: there is no place to bring it from
+    bool                     stays   = false;   // nothing may come: there is no place to bring it from
 };
 
 // What becomes of its experts.
@@ -98,8 +98,8 @@ public:
 
     // A forecast of a layer's next pass in a context. Makes guests, the likeliest first, of experts that are absent and
     // whose like came true at least so often. These are coming then.
-    std::vector<int> order(const void * context, int layer, const std::vector<ForecastExpert> & forecast,
-        double precision);
+    std::vector<int> order(
+        const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 
     // Guests of that pass.
     const std::vector<int> & ordered(const void * context, int layer) const;
@@ -150,10 +150,10 @@ public:
     int  n_there(int layer) const { return layers[layer].n_there; }
 
     // Slots of its pool that are kept for guests.
-    int  n_kept(int layer) const { return pools[layers[layer].pool].n_kept; }
+    int n_kept(int layer) const { return pools[layers[layer].pool].n_kept; }
 
     DeviceCounts & counts(int layer) { return layers[layer].counts; }
-    void reset_counts();
+    void           reset_counts();
 
 private:
     struct Ahead;
@@ -169,7 +169,7 @@ private:
     struct Layer {
         int                 pool;
         std::vector<Seated> experts;
-        int                 min       = 0;
+        int                 min = 0;
         int                 max;
         int                 n_seated  = 0; // there or coming
         int                 n_there   = 0;
@@ -184,7 +184,7 @@ private:
     };
     struct Pool {
         std::vector<int>  layers;
-        std::vector<int>  free;         // slots, the lowest last
+        std::vector<int>  free; // slots, the lowest last
         int               n_slots;
         int               n_kept  = 0;  // for guests, which are in them
         std::vector<int>  kept    = {}; // of these, those in which nobody is
@@ -196,14 +196,14 @@ private:
     pyorch_policy                   kind;
     std::unique_ptr<EvictionPolicy> policy;
     Victims                         victims;
-    uint64_t                        now = 0; // layers that came
+    uint64_t                        now      = 0; // layers that came
     int                             at_layer = 0; // that came last
     size_t                          n_needed = 0; // experts that it needs
-    std::vector<int>                moved; // layers with the flag
+    std::vector<int>                moved;        // layers with the flag
     pyorch_device_misses            misses = PYORCH_PROCESSOR;
     DeviceRates                     rates;
     std::vector<uint64_t>           expert_bytes; // by layer
-    std::unique_ptr<Ahead>          ahead;    // null: no guests
+    std::unique_ptr<Ahead>          ahead;        // null: no guests
 
     int    n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
     void   move(int layer, int expert, int slot);
@@ -223,9 +223,9 @@ private:
     void   give_up_slots();
 
     DeviceTable * without_guests() const; // see Ahead; null: there are none here either
-    void   estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
-    void   judge(int layer, const DeviceDemand & demand);
-    void   weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
+    void          estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
+    void          judge(int layer, const DeviceDemand & demand);
+    void          weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
 };
 
 } // namespace pyorch

@@ -12,13 +12,9 @@ namespace {
 
 class Lru : public EvictionPolicy {
 public:
-    void used(Usage & usage, uint64_t now) override {
-        usage.last_use = now;
-    }
+    void used(Usage & usage, uint64_t now) override { usage.last_use = now; }
 
-    double value(const Usage & usage, float, bool) const override {
-        return (double) usage.last_use;
-    }
+    double value(const Usage & usage, float, bool) const override { return (double) usage.last_use; }
 
     bool by_recency() const override { return true; }
 };
@@ -34,9 +30,7 @@ public:
         usage.last_use = now;
     }
 
-    double value(const Usage & usage, float, bool) const override {
-        return usage.heat;
-    }
+    double value(const Usage & usage, float, bool) const override { return usage.heat; }
 
     double settled(double value) const override { return value + 1; }
 
@@ -58,9 +52,7 @@ class FineMoe : public Lfu {
 };
 
 class Fifo : public Lru {
-    double value(const Usage & usage, float, bool) const override {
-        return (double) usage.came;
-    }
+    double value(const Usage & usage, float, bool) const override { return (double) usage.came; }
 };
 
 // What is used is marked. When all are marked and one must go, a new phase begins without marks; of those without one
@@ -86,13 +78,9 @@ class Marking : public Lru {
         }
     }
 
-    double value(const Usage & usage, float, bool) const override {
-        return usage.mark;
-    }
+    double value(const Usage & usage, float, bool) const override { return usage.mark; }
 
-    void mark(Usage & usage) {
-        usage.mark = (double) phase + order(rng);
-    }
+    void mark(Usage & usage) { usage.mark = (double) phase + order(rng); }
 
     uint64_t                         phase = 1;
     std::vector<Usage *>             latest; // that were used at the same time
@@ -111,7 +99,8 @@ class LeastStale : public Lru {
     bool counts_turns() const override { return true; }
 };
 
-// What its Learner says: a value, or the logarithm of uses. What was asked for by name was not learnt from: it counts as much as can be until it is.
+// What its Learner says: a value, or the logarithm of uses. What was asked for by name was not learnt from: it counts
+// as much as can be until it is.
 class Learned : public Lru {
 public:
     Learned(double most, bool turns, double times, double more) : most(most), turns(turns), times(times), more(more) {}
@@ -121,9 +110,7 @@ public:
         usage.learned  = most;
     }
 
-    double value(const Usage & usage, float, bool) const override {
-        return usage.learned;
-    }
+    double value(const Usage & usage, float, bool) const override { return usage.learned; }
 
     double settled(double value) const override { return times * value + more; }
 
@@ -139,9 +126,7 @@ private:
 
 // What is needed last goes first: the bound of what a policy can do on demand.
 class Belady : public Lru {
-    double value(const Usage & usage, float, bool) const override {
-        return -(double) usage.next_use;
-    }
+    double value(const Usage & usage, float, bool) const override { return -(double) usage.next_use; }
 
     bool by_recency() const override { return false; }
 };
@@ -151,29 +136,26 @@ class Belady : public Lru {
 std::unique_ptr<EvictionPolicy> make_policy(pyorch_policy policy, int n_moe_layers) {
     const double half_life = HEAT_HALF_LIFE_TOKENS * std::max(1, n_moe_layers);
     switch (policy) {
-        case PYORCH_LFU:     return std::make_unique<Lfu>(half_life);
-        case PYORCH_FINEMOE: return std::make_unique<FineMoe>(half_life);
-        case PYORCH_BELADY:  return std::make_unique<Belady>();
-        case PYORCH_LEARNED: return std::make_unique<Learned>(1, true, 4, 0);
-        case PYORCH_BANDIT:
-            return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false, 1, 1);
-        case PYORCH_LEAST_STALE: return std::make_unique<LeastStale>();
-        case PYORCH_FIFO:    return std::make_unique<Fifo>();
-        case PYORCH_MARKING: return std::make_unique<Marking>();
-        default:             return std::make_unique<Lru>();
+    case PYORCH_LFU: return std::make_unique<Lfu>(half_life);
+    case PYORCH_FINEMOE: return std::make_unique<FineMoe>(half_life);
+    case PYORCH_BELADY: return std::make_unique<Belady>();
+    case PYORCH_LEARNED: return std::make_unique<Learned>(1, true, 4, 0);
+    case PYORCH_BANDIT: return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false, 1, 1);
+    case PYORCH_LEAST_STALE: return std::make_unique<LeastStale>();
+    case PYORCH_FIFO: return std::make_unique<Fifo>();
+    case PYORCH_MARKING: return std::make_unique<Marking>();
+    default: return std::make_unique<Lru>();
     }
 }
 
 std::unique_ptr<Learner> make_learner(pyorch_policy policy, const LearnerSizes & sizes) {
     switch (policy) {
-        case PYORCH_LEARNED: return std::make_unique<LearnedValue>(sizes.n_experts, sizes.n_used);
-        case PYORCH_BANDIT:  return std::make_unique<DecayBandit>(sizes.n_experts, sizes.slot_bytes);
-        default:             return nullptr;
+    case PYORCH_LEARNED: return std::make_unique<LearnedValue>(sizes.n_experts, sizes.n_used);
+    case PYORCH_BANDIT: return std::make_unique<DecayBandit>(sizes.n_experts, sizes.slot_bytes);
+    default: return nullptr;
     }
 }
 
-double fading_use(double heat, double fading) {
-    return std::log2(std::exp2(heat - fading) + 1) + fading;
-}
+double fading_use(double heat, double fading) { return std::log2(std::exp2(heat - fading) + 1) + fading; }
 
 } // namespace pyorch

@@ -34,10 +34,10 @@ public:
     virtual ~EvictionPolicy() = default;
 
     // REQUIRES: the usage outlives the policy
-    virtual void   used(Usage & usage, uint64_t now) = 0;
+    virtual void used(Usage & usage, uint64_t now) = 0;
 
     // It went, as the least valuable.
-    virtual void   evicted(const Usage &) {}
+    virtual void evicted(const Usage &) {}
 
     // The expert with the lowest value goes first. Finite, or -INFINITY. probability: in the forecast of its layer; 1 /
     // n_expert while there is none. fresh: the last pass of its layer used it.
@@ -51,13 +51,13 @@ public:
     // Whether the newer is worth more, however often either is used. Then what takes another one's place, where it need
     // not, must have been used twice as often, too: else all that comes once would go through all memory. Replayed
     // likewise, a fiftieth is uploaded then, for a third more hits.
-    virtual bool   by_recency() const { return false; }
+    virtual bool by_recency() const { return false; }
 
     // Whether the value depends on the probability.
-    virtual bool   takes_forecasts() const { return false; }
+    virtual bool takes_forecasts() const { return false; }
 
     // Whether values, which are 0 or more then, are divided by the root of the layers until their layer's turn.
-    virtual bool   counts_turns() const { return false; }
+    virtual bool counts_turns() const { return false; }
 };
 
 // n_moe_layers: layers that one token passes, the unit in which old uses fade.
@@ -99,7 +99,8 @@ struct LearnerSizes {
 // Null where the policy learns nothing.
 std::unique_ptr<Learner> make_learner(pyorch_policy policy, const LearnerSizes & sizes);
 
-// log2(2^heat + 1), with all heat fading: how Usage::heat changes when an expert is used. fading: the time in half-lives.
+// log2(2^heat + 1), with all heat fading: how Usage::heat changes when an expert is used. fading: the time in
+// half-lives.
 double fading_use(double heat, double fading);
 
 } // namespace pyorch

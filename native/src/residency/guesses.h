@@ -17,7 +17,7 @@ public:
     double value() const { return hits / total; }
 
     void add(bool hit) {
-        hits  += hit - hits / MEMORY;
+        hits += hit - hits / MEMORY;
         total += 1 - total / MEMORY;
     }
 
@@ -70,7 +70,7 @@ public:
                 best     = i;
             }
         }
-        List & list = lists[best];
+        List &     list  = lists[best];
         const Best taken = { list.context, list.layer, list.guesses.back() };
         list.guesses.pop_back();
         if (list.guesses.empty()) {

@@ -11,15 +11,13 @@ constexpr float DISCOUNT     = 0.7f;            // of the next visit's value in 
 constexpr float BIAS_SHARE   = 0.3f;            // of the tables' step, for the bias
 constexpr float FEATURE_STEP = 0.25f;           // Adagrad's, for the weights
 constexpr float FIRST_AGE    = 20;
-constexpr float LEAST_COUNT  = 1e-12f;          // smaller numbers are slow, and mean nothing
+constexpr float LEAST_COUNT  = 1e-12f; // smaller numbers are slow, and mean nothing
 constexpr float MOST_LOGIT   = 30;
 
 constexpr int LANES = 8;
 
 // The step on the rows that were active.
-float table_step(int n_tables) {
-    return n_tables == 1 ? 0.03f : 0.02f;
-}
+float table_step(int n_tables) { return n_tables == 1 ? 0.03f : 0.02f; }
 
 float as_float(int32_t bits) {
     float x;
@@ -37,22 +35,23 @@ int32_t as_bits(float x) {
 // hyperbolic tangent for log m.
 inline float log_of(float x) {
     constexpr int32_t ROOT_HALF = 0x3f3504f3;
-    const int32_t bits = as_bits(x);
-    const int32_t k    = (bits - ROOT_HALF) >> 23;
-    const float   m    = as_float(bits - k * (1 << 23));
-    const float   s    = (m - 1) / (m + 1);
-    const float   s2   = s * s;
-    const float   tail = s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9))));
+    const int32_t     bits      = as_bits(x);
+    const int32_t     k         = (bits - ROOT_HALF) >> 23;
+    const float       m         = as_float(bits - k * (1 << 23));
+    const float       s         = (m - 1) / (m + 1);
+    const float       s2        = s * s;
+    const float       tail      = s2 * (1.0f / 3 + s2 * (1.0f / 5 + s2 * (1.0f / 7 + s2 * (1.0f / 9))));
     return (float) k * 0.69314718f + 2 * s * (1 + tail);
 }
 
 // e^x for x of at most 80 either way, to 1e-6: 2^k times a polynomial.
 inline float exp_of(float x) {
     constexpr float ROUND = 12582912; // 1.5 * 2^23: what is added to it loses its fraction
-    const float t = x * 1.44269504f;
-    const float k = (t + ROUND) - ROUND;
-    const float r = (t - k) * 0.69314718f;
-    const float p = 1 + r * (1 + r * (1.0f / 2 + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
+    const float     t     = x * 1.44269504f;
+    const float     k     = (t + ROUND) - ROUND;
+    const float     r     = (t - k) * 0.69314718f;
+    const float     p =
+        1 + r * (1 + r * (1.0f / 2 + r * (1.0f / 6 + r * (1.0f / 24 + r * (1.0f / 120 + r * (1.0f / 720))))));
     return p * as_float(((int32_t) k + 127) << 23);
 }
 
@@ -85,7 +84,7 @@ void add_scaled(float * __restrict to, const float * __restrict row, float scale
 void fade(float * __restrict count, const float * __restrict hit, float share, int n) {
     for (int i = 0; i < n; ++i) {
         const float c = count[i] + share * (hit[i] - count[i]);
-        count[i] = c < LEAST_COUNT ? LEAST_COUNT : c;
+        count[i]      = c < LEAST_COUNT ? LEAST_COUNT : c;
     }
 }
 
@@ -105,32 +104,30 @@ void log_ages(float * __restrict to, float * __restrict age, const float * __res
 void sigmoid(float * __restrict to, const float * __restrict logit, int n) {
     for (int i = 0; i < n; ++i) {
         float x = logit[i];
-        x     = x > MOST_LOGIT ? MOST_LOGIT : x;
-        x     = x < -MOST_LOGIT ? -MOST_LOGIT : x;
-        to[i] = 1 / (1 + exp_of(-x));
+        x       = x > MOST_LOGIT ? MOST_LOGIT : x;
+        x       = x < -MOST_LOGIT ? -MOST_LOGIT : x;
+        to[i]   = 1 / (1 + exp_of(-x));
     }
 }
 
 void differ(float * __restrict error, const float * __restrict past, const float * __restrict hit,
-            const float * __restrict value, int n) {
+    const float * __restrict value, int n) {
     for (int i = 0; i < n; ++i) {
         error[i] = past[i] - (hit[i] + (1 - hit[i]) * DISCOUNT * value[i]);
     }
 }
 
-int widest(const std::vector<int> & n_experts) {
-    return *std::max_element(n_experts.begin(), n_experts.end());
-}
+int widest(const std::vector<int> & n_experts) { return *std::max_element(n_experts.begin(), n_experts.end()); }
 
 } // namespace
 
 LearnedValue::LearnedValue(const std::vector<int> & n_experts, int n_used_, int n_tables) :
         n_layers((int) n_experts.size()), n_expert(widest(n_experts)), n_tables(n_tables),
         width((n_expert + LANES - 1) / LANES * LANES), n_used(std::clamp(n_used_, 1, n_expert)),
-        weights { 0.4f, 0.3f, 0, 0, 1, 1, 1, 0 }, hit(width), logit(width), value(width), error(width) {
+        weights{ 0.4f, 0.3f, 0, 0, 1, 1, 1, 0 }, hit(width), logit(width), value(width), error(width) {
     const float share = (float) n_used / (float) n_expert;
     const float odds  = share < 1 ? share / (1 - share) : 1e3f;
-    weights.back() = std::log(odds + 1e-3f);
+    weights.back()    = std::log(odds + 1e-3f);
     squares.fill(1e-2f);
     for (Row & feature : features) {
         feature.resize(width);
@@ -217,17 +214,15 @@ void LearnedValue::visit(const Visit & visit) {
         teach(layer, past);
     }
 
-    past.known    = true;
-    past.features = features;
-    past.value    = value;
-    past.active   = active;
+    past.known       = true;
+    past.features    = features;
+    past.value       = value;
+    past.active      = active;
     passage.previous = visit.experts;
     std::copy_n(value.begin(), layer.n_expert, layer.published.begin());
 }
 
-void LearnedValue::forget(const void * context) {
-    passages.erase(context);
-}
+void LearnedValue::forget(const void * context) { passages.erase(context); }
 
 LearnedValue::State LearnedValue::export_state() const {
     State state;

@@ -37,8 +37,8 @@ public:
     // n_used: by one token in one layer.
     LearnedValue(const std::vector<int> & n_experts, int n_used, int n_tables = N_TABLES);
 
-    void visit(const Visit & visit) override;
-    void forget(const void * context) override;
+    void                        visit(const Visit & visit) override;
+    void                        forget(const void * context) override;
     const std::vector<double> & values(int layer) const override { return layers[layer].published; }
 
     // What was learned, for a file. Rows are n_expert wide, of the widest layer.
@@ -62,19 +62,19 @@ private:
 
     // What a context's last visit of a layer saw, until it comes again.
     struct Past {
-        bool                              known = false;
-        std::array<Row, N_ROWS>           features;
-        Row                               value;
-        Active                            active;
+        bool                    known = false;
+        std::array<Row, N_ROWS> features;
+        Row                     value;
+        Active                  active;
     };
 
     struct Layer {
-        int                               n_expert;
-        std::array<Row, N_COUNTS>         counts;
-        Row                               age;
-        Row                               bias;
-        std::vector<Row>                  tables; // [n_expert][width] each
-        std::vector<double>               published;
+        int                       n_expert;
+        std::array<Row, N_COUNTS> counts;
+        Row                       age;
+        Row                       bias;
+        std::vector<Row>          tables; // [n_expert][width] each
+        std::vector<double>       published;
     };
 
     struct Passage {
@@ -82,14 +82,14 @@ private:
         std::vector<int>  previous; // used by the layer that was visited last
     };
 
-    const int                                  width; // of rows: n_expert and padding
-    const int                                  n_used;
-    std::array<float, N_WEIGHTS>               weights;
-    std::array<float, N_WEIGHTS>               squares;
-    std::vector<Layer>                         layers;
-    std::unordered_map<const void *, Passage>  passages; // by context
-    std::array<Row, N_ROWS>                    features; // of the visit at hand
-    Row                                        hit, logit, value, error;
+    const int                                 width; // of rows: n_expert and padding
+    const int                                 n_used;
+    std::array<float, N_WEIGHTS>              weights;
+    std::array<float, N_WEIGHTS>              squares;
+    std::vector<Layer>                        layers;
+    std::unordered_map<const void *, Passage> passages; // by context
+    std::array<Row, N_ROWS>                   features; // of the visit at hand
+    Row                                       hit, logit, value, error;
 
     void look(Layer & layer, const Visit & visit, const Active & active);
     void teach(Layer & layer, const Past & past);

@@ -1,7 +1,8 @@
 // How the table learns what experts are worth.
 //
 // A thread of its own for it was measured: to wake it costs a compute thread more than to do the arithmetic itself, and
-// where a layer misses an expert, which is where memory is taken from others, compute threads have the time of the read.
+// where a layer misses an expert, which is where memory is taken from others, compute threads have the time of the
+// read.
 
 #include "residency/table.h"
 

@@ -8,8 +8,8 @@ namespace pyorch {
 
 Expert & Table::expert_at(int layer, int32_t id) {
     if (id < 0 || id >= layers[layer].n_expert) {
-        throw Failure(PYORCH_INVALID, format("layer %d has experts 0 to %d, not %d", map.layers[layer].il,
-            layers[layer].n_expert - 1, id));
+        throw Failure(PYORCH_INVALID,
+            format("layer %d has experts 0 to %d, not %d", map.layers[layer].il, layers[layer].n_expert - 1, id));
     }
     return layers[layer].experts[id];
 }
@@ -19,7 +19,7 @@ template <typename Change>
 void Table::for_each(int il, const int32_t * experts, int n, Change change) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const int layer = layer_index(il);
+        const int                   layer = layer_index(il);
         for (int i = 0; i < n; ++i) {
             expert_at(layer, experts[i]);
         }
@@ -53,7 +53,7 @@ std::vector<int> Table::reserved() const {
 
 void Table::reserve() {
     const std::vector<int> n = reserved();
-    reserved_bytes = 0;
+    reserved_bytes           = 0;
     for (size_t i = 0; i < layers.size(); ++i) {
         reserved_bytes += n[i] * layers[i].slot_bytes;
     }
@@ -73,26 +73,25 @@ uint64_t Table::needed_budget(const std::vector<int> & reserved) const {
 }
 
 // What full experts can have of the budget: pools give way to them, but for the least through which experts come.
-uint64_t Table::most_for_full() const {
-    return bank->budget() - ModelMap::MIN_STAGED * map.parts_bytes();
-}
+uint64_t Table::most_for_full() const { return bank->budget() - ModelMap::MIN_STAGED * map.parts_bytes(); }
 
 void Table::pin(int il, const int32_t * experts, int n) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const int layer = layer_index(il);
-        std::vector<bool> also(layers[layer].n_expert);
+        const int                   layer = layer_index(il);
+        std::vector<bool>           also(layers[layer].n_expert);
         for (int i = 0; i < n; ++i) {
             const Expert & e = expert_at(layer, experts[i]);
-            also[e.id()] = !e.pinned;
+            also[e.id()]     = !e.pinned;
         }
         std::vector<int> n_reserved = reserved();
-        n_reserved[layer] = std::max(n_reserved[layer],
-            layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
+        n_reserved[layer] =
+            std::max(n_reserved[layer], layers[layer].n_pinned + (int) std::count(also.begin(), also.end(), true));
         const uint64_t most = needed_budget(n_reserved);
         if (most > most_for_full()) {
-            throw Failure(PYORCH_BUDGET, format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il,
-                mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
+            throw Failure(PYORCH_BUDGET,
+                format("pinning %d experts of layer %d needs a budget of %s, it is %s", n, il, mebibytes(most).c_str(),
+                    mebibytes(most_for_full()).c_str()));
         }
         for (int i = n - 1; i >= 0; --i) {
             Expert & e = layers[layer].experts[experts[i]];
@@ -117,16 +116,17 @@ void Table::pin(int il, const int32_t * experts, int n) {
 
 void Table::offer(int il, int expert, const void * bytes, uint64_t size) {
     std::lock_guard<std::mutex> lock(mutex);
-    const int        layer = layer_index(il);
-    const MoeLayer & of    = map.layers[layer];
-    const Expert &   e     = expert_at(layer, expert);
-    uint64_t         all   = 0;
+    const int                   layer = layer_index(il);
+    const MoeLayer &            of    = map.layers[layer];
+    const Expert &              e     = expert_at(layer, expert);
+    uint64_t                    all   = 0;
     for (int role = 0; role < (int) of.tensors.size(); ++role) {
         all += in_model(of, role, expert).bytes;
     }
     if (size != all) {
-        throw Failure(PYORCH_INVALID, format("an expert of layer %d has %llu bytes, not %llu", il,
-            (unsigned long long) all, (unsigned long long) size));
+        throw Failure(PYORCH_INVALID,
+            format("an expert of layer %d has %llu bytes, not %llu", il, (unsigned long long) all,
+                (unsigned long long) size));
     }
     if (e.absent() && !of.pack) {
         loads.offer(layer, expert, std::vector<char>((const char *) bytes, (const char *) bytes + size));
@@ -164,12 +164,12 @@ void Table::evict(int il, const int32_t * experts, int n) {
 void Table::set_budget(uint64_t bytes) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        bytes = std::min(bytes, map.slots_bytes());
+        bytes               = std::min(bytes, map.slots_bytes());
         const uint64_t most = needed_budget(reserved()) + ModelMap::MIN_STAGED * map.parts_bytes();
         if (bytes < most) {
             throw Failure(PYORCH_BUDGET,
                 format("budget %s is below the %s that the largest layer needs beside what is reserved",
-                mebibytes(bytes).c_str(), mebibytes(most).c_str()));
+                    mebibytes(bytes).c_str(), mebibytes(most).c_str()));
         }
         divide_budget(bytes);
     }
@@ -189,17 +189,18 @@ void Table::set_policy(pyorch_policy which) {
 
 void Table::set_layer_limits(int il, int min, int max) {
     std::unique_lock<std::mutex> lock(mutex);
-    Layer & l = layers[layer_index(il)];
+    Layer &                      l = layers[layer_index(il)];
     if (min < 0 || max > l.n_expert || min > max) {
-        throw Failure(PYORCH_INVALID, format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il,
-            l.n_expert, min, max));
+        throw Failure(PYORCH_INVALID,
+            format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, l.n_expert, min, max));
     }
-    std::vector<int> n_reserved = reserved();
+    std::vector<int> n_reserved    = reserved();
     n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
-    const uint64_t most = needed_budget(n_reserved);
+    const uint64_t most            = needed_budget(n_reserved);
     if (most > most_for_full()) {
-        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d needs a budget of %s, it is %s",
-            min, il, mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
+        throw Failure(PYORCH_BUDGET,
+            format("a minimum of %d experts in layer %d needs a budget of %s, it is %s", min, il,
+                mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
     }
     l.min = min;
     l.max = max;

@@ -14,7 +14,8 @@ static constexpr double HALF_LIFE_TOKENS = 128;
 // Ranks change slowly but for the first, and looking at them costs a look at all experts.
 static constexpr uint64_t RANKING_TOKENS = 8;
 
-// Ranks so near behind the last of a pool count as in it (the tolerance margin delta of ZipMoE), as a share of its size.
+// Ranks so near behind the last of a pool count as in it (the tolerance margin delta of ZipMoE), as a share of its
+// size.
 static constexpr double TOLERANCE = 0.05;
 
 // Of the budget at most, the memory through which experts come, if that is enough for the fewest.
@@ -39,19 +40,19 @@ Pools::Pools(const ModelMap & map) : map(map) {
 
 void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing) {
     this->passing = passing;
-    limits  = {};
-    staging = 0;
+    limits        = {};
+    staging       = 0;
     if (!any()) {
         limits[(int) Form::FULL] = budget;
         return;
     }
-    const uint64_t each = map.parts_bytes();
-    const auto     most = (uint64_t) ((double) budget * STAGING_SHARE / (double) each);
-    const uint64_t n    = std::min(most, (budget - fewest) / each);
-    staging = each * std::clamp<uint64_t>(n, ModelMap::MIN_STAGED, map.max_staged());
-    const uint64_t rest = budget - staging;
-    const uint64_t full = std::max(fewest, (uint64_t) (shares[(int) Form::FULL] * (double) rest));
-    double others = 0;
+    const uint64_t each   = map.parts_bytes();
+    const auto     most   = (uint64_t) ((double) budget * STAGING_SHARE / (double) each);
+    const uint64_t n      = std::min(most, (budget - fewest) / each);
+    staging               = each * std::clamp<uint64_t>(n, ModelMap::MIN_STAGED, map.max_staged());
+    const uint64_t rest   = budget - staging;
+    const uint64_t full   = std::max(fewest, (uint64_t) (shares[(int) Form::FULL] * (double) rest));
+    double         others = 0;
     for (int form = (int) Form::COMPRESSED; form < N_FORMS; ++form) {
         others += shares[form];
     }
@@ -66,9 +67,7 @@ uint64_t Pools::stored_limit() const {
     return staging + limit(Form::COMPRESSED) + limit(Form::SM_ONLY) + limit(Form::E_ONLY);
 }
 
-double Pools::half_life() const {
-    return HALF_LIFE_TOKENS * (double) map.layers.size();
-}
+double Pools::half_life() const { return HALF_LIFE_TOKENS * (double) map.layers.size(); }
 
 void Pools::begin_with(int layer, const double * uses, uint64_t now) {
     if (!any()) {
@@ -84,9 +83,9 @@ void Pools::used(int layer, int expert, uint64_t now) {
     if (!any()) {
         return;
     }
-    double & h = heat[layer][expert];
-    before[layer][expert] = h;
-    h = fading_use(h, (double) now / half_life());
+    double & h              = heat[layer][expert];
+    before[layer][expert]   = h;
+    h                       = fading_use(h, (double) now / half_life());
     const uint64_t n_layers = map.layers.size();
     if (now >= ranked + std::min(RANKING_TOKENS, 1 + ranked / n_layers / 4) * n_layers) {
         ranked = now;
@@ -94,8 +93,8 @@ void Pools::used(int layer, int expert, uint64_t now) {
     }
 }
 
-// Experts of all layers compete: a pool ends at the heat of the first rank that is behind it. The last one takes all that
-// come, and its eviction says who stays: ranks know what is used often, and not what is used just now.
+// Experts of all layers compete: a pool ends at the heat of the first rank that is behind it. The last one takes all
+// that come, and its eviction says who stays: ranks know what is used often, and not what is used just now.
 void Pools::rank() {
     std::vector<double> all;
     double              full = 0, stored[N_STORED_PARTS] = {};
@@ -106,19 +105,19 @@ void Pools::rank() {
             stored[part] += (double) slot_bytes(map.layers[i], part) * map.layers[i].n_expert;
         }
     }
-    const double n = (double) all.size(); // of experts of the mean size
+    const double n              = (double) all.size(); // of experts of the mean size
     const double bytes[N_FORMS] = { 0, full / n, (stored[PART_E] + stored[PART_SM]) / n, stored[PART_SM] / n,
         stored[PART_E] / n };
-    double last      = 0;
-    Form   takes_all = Form::FULL;
+    double       last           = 0;
+    Form         takes_all      = Form::FULL;
     for (const Form form : HIERARCHY) {
-        double & next = least[(int) form];
-        next = INFINITY; // of a pool that holds nothing: experts may have no bytes of a form
+        double & next           = least[(int) form];
+        next                    = INFINITY; // of a pool that holds nothing: experts may have no bytes of a form
         const uint64_t of_ranks = limit(form) - (form == Form::FULL ? std::min(passing, limit(form)) : 0);
         if (of_ranks == 0 || bytes[(int) form] == 0) {
             continue;
         }
-        takes_all = form;
+        takes_all         = form;
         const double size = (double) of_ranks / bytes[(int) form];
         last += size;
         // Ranks r < tau, from 1 on. Who has one of them is, without its last use, still no colder than the next.

@@ -2,8 +2,8 @@
 //
 // Kernels compute with full experts. Those that come from a compressed pack have, at the end of their load, all their
 // parts in memory; then it costs nothing to choose which of them stay. Experts are ranked by how often they are used:
-// the first ranks belong into the pool of full experts, the next into that of compressed ones, and so on; all others come
-// into the last pool. Within a pool the eviction policy says who goes.
+// the first ranks belong into the pool of full experts, the next into that of compressed ones, and so on; all others
+// come into the last pool. Within a pool the eviction policy says who goes.
 //
 // Of the budget, a little is for no pool: it is the memory through which compressed experts come.
 
@@ -52,15 +52,15 @@ public:
 
 private:
     const ModelMap &                      map;
-    std::array<uint64_t, N_FORMS>         limits = {};
-    std::array<uint64_t, N_FORMS>         in_use = {};
+    std::array<uint64_t, N_FORMS>         limits  = {};
+    std::array<uint64_t, N_FORMS>         in_use  = {};
     uint64_t                              staging = 0;
     uint64_t                              passing = 0;
-    std::array<double, N_FORMS>           least  = {}; // heat at which each pool ends
-    std::vector<std::vector<double>>      heat;        // by layer and expert: log2 of its uses, fading
-    std::vector<std::vector<double>>      before;      // the same without its last use
-    uint64_t                              ranked = 0;  // when ranks were last looked at
-    std::vector<std::unique_ptr<Victims>> lists;       // of the forms from COMPRESSED on
+    std::array<double, N_FORMS>           least   = {}; // heat at which each pool ends
+    std::vector<std::vector<double>>      heat;         // by layer and expert: log2 of its uses, fading
+    std::vector<std::vector<double>>      before;       // the same without its last use
+    uint64_t                              ranked = 0;   // when ranks were last looked at
+    std::vector<std::unique_ptr<Victims>> lists;        // of the forms from COMPRESSED on
 
     double half_life() const; // in layers computed
     void   rank();

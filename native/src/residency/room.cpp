@@ -15,7 +15,7 @@ static constexpr int REBALANCE = 16;
 
 bool Table::start_load(Expert & e) {
     Layer & l = layer_of(e);
-    e.slot = bank->take(l.size_class);
+    e.slot    = bank->take(l.size_class);
     if (!e.slot) {
         return false;
     }
@@ -38,7 +38,7 @@ void Table::drop(Expert & e) {
         l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id()));
         l.stats.prefetch_wasted += e.read_in_vain();
     }
-    l.n_loaded   -= !e.absent();
+    l.n_loaded -= !e.absent();
     l.n_resident -= e.resident();
     l.is_resident[e.id()] = 0;
     e.ready.store(0, std::memory_order_relaxed);
@@ -119,10 +119,12 @@ double Table::worth(const Layer & l, double value) const {
 void Table::compute_keys(const Expert & e) {
     const bool   free  = e.resident() && !e.in_use && !e.pinned;
     const bool   waits = e.read_ahead;
-    const double key   = !free ? Victims::NEVER : passes(e) ? Victims::SCANNED : e.guessed ? Victims::GUESSED :
-        value_of(e);
+    const double key   = !free ? Victims::NEVER :
+        passes(e)              ? Victims::SCANNED :
+        e.guessed              ? Victims::GUESSED :
+                                 value_of(e);
     // What passes has to be read no more than before. Guesses would else take the memory of experts that are full only.
-    const bool   fresh = is_fresh(e) && !passes(e);
+    const bool fresh = is_fresh(e) && !passes(e);
     victims.set(e.layer(), e.id(), FOR_DEMAND, key);
     victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
     victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
@@ -157,10 +159,10 @@ void Table::compute_changed_keys() {
 // The least valuable expert that may go for one of the layer (-1: for anything), and is not forecast with a higher
 // probability. One of the layer's own size class is preferred.
 Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely_than) {
-    const int n   = (int) layers.size();
-    const int cls = layer < 0 ? -1 : layers[layer].size_class;
+    const int  n   = (int) layers.size();
+    const int  cls = layer < 0 ? -1 : layers[layer].size_class;
     const bool all = more_likely_than == INFINITY; // whatever its likelihood
-    Victim any, own;
+    Victim     any, own;
     compute_changed_keys();
     for (int i = 0; i < n; ++i) {
         Layer & l = layers[i];
@@ -169,7 +171,8 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
         if (kept || (!all && !l.forecast && 1.0f / l.n_expert > more_likely_than)) {
             continue;
         }
-        const Victims::Least least = all || !l.forecast ? victims.least(i, purpose) :
+        const Victims::Least least = all || !l.forecast ?
+            victims.least(i, purpose) :
             victims.least_if(i, purpose, [&](int id) { return l.probability[id] <= more_likely_than; });
         if (least.expert < 0) {
             continue;
@@ -177,9 +180,10 @@ Table::Victim Table::choose_victim(int layer, Purpose purpose, float more_likely
         Victim victim = { &l.experts[least.expert], 1, worth(l, least.key) };
         if (least.key == Victims::SCANNED) {
             // Layers are passed in a cycle: the one that was passed last is needed last, but for those never passed.
-            const int ahead = !l.executed ? n_executed : layer < 0 ? l.position :
-                (layers_between(layer, i) + n_executed - 1) % n_executed;
-            victim = { victim.expert, 0, -(double) ahead };
+            const int ahead = !l.executed ? n_executed :
+                layer < 0                 ? l.position :
+                                            (layers_between(layer, i) + n_executed - 1) % n_executed;
+            victim          = { victim.expert, 0, -(double) ahead };
         } else if (least.key == Victims::GUESSED) {
             victim = { victim.expert, 2, least.key };
         }
@@ -221,7 +225,7 @@ bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than,
             moved += gives.size_class != l.size_class ? gives.slot_bytes : 0;
             if (moved >= l.slot_bytes) {
                 pressure[l.size_class] = 0; // the class has one slot more
-                moved = 0;
+                moved                  = 0;
             }
         } else if (purpose != FOR_DEMAND || !drop_queued()) {
             break;

@@ -10,14 +10,14 @@ namespace {
 
 uint8_t flags_of(const Expert & e) {
     return (e.resident() ? PYORCH_RESIDENT : 0) | (e.loading() ? PYORCH_LOADING : 0) | (e.pinned ? PYORCH_PINNED : 0) |
-           (e.in_use ? PYORCH_IN_USE : 0);
+        (e.in_use ? PYORCH_IN_USE : 0);
 }
 
 } // namespace
 
 void Table::get_residency(int il, uint8_t * mask, int n) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer & l = layers[layer_index(il)];
+    Layer &                     l = layers[layer_index(il)];
     if (n != l.n_expert) {
         throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, l.n_expert, n));
     }
@@ -28,21 +28,22 @@ void Table::get_residency(int il, uint8_t * mask, int n) {
 
 void Table::get_snapshot(pyorch_snapshot & out) {
     std::lock_guard<std::mutex> lock(mutex);
-    int widest = 0;
+    int                         widest = 0;
     for (const Layer & l : layers) {
         widest = std::max(widest, l.n_expert);
     }
     out.stats = stats_of(-1);
     if (out.flags) {
         if (out.n_layers != (int) layers.size() || out.n_expert != widest) {
-            throw Failure(PYORCH_INVALID, format("the model has %zu layers of up to %d experts, the snapshot %d of %d",
-                layers.size(), widest, out.n_layers, out.n_expert));
+            throw Failure(PYORCH_INVALID,
+                format("the model has %zu layers of up to %d experts, the snapshot %d of %d", layers.size(), widest,
+                    out.n_layers, out.n_expert));
         }
         for (size_t i = 0; i < layers.size(); ++i) {
             const Layer & l = layers[i];
             for (int id = 0; id < widest; ++id) {
                 out.flags[i * widest + id] = id < l.n_expert ? flags_of(l.experts[id]) : 0;
-                out.uses [i * widest + id] = id < l.n_expert ? l.experts[id].uses : 0;
+                out.uses[i * widest + id]  = id < l.n_expert ? l.experts[id].uses : 0;
             }
             out.layers[i]             = stats_of((int) i);
             out.layers[i].struct_size = sizeof(pyorch_stats);
@@ -59,8 +60,8 @@ void Table::get_stats(int il, pyorch_stats & out) {
 
 // REQUIRES: the mutex. only: a layer, -1: all of them.
 pyorch_stats Table::stats_of(int only) {
-    pyorch_stats out = only < 0 ? totals : pyorch_stats {};
-    out.read_ns = only < 0 ? loads.read_ns() : 0;
+    pyorch_stats out = only < 0 ? totals : pyorch_stats{};
+    out.read_ns      = only < 0 ? loads.read_ns() : 0;
     if (only < 0) {
         out.decoded_bytes = loads.bytes_decoded();
         out.decode_ns     = loads.decode_ns();
@@ -75,20 +76,20 @@ pyorch_stats Table::stats_of(int only) {
             continue;
         }
         const Layer & l = layers[i];
-        out.hits           += l.stats.hits;
-        out.misses         += l.stats.misses;
+        out.hits += l.stats.hits;
+        out.misses += l.stats.misses;
         out.compressed_hits += l.stats.compressed_hits;
-        out.sm_hits         += l.stats.sm_hits;
-        out.e_hits          += l.stats.e_hits;
-        out.loads          += l.stats.loads;
+        out.sm_hits += l.stats.sm_hits;
+        out.e_hits += l.stats.e_hits;
+        out.loads += l.stats.loads;
         out.prefetch_loads += l.stats.prefetch_loads;
-        out.prefetch_hits  += l.stats.prefetch_hits;
-        out.prefetch_late  += l.stats.prefetch_late;
+        out.prefetch_hits += l.stats.prefetch_hits;
+        out.prefetch_late += l.stats.prefetch_late;
         out.prefetch_wasted += l.stats.prefetch_wasted;
-        out.evictions      += l.stats.evictions;
-        out.bytes_read     += loads.bytes_read((int) i);
+        out.evictions += l.stats.evictions;
+        out.bytes_read += loads.bytes_read((int) i);
         out.resident_experts += l.n_resident;
-        out.resident_bytes   += l.n_resident * l.slot_bytes;
+        out.resident_bytes += l.n_resident * l.slot_bytes;
     }
     out.used_bytes   = bank->used();
     out.peak_bytes   = bank->peak();

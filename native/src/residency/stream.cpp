@@ -44,9 +44,7 @@ bool Stream::ask(int role, int place, const void * thread, int n_threads) {
 }
 
 // Slots of the smallest budget that the layer can be computed with, beside what is reserved.
-int Table::window(int layer) const {
-    return map.floor_experts(map.layers[layer]);
-}
+int Table::window(int layer) const { return map.floor_experts(map.layers[layer]); }
 
 // Experts of a layer that can be in memory at once, beside what is reserved in the others.
 int Table::capacity(int layer) const {
@@ -63,8 +61,8 @@ int Table::capacity_beside_window(int layer) const {
 
 // REQUIRES: room for the window
 void Table::open_stream(Owner & owner, int layer, const std::vector<int> & experts) {
-    Layer & l = layers[layer];
-    auto s = std::make_unique<Stream>();
+    Layer & l  = layers[layer];
+    auto    s  = std::make_unique<Stream>();
     s->layer   = layer;
     s->experts = experts;
     s->roles   = l.passes;
@@ -111,10 +109,10 @@ void Table::fill(Stream & s) {
 
 const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads) {
     std::unique_lock<std::mutex> lock(mutex);
-    const int place = s.place_of[expert];
+    const int                    place = s.place_of[expert];
     if (!s.ask(role, place, thread, n_threads)) {
         layers[s.layer].passes = s.roles;
-        s.begun = s.passed;
+        s.begun                = s.passed;
         for (Stream::Frame & frame : s.frames) {
             loads.take_back(frame.load);
             if (frame.load.ended()) {
@@ -163,14 +161,15 @@ void Table::give_frames(Stream & s) {
         any |= (bool) frame.load.slot;
     }
     if (!any) {
-        streams.erase(std::find_if(streams.begin(), streams.end(), [&](const auto & each) { return each.get() == &s; }));
+        streams.erase(
+            std::find_if(streams.begin(), streams.end(), [&](const auto & each) { return each.get() == &s; }));
     }
 }
 
 void Table::close_stream(Owner & owner) {
-    Stream & s = *owner.stream;
+    Stream & s   = *owner.stream;
     owner.stream = nullptr;
-    s.closed = true;
+    s.closed     = true;
     --n_in_use;
     for (Stream::Frame & frame : s.frames) {
         loads.take_back(frame.load);

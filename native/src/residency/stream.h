@@ -28,17 +28,18 @@ struct Stream {
         const char * address = nullptr; // once the matrix is there
     };
 
-    int                 layer;
-    std::vector<int>    experts;      // ascending
-    std::vector<int>    place_of;     // by expert: in that list, -1 for one that is held whole
-    std::vector<int>    roles;        // of the passes
-    std::vector<Frame>  frames  = {}; // never moved
-    int                 pass    = -1; // that the threads are in
-    std::vector<std::pair<const void *, int>> reached = {}; // in this pass: threads, and the place that each asked for last
-    int64_t             passed  = 0;
-    int64_t             begun   = 0;
-    bool                closed  = false; // the owner is gone, a reader is still at work
-    std::string         error   = {};    // why a matrix could not be read: the rest is not
+    int                layer;
+    std::vector<int>   experts;     // ascending
+    std::vector<int>   place_of;    // by expert: in that list, -1 for one that is held whole
+    std::vector<int>   roles;       // of the passes
+    std::vector<Frame> frames = {}; // never moved
+    int                pass   = -1; // that the threads are in
+    std::vector<std::pair<const void *, int>>
+                reached = {}; // in this pass: threads, and the place that each asked for last
+    int64_t     passed  = 0;
+    int64_t     begun   = 0;
+    bool        closed  = false; // the owner is gone, a reader is still at work
+    std::string error   = {};    // why a matrix could not be read: the rest is not
 
     int64_t n_matrices() const { return (int64_t) (roles.size() * experts.size()); }
     int64_t number(int place) const { return (int64_t) pass * (int64_t) experts.size() + place; }

@@ -39,37 +39,32 @@ static uint64_t mean_read_bytes(const MoeLayer & layer) {
 
 Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
     const pyorch_config & config) :
-        map(map_),
-        policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())),
-        bank(std::move(bank_)),
-        loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes,
-            mutex, *this),
-        layers(map.layers.size()),
-        victims(n_experts(map)),
-        pools(map),
-        n_executed((int) map.layers.size()) {
+        map(map_), policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())), bank(std::move(bank_)),
+        loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes, mutex, *this),
+        layers(map.layers.size()), victims(n_experts(map)), pools(map), n_executed((int) map.layers.size()) {
     measure_turns();
     if (bank->budget() < map.floor_bytes()) {
-        throw Failure(PYORCH_BUDGET, format("budget %s is below the floor of %s (twice the experts of a token, and one)",
-            mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
+        throw Failure(PYORCH_BUDGET,
+            format("budget %s is below the floor of %s (twice the experts of a token, and one)",
+                mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
     }
     for (size_t i = 0; i < layers.size(); ++i) {
-        Layer & layer = layers[i];
+        Layer & layer                 = layers[i];
         layer_by_il[map.layers[i].il] = (int) i;
-        layer.n_expert   = map.layers[i].n_expert;
-        layer.max        = layer.n_expert;
-        layer.size_class = bank->size_class((int) i, PART_MATRICES);
-        layer.slot_bytes = map.layers[i].slot_bytes();
-        layer.read_bytes = mean_read_bytes(map.layers[i]);
-        layer.position   = (int) i;
+        layer.n_expert                = map.layers[i].n_expert;
+        layer.max                     = layer.n_expert;
+        layer.size_class              = bank->size_class((int) i, PART_MATRICES);
+        layer.slot_bytes              = map.layers[i].slot_bytes();
+        layer.read_bytes              = mean_read_bytes(map.layers[i]);
+        layer.position                = (int) i;
         layer.passes.resize(map.layers[i].tensors.size());
         std::iota(layer.passes.begin(), layer.passes.end(), 0);
-        layer.experts    = std::make_unique<Expert[]>(layer.n_expert);
+        layer.experts = std::make_unique<Expert[]>(layer.n_expert);
         layer.is_resident.resize(layer.n_expert);
         layer.probability.assign(layer.n_expert, 1.0f / layer.n_expert);
         pressure.resize(std::max(pressure.size(), (size_t) layer.size_class + 1));
         for (int id = 0; id < layer.n_expert; ++id) {
-            Expert & e = layer.experts[id];
+            Expert & e    = layer.experts[id];
             e.load.layer  = (int) i;
             e.load.expert = id;
         }
@@ -85,8 +80,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) {
-            throw Failure(PYORCH_MEMORY, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(),
-                strerror(errno)));
+            throw Failure(
+                PYORCH_MEMORY, format("cannot reserve %s: %s", mebibytes(zeros_size).c_str(), strerror(errno)));
         }
         zeros = (char *) p;
     }
@@ -135,18 +130,18 @@ void Table::count_regret(Layer & l, const Demand & demand) {
 void Table::count_seconds(const Layer & l, const Expert & e) {
     const double rate = loads.bytes_per_second();
     if (rate > 0 && (e.absent() || e.guessed)) {
-        const double free = (1 - loads.cpu_share()) / rate;
+        const double   free  = (1 - loads.cpu_share()) / rate;
         const uint64_t bytes = e.kept == Form::COMPRESSED ? 0 : l.read_bytes;
         reads.absent += free * (double) bytes;
-        reads.saved  += free * (double) (e.resident() ? bytes : e.loading() ? e.load.read : 0);
+        reads.saved += free * (double) (e.resident() ? bytes : e.loading() ? e.load.read : 0);
     }
 }
 
 double Table::break_even() {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto   bytes   = (double) layers[0].read_bytes;
-    const double request = std::min((double) GUESS_BYTES, bytes / (double) map.layers[0].tensors.size());
-    const double rest    = 0.5 * request / bytes;
+    const auto                  bytes   = (double) layers[0].read_bytes;
+    const double                request = std::min((double) GUESS_BYTES, bytes / (double) map.layers[0].tensors.size());
+    const double                rest    = 0.5 * request / bytes;
     // p * share = cpu * share + regret + (1 - p) * rest
     return std::min(1.0, (loads.cpu_share() * read_share + regret.value() + rest) / (read_share + rest));
 }
@@ -187,8 +182,8 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
         ++e.uses;
         if (!e.resident() && !std::binary_search(streamed.begin(), streamed.end(), id)) {
             l.stats.compressed_hits += e.kept == Form::COMPRESSED;
-            l.stats.sm_hits         += e.kept == Form::SM_ONLY;
-            l.stats.e_hits          += e.kept == Form::E_ONLY;
+            l.stats.sm_hits += e.kept == Form::SM_ONLY;
+            l.stats.e_hits += e.kept == Form::E_ONLY;
         }
         if (e.read_ahead) {
             ++l.stats.prefetch_hits;
@@ -248,8 +243,8 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         }
     }
 
-    const int n_unpinned = (int) std::count_if(demand.experts.begin(), demand.experts.end(),
-        [&](int id) { return !l.experts[id].pinned; });
+    const int n_unpinned = (int) std::count_if(
+        demand.experts.begin(), demand.experts.end(), [&](int id) { return !l.experts[id].pinned; });
     const bool fits  = l.n_pinned + n_unpinned <= capacity(layer);
     int        spare = fits ? n_unpinned : capacity_beside_window(layer) - l.n_pinned;
 
@@ -298,7 +293,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         if (start_load(*e)) {
             started.push_back(&e->load);
         } else {
-            error = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);
+            error    = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);
             e->error = error;
             e->ready.store(Expert::FAILED, std::memory_order_release);
         }
@@ -400,15 +395,15 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
 
 bool Table::fits(int layer, const std::vector<int> & experts) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer & l = layers[layer];
-    const auto n_unpinned = std::count_if(experts.begin(), experts.end(),
-        [&](int id) { return !l.experts[id].pinned; });
+    const Layer &               l = layers[layer];
+    const auto                  n_unpinned =
+        std::count_if(experts.begin(), experts.end(), [&](int id) { return !l.experts[id].pinned; });
     return l.n_pinned + n_unpinned <= capacity(layer);
 }
 
 bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
     std::lock_guard<std::mutex> lock(mutex);
-    Expert & e = layers[layer].experts[expert];
+    Expert &                    e = layers[layer].experts[expert];
     if (std::find(owner.held.begin(), owner.held.end(), &e) == owner.held.end()) {
         return false;
     }
@@ -419,7 +414,7 @@ bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
 
 bool Table::share_resident(int layer, int expert, Owner & other) {
     std::lock_guard<std::mutex> lock(mutex);
-    Expert & e = layers[layer].experts[expert];
+    Expert &                    e = layers[layer].experts[expert];
     if (!e.resident() || e.failed()) {
         return false;
     }
@@ -431,7 +426,7 @@ bool Table::share_resident(int layer, int expert, Owner & other) {
 void Table::unshare(Owner & other) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        bool ignored;
+        bool                        ignored;
         release_held(other, ignored);
     }
     space.notify_all();
@@ -440,8 +435,8 @@ void Table::unshare(Owner & other) {
 
 void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer & l = layers[layer];
-    mask = l.is_resident;
+    const Layer &               l = layers[layer];
+    mask                          = l.is_resident;
     if (loading) {
         loading->resize(l.n_expert);
         for (int id = 0; id < l.n_expert; ++id) {
@@ -457,7 +452,7 @@ double Table::read_bytes_per_second() {
 
 bool Table::read_time(int layer, double & queued, double & expert) {
     std::lock_guard<std::mutex> lock(mutex);
-    const double rate = loads.bytes_per_second();
+    const double                rate = loads.bytes_per_second();
     if (!(rate > 0)) {
         return false;
     }

@@ -89,8 +89,8 @@ public:
     // REQUIRES where owner has a stream: each of its n_threads, told apart by any address of theirs, asks for experts
     // of one role in ascending order, and then no more for those that it was given an address of before; all have done
     // so when the first asks for another role.
-    const char * address(const Owner & owner, int layer, int expert, int role, bool wait,
-        const void * thread = nullptr);
+    const char * address(
+        const Owner & owner, int layer, int expert, int role, bool wait, const void * thread = nullptr);
 
     // other holds an expert beside owner, until unshare(): its bytes stay where they are. False, and nothing is held,
     // where owner does not hold it whole.
@@ -134,10 +134,10 @@ public:
     void want(const void * context, int layer, int from, std::vector<Want> & wants);
 
     // A guess costs more than it gains, unless it comes true more often than this. Of the time that reading the expert
-    // takes: it gains the share that guesses have been read to when their pass comes. It costs the processor what so much
-    // reading costs it, for compute threads may want all processors; memory, the share of experts that are missed at
-    // once after they had to go; and where it is wrong, at most the rest of a small request that a demand meets, half of
-    // it on average.
+    // takes: it gains the share that guesses have been read to when their pass comes. It costs the processor what so
+    // much reading costs it, for compute threads may want all processors; memory, the share of experts that are missed
+    // at once after they had to go; and where it is wrong, at most the rest of a small request that a demand meets,
+    // half of it on average.
     double break_even();
 
     // What layers of decoding tokens waited for or would have, since the beginning: seconds of reading in which a
@@ -155,8 +155,8 @@ public:
     // ahead, neither for a prompt nor on a guess.
     void set_executed(const std::vector<int> & layers);
 
-    // elsewhere[n_expert]: nonzero for experts of the layer that another server computes now. They are read here only if a
-    // layer needs them after all, or by name.
+    // elsewhere[n_expert]: nonzero for experts of the layer that another server computes now. They are read here only
+    // if a layer needs them after all, or by name.
     void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
 
     // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them, and
@@ -168,15 +168,15 @@ public:
 
     // For everybody else. Layers are given by il; throws Failure.
 
-    void     prefetch(int il, const int32_t * experts, int n);
-    void     pin     (int il, const int32_t * experts, int n);
-    void     offer   (int il, int expert, const void * bytes, uint64_t size); // see pyorch_offer
-    void     unpin   (int il, const int32_t * experts, int n);
-    void     evict   (int il, const int32_t * experts, int n);
-    void     set_budget(uint64_t bytes);
-    void     set_pools(const PoolShares & shares); // by form, their sum is 1; only compressed experts have forms
-    void     set_uses (int il, const double * uses, int n); // see pyorch_set_uses
-    void     set_policy(pyorch_policy policy);
+    void prefetch(int il, const int32_t * experts, int n);
+    void pin(int il, const int32_t * experts, int n);
+    void offer(int il, int expert, const void * bytes, uint64_t size); // see pyorch_offer
+    void unpin(int il, const int32_t * experts, int n);
+    void evict(int il, const int32_t * experts, int n);
+    void set_budget(uint64_t bytes);
+    void set_pools(const PoolShares & shares);         // by form, their sum is 1; only compressed experts have forms
+    void set_uses(int il, const double * uses, int n); // see pyorch_set_uses
+    void set_policy(pyorch_policy policy);
 
     // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
     template <typename Use>
@@ -207,44 +207,44 @@ public:
         all ? publish_all() : publish(visit.layer);
     }
 
-    void     set_layer_limits(int il, int min, int max);
-    void     get_residency(int il, uint8_t * mask, int n);
-    void     get_stats(int il, pyorch_stats & stats);
-    void     get_snapshot(pyorch_snapshot & snapshot); // see pyorch_get_snapshot
-    void     reset_stats();
-    void     wait_idle();
+    void        set_layer_limits(int il, int min, int max);
+    void        get_residency(int il, uint8_t * mask, int n);
+    void        get_stats(int il, pyorch_stats & stats);
+    void        get_snapshot(pyorch_snapshot & snapshot); // see pyorch_get_snapshot
+    void        reset_stats();
+    void        wait_idle();
     std::string last_error();
 
     // Index into the layers with experts.
-    int      layer_index(int il) const;
+    int layer_index(int il) const;
 
     const ModelMap map;
 
 private:
     struct Layer {
         std::unique_ptr<Expert[]> experts;
-        int                  n_expert;
-        int                  n_loaded   = 0; // loading or resident
-        int                  n_resident = 0;
-        int                  n_pinned   = 0;
-        int                  min        = 0;
-        int                  max;
-        int                  size_class;           // of an expert that kernels can compute with
-        uint64_t             slot_bytes;           // of it
-        uint64_t             read_bytes;           // that are read for it, on average
-        std::vector<int>     passes;               // roles, in the order in which the kernels go through them
-        bool                 executed     = true;
-        int                  position;             // among those that are executed
-        std::vector<float>   probability;          // by expert, with which its next pass needs them; all the same, but
-        bool                 forecast     = false; // for a forecast
-        const void *         forecast_for = nullptr;
-        uint64_t             last_pass    = 0;
-        std::vector<int>     fresh        = {};    // experts that were used or asked for by name since then
-        std::vector<int>     guessed      = {};    // experts with the flag
-        std::vector<int>     displaced    = {};    // the same
-        bool                 changed      = false; // the same for all of its experts
-        std::vector<uint8_t> is_resident;          // by expert
-        pyorch_stats         stats        = {};
+        int                       n_expert;
+        int                       n_loaded   = 0; // loading or resident
+        int                       n_resident = 0;
+        int                       n_pinned   = 0;
+        int                       min        = 0;
+        int                       max;
+        int                       size_class; // of an expert that kernels can compute with
+        uint64_t                  slot_bytes; // of it
+        uint64_t                  read_bytes; // that are read for it, on average
+        std::vector<int>          passes;     // roles, in the order in which the kernels go through them
+        bool                      executed = true;
+        int                       position;    // among those that are executed
+        std::vector<float>        probability; // by expert, with which its next pass needs them; all the same, but
+        bool                      forecast     = false; // for a forecast
+        const void *              forecast_for = nullptr;
+        uint64_t                  last_pass    = 0;
+        std::vector<int>          fresh        = {};    // experts that were used or asked for by name since then
+        std::vector<int>          guessed      = {};    // experts with the flag
+        std::vector<int>          displaced    = {};    // the same
+        bool                      changed      = false; // the same for all of its experts
+        std::vector<uint8_t>      is_resident;          // by expert
+        pyorch_stats              stats = {};
     };
 
     // Where a context is. Others are elsewhere.
@@ -253,8 +253,8 @@ private:
         int last = -1; // that it ever acquired: those that a decode does not pass come behind it
     };
 
-    // Bytes of full experts that a layer of a decode computes with at once, and what is reserved in the others: the most
-    // lately. Where they do not fit, a layer is streamed, and what pools have of its experts is of no use to it.
+    // Bytes of full experts that a layer of a decode computes with at once, and what is reserved in the others: the
+    // most lately. Where they do not fit, a layer is streamed, and what pools have of its experts is of no use to it.
     struct Width {
         uint64_t most  = 0;
         uint64_t next  = 0; // the most since `begin`
@@ -265,7 +265,7 @@ private:
         Expert * expert = nullptr;
         int      tier;  // lower ones go first
         double   value; // so do lower ones within a tier
-        bool operator<(const Victim & o) const { return tier != o.tier ? tier < o.tier : value < o.value; }
+        bool     operator<(const Victim & o) const { return tier != o.tier ? tier < o.tier : value < o.value; }
     };
 
     std::unordered_map<int, int>    layer_by_il;
@@ -273,12 +273,12 @@ private:
 
     // What visits teach takes arithmetic, which is done under a mutex of its own, taken before the other: by a compute
     // thread that would sleep for a read, and at the latest by the layer that comes next.
-    std::mutex                      learning;
-    std::unique_ptr<Learner>        learner; // guarded by it; null where the policy learns nothing
-    bool                            learns;  // guarded by the mutex of the table, as are
-    std::deque<Visit>               visits;  // that nothing was learned from yet; without experts: only to be published
-    std::atomic<bool>               has_visits{false};
-    std::unique_ptr<Bank>           bank;
+    std::mutex               learning;
+    std::unique_ptr<Learner> learner; // guarded by it; null where the policy learns nothing
+    bool                     learns;  // guarded by the mutex of the table, as are
+    std::deque<Visit>        visits;  // that nothing was learned from yet; without experts: only to be published
+    std::atomic<bool>        has_visits{ false };
+    std::unique_ptr<Bank>    bank;
 
     std::mutex              mutex;
     std::condition_variable arrived; // for compute threads: a matrix
@@ -286,57 +286,57 @@ private:
     std::condition_variable idle;
     Loader                  loads;
 
-    std::vector<Layer>      layers;
-    Victims                 victims;
-    Pools                   pools;
-    PoolShares              shares = ALL_FULL;
-    Width                   width;          // of what comes: the pool of full experts has room for it
-    std::vector<Expert *>   changed_experts; // with the flag
-    std::vector<Layer *>    changed_layers;
-    std::vector<int>        pressure;      // by size class: see choose_victim
-    std::deque<Expert *>    ordered;       // by name, to be read ahead; memory is not allocated yet
-    std::deque<Expert *>    prompt;        // the same, for the prompt that is being read
-    Guesses                 guesses;
-    std::deque<Expert *>    deferred;      // see defer()
-    std::vector<std::unique_ptr<Stream>> streams; // closed ones too, while a reader is at work for them
+    std::vector<Layer>                        layers;
+    Victims                                   victims;
+    Pools                                     pools;
+    PoolShares                                shares = ALL_FULL;
+    Width                                     width; // of what comes: the pool of full experts has room for it
+    std::vector<Expert *>                     changed_experts; // with the flag
+    std::vector<Layer *>                      changed_layers;
+    std::vector<int>                          pressure; // by size class: see choose_victim
+    std::deque<Expert *>                      ordered;  // by name, to be read ahead; memory is not allocated yet
+    std::deque<Expert *>                      prompt;   // the same, for the prompt that is being read
+    Guesses                                   guesses;
+    std::deque<Expert *>                      deferred; // see defer()
+    std::vector<std::unique_ptr<Stream>>      streams;  // closed ones too, while a reader is at work for them
     std::unordered_map<const void *, Passage> passages; // by context
-    int                     n_executed;
-    int                     at_layer   = 0; // that came last
-    std::vector<double>     nearness;       // by layers until its turn: what a policy that counts turns multiplies with
-    uint64_t                n_arrived  = 0; // layers that came to acquire(), served in that order
-    uint64_t                n_served   = 0;
-    uint64_t                reserved_bytes = 0; // of what eviction may not take: pinned experts and layers' minima
-    int                     n_in_use   = 0;     // experts that are held, and windows
-    uint64_t                now        = 0; // layers computed
-    Rate                    regret;         // of evictions: the expert was asked for when its layer next came
-    double                  read_share = 0.5; // of a guess when its pass comes, fading mean
-    ReadSeconds             reads      = {}; // see read_seconds()
-    std::string             error;
+    int                                       n_executed;
+    int                                       at_layer = 0; // that came last
+    std::vector<double> nearness;           // by layers until its turn: what a policy that counts turns multiplies with
+    uint64_t            n_arrived      = 0; // layers that came to acquire(), served in that order
+    uint64_t            n_served       = 0;
+    uint64_t            reserved_bytes = 0; // of what eviction may not take: pinned experts and layers' minima
+    int                 n_in_use       = 0; // experts that are held, and windows
+    uint64_t            now            = 0; // layers computed
+    Rate                regret;             // of evictions: the expert was asked for when its layer next came
+    double              read_share = 0.5;   // of a guess when its pass comes, fading mean
+    ReadSeconds         reads      = {};    // see read_seconds()
+    std::string         error;
 
-    int                     n_waiting  = 0; // compute threads asleep in address()
-    uint64_t                wait_begin = 0;
-    int                     wait_layer = 0; // of the first of them
-    pyorch_stats            totals     = {}; // what is not counted by layer
+    int          n_waiting  = 0; // compute threads asleep in address()
+    uint64_t     wait_begin = 0;
+    int          wait_layer = 0;  // of the first of them
+    pyorch_stats totals     = {}; // what is not counted by layer
 
-    char *                  zeros      = nullptr;
-    uint64_t                zeros_size = 0;
+    char *   zeros      = nullptr;
+    uint64_t zeros_size = 0;
 
-    Layer &  layer_of(const Expert & e) { return layers[e.layer()]; }
+    Layer &         layer_of(const Expert & e) { return layers[e.layer()]; }
     static uint64_t clock_ns();
-    Expert & expert_of(const Load & load) { return layers[load.layer].experts[load.expert]; }
-    Expert & expert_at(int layer, int32_t id);
+    Expert &        expert_of(const Load & load) { return layers[load.layer].experts[load.expert]; }
+    Expert &        expert_at(int layer, int32_t id);
 
     template <typename Change>
     void for_each(int il, const int32_t * experts, int n, Change change);
 
     // Loader::Orders
-    bool order_ahead() override;
-    bool order_guess() override;
+    bool   order_ahead() override;
+    bool   order_guess() override;
     Staged stage(Load & load) override;
-    void published(Load & load, int role, const char * address) override;
-    void failed(Load & load, const std::string & sentence) override;
-    void finished(Load & load) override;
-    void decodable() override;
+    void   published(Load & load, int role, const char * address) override;
+    void   failed(Load & load, const std::string & sentence) override;
+    void   finished(Load & load) override;
+    void   decodable() override;
 
     void expert_finished(Expert & e);
 
@@ -350,58 +350,58 @@ private:
 
     pyorch_stats stats_of(int only);
 
-    LearnerSizes learner_sizes() const;
+    LearnerSizes   learner_sizes() const;
     LearnedValue & learned_value();
-    void make_learner_of(pyorch_policy which);
-    uint64_t scarce_bytes();
-    void note_visit(const Owner & owner, int layer, const Demand & demand);
-    void learn();
-    void publish(int layer);
-    void publish_all();
-    void forget_visits(const void * context);
+    void           make_learner_of(pyorch_policy which);
+    uint64_t       scarce_bytes();
+    void           note_visit(const Owner & owner, int layer, const Demand & demand);
+    void           learn();
+    void           publish(int layer);
+    void           publish_all();
+    void           forget_visits(const void * context);
 
     template <typename Condition>
     void wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there);
 
-    int  window(int layer) const;
-    int  capacity(int layer) const;
-    int  capacity_beside_window(int layer) const;
-    void open_stream(Owner & owner, int layer, const std::vector<int> & experts);
-    void fill(Stream & s);
+    int          window(int layer) const;
+    int          capacity(int layer) const;
+    int          capacity_beside_window(int layer) const;
+    void         open_stream(Owner & owner, int layer, const std::vector<int> & experts);
+    void         fill(Stream & s);
     const char * pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads);
-    void passed_by(Load & load);
-    void give_frames(Stream & s);
-    void close_stream(Owner & owner);
+    void         passed_by(Load & load);
+    void         give_frames(Stream & s);
+    void         close_stream(Owner & owner);
 
-    bool start_load(Expert & e);
-    void drop(Expert & e);
-    void evict(Expert & e);
+    bool        start_load(Expert & e);
+    void        drop(Expert & e);
+    void        evict(Expert & e);
     static bool passes(const Expert & e);
-    void give_parts(Load & load, uint32_t parts);
-    void unstage(Load & load);
-    void keep_parts(Expert & e, Form form);
-    void settle_parts(Expert & e);
-    uint64_t stored_room() const;
-    Expert * least_stored();
-    Expert * least_stored(Form form);
-    void trim_pools();
-    void widen(int layer, const Demand & demand);
-    void divide_budget(uint64_t bytes);
-    void used(Expert & e);
-    void value_changed(Expert & e);
-    void values_changed(Layer & l);
-    void compute_keys(const Expert & e);
-    bool is_fresh(const Expert & e) const;
-    double value_of(const Expert & e) const;
-    double worth(const Layer & l, double value) const;
-    void measure_turns();
-    void compute_changed_keys();
-    bool make_room(int layer, int n, Purpose purpose, float more_likely_than,
-        const Victim & below = { nullptr, INT_MAX, 0 });
+    void        give_parts(Load & load, uint32_t parts);
+    void        unstage(Load & load);
+    void        keep_parts(Expert & e, Form form);
+    void        settle_parts(Expert & e);
+    uint64_t    stored_room() const;
+    Expert *    least_stored();
+    Expert *    least_stored(Form form);
+    void        trim_pools();
+    void        widen(int layer, const Demand & demand);
+    void        divide_budget(uint64_t bytes);
+    void        used(Expert & e);
+    void        value_changed(Expert & e);
+    void        values_changed(Layer & l);
+    void        compute_keys(const Expert & e);
+    bool        is_fresh(const Expert & e) const;
+    double      value_of(const Expert & e) const;
+    double      worth(const Layer & l, double value) const;
+    void        measure_turns();
+    void        compute_changed_keys();
+    bool        make_room(
+        int layer, int n, Purpose purpose, float more_likely_than, const Victim & below = { nullptr, INT_MAX, 0 });
     Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
-    bool drop_queued();
-    void shrink_layer(int layer, int n);
-    void keep_budget();
+    bool   drop_queued();
+    void   shrink_layer(int layer, int n);
+    void   keep_budget();
 
     bool next_ahead(std::deque<Expert *> & wanted, bool scan);
     bool next_guess();
@@ -419,10 +419,10 @@ private:
     // Asleep for memory: what goes for it must not be taken for anything else before it wakes.
     bool layer_waits() const { return n_served != n_arrived; }
 
-    void reserve();
+    void             reserve();
     std::vector<int> reserved() const;
-    uint64_t needed_budget(const std::vector<int> & reserved) const;
-    uint64_t most_for_full() const;
+    uint64_t         needed_budget(const std::vector<int> & reserved) const;
+    uint64_t         most_for_full() const;
 };
 
 // Sleeps until something is there that the compute threads need, and decodes while there is something to decode.

@@ -28,8 +28,8 @@ void Victims::look_through(Keys & keys) {
         m[0] = key[i] < m[0] ? key[i] : m[0];
     }
     const double lowest = std::min(std::min(m[0], m[1]), std::min(m[2], m[3]));
-    keys.least = { lowest < NEVER ? (int) (std::find(key, key + n, lowest) - key) : -1, lowest };
-    keys.dirty = false;
+    keys.least          = { lowest < NEVER ? (int) (std::find(key, key + n, lowest) - key) : -1, lowest };
+    keys.dirty          = false;
 }
 
 } // namespace pyorch

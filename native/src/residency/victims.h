@@ -54,7 +54,7 @@ public:
     // Of the experts that a condition (expert) -> bool allows: looks at all of the layer.
     template <typename Condition>
     Least least_if(int layer, Purpose purpose, Condition allowed) {
-        const Keys & keys = of(layer, purpose);
+        const Keys & keys  = of(layer, purpose);
         Least        least = { -1, NEVER };
         for (int expert = 0; expert < (int) keys.key.size(); ++expert) {
             if (keys.key[expert] < least.key && allowed(expert)) {

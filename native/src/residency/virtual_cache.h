@@ -14,7 +14,8 @@ class VirtualCache {
 public:
     virtual ~VirtualCache() = default;
 
-    // A layer comes. resident, loading: [n_expert] each, nonzero for the experts that are there, and on their way, by now.
+    // A layer comes. resident, loading: [n_expert] each, nonzero for the experts that are there, and on their way, by
+    // now.
     virtual void look(int layer, std::vector<uint8_t> & resident, std::vector<uint8_t> & loading) = 0;
 
     // It asks for what it needs, waits for that, and computes. deferred: as of Table::defer.

@@ -22,7 +22,7 @@ void Calibration::set(bool on_) {
 
 void Calibration::add(int layer, const int32_t * ids, int64_t n_slots, const float * outputs, int n_embd) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer & l = layers[layer];
+    Layer &                     l = layers[layer];
     if (l.sums.empty()) {
         l.n_embd = n_embd;
         l.sums.resize((size_t) l.n_expert * n_embd);
@@ -39,7 +39,7 @@ void Calibration::add(int layer, const int32_t * ids, int64_t n_slots, const flo
 
 bool Calibration::means(int layer, float * vectors, uint64_t * counts, int n_embd) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer & l = layers[layer];
+    const Layer &               l = layers[layer];
     if (!l.sums.empty() && l.n_embd != n_embd) {
         return false;
     }
@@ -48,7 +48,7 @@ bool Calibration::means(int layer, float * vectors, uint64_t * counts, int n_emb
         counts[e] = l.counts.empty() ? 0 : l.counts[e];
         for (int i = 0; i < n_embd && counts[e] > 0; ++i) {
             const size_t at = (size_t) e * n_embd + i;
-            vectors[at] = (float) (l.sums[at] / (double) counts[e]);
+            vectors[at]     = (float) (l.sums[at] / (double) counts[e]);
         }
     }
     return true;

@@ -31,7 +31,7 @@ private:
         std::vector<uint64_t> counts; // [n_expert]
     };
 
-    std::atomic<bool>  on{false};
+    std::atomic<bool>  on{ false };
     std::mutex         mutex;
     std::vector<Layer> layers;
 };

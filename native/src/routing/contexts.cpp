@@ -6,13 +6,13 @@
 namespace pyorch {
 namespace {
 
-std::mutex                                        mutex;
+std::mutex                                       mutex;
 std::map<const void *, std::unique_ptr<Context>> contexts;
 
 } // namespace
 
 Context::Context(const void * id, Routing & routing) :
-        id(id), routing(routing), owner { id }, needs(graph_needs(routing)) {
+        id(id), routing(routing), owner{ id }, needs(graph_needs(routing)) {
     for (int layer = 0; layer < (int) routing.table.map.layers.size(); ++layer) {
         graph.push_back({ this, layer, false });
         graph.push_back({ this, layer, true });
@@ -56,13 +56,13 @@ void Context::advance(const int32_t * to, int n_tokens) {
 
 Context * find_context(const void * id) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = contexts.find(id);
+    const auto                  found = contexts.find(id);
     return found != contexts.end() ? found->second.get() : nullptr;
 }
 
 Context & open_context(const void * id, Routing & routing) {
     std::lock_guard<std::mutex> lock(mutex);
-    auto & context = contexts[id];
+    auto &                      context = contexts[id];
     if (!context) {
         context = std::make_unique<Context>(id, routing);
     }

@@ -27,12 +27,13 @@ struct GraphLayer {
 
     std::list<std::vector<float>> copies = {}; // of that, where the router lies on a device
 
-    // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is computed.
+    // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is
+    // computed.
     std::vector<int32_t> requested = {};
     std::vector<float>   weights   = {};
 
-    // Slots of it that ghosts compute and that are left out, and the expert with which nothing is computed, -1: none. See
-    // RoutedBatch. jobs: what ghosts compute, for threads to share.
+    // Slots of it that ghosts compute and that are left out, and the expert with which nothing is computed, -1: none.
+    // See RoutedBatch. jobs: what ghosts compute, for threads to share.
     std::vector<int>                  ghosts      = {};
     std::vector<GhostJob>             jobs        = {};
     std::vector<int>                  dropped     = {};
@@ -58,30 +59,30 @@ struct GraphLayer {
 
     // What goes between host memory and the device only where the processor computes a row: the router's inputs,
     // and where its rows are wanted there. null: they go with the graph.
-    ggml_tensor *        device_inputs = nullptr;
-    std::vector<float>   inputs        = {};
-    ggml_tensor *        landing       = nullptr;
+    ggml_tensor *      device_inputs = nullptr;
+    std::vector<float> inputs        = {};
+    ggml_tensor *      landing       = nullptr;
 
     // What lets the processor begin beside the device, see beside_device(); null: nothing is computed there.
-    ggml_tensor *        beside        = nullptr;
+    ggml_tensor * beside = nullptr;
 };
 
 struct Context {
     Context(const void * id, Routing & routing);
 
-    const void * const      id; // llama.cpp's
-    Routing &               routing;
-    Owner                   owner;
-    std::vector<int>        layers;          // that it computes, ascending
-    bool                    prefill = false; // its last ubatch was of a prompt
-    std::vector<int32_t>    positions;       // of the tokens of its last ubatch
-    bool                    continues = false; // that one had the next token of each sequence of the one before
-    std::vector<int32_t>    changed;         // see RoutedBatch, of the layers of its running ubatch
-    DeviceHold              on_device;       // what its latest layer computes with there
-    unsigned                needs;           // of the graphs that are built now
+    const void * const   id; // llama.cpp's
+    Routing &            routing;
+    Owner                owner;
+    std::vector<int>     layers;            // that it computes, ascending
+    bool                 prefill = false;   // its last ubatch was of a prompt
+    std::vector<int32_t> positions;         // of the tokens of its last ubatch
+    bool                 continues = false; // that one had the next token of each sequence of the one before
+    std::vector<int32_t> changed;           // see RoutedBatch, of the layers of its running ubatch
+    DeviceHold           on_device;         // what its latest layer computes with there
+    unsigned             needs;             // of the graphs that are built now
     // Where the rows that the processor computes go there; each is larger than the one before.
     std::vector<ggml_tensor *> landings;
-    std::vector<GraphLayer> graph;           // two entries a layer: prefill, decode
+    std::vector<GraphLayer>    graph; // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 

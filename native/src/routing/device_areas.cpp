@@ -54,8 +54,8 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     return true;
 }
 
-void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from_host,
-    const std::vector<uint8_t> & has_slot) {
+void DeviceAreas::bring(
+    Owner & holder, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot) {
     // Nobody else touches the area of this layer now.
     Area & area = areas[number(layer)];
     for (const auto & [expert, slot] : copies) {
@@ -135,7 +135,7 @@ void DeviceAreas::bring_ahead(std::unique_lock<std::mutex> & lock, int layer) {
         }
         lock.lock();
         areas[number].there[expert] = held;
-        busy = false;
+        busy                        = false;
         changed.notify_all();
     }
     if (ahead == layer) {

@@ -29,12 +29,10 @@ public:
     DeviceAreas(Table & table, DeviceBank & bank);
     ~DeviceAreas();
 
-    DeviceAreas(const DeviceAreas &) = delete;
+    DeviceAreas(const DeviceAreas &)             = delete;
     DeviceAreas & operator=(const DeviceAreas &) = delete;
 
-    bool take(int n_tokens, bool decode) const {
-        return !decode && n_tokens >= LEAST_TOKENS && bank.n_areas() > 0;
-    }
+    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= LEAST_TOKENS && bank.n_areas() > 0; }
 
     int number(int layer) const { return layer % bank.n_areas(); }
 
@@ -65,8 +63,8 @@ private:
     std::condition_variable          changed;
     const void *                     owner = nullptr;
     std::vector<Area>                areas;
-    std::vector<std::pair<int, int>> copies;      // experts of the layer at hand, and their slots
-    int                              ahead  = -1; // the layer that is coming
+    std::vector<std::pair<int, int>> copies;         // experts of the layer at hand, and their slots
+    int                              ahead  = -1;    // the layer that is coming
     bool                             busy   = false; // one of its experts is on its way
     bool                             ending = false;
     std::vector<uint8_t>             not_ahead; // experts of it that have slots

@@ -31,15 +31,15 @@ void slots_op(ggml_tensor * slots, int ith, int, void * user) {
 // src[2]: the processor's outputs [n_embd, n_used, n_tokens], contiguous. Those that are wanted go to the device here,
 // where they do not go with the graph; and what lies between two of them, where that is sooner than a call for each.
 void rows_op(ggml_tensor * rows, int ith, int, void * user) {
-    constexpr size_t    CALL_BYTES = 64 << 10; // that a link brings while a call waits for it
-    const GraphLayer &  g = *(const GraphLayer *) user;
+    constexpr size_t   CALL_BYTES = 64 << 10; // that a link brings while a call waits for it
+    const GraphLayer & g          = *(const GraphLayer *) user;
     if (ith != 0) {
         return;
     }
     copy_numbers(rows, g.joined_rows);
     const ggml_tensor * outputs = rows->src[2];
     const size_t        n       = g.landing ? g.joined_rows.size() : 0;
-    const auto next = [&](size_t row) {
+    const auto          next    = [&](size_t row) {
         while (row < n && g.joined_rows[row] < g.n_used) {
             ++row;
         }
@@ -158,8 +158,8 @@ private:
             throw Failure(PYORCH_INVALID, format("%s has not a row for each expert of a token", ggml_get_name(t)));
         }
         if (t->op != GGML_OP_MUL_MAT_ID && t->op != GGML_OP_VIEW && !works_row_by_row(t->op)) {
-            throw Failure(PYORCH_INVALID,
-                format("%s (%s) is not known to work row by row", ggml_get_name(t), ggml_op_desc(t)));
+            throw Failure(
+                PYORCH_INVALID, format("%s (%s) is not known to work row by row", ggml_get_name(t), ggml_op_desc(t)));
         }
     }
 
@@ -168,12 +168,12 @@ private:
         ggml_tensor * made;
         if (t->op == GGML_OP_VIEW) {
             ggml_tensor * of = t->src[0];
-            made = ggml_view_3d(route.ctx, copy(of), t->ne[0], t->ne[1], t->ne[2], t->nb[1], t->nb[2],
+            made             = ggml_view_3d(route.ctx, copy(of), t->ne[0], t->ne[1], t->ne[2], t->nb[1], t->nb[2],
                 t->view_offs - (of->view_src ? of->view_offs : 0));
         } else if (t->view_src) {
             throw Failure(PYORCH_INVALID, format("%s is written in place", ggml_get_name(t)));
         } else {
-            made = ggml_new_tensor_3d(route.ctx, t->type, t->ne[0], t->ne[1], t->ne[2]);
+            made     = ggml_new_tensor_3d(route.ctx, t->type, t->ne[0], t->ne[1], t->ne[2]);
             made->op = t->op;
             memcpy(made->op_params, t->op_params, sizeof(made->op_params));
             for (int i = 0; i < GGML_MAX_SRC; ++i) {
@@ -181,8 +181,8 @@ private:
             }
             if (is_experts(t)) {
                 const int role = managed(t->src[0])->role;
-                made->src[0] = in_area ? tier.area(layer, role) : tier.bank.slots(layer, role);
-                made->src[2] = slots;
+                made->src[0]   = in_area ? tier.area(layer, role) : tier.bank.slots(layer, role);
+                made->src[2]   = slots;
             }
         }
         ggml_format_name(made, "pyorch_device.%s", ggml_get_name(t));
@@ -194,7 +194,7 @@ private:
 ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_custom_op_t op, const char * name,
     ggml_tensor * behind = nullptr) {
     // The second is what has it computed by the processor.
-    ggml_tensor * args[] = { route.selected, route.down_exps, behind };
+    ggml_tensor * args[]  = { route.selected, route.down_exps, behind };
     ggml_tensor * numbers = ggml_custom_4d(route.ctx, GGML_TYPE_I32, route.selected->ne[0], route.selected->ne[1], 1, 1,
         args, behind ? 3 : 2, op, 1, &layer);
     ggml_format_name(numbers, "%s-%d", name, route.il);
@@ -204,8 +204,8 @@ ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggm
 // The router's inputs in host memory, [n_embd, 1, n_tokens].
 ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     ggml_tensor * args[] = { route.selected, route.down_exps };
-    ggml_tensor * inputs = ggml_custom_4d(route.ctx, GGML_TYPE_F32, route.inp->ne[0], 1, route.inp->ne[1], 1, args, 2,
-        inputs_op, 1, &layer);
+    ggml_tensor * inputs = ggml_custom_4d(
+        route.ctx, GGML_TYPE_F32, route.inp->ne[0], 1, route.inp->ne[1], 1, args, 2, inputs_op, 1, &layer);
     ggml_format_name(inputs, "pyorch_inputs-%d", route.il);
     return inputs;
 }
@@ -240,7 +240,7 @@ bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int laye
 
 // Of the first layer, for all others.
 void say_off_device(const llama_moe_route & route, const std::string & why) {
-    static std::atomic<bool> said{false};
+    static std::atomic<bool> said{ false };
     if (!said.exchange(true)) {
         notice(format("note: the experts of block %d stay off the device: %s", route.il, why.c_str()));
     }
@@ -249,10 +249,10 @@ void say_off_device(const llama_moe_route & route, const std::string & why) {
 } // namespace
 
 ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer) {
-    DeviceTier & tier = *layer.context->routing.device;
-    layer.on_device    = false;
-    layer.through_area = tier.takes_area((int) route.selected->ne[1], route.decode);
-    layer.may_repeat   = may_repeat(route, tier.bank, layer.layer);
+    DeviceTier & tier     = *layer.context->routing.device;
+    layer.on_device       = false;
+    layer.through_area    = tier.takes_area((int) route.selected->ne[1], route.decode);
+    layer.may_repeat      = may_repeat(route, tier.bank, layer.layer);
     const int64_t n_least = layer.may_repeat ? 1 : route.selected->ne[0];
     const int     n_slots = tier.bank.n_slots(layer.layer);
     if (route.warmup) {
@@ -268,7 +268,7 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
         ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
         ChainCopier   chain(route, tier, layer, slots);
         ggml_tensor * there = chain.copy(computed);
-        layer.alone = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
+        layer.alone         = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
         if (!layer.alone) {
             chain.redirect_weights(tier.host_copies);
         }
@@ -289,8 +289,8 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
     }
 }
 
-ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released,
-    GraphLayer & layer) {
+ggml_tensor * join_device_rows(
+    const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
     const bool last = layer.through_area && layer.context->layers.back() == layer.layer;
     if (!last && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
@@ -299,17 +299,17 @@ ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * ther
     // The device's way is the first source, so that it has begun when the processor begins.
     if (!layer.landing) {
         ggml_tensor * both = ggml_concat(route.ctx, there, released, 1);
-        ggml_tensor * rows = last
-            ? add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0))
-            : add_numbers(route, layer, rows_op, "pyorch_rows");
+        ggml_tensor * rows = last ?
+            add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0)) :
+            add_numbers(route, layer, rows_op, "pyorch_rows");
         return ggml_get_rows(route.ctx, both, rows);
     }
-    ggml_tensor * rows   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
+    ggml_tensor * rows = add_numbers(route, layer, rows_op, "pyorch_rows", released);
     // A tensor of the device's memory, not a view of one: so that what reads it is computed there.
     ggml_tensor * landed = ggml_new_tensor(route.ctx, GGML_TYPE_F32, GGML_MAX_DIMS, released->ne);
     ggml_backend_tensor_alloc(layer.landing->buffer, landed, layer.landing->data);
-    ggml_tensor * both   = ggml_concat(route.ctx, there, landed, 1);
-    both->src[2] = rows; // none of its own: so that what lands is read when it is there
+    ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
+    both->src[2]       = rows; // none of its own: so that what lands is read when it is there
     return ggml_get_rows(route.ctx, both, rows);
 }
 
@@ -317,8 +317,8 @@ void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, in
     const std::vector<int> & device_slots, int n_device_slots) {
     // Slots that no row is in: so no kernel gets more rows for an expert than the model has, and none computes in
     // another way. With n in use, n_used of the first n + n_used are not, if there are so many.
-    const auto is_slot = [](int slot) { return slot >= 0; };
-    const auto n_taken = std::count_if(device_slots.begin(), device_slots.end(), is_slot);
+    const auto           is_slot = [](int slot) { return slot >= 0; };
+    const auto           n_taken = std::count_if(device_slots.begin(), device_slots.end(), is_slot);
     std::vector<uint8_t> taken(std::min<size_t>(n_device_slots, n_taken + n_used));
     for (int slot : device_slots) {
         if (slot >= 0 && slot < (int) taken.size()) {
@@ -344,8 +344,8 @@ void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, in
             slots[i] = is_ghost || device_slots.empty() ? -1 : device_slots[experts[begin + i]];
             // An expert that is named again, by a slot that is left out, is computed once.
             const int first = (int) (std::find(slots, slots + i, slots[i]) - slots);
-            rows[i] = slots[i] < 0 ? n_used + i : first;
-            slots[i] = slots[i] >= 0 && first < i && !layer.alone ? -1 : slots[i];
+            rows[i]         = slots[i] < 0 ? n_used + i : first;
+            slots[i]        = slots[i] >= 0 && first < i && !layer.alone ? -1 : slots[i];
         }
         // All other rows go through these, or where there are too few, through slots that the token does not use.
         size_t next = 0;

@@ -17,8 +17,8 @@ namespace pyorch {
 ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer);
 
 // The outputs of both: there, and released, those of the processor behind whatever else follows on its way.
-ggml_tensor * join_device_rows(const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released,
-    GraphLayer & layer);
+ggml_tensor * join_device_rows(
+    const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer);
 
 // What the nodes of the chain read: which slots, and which rows behind both ways. experts: of the batch, by slot of it.
 // No token names a slot twice, unless layer.may_repeat.

@@ -24,8 +24,8 @@ DeviceTier::~DeviceTier() {
 void DeviceTier::set_budget(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     if (opened) {
-        throw Failure(PYORCH_INVALID,
-            "the memory of the device is taken when the first context is made, and stays as it is");
+        throw Failure(
+            PYORCH_INVALID, "the memory of the device is taken when the first context is made, and stays as it is");
     }
     budget = bytes;
 }
@@ -49,7 +49,7 @@ void DeviceTier::open(uint64_t landing_bytes) {
     for (const auto & pool : bank.all()) {
         n_slots.push_back(pool.n_slots);
     }
-    seats    = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
+    seats = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
     seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
     if (n_ahead > 0 && !bank.has_room_for_all()) {
@@ -93,13 +93,12 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
 }
 
 // The layer comes, and computes with these experts: of what was ordered for it, those are there now, or to be brought.
-void DeviceTier::settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
-    const std::vector<int> & experts) {
+void DeviceTier::settle_ahead(
+    std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts) {
     const auto is_wanted = [&](int expert) { return std::binary_search(experts.begin(), experts.end(), expert); };
     const auto upload_of = [&](int expert) {
-        return std::find_if(uploads.begin(), uploads.end(), [&](const Upload & u) {
-            return u.ahead && !u.dropped && u.layer == layer && u.expert == expert;
-        });
+        return std::find_if(uploads.begin(), uploads.end(),
+            [&](const Upload & u) { return u.ahead && !u.dropped && u.layer == layer && u.expert == expert; });
     };
     // While this waits, more may be ordered: what comes behind it is one step.
     ended.wait(lock, [&] {
@@ -112,7 +111,7 @@ void DeviceTier::settle_ahead(std::unique_lock<std::mutex> & lock, const void * 
     for (int expert : std::vector<int>(seats->ordered(context, layer))) {
         const bool wanted = is_wanted(expert);
         const auto upload = upload_of(expert);
-        const bool comes = upload->begun && (upload->came || !upload->ended);
+        const bool comes  = upload->begun && (upload->came || !upload->ended);
         if (comes) {
             seats->arrived(layer, expert);
         }
@@ -132,17 +131,16 @@ void DeviceTier::settle_ahead(std::unique_lock<std::mutex> & lock, const void * 
 
 // Whether something is under way to a slot that nobody wants there any more.
 bool DeviceTier::is_written(int layer, int slot) const {
-    return std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) {
-        return u.dropped && u.slot == slot && bank.pool_of(u.layer) == bank.pool_of(layer);
-    });
+    return std::any_of(uploads.begin(), uploads.end(),
+        [&](const Upload & u) { return u.dropped && u.slot == slot && bank.pool_of(u.layer) == bank.pool_of(layer); });
 }
 
-void DeviceTier::order(const void * context, int layer, const std::vector<ForecastExpert> & forecast,
-    double precision) {
+void DeviceTier::order(
+    const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision) {
     if (!takes_forecasts()) {
         return;
     }
-    constexpr double EVEN = 0.5;
+    constexpr double            EVEN = 0.5;
     std::lock_guard<std::mutex> lock(mutex);
     if (!seats) {
         return;
@@ -151,8 +149,8 @@ void DeviceTier::order(const void * context, int layer, const std::vector<Foreca
         uploads.push_back({ layer, expert, seats->coming_to(layer, expert) });
         uploads.back().ahead = true;
         // What comes behind is wanted later than all of these.
-        queue.insert(std::find_if(queue.begin(), queue.end(), [](const Upload * u) { return !u->ahead; }),
-            &uploads.back());
+        queue.insert(
+            std::find_if(queue.begin(), queue.end(), [](const Upload * u) { return !u->ahead; }), &uploads.back());
     }
     wanted.notify_one();
 }
@@ -170,13 +168,11 @@ void DeviceTier::forget(const void * context, int only) {
     }
 }
 
-void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts,
-    const Visit & visit) {
+void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts, const Visit & visit) {
     std::vector<std::pair<int, std::vector<double>>> learned;
     if (batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty()) {
-        table.learn_visit(visit, [&](int layer, const std::vector<double> & values) {
-            learned.push_back({ layer, values });
-        });
+        table.learn_visit(
+            visit, [&](int layer, const std::vector<double> & values) { learned.push_back({ layer, values }); });
     }
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
@@ -213,8 +209,8 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
         ++rows[batch.experts[s]];
     }
-    DevicePass pass = seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays },
-        own);
+    DevicePass pass =
+        seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays }, own);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             hold.experts.push_back(expert);
@@ -242,11 +238,12 @@ void DeviceTier::set_policy(pyorch_policy which) {
 
 void DeviceTier::set_limits(int layer, int min, int max) {
     std::lock_guard<std::mutex> lock(mutex);
-    const int n_expert = table.map.layers[layer].n_expert;
+    const int                   n_expert = table.map.layers[layer].n_expert;
     if (!seats || min < 0 || max > n_expert || min > max) {
-        throw Failure(PYORCH_INVALID, !seats ? "experts of a layer have limits on a device once its memory was taken" :
-            format("limits of layer %d on the device must be 0 <= min <= max <= %d, not %d and %d",
-                table.map.layers[layer].il, n_expert, min, max));
+        throw Failure(PYORCH_INVALID,
+            !seats ? "experts of a layer have limits on a device once its memory was taken" :
+                     format("limits of layer %d on the device must be 0 <= min <= max <= %d, not %d and %d",
+                         table.map.layers[layer].il, n_expert, min, max));
     }
     minima.resize(table.map.layers.size());
     int sum = min;
@@ -255,8 +252,10 @@ void DeviceTier::set_limits(int layer, int min, int max) {
     }
     const int n_slots = bank.n_slots(layer) - seats->n_kept(layer);
     if (min > 0 && sum >= n_slots) {
-        throw Failure(PYORCH_BUDGET, format("a minimum of %d experts in layer %d leaves none of %d slots of the device "
-            "to others", min, table.map.layers[layer].il, n_slots));
+        throw Failure(PYORCH_BUDGET,
+            format("a minimum of %d experts in layer %d leaves none of %d slots of the device "
+                   "to others",
+                min, table.map.layers[layer].il, n_slots));
     }
     minima[layer] = min;
     // Where each has a slot, none takes another's; and what does not come there nobody computes.
@@ -279,7 +278,7 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
         return;
     }
     counts.misses += batch.uploads.size();
-    counts.hits   += experts.size() - batch.uploads.size();
+    counts.hits += experts.size() - batch.uploads.size();
     batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
     for (int expert : experts) {
         batch.device_slots[expert] = expert;
@@ -321,8 +320,8 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
         return;
     }
     // What passes through a window cannot be taken out of its order: the processor computes it.
-    const auto passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
-    const std::vector<int> slots = places_of(batch);
+    const auto             passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
+    const std::vector<int> slots     = places_of(batch);
     std::vector<uint8_t>   came;
     for (size_t i = 0; i < slots.size(); ++i) {
         const int expert = batch.uploads[i];
@@ -335,8 +334,8 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
 
 // In the order in which a layer passes that does not fit into host memory; and it is one thread that asks.
 void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
-    const char marker = 0;
-    owner.n_threads   = 1;
+    const char marker            = 0;
+    owner.n_threads              = 1;
     const std::vector<int> slots = places_of(batch);
     std::vector<uint8_t>   came(slots.size(), 1);
     for (int role = 0; role < (int) table.map.layers[batch.layer].tensors.size(); ++role) {
@@ -355,7 +354,7 @@ void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch
 // Where what is brought first is to come. Nothing else is under way there.
 std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
     std::unique_lock<std::mutex> lock(mutex);
-    std::vector<int> slots;
+    std::vector<int>             slots;
     for (int expert : batch.uploads) {
         slots.push_back(seats->coming_to(batch.layer, expert));
         ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
@@ -364,8 +363,8 @@ std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
 }
 
 // Once what was sent there is there.
-void DeviceTier::arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots,
-    const std::vector<uint8_t> & came) {
+void DeviceTier::arrive(
+    DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came) {
     bank.wait_for_uploads();
     std::lock_guard<std::mutex> lock(mutex);
     for (size_t i = 0; i < slots.size(); ++i) {
@@ -384,14 +383,14 @@ void DeviceTier::arrive(DeviceHold & hold, RoutedBatch & batch, const std::vecto
 
 void DeviceTier::count_computed(const RoutedBatch & batch) {
     std::lock_guard<std::mutex> lock(mutex);
-    seats->counts(batch.layer).computed += std::count_if(batch.device_slots.begin(), batch.device_slots.end(),
-        [](int slot) { return slot != DeviceTable::NONE; });
+    seats->counts(batch.layer).computed += std::count_if(
+        batch.device_slots.begin(), batch.device_slots.end(), [](int slot) { return slot != DeviceTable::NONE; });
 }
 
 void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
     for (int expert : batch.uploads_behind) {
-        Upload u = { batch.layer, expert, DeviceTable::NONE };
-        const bool held = table.share(owner, batch.layer, expert, u.owner);
+        Upload                      u    = { batch.layer, expert, DeviceTable::NONE };
+        const bool                  held = table.share(owner, batch.layer, expert, u.owner);
         std::lock_guard<std::mutex> lock(mutex);
         if (!held) {
             seats->abandon(batch.layer, expert);
@@ -416,7 +415,7 @@ void DeviceTier::work() {
         Upload & u = *queue.front();
         queue.pop_front();
         const bool wants = !stopping;
-        u.begun = true;
+        u.begun          = true;
         lock.unlock();
         const bool held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
         const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot);
@@ -436,7 +435,7 @@ void DeviceTier::work() {
 
 void DeviceTier::wait_idle() {
     std::unique_lock<std::mutex> lock(mutex);
-    const auto has_ended = [](const Upload & u) { return u.ended; };
+    const auto                   has_ended = [](const Upload & u) { return u.ended; };
     ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), has_ended); });
     if (opened) {
         lock.unlock();
@@ -464,16 +463,16 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
             continue;
         }
         const DeviceCounts & counts = seats->counts(layer);
-        stats.device_hits      += counts.hits;
-        stats.device_misses    += counts.misses;
-        stats.device_computed  += counts.computed;
-        stats.device_loads     += counts.loads;
+        stats.device_hits += counts.hits;
+        stats.device_misses += counts.misses;
+        stats.device_computed += counts.computed;
+        stats.device_loads += counts.loads;
         stats.device_evictions += counts.evictions;
-        stats.device_ahead      += counts.ahead;
+        stats.device_ahead += counts.ahead;
         stats.device_ahead_hits += counts.ahead_hits;
         stats.device_ahead_late += counts.ahead_late;
-        stats.device_experts   += seats->n_there(layer);
-        stats.device_bytes     += counts.loads * table.map.layers[layer].expert_bytes();
+        stats.device_experts += seats->n_there(layer);
+        stats.device_bytes += counts.loads * table.map.layers[layer].expert_bytes();
     }
     if (only < 0) {
         stats.device_bytes = bank.bytes_uploaded();

@@ -47,7 +47,7 @@ public:
     DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config);
     ~DeviceTier();
 
-    DeviceTier(const DeviceTier &) = delete;
+    DeviceTier(const DeviceTier &)             = delete;
     DeviceTier & operator=(const DeviceTier &) = delete;
 
     // Throws Failure once memory was taken.
@@ -95,7 +95,7 @@ public:
     void release_areas(DeviceHold & hold) { areas->release(&hold); }
 
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
-    bool takes_area(int n_tokens, bool decode) const { return areas->take(n_tokens, decode); }
+    bool          takes_area(int n_tokens, bool decode) const { return areas->take(n_tokens, decode); }
     ggml_tensor * area(int layer, int role) const { return bank.area(areas->number(layer), layer, role); }
 
     // mask[n_expert]: becomes 1 for each expert of the layer that is there.
@@ -114,7 +114,7 @@ private:
         int   layer;
         int   expert;
         int   slot;
-        Owner owner = {};    // holds it in host memory
+        Owner owner   = {}; // holds it in host memory
         bool  begun   = false;
         bool  ended   = false;
         bool  came    = false;
@@ -122,38 +122,38 @@ private:
         bool  dropped = false; // nobody wants it any more
     };
 
-    Table &                      table;
-    pyorch_policy                policy;
-    const pyorch_device_misses   misses;
-    const DeviceRates            rates;
-    const int                    n_ahead; // experts of forecasts a layer
-    std::atomic<bool>            by_forecasts{true};
-    uint64_t                     budget;
+    Table &                    table;
+    pyorch_policy              policy;
+    const pyorch_device_misses misses;
+    const DeviceRates          rates;
+    const int                  n_ahead; // experts of forecasts a layer
+    std::atomic<bool>          by_forecasts{ true };
+    uint64_t                   budget;
 
     std::mutex                   mutex;
     std::condition_variable      wanted;
     std::condition_variable      ended;
-    std::atomic<bool>            all_fit{false};
-    std::unique_ptr<DeviceTable> seats;    // null until there is memory
-    std::unique_ptr<DeviceAreas> areas;    // the same
-    std::vector<int>             minima;   // by layer, once one was set
+    std::atomic<bool>            all_fit{ false };
+    std::unique_ptr<DeviceTable> seats;  // null until there is memory
+    std::unique_ptr<DeviceAreas> areas;  // the same
+    std::vector<int>             minima; // by layer, once one was set
     bool                         opened   = false;
     bool                         stopping = false;
-    std::list<Upload>            uploads;  // under way, or not yet seen by their layer
+    std::list<Upload>            uploads; // under way, or not yet seen by their layer
     std::deque<Upload *>         queue;
     std::thread                  uploader;
 
-    void give_back(DeviceHold & hold);
-    void tell_moved();
-    void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
-    void bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
+    void             give_back(DeviceHold & hold);
+    void             tell_moved();
+    void             choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
+    void             bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
     std::vector<int> places_of(const RoutedBatch & batch);
-    void arrive(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots,
-        const std::vector<uint8_t> & came);
+    void             arrive(
+        DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
-    void settle_ahead(std::unique_lock<std::mutex> & lock, const void * context, int layer,
-        const std::vector<int> & experts);
+    void settle_ahead(
+        std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts);
     bool is_written(int layer, int slot) const;
     void count_computed(const RoutedBatch & batch);
     void work();

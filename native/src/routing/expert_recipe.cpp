@@ -20,7 +20,7 @@ public:
     ExpertRecipe recipe;
 
     int step_of(const ggml_tensor * t) {
-        t = is_inputs(t) ? route.inp : t;
+        t                = is_inputs(t) ? route.inp : t;
         const auto found = steps.find(t);
         return found != steps.end() ? found->second : steps[t] = add(t);
     }
@@ -57,9 +57,11 @@ private:
             }
             return ExpertRecipe::INPUTS;
         }
-        return t == route.weights ? ExpertRecipe::WEIGHTS : t == route.selected ? ExpertRecipe::IDS :
+        return t == route.weights ? ExpertRecipe::WEIGHTS :
+            t == route.selected   ? ExpertRecipe::IDS :
             t->op == GGML_OP_NONE ? ExpertRecipe::LEAF :
-            t->op == GGML_OP_VIEW ? ExpertRecipe::VIEW : ExpertRecipe::NODE;
+            t->op == GGML_OP_VIEW ? ExpertRecipe::VIEW :
+                                    ExpertRecipe::NODE;
     }
 
     int add(const ggml_tensor * t) {
@@ -68,62 +70,61 @@ private:
         step.n    = t->ne[0];
         step.type = t->type;
         switch (step.kind) {
-            case ExpertRecipe::LEAF:
-                if (!t->data || !t->buffer || !ggml_backend_buffer_is_host(t->buffer) ||
-                    ggml_backend_buffer_get_usage(t->buffer) != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
-                    refuse(t, "is no weight in the memory of the processor");
-                }
-                step.leaf = const_cast<ggml_tensor *>(t);
-                return push(step);
-            case ExpertRecipe::VIEW: {
-                const ggml_tensor * of = t->src[0];
-                check_slots(t);
-                check_slots(of);
-                step.offset = t->view_offs - (of->view_src ? of->view_offs : 0);
-                if (t->nb[1] != of->nb[1] || t->nb[2] != of->nb[2] ||
-                    step.offset + ggml_row_size(t->type, t->ne[0]) > of->nb[1]) {
-                    refuse(t, "is no part of each row");
-                }
-                step.sources = { step_of(of) };
-                return push(step);
+        case ExpertRecipe::LEAF:
+            if (!t->data || !t->buffer || !ggml_backend_buffer_is_host(t->buffer) ||
+                ggml_backend_buffer_get_usage(t->buffer) != GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
+                refuse(t, "is no weight in the memory of the processor");
             }
-            case ExpertRecipe::NODE:
-                check_slots(t);
-                check_node(t);
-                step.op = t->op;
-                memcpy(step.params, t->op_params, sizeof(step.params));
-                for (const ggml_tensor * source : t->src) {
-                    step.sources.push_back(source ? step_of(source) : -1);
-                }
-                return push(step);
-            default:
-                return push(step);
+            step.leaf = const_cast<ggml_tensor *>(t);
+            return push(step);
+        case ExpertRecipe::VIEW: {
+            const ggml_tensor * of = t->src[0];
+            check_slots(t);
+            check_slots(of);
+            step.offset = t->view_offs - (of->view_src ? of->view_offs : 0);
+            if (t->nb[1] != of->nb[1] || t->nb[2] != of->nb[2] ||
+                step.offset + ggml_row_size(t->type, t->ne[0]) > of->nb[1]) {
+                refuse(t, "is no part of each row");
+            }
+            step.sources = { step_of(of) };
+            return push(step);
+        }
+        case ExpertRecipe::NODE:
+            check_slots(t);
+            check_node(t);
+            step.op = t->op;
+            memcpy(step.params, t->op_params, sizeof(step.params));
+            for (const ggml_tensor * source : t->src) {
+                step.sources.push_back(source ? step_of(source) : -1);
+            }
+            return push(step);
+        default: return push(step);
         }
     }
 
     void check_node(const ggml_tensor * t) const {
         switch (t->op) {
-            case GGML_OP_MUL_MAT_ID: {
-                const ManagedTensor * m = managed(t->src[0]);
-                if (!m || m->layer != layer || t->src[2] != route.selected) {
-                    refuse(t, "multiplies with what other servers may not have, such as an adapter");
-                }
-                return;
+        case GGML_OP_MUL_MAT_ID: {
+            const ManagedTensor * m = managed(t->src[0]);
+            if (!m || m->layer != layer || t->src[2] != route.selected) {
+                refuse(t, "multiplies with what other servers may not have, such as an adapter");
             }
-            case GGML_OP_ADD_ID:
-                if (t->src[2] != route.selected) {
-                    refuse(t, "adds what does not belong to the experts");
-                }
-                return;
-            case GGML_OP_REPEAT:
-                if (!is_inputs(t->src[0])) {
-                    refuse(t, "repeats something else than the inputs");
-                }
-                return;
-            default:
-                if (!works_row_by_row(t->op)) {
-                    refuse(t, "is not known to work row by row");
-                }
+            return;
+        }
+        case GGML_OP_ADD_ID:
+            if (t->src[2] != route.selected) {
+                refuse(t, "adds what does not belong to the experts");
+            }
+            return;
+        case GGML_OP_REPEAT:
+            if (!is_inputs(t->src[0])) {
+                refuse(t, "repeats something else than the inputs");
+            }
+            return;
+        default:
+            if (!works_row_by_row(t->op)) {
+                refuse(t, "is not known to work row by row");
+            }
         }
     }
 };
@@ -132,18 +133,16 @@ private:
 
 bool works_row_by_row(ggml_op op) {
     switch (op) {
-        case GGML_OP_ADD_ID:
-        case GGML_OP_ADD:
-        case GGML_OP_GLU:
-        case GGML_OP_UNARY:
-        case GGML_OP_MUL:
-        case GGML_OP_SCALE:
-        case GGML_OP_CLAMP:
-        case GGML_OP_SQR:
-        case GGML_OP_CONT:
-            return true;
-        default:
-            return false;
+    case GGML_OP_ADD_ID:
+    case GGML_OP_ADD:
+    case GGML_OP_GLU:
+    case GGML_OP_UNARY:
+    case GGML_OP_MUL:
+    case GGML_OP_SCALE:
+    case GGML_OP_CLAMP:
+    case GGML_OP_SQR:
+    case GGML_OP_CONT: return true;
+    default: return false;
     }
 }
 

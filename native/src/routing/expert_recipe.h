@@ -25,14 +25,14 @@ struct ExpertRecipe {
         NODE,    // [n, 1, n_slots]
     };
     struct Step {
-        Kind          kind   = NODE;
-        ggml_tensor * leaf   = nullptr;
-        ggml_op       op     = GGML_OP_NONE;
-        ggml_type     type   = GGML_TYPE_F32;
-        int64_t       n      = 0;
-        size_t        offset = 0; // of a view, in bytes of a row
-        int32_t       params[GGML_MAX_OP_PARAMS / sizeof(int32_t)] = {};
-        std::vector<int> sources = {}; // earlier steps; -1: none
+        Kind             kind                                         = NODE;
+        ggml_tensor *    leaf                                         = nullptr;
+        ggml_op          op                                           = GGML_OP_NONE;
+        ggml_type        type                                         = GGML_TYPE_F32;
+        int64_t          n                                            = 0;
+        size_t           offset                                       = 0; // of a view, in bytes of a row
+        int32_t          params[GGML_MAX_OP_PARAMS / sizeof(int32_t)] = {};
+        std::vector<int> sources                                      = {}; // earlier steps; -1: none
     };
     std::vector<Step> steps; // the last one gives the outputs
 };

@@ -31,43 +31,42 @@ void ids_op(ggml_tensor * ids, int ith, int nth, void * user) {
     std::vector<int> experts(job.rows.expert, job.rows.expert + job.rows.n_slots);
     std::sort(experts.begin(), experts.end());
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
-    Context & context = *job.layer.context;
+    Context & context       = *job.layer.context;
     context.owner.n_threads = nth;
     context.routing.table.acquire(context.owner, job.layer.layer, { experts, experts, job.rows.n_rows, false, false });
 }
 
-ggml_tensor * make_step(ggml_context * ctx, const ExpertRecipe::Step & step, const std::vector<ggml_tensor *> & made,
-    Job & job) {
+ggml_tensor * make_step(
+    ggml_context * ctx, const ExpertRecipe::Step & step, const std::vector<ggml_tensor *> & made, Job & job) {
     const int64_t n_slots = job.rows.n_slots;
     switch (step.kind) {
-        case ExpertRecipe::LEAF:
-            return step.leaf;
-        case ExpertRecipe::INPUTS:
-        case ExpertRecipe::WEIGHTS: {
-            const int64_t n = step.kind == ExpertRecipe::INPUTS ? step.n : 1;
-            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n, 1, n_slots);
-            ggml_set_input(t);
-            return t;
+    case ExpertRecipe::LEAF: return step.leaf;
+    case ExpertRecipe::INPUTS:
+    case ExpertRecipe::WEIGHTS: {
+        const int64_t n = step.kind == ExpertRecipe::INPUTS ? step.n : 1;
+        ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n, 1, n_slots);
+        ggml_set_input(t);
+        return t;
+    }
+    case ExpertRecipe::IDS: {
+        ggml_tensor * ids =
+            ggml_custom_4d(ctx, GGML_TYPE_I32, 1, n_slots, 1, 1, nullptr, 0, ids_op, GGML_N_TASKS_MAX, &job);
+        ids->extra = &job.layer;
+        return ids;
+    }
+    case ExpertRecipe::VIEW: {
+        ggml_tensor * of = made[step.sources[0]];
+        return ggml_view_3d(ctx, of, step.n, 1, n_slots, of->nb[1], of->nb[2], step.offset);
+    }
+    default: {
+        ggml_tensor * t = ggml_new_tensor_3d(ctx, step.type, step.n, 1, n_slots);
+        t->op           = step.op;
+        memcpy(t->op_params, step.params, sizeof(step.params));
+        for (size_t i = 0; i < step.sources.size(); ++i) {
+            t->src[i] = step.sources[i] < 0 ? nullptr : made[step.sources[i]];
         }
-        case ExpertRecipe::IDS: {
-            ggml_tensor * ids =
-                ggml_custom_4d(ctx, GGML_TYPE_I32, 1, n_slots, 1, 1, nullptr, 0, ids_op, GGML_N_TASKS_MAX, &job);
-            ids->extra = &job.layer;
-            return ids;
-        }
-        case ExpertRecipe::VIEW: {
-            ggml_tensor * of = made[step.sources[0]];
-            return ggml_view_3d(ctx, of, step.n, 1, n_slots, of->nb[1], of->nb[2], step.offset);
-        }
-        default: {
-            ggml_tensor * t = ggml_new_tensor_3d(ctx, step.type, step.n, 1, n_slots);
-            t->op = step.op;
-            memcpy(t->op_params, step.params, sizeof(step.params));
-            for (size_t i = 0; i < step.sources.size(); ++i) {
-                t->src[i] = step.sources[i] < 0 ? nullptr : made[step.sources[i]];
-            }
-            return t;
-        }
+        return t;
+    }
     }
 }
 
@@ -114,12 +113,12 @@ void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
             expert.push_back(rows.expert[order[i]]);
             weight.push_back(rows.weight[order[i]]);
         }
-        ExpertRows part = rows;
-        part.n_slots = (int) (end - begin);
-        part.n_rows  = std::min(rows.n_rows, part.n_slots);
-        part.row     = row.data();
-        part.expert  = expert.data();
-        part.weight  = weight.data();
+        ExpertRows part    = rows;
+        part.n_slots       = (int) (end - begin);
+        part.n_rows        = std::min(rows.n_rows, part.n_slots);
+        part.row           = row.data();
+        part.expert        = expert.data();
+        part.weight        = weight.data();
         const size_t n_out = context.routing.remote.layers[rows.layer].n_out;
         computed.resize(part.n_slots * n_out);
         compute_at_once(part, computed.data());
@@ -132,12 +131,13 @@ void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
 void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
     context.routing.recipes.with(rows.layer, [&](const ExpertRecipe & recipe) {
         const ggml_init_params params = { (recipe.steps.size() + 1) * ggml_tensor_overhead() +
-            ggml_graph_overhead_custom(2 * recipe.steps.size(), false), nullptr, true };
+                ggml_graph_overhead_custom(2 * recipe.steps.size(), false),
+            nullptr, true };
         const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(ggml_init(params), ggml_free);
-        Job                        job = { rows, context.at(rows.layer, true) };
-        std::vector<ggml_tensor *> made;
-        ggml_tensor *              inputs  = nullptr;
-        ggml_tensor *              weights = nullptr;
+        Job                                                       job = { rows, context.at(rows.layer, true) };
+        std::vector<ggml_tensor *>                                made;
+        ggml_tensor *                                             inputs  = nullptr;
+        ggml_tensor *                                             weights = nullptr;
         for (const auto & step : recipe.steps) {
             made.push_back(make_step(ctx.get(), step, made, job));
             if (step.kind == ExpertRecipe::INPUTS) {

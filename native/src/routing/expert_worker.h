@@ -2,8 +2,8 @@
 // answer.
 //
 // The graph is the layer's own (routing/expert_recipe.h), with one expert for each row; the experts are held in the
-// table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an expert one by one,
-// or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
+// table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an expert one by
+// one, or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
 
 #pragma once
 
@@ -22,11 +22,11 @@ public:
     ExpertWorker(Routing & routing, int n_threads);
     ~ExpertWorker();
 
-    ExpertWorker(const ExpertWorker &) = delete;
+    ExpertWorker(const ExpertWorker &)             = delete;
     ExpertWorker & operator=(const ExpertWorker &) = delete;
 
-    // Of a graph, unless one expert has more rows: so its memory, which no budget counts, stays small, and so does what it
-    // holds at once.
+    // Of a graph, unless one expert has more rows: so its memory, which no budget counts, stays small, and so does what
+    // it holds at once.
     static constexpr int SLOTS_AT_ONCE = 512;
 
     // outputs [n_slots][n_out]. One call at a time, by a thread that no graph is computed on. Throws Failure: an expert
@@ -39,10 +39,10 @@ public:
 private:
     void compute_at_once(const ExpertRows & rows, float * outputs);
 
-    Context        context;
-    ggml_backend * backend;
-    ggml_gallocr * memory;
-    std::atomic<uint64_t> n_bytes{0};
+    Context               context;
+    ggml_backend *        backend;
+    ggml_gallocr *        memory;
+    std::atomic<uint64_t> n_bytes{ 0 };
 };
 
 } // namespace pyorch

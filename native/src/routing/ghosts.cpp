@@ -11,8 +11,9 @@ namespace {
 
 const pyorch_ghosts & checked(const pyorch_ghosts & g) {
     if (g.n_expert < 1 || g.n_in < 1 || g.n_out < 1 || g.n_rows < 0) {
-        throw Failure(PYORCH_INVALID, format("there are no ghosts of %d experts from %d to %d values with %d rows", g.n_expert,
-            g.n_in, g.n_out, g.n_rows));
+        throw Failure(PYORCH_INVALID,
+            format("there are no ghosts of %d experts from %d to %d values with %d rows", g.n_expert, g.n_in, g.n_out,
+                g.n_rows));
     }
     if (!g.rank || !g.mean || !g.error || !g.energy || (g.n_rows > 0 && (!g.down || !g.up))) {
         throw Failure(PYORCH_INVALID, "ghosts need ranks, means, matrices and errors");
@@ -24,13 +25,13 @@ const pyorch_ghosts & checked(const pyorch_ghosts & g) {
         }
         n_rows += std::max(g.rank[e], 0);
         if (!(g.error[e] >= 0 && g.energy[e] >= 0 && std::isfinite(g.error[e]) && std::isfinite(g.energy[e]))) {
-            throw Failure(PYORCH_INVALID, format("the ghost of expert %d cannot have the error %g of %g", e, g.error[e],
-                g.energy[e]));
+            throw Failure(PYORCH_INVALID,
+                format("the ghost of expert %d cannot have the error %g of %g", e, g.error[e], g.energy[e]));
         }
     }
     if (n_rows != g.n_rows) {
-        throw Failure(PYORCH_INVALID, format("ghosts whose ranks sum up to %lld cannot have %d rows", (long long) n_rows,
-            g.n_rows));
+        throw Failure(PYORCH_INVALID,
+            format("ghosts whose ranks sum up to %lld cannot have %d rows", (long long) n_rows, g.n_rows));
     }
     const auto check_numbers = [](const float * values, size_t n) {
         if (!std::all_of(values, values + n, [](float x) { return std::isfinite(x); })) {
@@ -55,7 +56,8 @@ GhostLayer::GhostLayer(const pyorch_ghosts & g) :
     }
 }
 
-void GhostLayer::compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const {
+void GhostLayer::compute(
+    int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const {
     const int                  n_rows = rank[expert];
     std::vector<CompactVector> compact;
     std::vector<float>         latent(inputs.size() * n_rows);
@@ -73,7 +75,7 @@ void GhostLayer::compute(int expert, const std::vector<const float *> & inputs, 
 }
 
 std::vector<GhostJob> ghost_jobs(const GhostLayer & layer, const int32_t * requested, const std::vector<int> & slots) {
-    static constexpr size_t     MOST_SLOTS = 16; // of a job: a prompt may have hundreds of one expert
+    static constexpr size_t         MOST_SLOTS = 16; // of a job: a prompt may have hundreds of one expert
     std::map<int, std::vector<int>> slots_of;
     for (int slot : slots) {
         slots_of[requested[slot]].push_back(slot);

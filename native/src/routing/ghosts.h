@@ -1,8 +1,8 @@
 // Ghosts: what an absent expert would have given, estimated from what its router saw. Lossy.
 //
-// A ghost is the mean output of its expert, and a linear map of low rank of the router's input for what differs from it:
-// output = mean + up^T (down input). All ghosts of a model stay in memory, where they take a few hundredths of what the
-// experts do. How they are fitted: convert/ghosts.py.
+// A ghost is the mean output of its expert, and a linear map of low rank of the router's input for what differs from
+// it: output = mean + up^T (down input). All ghosts of a model stay in memory, where they take a few hundredths of what
+// the experts do. How they are fitted: convert/ghosts.py.
 
 #pragma once
 
@@ -24,13 +24,13 @@ public:
 
     bool has(int expert) const { return rank[expert] >= 0; }
 
-    // Of a slot with the weight 1, squared and as a share of the squared output of the layer: what is left of the expert's
-    // output beside its ghost's, and all of it.
+    // Of a slot with the weight 1, squared and as a share of the squared output of the layer: what is left of the
+    // expert's output beside its ghost's, and all of it.
     float error_with(int expert) const { return error[expert]; }
     float error_without(int expert) const { return energy[expert]; }
 
-    // outputs[i][n_out] of a ghost for inputs[i][n_in]. Each of its rows is read once for all of them; what an output gets
-    // does not depend on the others. REQUIRES: has(expert)
+    // outputs[i][n_out] of a ghost for inputs[i][n_in]. Each of its rows is read once for all of them; what an output
+    // gets does not depend on the others. REQUIRES: has(expert)
     void compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const;
 
     // What compute() has to do for so many inputs, in rows.
@@ -49,8 +49,8 @@ struct GhostJob {
     std::vector<int> slots; // ascending
 };
 
-// What ghosts compute of a batch, for threads of which thread i takes every nth job from the ith on: the largest first, and
-// none of so many slots that others would wait for it. requested: by slot; slots: those of ghosts.
+// What ghosts compute of a batch, for threads of which thread i takes every nth job from the ith on: the largest first,
+// and none of so many slots that others would wait for it. requested: by slot; slots: those of ghosts.
 std::vector<GhostJob> ghost_jobs(const GhostLayer & layer, const int32_t * requested, const std::vector<int> & slots);
 
 } // namespace pyorch

@@ -34,7 +34,8 @@ const float * floats(const ggml_tensor * ids, int source) {
 void copy_ids(ggml_tensor * ids) {
     const ggml_tensor * selected = ids->src[SELECTED];
     for (int64_t t = 0; t < ids->ne[1]; ++t) {
-        memcpy((char *) ids->data + t * ids->nb[1], (const char *) selected->data + t * selected->nb[1], ids->ne[0] * sizeof(int32_t));
+        memcpy((char *) ids->data + t * ids->nb[1], (const char *) selected->data + t * selected->nb[1],
+            ids->ne[0] * sizeof(int32_t));
     }
 }
 
@@ -69,10 +70,10 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
     }
-    GraphLayer &     g       = *(GraphLayer *) user;
+    GraphLayer & g             = *(GraphLayer *) user;
     g.context->owner.n_threads = nth;
-    const MoeLayer & layer   = g.context->routing.table.map.layers[g.layer];
-    const int64_t    n_slots = ggml_nelements(ids);
+    const MoeLayer & layer     = g.context->routing.table.map.layers[g.layer];
+    const int64_t    n_slots   = ggml_nelements(ids);
     copy_ids(ids);
     if (in_callback()) { // it would wait for itself
         failed       = true;
@@ -85,7 +86,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     }
     forget_batch(g);
 
-    RoutedBatch batch = {};
+    RoutedBatch batch       = {};
     batch.layer             = g.layer;
     batch.il                = layer.il;
     batch.decode            = g.decode;
@@ -110,8 +111,8 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.alone             = g.alone;
     batch.through_area      = g.through_area;
     run_stages(*g.context, batch);
-    g.elsewhere   = std::move(batch.elsewhere);
-    g.remote      = std::move(batch.remote);
+    g.elsewhere = std::move(batch.elsewhere);
+    g.remote    = std::move(batch.remote);
     if (!batch.ghosts.empty()) {
         g.jobs = ghost_jobs(*batch.ghost_layer, g.requested.data(), batch.ghosts);
     }
@@ -165,9 +166,9 @@ std::string compute_here(const GraphLayer & g, RemoteRows & remote) {
     std::thread([&] {
         try {
             const Frame & frame = *remote.frame;
-            ExpertWorker(routing, g.context->owner.n_threads).compute(
-                read_compute(frame.data() + sizeof(FrameHeader), frame.size() - sizeof(FrameHeader), layers),
-                outputs.data());
+            ExpertWorker(routing, g.context->owner.n_threads)
+                .compute(read_compute(frame.data() + sizeof(FrameHeader), frame.size() - sizeof(FrameHeader), layers),
+                    outputs.data());
         } catch (const std::exception & failure) {
             why = failure.what();
         }
@@ -207,12 +208,12 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     return why;
 }
 
-// experts [n_embd, n_used, n_tokens], src[0] the same, src[2] the router's input [n_embd, n_tokens]: what ghosts estimate is
-// put in behind the servers' answers, so what one gave for such a slot is overwritten.
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[2] the router's input [n_embd, n_tokens]: what ghosts
+// estimate is put in behind the servers' answers, so what one gave for such a slot is overwritten.
 void ghosts_op(ggml_tensor * experts, int ith, int nth, void * user) {
-    const GraphLayer &  g      = *(const GraphLayer *) user;
-    const ggml_tensor * inputs = experts->src[2];
-    const int64_t       n_used = experts->ne[1];
+    const GraphLayer &         g      = *(const GraphLayer *) user;
+    const ggml_tensor *        inputs = experts->src[2];
+    const int64_t              n_used = experts->ne[1];
     std::vector<const float *> from;
     std::vector<float *>       to;
     for (size_t i = ith; i < g.jobs.size(); i += nth) {
@@ -253,29 +254,28 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if ((g.needs & GRAPH_CHANGES) && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
         ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
-        routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids), (const float *) experts->data, (int) experts->ne[0]);
+        routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids),
+            (const float *) experts->data, (int) experts->ne[0]);
     }
     for (int slot : g.hole >= 0 ? g.dropped : std::vector<int>()) { // its weight is 0, and there may be anything
         memset(row_of(experts, slot), 0, experts->ne[0] * sizeof(float));
     }
 }
 
-ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) {
-    return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t);
-}
+ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) { return ggml_is_contiguous(t) ? t : ggml_cont(ctx, t); }
 
 } // namespace
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
-    layer.needs  = route.warmup ? 0 : layer.context->needs;
-    layer.n_embd = (int) route.inp->ne[0];
-    layer.n_used = (int) route.selected->ne[0];
-    layer.alone  = false;
+    layer.needs         = route.warmup ? 0 : layer.context->needs;
+    layer.n_embd        = (int) route.inp->ne[0];
+    layer.n_used        = (int) route.selected->ne[0];
+    layer.alone         = false;
     layer.device_inputs = layer.landing = layer.beside = nullptr;
-    ggml_tensor * const residual = residual_of(route);
-    const bool wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));
-    const auto source = [&](bool wanted, ggml_tensor * t) {
+    ggml_tensor * const residual                       = residual_of(route);
+    const bool          wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));
+    const auto          source       = [&](bool wanted, ggml_tensor * t) {
         return wanted && t ? contiguous(route.ctx, t) : nullptr; // as a source it is kept until this node is computed
     };
     ggml_tensor * args[N_SOURCES] = {
@@ -289,14 +289,14 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
     };
     const ggml_tensor * selected = route.selected;
     // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have.
-    route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1,
-        args, N_SOURCES, route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
+    route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, args, N_SOURCES,
+        route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);
     route.selected->extra = &layer;
     if (layer.needs & GRAPH_CHANGES) {
         ggml_tensor * after[] = { route.selected, route.down_exps };
-        route.weights = ggml_custom_4d(route.ctx, GGML_TYPE_F32, 1, selected->ne[0], selected->ne[1], 1, after, 2,
-            weights_op, 1, &layer);
+        route.weights         = ggml_custom_4d(
+            route.ctx, GGML_TYPE_F32, 1, selected->ne[0], selected->ne[1], 1, after, 2, weights_op, 1, &layer);
         ggml_format_name(route.weights, "pyorch_weights-%d", route.il);
     }
 }
@@ -310,11 +310,11 @@ static bool has_host_weights(const ggml_tensor * node) {
 }
 
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer) {
-    ggml_tensor * args[] = { experts, route.selected, route.down_exps, layer.beside };
+    ggml_tensor * args[]   = { experts, route.selected, route.down_exps, layer.beside };
     ggml_tensor * released = has_host_weights(experts) ?
         ggml_custom_inplace(route.ctx, experts, args + 1, 3, release_op, 1, &layer) :
-        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4,
-            release_op, 1, &layer);
+        ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4, release_op,
+            1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
     if (route.warmup) {
         return released;
@@ -331,7 +331,7 @@ const GraphLayer * layer_of(const ggml_tensor * ids) {
 
 bool release_failed() {
     const bool was = failed;
-    failed = false;
+    failed         = false;
     return was;
 }
 

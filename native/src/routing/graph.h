@@ -12,8 +12,8 @@ namespace pyorch {
 // Puts nodes behind the selected ids and their weights. They run the stages, which may change both.
 void add_route(llama_moe_route & route, GraphLayer & layer);
 
-// experts [n_embd, n_used, n_tokens] were computed. Returns them, behind a node that gives them back to the table and puts in
-// what other servers computed, and one that puts in what ghosts compute.
+// experts [n_embd, n_used, n_tokens] were computed. Returns them, behind a node that gives them back to the table and
+// puts in what other servers computed, and one that puts in what ghosts compute.
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer);
 
 // Whether the release that the calling thread just ran was of a layer that could not be read. Asked for once: the

@@ -18,7 +18,9 @@ unsigned graph_needs(const Routing & routing) {
     unsigned needs = GRAPH_PROCESSOR;
     if (routing.prefetcher.active()) {
         constexpr std::pair<unsigned, unsigned> WANTED[] = {
-            { NEEDS_PROBS, GRAPH_PROBS }, { NEEDS_INPUTS, GRAPH_INPUTS }, { NEEDS_RESIDUALS, GRAPH_RESIDUALS },
+            { NEEDS_PROBS, GRAPH_PROBS },
+            { NEEDS_INPUTS, GRAPH_INPUTS },
+            { NEEDS_RESIDUALS, GRAPH_RESIDUALS },
         };
         needs |= GRAPH_WEIGHTS;
         for (const auto & [by_predictor, by_graph] : WANTED) {

@@ -11,7 +11,7 @@
 namespace pyorch {
 
 enum : unsigned {
-    GRAPH_WEIGHTS   = 1,  // of the experts chosen
+    GRAPH_WEIGHTS   = 1, // of the experts chosen
     GRAPH_PROBS     = 2,
     GRAPH_LOGITS    = 4,
     GRAPH_INPUTS    = 8,  // of the router

@@ -13,8 +13,8 @@ namespace pyorch {
 
 // Arrays are row-major by token.
 struct RoutedBatch {
-    int  layer; // index into the layers with experts
-    int  il;    // of the same layer, in llama.cpp's count
+    int  layer;  // index into the layers with experts
+    int  il;     // of the same layer, in llama.cpp's count
     bool decode; // one token of each sequence
     int  n_tokens;
     int  n_expert;
@@ -40,27 +40,27 @@ struct RoutedBatch {
     int32_t * experts; // [n_tokens][n_used]
     float *   weights; // [n_tokens][n_used]
 
-    // By expert: nonzero for those that were forecast for the layer, which are there or will be waited for. Empty: nothing
-    // was forecast, or it was executed.
+    // By expert: nonzero for those that were forecast for the layer, which are there or will be waited for. Empty:
+    // nothing was forecast, or it was executed.
     std::vector<uint8_t> guessed;
 
-    // Experts that were requested and that others stand in for, or that are left out, for some token at least, ascending:
-    // to be read when nothing else is wanted.
+    // Experts that were requested and that others stand in for, or that are left out, for some token at least,
+    // ascending: to be read when nothing else is wanted.
     std::vector<int> deferred;
 
     // By token: how many of its slots the layers before, and this one when it is done, have replaced or left out in
     // this ubatch. null: nobody counts.
     int32_t * changed;
 
-    // Slots that ghosts compute, and slots that are left out, ascending. While the graph computes, their rows name hole,
-    // with which nothing is computed, or where it is -1 an expert whose output is not wanted.
+    // Slots that ghosts compute, and slots that are left out, ascending. While the graph computes, their rows name
+    // hole, with which nothing is computed, or where it is -1 an expert whose output is not wanted.
     std::vector<int>                  ghosts;
     std::vector<int>                  dropped;
     std::shared_ptr<const GhostLayer> ghost_layer;
     int                               hole = -1;
 
-    // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them computes
-    // now; empty: none.
+    // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them
+    // computes now; empty: none.
     bool                    portable;
     std::vector<uint8_t>    elsewhere;
     std::vector<RemoteRows> remote;

@@ -12,15 +12,13 @@
 namespace pyorch {
 namespace {
 
-static_assert((int) PYORCH_GATING_SOFTMAX          == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX        &&
-              (int) PYORCH_GATING_SIGMOID          == LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID        &&
-              (int) PYORCH_GATING_SOFTMAX_SELECTED == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT &&
-              (int) PYORCH_GATING_SQRT_SOFTPLUS    == LLAMA_EXPERT_GATING_FUNC_TYPE_SQRT_SOFTPLUS,
-              "gating functions are numbered as in llama.cpp");
+static_assert((int) PYORCH_GATING_SOFTMAX == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX &&
+        (int) PYORCH_GATING_SIGMOID == LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID &&
+        (int) PYORCH_GATING_SOFTMAX_SELECTED == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT &&
+        (int) PYORCH_GATING_SQRT_SOFTPLUS == LLAMA_EXPERT_GATING_FUNC_TYPE_SQRT_SOFTPLUS,
+    "gating functions are numbered as in llama.cpp");
 
-bool is_on_device(const ggml_tensor * t) {
-    return t && t->buffer && !ggml_backend_buffer_is_host(t->buffer);
-}
+bool is_on_device(const ggml_tensor * t) { return t && t->buffer && !ggml_backend_buffer_is_host(t->buffer); }
 
 // The numbers of a tensor, null where it has others. copies: where those of a device go.
 const float * floats(const ggml_tensor * t, int64_t n, std::list<std::vector<float>> & copies) {
@@ -49,8 +47,8 @@ bool is_applied_alone(const llama_moe_route & route) {
 } // namespace
 
 void read_router(const llama_moe_route & route, const ManagedTensor & m) {
-    Routers &   routers = m.routing->routers;
-    const int   il      = route.il;
+    Routers & routers = m.routing->routers;
+    const int il      = route.il;
     if (routers.has_copy(m.layer, route.down_exps)) { // whose device is asked once
         return;
     }
@@ -71,16 +69,20 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
         router.norm = floats(route.inp->src[1], router.n_embd, copies);
         memcpy(&router.eps, route.inp->src[0]->op_params, sizeof(router.eps));
     }
-    const bool readable = router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
+    const bool readable =
+        router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
     if (!known(router.gating)) {
-        routers.set_unknown(m.layer, format("layer %d has the gating function %d, which is not known", il, route.gating), route.down_exps);
+        routers.set_unknown(m.layer,
+            format("layer %d has the gating function %d, which is not known", il, route.gating), route.down_exps);
     } else if (!route.gate) {
-        routers.set_unknown(m.layer, format("layer %d gets its choice of experts from another part of the model", il), route.down_exps);
+        routers.set_unknown(
+            m.layer, format("layer %d gets its choice of experts from another part of the model", il), route.down_exps);
     } else if (!is_applied_alone(route)) {
         routers.set_unknown(m.layer, format("layer %d has a router that an adapter changes", il), route.down_exps);
     } else if (!readable) {
-        routers.set_unknown(m.layer, format("layer %d has a router of the type %s that is not F32", il,
-            ggml_type_name(route.gate->type)), route.down_exps);
+        routers.set_unknown(m.layer,
+            format("layer %d has a router of the type %s that is not F32", il, ggml_type_name(route.gate->type)),
+            route.down_exps);
     } else if (!copies.empty()) {
         routers.set_copy(m.layer, router, route.down_exps);
     } else {

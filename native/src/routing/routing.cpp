@@ -25,12 +25,12 @@ const ManagedTensor * managed(const ggml_tensor * tensor) {
 }
 
 Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack) :
-        table(table), prefetcher(prefetcher), routers(routers), remote(remote),
-        activations(n_experts(table.map)), substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
+        table(table), prefetcher(prefetcher), routers(routers), remote(remote), activations(n_experts(table.map)),
+        substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
         const auto & of_layer = table.map.layers[i].tensors;
         for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {
-            auto t = std::make_unique<ManagedTensor>();
+            auto t      = std::make_unique<ManagedTensor>();
             t->routing  = this;
             t->layer    = (int) i;
             t->role     = (int) r;
@@ -46,7 +46,7 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, Remo
 
 Routing * Routing::owner_of(const void * tensor) {
     std::lock_guard<std::mutex> lock(owners_mutex);
-    const auto owner = owners.find(tensor);
+    const auto                  owner = owners.find(tensor);
     return owner == owners.end() ? nullptr : owner->second;
 }
 
@@ -85,7 +85,8 @@ void Routing::check_routers() const {
     if (by_choice || executed) {
         const std::string why = routers.unknown();
         if (!why.empty()) {
-            throw Failure(PYORCH_INVALID, why + (executed ? ": it cannot be speculated" : ": no predictor can apply its router"));
+            throw Failure(
+                PYORCH_INVALID, why + (executed ? ": it cannot be speculated" : ": no predictor can apply its router"));
         }
     }
 }

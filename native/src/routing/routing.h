@@ -43,7 +43,7 @@ struct Observer {
     std::mutex         mutex;
     pyorch_observer_fn function = nullptr;
     void *             user     = nullptr;
-    std::atomic<bool>  active{false}; // there is one; who asks does not lock, for it may be the observer itself
+    std::atomic<bool>  active{ false }; // there is one; who asks does not lock, for it may be the observer itself
 };
 
 struct Routing {
@@ -51,7 +51,7 @@ struct Routing {
     Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack);
     ~Routing(); // contexts that are left are not known any more: nothing is done when they end
 
-    Routing(const Routing &) = delete;
+    Routing(const Routing &)             = delete;
     Routing & operator=(const Routing &) = delete;
 
     Table &      table;
@@ -60,7 +60,8 @@ struct Routing {
     RemoteBank & remote;
     DeviceTier * device = nullptr; // null: none
 
-    // Says what substitution takes for resident, and sees what layers compute; null: what is. Set while nothing computes.
+    // Says what substitution takes for resident, and sees what layers compute; null: what is. Set while nothing
+    // computes.
     std::shared_ptr<VirtualCache> virtual_cache;
 
     Observer      observer;

@@ -75,8 +75,8 @@ void on_weight_freed(const ggml_tensor * weight) {
 const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
     static const Owner      nobody;
     thread_local const char thread = 0;
-    const ggml_tensor *     src0 = op->src[0];
-    const ManagedTensor *   m    = managed(src0);
+    const ggml_tensor *     src0   = op->src[0];
+    const ManagedTensor *   m      = managed(src0);
     if (!m) {
         return (const char *) src0->data + expert * src0->nb[2];
     }
@@ -95,15 +95,14 @@ bool on_repacked(const ggml_tensor * src0) {
     return m && m->repacked;
 }
 
-bool on_failed() {
-    return release_failed();
-}
+bool on_failed() { return release_failed(); }
 
 // Rows of the token table, as floats. Empty where it is out of reach.
 std::vector<float> embeddings_of(const ggml_tensor * table, const int32_t * tokens, int n_tokens) {
     const auto to_float = table ? ggml_get_type_traits(table->type)->to_float : nullptr;
     const bool is_float = table && table->type == GGML_TYPE_F32;
-    if (!tokens || !table || (!to_float && !is_float) || !table->data || !table->buffer || !ggml_backend_buffer_is_host(table->buffer)) {
+    if (!tokens || !table || (!to_float && !is_float) || !table->data || !table->buffer ||
+        !ggml_backend_buffer_is_host(table->buffer)) {
         return {};
     }
     std::vector<float> rows((size_t) n_tokens * table->ne[0]);
@@ -119,14 +118,15 @@ std::vector<float> embeddings_of(const ggml_tensor * table, const int32_t * toke
     return rows;
 }
 
-void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tokens, const int32_t * positions, uint32_t n_tokens, bool decode) {
+void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tokens, const int32_t * positions,
+    uint32_t n_tokens, bool decode) {
     Context * context = find_context(id);
     if (!context) {
         return;
     }
     context->advance(positions, (int) n_tokens);
     const bool request = !decode && !context->prefill;
-    context->prefill = !decode;
+    context->prefill   = !decode;
 
     Prefetcher & prefetcher = context->routing.prefetcher;
     if (!prefetcher.active()) {
@@ -167,7 +167,7 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     GraphLayer & layer = open_context(route->context, *m->routing).at(m->layer, route->decode);
     if (!route->warmup) {
         const LayerShape & shape = m->routing->remote.layers[m->layer];
-        layer.portable = m->routing->recipes.learn(m->layer, *route, experts).empty() &&
+        layer.portable           = m->routing->recipes.learn(m->layer, *route, experts).empty() &&
             route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
     }
     ggml_tensor * there = m->routing->device ? add_device_chain(*route, experts, layer) : nullptr;
@@ -184,12 +184,12 @@ bool on_stale(const void * id) {
         return false;
     }
     const unsigned built = context->needs;
-    context->needs = graph_needs(context->routing);
+    context->needs       = graph_needs(context->routing);
     return context->needs != built;
 }
 
-// Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine can
-// be captured.
+// Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine
+// can be captured.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,

@@ -16,19 +16,20 @@ static bool is_complete(const RoutedBatch & batch, const std::vector<Forecast> &
 // Returns is_complete().
 bool Speculation::count(const RoutedBatch & batch, const std::vector<Forecast> & forecasts, bool executed) {
     pyorch_speculation_counts now = {};
-    now.tokens = batch.n_tokens;
-    const bool complete = is_complete(batch, forecasts);
+    now.tokens                    = batch.n_tokens;
+    const bool complete           = is_complete(batch, forecasts);
     for (int t = 0; t < (complete ? batch.n_tokens : 0); ++t) {
         const auto begin = forecasts[t].experts.begin();
         const auto end   = begin + batch.n_used;
         const auto asked = batch.requested + (size_t) t * batch.n_used;
-        now.right += std::count_if(asked, asked + batch.n_used, [&](int32_t e) { return std::find(begin, end, e) != end; });
+        now.right +=
+            std::count_if(asked, asked + batch.n_used, [&](int32_t e) { return std::find(begin, end, e) != end; });
     }
     now.slots = !executed ? now.right : complete ? (uint64_t) batch.n_tokens * batch.n_used : 0;
     std::lock_guard<std::mutex> lock(mutex);
     counted.tokens += now.tokens;
-    counted.slots  += now.slots;
-    counted.right  += now.right;
+    counted.slots += now.slots;
+    counted.right += now.right;
     return complete;
 }
 

@@ -13,7 +13,7 @@ namespace {
 
 void observe(Context & context, RoutedBatch & batch) {
     context.routing.activations.count(batch.layer, batch.requested, batch.n_tokens * batch.n_used);
-    Observer & observer = context.routing.observer;
+    Observer &                  observer = context.routing.observer;
     std::lock_guard<std::mutex> lock(observer.mutex);
     if (!observer.function || !batch.complete) { // it came after the graph was made
         return;
@@ -48,8 +48,7 @@ void speculate(Context & context, RoutedBatch & batch) {
         return;
     }
     const bool first     = batch.layer == context.layers.front();
-    const auto forecasts = first ? std::vector<Forecast>() :
-        routing.prefetcher.next_forecasts(context.id, batch.layer);
+    const auto forecasts = first ? std::vector<Forecast>() : routing.prefetcher.next_forecasts(context.id, batch.layer);
     if (routing.substitutions.active(batch.layer, batch.decode)) {
         routing.speculation.mark(batch, forecasts);
     } else {
@@ -57,9 +56,9 @@ void speculate(Context & context, RoutedBatch & batch) {
     }
 }
 
-// Nothing needs to be computed for slots of ghosts, and for those that are left out: they get the number of an expert that
-// no other slot names, if rows of the layer do not mix and there is one. Else they are computed with an expert that is,
-// for nothing.
+// Nothing needs to be computed for slots of ghosts, and for those that are left out: they get the number of an expert
+// that no other slot names, if rows of the layer do not mix and there is one. Else they are computed with an expert
+// that is, for nothing.
 void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
     if (batch.ghosts.empty() && batch.dropped.empty()) {
         return;
@@ -88,7 +87,7 @@ void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
             return found != flags.end() ? (int) (found - flags.begin()) : -1;
         };
         const int computed = first(named);
-        id = computed >= 0 ? computed : first(resident);
+        id                 = computed >= 0 ? computed : first(resident);
     }
     for (int s : vacant) {
         batch.experts[s] = id >= 0 ? id : batch.experts[s];
@@ -120,10 +119,10 @@ void substitute(Context & context, RoutedBatch & batch) {
             resident[e] = resident[e] ? HERE : reached[e] ? AT_PEER : ABSENT;
         }
     }
-    batch.changed = context.changed_of(batch.n_tokens);
+    batch.changed             = context.changed_of(batch.n_tokens);
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
-    const double   rate = routing.virtual_cache ? routing.virtual_cache->bytes_per_second() :
-        routing.table.read_bytes_per_second();
+    const double   rate =
+        routing.virtual_cache ? routing.virtual_cache->bytes_per_second() : routing.table.read_bytes_per_second();
     routing.substitutions.apply(batch, resident.data(), loading.data(), slot_bytes, rate);
     vacate(batch, resident);
 }
@@ -143,8 +142,8 @@ void place(Context & context, RoutedBatch & batch) {
         if (remote.reads_allowed()) {
             context.routing.table.read_time(batch.layer, read.queued, read.expert);
         }
-        batch.remote = remote.send(batch.layer, batch.n_tokens, batch.n_used, batch.experts, batch.weights, batch.inputs,
-            resident, read, batch.elsewhere);
+        batch.remote = remote.send(batch.layer, batch.n_tokens, batch.n_used, batch.experts, batch.weights,
+            batch.inputs, resident, read, batch.elsewhere);
     }
 }
 
@@ -191,8 +190,8 @@ void acquire(Context & context, RoutedBatch & batch) {
         asked.erase(std::remove_if(asked.begin(), asked.end(), stays), asked.end());
     }
     if (context.routing.virtual_cache) {
-        context.routing.virtual_cache->pass(context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues },
-            batch.deferred);
+        context.routing.virtual_cache->pass(
+            context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues }, batch.deferred);
     }
     Table & table = context.routing.table;
     table.acquire(context.owner, batch.layer,

@@ -1,8 +1,8 @@
 // What happens between the router of a layer and its experts: a list of stages over one batch.
 //
 //     observe     shows the batch to the observer
-//     speculate   puts what was forecast for the layer in the place of what its router asked for (lossy); or marks it, where
-//                 the next stage treats what was not forecast
+//     speculate   puts what was forecast for the layer in the place of what its router asked for (lossy); or marks it,
+//                 where the next stage treats what was not forecast
 //     substitute  lets resident experts or ghosts stand in for absent ones, or leaves them out (lossy)
 //     place       sends the rows of experts that other servers compute
 //     offload     says which of them a device computes, and what comes to it

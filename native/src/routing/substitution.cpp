@@ -33,7 +33,7 @@ struct Sensitivity {
 
 // Of the renormalized probabilities of the selected experts, smoothed by a temperature.
 Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts, double temperature) {
-    const double offset = largest_logit(batch, t);
+    const double                     offset = largest_logit(batch, t);
     thread_local std::vector<double> p;
     p.resize(batch.n_used);
     double sum = 0;
@@ -68,8 +68,10 @@ uint64_t mix(uint64_t x) { // splitmix64
 // Chooses substitutes for the tokens of a batch, one after the other.
 class Chooser {
 public:
-    Chooser(const pyorch_substitution & settings, const BuddyLists & lists, const RoutedBatch & batch, const uint8_t * resident) :
-        settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert), chosen(batch.n_expert) {}
+    Chooser(const pyorch_substitution & settings, const BuddyLists & lists, const RoutedBatch & batch,
+        const uint8_t * resident) :
+            settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert),
+            chosen(batch.n_expert) {}
 
     void begin(int token, const int32_t * experts) {
         t = token;
@@ -82,8 +84,9 @@ public:
     // The substitute of an absent expert, and its rank in the list; -1 if there is none.
     int find(int expert, int & rank) const {
         return settings.mode == PYORCH_SUBSTITUTE_BUDDIES ? choose_buddy(expert, rank) :
-               settings.mode == PYORCH_SUBSTITUTE_RANDOM  ? choose_random(expert) :
-               settings.mode == PYORCH_SUBSTITUTE_CACHE   ? choose_ranked(expert) : -1;
+            settings.mode == PYORCH_SUBSTITUTE_RANDOM     ? choose_random(expert) :
+            settings.mode == PYORCH_SUBSTITUTE_CACHE      ? choose_ranked(expert) :
+                                                            -1;
     }
 
     // It stands in for an expert of the token.
@@ -135,9 +138,9 @@ private:
     double priority_of(int buddy, double q) const {
         double psi = q;
         if (settings.eta != 0) {
-            const float * z   = batch.logits + (size_t) t * batch.n_expert;
-            const auto    lim = std::minmax_element(z, z + batch.n_expert);
-            const double  low = *lim.first;
+            const float * z    = batch.logits + (size_t) t * batch.n_expert;
+            const auto    lim  = std::minmax_element(z, z + batch.n_expert);
+            const double  low  = *lim.first;
             const double  span = *lim.second - low;
             psi *= 1 + settings.eta * (span > 0 ? (z[buddy] - low) / span : 0);
         }
@@ -185,7 +188,9 @@ private:
         }
         uint32_t bits;
         memcpy(&bits, batch.probs + (size_t) t * batch.n_expert + expert, sizeof(bits));
-        int nth = (int) (mix(mix(mix(settings.seed) ^ (uint64_t) batch.il) ^ ((uint64_t) bits << 32 | (uint64_t) expert)) % (uint64_t) n);
+        int nth =
+            (int) (mix(mix(mix(settings.seed) ^ (uint64_t) batch.il) ^ ((uint64_t) bits << 32 | (uint64_t) expert)) %
+                (uint64_t) n);
         for (int id = 0;; ++id) {
             if (free(id) && nth-- == 0) {
                 return id;
@@ -198,8 +203,9 @@ private:
 class Errors {
 public:
     Errors(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts) :
-        fitted(settings.mode == PYORCH_SUBSTITUTE_BUDDIES && settings.weight == PYORCH_WEIGHT_FITTED && !lists.error.empty()),
-        lists(lists), ghosts(ghosts) {}
+            fitted(settings.mode == PYORCH_SUBSTITUTE_BUDDIES && settings.weight == PYORCH_WEIGHT_FITTED &&
+                !lists.error.empty()),
+            lists(lists), ghosts(ghosts) {}
 
     // With its ghost, or left out where it has none. share: of the token's weights. REQUIRES: ghosts
     double without_buddy(int expert, double share) const {
@@ -210,7 +216,7 @@ public:
     double with_buddy(int expert, int rank, double share) const {
         const float left = fitted ? lists.error[(size_t) expert * lists.k_max + rank] : NAN;
         return std::isnan(left) ? std::numeric_limits<double>::infinity() :
-            share * share * ghosts->error_without(expert) * left;
+                                  share * share * ghosts->error_without(expert) * left;
     }
 
 private:
@@ -221,14 +227,14 @@ private:
 
 // The weights of a token whose experts were changed: slots that were dropped contribute nothing.
 void reweigh(const pyorch_substitution & settings, const RoutedBatch & batch, int t, const int32_t * before,
-             const std::vector<uint8_t> & dropped, const std::vector<double> & fitted) {
+    const std::vector<uint8_t> & dropped, const std::vector<double> & fitted) {
     int32_t * experts = batch.experts + (size_t) t * batch.n_used;
     float *   weights = batch.weights + (size_t) t * batch.n_used;
 
     const double offset = largest_logit(batch, t);
     const bool   own    = settings.weight == PYORCH_WEIGHT_OWN || settings.mode == PYORCH_SUBSTITUTE_CACHE;
-    double all  = 0;
-    double left = 0;
+    double       all    = 0;
+    double       left   = 0;
     thread_local std::vector<double> w;
     w.resize(batch.n_used);
     for (int s = 0; s < batch.n_used; ++s) {
@@ -265,7 +271,7 @@ int count_absent(const RoutedBatch & batch, const uint8_t * resident, int & n_re
     n_requested  = 0;
     for (int id = 0; id < batch.n_expert; ++id) {
         n_requested += requested[id];
-        n_absent    += requested[id] && !resident[id];
+        n_absent += requested[id] && !resident[id];
     }
     return n_absent;
 }
@@ -273,35 +279,35 @@ int count_absent(const RoutedBatch & batch, const uint8_t * resident, int & n_re
 } // namespace
 
 pyorch_substitution default_substitution() {
-    constexpr double never = std::numeric_limits<double>::infinity();
+    constexpr double    never    = std::numeric_limits<double>::infinity();
     pyorch_substitution settings = {};
-    settings.struct_size = sizeof(settings);
-    settings.tau         = -never;
-    settings.temperature = 1;
-    settings.gamma       = never;
-    settings.beta        = never;
-    settings.reuse       = 1;
-    settings.bonus       = never;
-    settings.max_error   = never;
+    settings.struct_size         = sizeof(settings);
+    settings.tau                 = -never;
+    settings.temperature         = 1;
+    settings.gamma               = never;
+    settings.beta                = never;
+    settings.reuse               = 1;
+    settings.bonus               = never;
+    settings.max_error           = never;
     return settings;
 }
 
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts,
-                                      RoutedBatch & batch, const uint8_t * resident) {
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
+    const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident) {
     pyorch_substitution_counts counts = {};
-    counts.tokens = batch.n_tokens;
+    counts.tokens                     = batch.n_tokens;
 
     int       n_requested;
     const int n_absent = count_absent(batch, resident, n_requested);
-    counts.absent = n_absent;
+    counts.absent      = n_absent;
     if (n_absent == 0) {
         return counts;
     }
     const bool crowded = (double) n_absent / n_requested >= settings.beta; // eq. 2
 
-    Chooser      chooser(settings, lists, batch, resident);
-    const Errors errors(settings, lists, ghosts);
-    const bool   automatic = settings.on_miss == PYORCH_MISS_AUTO && ghosts;
+    Chooser              chooser(settings, lists, batch, resident);
+    const Errors         errors(settings, lists, ghosts);
+    const bool           automatic = settings.on_miss == PYORCH_MISS_AUTO && ghosts;
     std::vector<int32_t> before(batch.n_used);
     std::vector<uint8_t> dropped(batch.n_used);
     std::vector<double>  fitted(batch.n_used);
@@ -309,7 +315,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
     std::vector<int>     by_weight(batch.n_used);
     std::vector<uint8_t> sacred(batch.n_used);
     for (int t = 0; t < batch.n_tokens; ++t) {
-        int32_t * experts = batch.experts + (size_t) t * batch.n_used;
+        int32_t *     experts = batch.experts + (size_t) t * batch.n_used;
         const float * weights = batch.weights + (size_t) t * batch.n_used;
 
         before.assign(experts, experts + batch.n_used);
@@ -337,12 +343,12 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         }
         std::fill(dropped.begin(), dropped.end(), 0);
         std::fill(fitted.begin(), fitted.end(), 1);
-        int    n_substituted = 0;
-        int    n_dropped     = 0;
-        int    n_ghosts      = 0;
-        double error         = 0; // expected, automatic
-        const int    n_earlier = batch.changed ? batch.changed[t] : 0;
-        const double total     = std::accumulate(weights, weights + batch.n_used, 0.0);
+        int          n_substituted = 0;
+        int          n_dropped     = 0;
+        int          n_ghosts      = 0;
+        double       error         = 0; // expected, automatic
+        const int    n_earlier     = batch.changed ? batch.changed[t] : 0;
+        const double total         = std::accumulate(weights, weights + batch.n_used, 0.0);
 
         const Sensitivity it = sensitivity(batch, t, experts, settings.temperature);
         if (it.entropy <= settings.tau) {
@@ -386,7 +392,8 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                         batch.ghosts.push_back(t * batch.n_used + s);
                         batch.deferred.push_back(before[s]);
                         ++n_ghosts;
-                    } else if (settings.on_miss == PYORCH_MISS_DROP || (ghosts && settings.on_miss >= PYORCH_MISS_GHOST)) {
+                    } else if (settings.on_miss == PYORCH_MISS_DROP ||
+                        (ghosts && settings.on_miss >= PYORCH_MISS_GHOST)) {
                         dropped[s] = 1;
                         batch.deferred.push_back(before[s]);
                         ++n_dropped;
@@ -398,9 +405,10 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                 batch.deferred.push_back(before[s]);
                 ++n_substituted;
                 counts.rank_sum += rank;
-                if (settings.weight == PYORCH_WEIGHT_FITTED && settings.mode == PYORCH_SUBSTITUTE_BUDDIES && !lists.scale.empty()) {
+                if (settings.weight == PYORCH_WEIGHT_FITTED && settings.mode == PYORCH_SUBSTITUTE_BUDDIES &&
+                    !lists.scale.empty()) {
                     const float scale = lists.scale[(size_t) before[s] * lists.k_max + rank];
-                    fitted[s] = std::isnan(scale) ? 1 : scale;
+                    fitted[s]         = std::isnan(scale) ? 1 : scale;
                 }
             }
         }
@@ -423,7 +431,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             }
         }
         counts.dropped += n_dropped;
-        counts.ghosts  += n_ghosts;
+        counts.ghosts += n_ghosts;
         std::sort(batch.ghosts.end() - n_ghosts, batch.ghosts.end());
         if (batch.changed) {
             batch.changed[t] += n_substituted + n_dropped + n_ghosts;
@@ -440,22 +448,22 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
 }
 
 void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from) {
-    to.tokens               += from.tokens;
-    to.lossy_tokens         += from.lossy_tokens;
-    to.substituted          += from.substituted;
-    to.dropped              += from.dropped;
-    to.refused_tae          += from.refused_tae;
-    to.refused_margin       += from.refused_margin;
+    to.tokens += from.tokens;
+    to.lossy_tokens += from.lossy_tokens;
+    to.substituted += from.substituted;
+    to.dropped += from.dropped;
+    to.refused_tae += from.refused_tae;
+    to.refused_margin += from.refused_margin;
     to.refused_distribution += from.refused_distribution;
-    to.refused_rho          += from.refused_rho;
-    to.refused_buddies      += from.refused_buddies;
-    to.rank_sum             += from.rank_sum;
-    to.absent               += from.absent;
-    to.avoided              += from.avoided;
-    to.refused_sacred       += from.refused_sacred;
-    to.ghosts               += from.ghosts;
-    to.refused_error        += from.refused_error;
-    to.on_their_way         += from.on_their_way;
+    to.refused_rho += from.refused_rho;
+    to.refused_buddies += from.refused_buddies;
+    to.rank_sum += from.rank_sum;
+    to.absent += from.absent;
+    to.avoided += from.avoided;
+    to.refused_sacred += from.refused_sacred;
+    to.ghosts += from.ghosts;
+    to.refused_error += from.refused_error;
+    to.on_their_way += from.on_their_way;
 }
 
 void BetaController::passed(double bytes_to_read, double budget_bytes) {
@@ -469,10 +477,10 @@ void BetaController::passed(double bytes_to_read, double budget_bytes) {
 
 void Substitutions::set(int layer, const pyorch_substitution & settings) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer & l = layers[layer];
-    l.settings   = settings;
-    l.controller = {};
-    const bool off = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
+    Layer &                     l = layers[layer];
+    l.settings                    = settings;
+    l.controller                  = {};
+    const bool off                = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
     l.active.store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
 }
 
@@ -483,8 +491,8 @@ void Substitutions::set_buddies(int layer, BuddyLists lists) {
 
 bool Substitutions::set_buddy_errors(int layer, int k_max, std::vector<float> errors) {
     std::lock_guard<std::mutex> lock(mutex);
-    BuddyLists & lists = layers[layer].lists;
-    const bool   fit   = lists.k_max == k_max && lists.ids.size() == errors.size();
+    BuddyLists &                lists = layers[layer].lists;
+    const bool                  fit   = lists.k_max == k_max && lists.ids.size() == errors.size();
     if (fit) {
         lists.error = std::move(errors);
     }
@@ -513,29 +521,28 @@ static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * lo
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
         const bool is_ghost = ghost != batch.ghosts.end() && *ghost == s;
         ghost += is_ghost;
-        n     += (is_ghost || batch.experts[s] != batch.requested[s]) && loading[batch.requested[s]];
+        n += (is_ghost || batch.experts[s] != batch.requested[s]) && loading[batch.requested[s]];
     }
     return n;
 }
 
 void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t slot_bytes,
-                          double read_bytes_per_second) {
+    double read_bytes_per_second) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer & l = layers[batch.layer];
-    pyorch_substitution settings = l.settings;
+    Layer &                     l        = layers[batch.layer];
+    pyorch_substitution         settings = l.settings;
     if (settings.read_ms > 0) {
         settings.beta = l.controller.beta();
     }
     // A router may see something else than its experts.
-    batch.ghost_layer = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
+    batch.ghost_layer          = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
     const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();
     std::vector<uint8_t> there(cache, cache + batch.n_expert);
     for (int id = 0; id < (int) batch.guessed.size(); ++id) {
         there[id] = there[id] ? there[id] : batch.guessed[id] ? HERE : ABSENT;
     }
-    pyorch_substitution_counts counts =
-        substitute(settings, l.lists, batch.ghost_layer.get(), batch, there.data());
-    counts.on_their_way = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
+    pyorch_substitution_counts counts = substitute(settings, l.lists, batch.ghost_layer.get(), batch, there.data());
+    counts.on_their_way               = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
     if (settings.read_ms > 0) {
         l.controller.passed((double) (counts.absent - counts.avoided) * slot_bytes,
             settings.read_ms / 1000 * read_bytes_per_second / layers.size());
@@ -545,7 +552,7 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const u
 
 pyorch_substitution_counts Substitutions::preview(RoutedBatch & batch, const uint8_t * resident) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer & l = layers[batch.layer];
+    const Layer &               l = layers[batch.layer];
     return substitute(l.settings, l.lists, l.ghosts.get(), batch, resident);
 }
 

@@ -26,8 +26,9 @@ struct BuddyLists {
     std::vector<int32_t> ids;   // [n_expert][k_max], -1 after the last
     std::vector<float>   q;     // [n_expert][k_max] eq. 4
     std::vector<float>   scale; // [n_expert][k_max] factor of the buddy's output, nan: unknown. May be empty
-    std::vector<float>   error; // [n_expert][k_max] what is left then of the squared output, 1: all. nan: unknown. May be empty
-    std::vector<uint8_t> hops;  // [n_expert] to where the expert is. Empty: none where it is HERE, one AT_PEER
+    std::vector<float>
+        error; // [n_expert][k_max] what is left then of the squared output, 1: all. nan: unknown. May be empty
+    std::vector<uint8_t> hops; // [n_expert] to where the expert is. Empty: none where it is HERE, one AT_PEER
 };
 
 // What a mask of residents says of an expert.
@@ -42,8 +43,8 @@ pyorch_substitution default_substitution();
 
 // resident: [n_expert], of the values above. Returns what was done; settings.beta is taken as given.
 // ghosts: null where there are none, and then none computes.
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts,
-                                      RoutedBatch & batch, const uint8_t * resident);
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
+    const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);
 
 void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from);
 
@@ -88,8 +89,9 @@ public:
         return std::any_of(layers.begin(), layers.end(), [](const Layer & l) { return l.active != NEVER; });
     }
 
-    // resident: the real residency, beside which what was forecast counts as there. slot_bytes: of one expert; read_bytes_per_second: as measured, for the adaptive beta.
-    // loading: [n_expert], nonzero for those that are on their way.
+    // resident: the real residency, beside which what was forecast counts as there. slot_bytes: of one expert;
+    // read_bytes_per_second: as measured, for the adaptive beta. loading: [n_expert], nonzero for those that are on
+    // their way.
     void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t slot_bytes,
         double read_bytes_per_second);
 
@@ -97,19 +99,19 @@ public:
     pyorch_substitution_counts preview(RoutedBatch & batch, const uint8_t * resident);
 
     pyorch_substitution_counts counts(int layer);
-    void reset_counts();
+    void                       reset_counts();
 
 private:
     enum Active { NEVER, DECODE, ALWAYS };
 
     struct Layer {
-        std::atomic<int>           active{NEVER};
-        pyorch_substitution        settings = default_substitution();
-        BuddyLists                 lists;
+        std::atomic<int>                  active{ NEVER };
+        pyorch_substitution               settings = default_substitution();
+        BuddyLists                        lists;
         std::shared_ptr<const GhostLayer> ghosts;
-        std::vector<uint8_t>       cache;
-        BetaController             controller;
-        pyorch_substitution_counts counts = {};
+        std::vector<uint8_t>              cache;
+        BetaController                    controller;
+        pyorch_substitution_counts        counts = {};
     };
 
     std::mutex         mutex;

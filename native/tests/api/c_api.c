@@ -31,8 +31,8 @@ static void ok(pyorch_status status, const char * text, int line) {
 
 static void refused(pyorch_status expected, const char * word, pyorch_status status, const char * text, int line) {
     if (status != expected || strstr(pyorch_last_error(), word) == NULL) {
-        fprintf(stderr, "line %d: %s: status %d, not %d with \"%s\": %s\n", line, text, (int) status, (int) expected, word,
-            pyorch_last_error());
+        fprintf(stderr, "line %d: %s: status %d, not %d with \"%s\": %s\n", line, text, (int) status, (int) expected,
+            word, pyorch_last_error());
         exit(1);
     }
 }
@@ -42,7 +42,7 @@ static void refused(pyorch_status expected, const char * word, pyorch_status sta
  */
 
 static void test_the_library_says_what_it_is(void) {
-    char version[32];
+    char      version[32];
     const int number = pyorch_version_number();
     sprintf(version, "%d.%d.%d", number / 10000, number / 100 % 100, number % 100);
     CHECK(strcmp(version, pyorch_version()) == 0);
@@ -51,8 +51,14 @@ static void test_the_library_says_what_it_is(void) {
 
 static void test_choices_are_listed_in_the_order_of_their_values(void) {
     const int lasts[] = {
-        PYORCH_MARKING, PYORCH_PREDICT_ORACLE, PYORCH_SPECULATE_ALL, PYORCH_SUBSTITUTE_CACHE, PYORCH_WEIGHT_FITTED,
-        PYORCH_ORDER_WEIGHT, PYORCH_MISS_AUTO, PYORCH_GATING_SQRT_SOFTPLUS,
+        PYORCH_MARKING,
+        PYORCH_PREDICT_ORACLE,
+        PYORCH_SPECULATE_ALL,
+        PYORCH_SUBSTITUTE_CACHE,
+        PYORCH_WEIGHT_FITTED,
+        PYORCH_ORDER_WEIGHT,
+        PYORCH_MISS_AUTO,
+        PYORCH_GATING_SQRT_SOFTPLUS,
     };
     pyorch_choice choice;
     choice.struct_size = sizeof(choice);
@@ -116,9 +122,7 @@ typedef struct guarded_memory {
     uint64_t words[256];
 } guarded_memory;
 
-static void fill(guarded_memory * memory) {
-    memset(memory, 0x5a, sizeof(*memory));
-}
+static void fill(guarded_memory * memory) { memset(memory, 0x5a, sizeof(*memory)); }
 
 static int untouched_from(const guarded_memory * memory, size_t size) {
     const unsigned char * bytes = (const unsigned char *) memory;
@@ -132,9 +136,9 @@ static int untouched_from(const guarded_memory * memory, size_t size) {
 
 static void test_an_older_program_gets_defaults_and_is_not_overrun(const pyorch_model_map * map, int32_t il) {
     /* As if a config ended before read_bytes, and stats before layer_passes. */
-    const size_t old_config = offsetof(pyorch_config, read_bytes);
-    const size_t old_stats  = offsetof(pyorch_stats, layer_passes);
-    guarded_memory memory, counted;
+    const size_t    old_config = offsetof(pyorch_config, read_bytes);
+    const size_t    old_stats  = offsetof(pyorch_stats, layer_passes);
+    guarded_memory  memory, counted;
     pyorch_config * config = (pyorch_config *) &memory;
     pyorch_stats *  stats  = (pyorch_stats *) &counted;
 
@@ -212,23 +216,23 @@ typedef struct calls {
 
 /* Every function of an engine, called inside a callback: those that might wait are refused, the others work. */
 static void make_calls(calls * c) {
-    pyorch_engine * engine = c->engine;
-    pyorch_engine * other;
-    const int32_t   expert = 0;
-    float           value  = 0;
-    char            text[64];
-    uint8_t         mask[4096];
-    pyorch_config             config;
-    pyorch_substitution       substitution;
-    pyorch_router             router;
-    pyorch_estimator          estimator;
-    pyorch_recording          recording;
-    pyorch_replay_config      replay;
-    pyorch_replay_result      result;
-    pyorch_stats              stats;
-    pyorch_speculation_counts speculated;
+    pyorch_engine *            engine = c->engine;
+    pyorch_engine *            other;
+    const int32_t              expert = 0;
+    float                      value  = 0;
+    char                       text[64];
+    uint8_t                    mask[4096];
+    pyorch_config              config;
+    pyorch_substitution        substitution;
+    pyorch_router              router;
+    pyorch_estimator           estimator;
+    pyorch_recording           recording;
+    pyorch_replay_config       replay;
+    pyorch_replay_result       result;
+    pyorch_stats               stats;
+    pyorch_speculation_counts  speculated;
     pyorch_substitution_counts substituted;
-    pyorch_model_map_info     info;
+    pyorch_model_map_info      info;
     OK(pyorch_config_default(&config, sizeof(config)));
     OK(pyorch_substitution_default(&substitution, sizeof(substitution)));
     OK(pyorch_router_default(&router, sizeof(router)));
@@ -242,7 +246,8 @@ static void make_calls(calls * c) {
     info.struct_size        = sizeof(info);
     memset(mask, 1, sizeof(mask));
 
-#define FORBIDDEN(function, arguments) REFUSED(PYORCH_CALLBACK, #function " cannot be called inside a callback", function arguments)
+#define FORBIDDEN(function, arguments)                                                                                 \
+    REFUSED(PYORCH_CALLBACK, #function " cannot be called inside a callback", function arguments)
     FORBIDDEN(pyorch_engine_new, (c->map, &config, &other));
     FORBIDDEN(pyorch_engine_free, (engine));
     FORBIDDEN(pyorch_engine_capture, (NULL));
@@ -300,8 +305,8 @@ static void test_a_read_callback_is_refused_what_would_wait_for_it(calls c) {
     const int32_t expert = 1;
     pyorch_config config;
     OK(pyorch_config_default(&config, sizeof(config)));
-    config.read      = read_nothing;
-    config.read_user = &c;
+    config.read       = read_nothing;
+    config.read_user  = &c;
     config.read_depth = 1;
     OK(pyorch_engine_new(c.map, &config, &c.engine));
     OK(pyorch_prefetch(c.engine, c.il, &expert, 1));
@@ -310,8 +315,8 @@ static void test_a_read_callback_is_refused_what_would_wait_for_it(calls c) {
     OK(pyorch_engine_free(c.engine));
 }
 
-static void see_prediction(void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts,
-                           int32_t n) {
+static void see_prediction(
+    void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n) {
     calls * c = user;
     (void) context;
     CHECK(il >= 0 && il_from >= -1 && n > 0 && experts[0] >= 0 && experts[0] < c->n_expert);
@@ -333,7 +338,7 @@ static pyorch_recording tiny_recording(const pyorch_model_map_info * info, int32
     static const int64_t  begin[N_TOKENS + 1] = { 0, 1, 2, 3 };
     static const int64_t  order[N_TOKENS]     = { 0, 1, 2 };
     static const uint8_t  decode[N_TOKENS]    = { 1, 1, 1 };
-    const int32_t         n = info->n_moe_layers;
+    const int32_t         n                   = info->n_moe_layers;
     for (int32_t i = 0; i < N_TOKENS * n * N_USED; ++i) {
         experts[i] = (uint16_t) (i % n_expert);
         weights[i] = 0.5f;
@@ -355,7 +360,7 @@ static pyorch_recording tiny_recording(const pyorch_model_map_info * info, int32
 }
 
 static void test_a_tiny_recording_is_replayed_and_shows_its_predictions(calls c, const pyorch_model_map_info * info) {
-    pyorch_config    config;
+    pyorch_config config;
     OK(pyorch_config_default(&config, sizeof(config)));
     config.policy    = PYORCH_BELADY;
     config.simulated = 1;

@@ -34,13 +34,9 @@ static void compute(const ExpertRows & rows, float * outputs) {
     }
 }
 
-static ListenerConfig listener_config(int port) {
-    return { "127.0.0.1", port, "token", "model", 7, 9, LAYERS };
-}
+static ListenerConfig listener_config(int port) { return { "127.0.0.1", port, "token", "model", 7, 9, LAYERS }; }
 
-static PeerConfig peer_config(int port) {
-    return { "127.0.0.1", port, "token", "model", 7, 9, 60000 };
-}
+static PeerConfig peer_config(int port) { return { "127.0.0.1", port, "token", "model", 7, 9, 60000 }; }
 
 struct Asked {
     uint64_t answered = 0, failed = 0, elsewhere = 0;
@@ -48,8 +44,8 @@ struct Asked {
 
 // A ubatch of a layer, as the stages and the node behind the experts go through it.
 static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & asked) {
-    const int layer = (int) (random() % 2), n_tokens = 1 + (int) (random() % 40), n_used = 3;
-    const LayerShape & shape = LAYERS[layer];
+    const int            layer = (int) (random() % 2), n_tokens = 1 + (int) (random() % 40), n_used = 3;
+    const LayerShape &   shape = LAYERS[layer];
     std::vector<int32_t> experts(n_tokens * n_used);
     std::vector<float>   weights(n_tokens * n_used), inputs(n_tokens * shape.n_in);
     for (auto & e : experts) {
@@ -63,9 +59,9 @@ static void ask(RemoteBank & bank, std::mt19937 & random, bool fails, Asked & as
     }
     std::vector<uint8_t> elsewhere, here(shape.n_expert);
     here[random() % shape.n_expert] = 1;
-    const ReadCost read = { 0, (double) (random() % 3) * 1e-4 };
-    auto rows = bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, read,
-        elsewhere);
+    const ReadCost read             = { 0, (double) (random() % 3) * 1e-4 };
+    auto           rows =
+        bank.send(layer, n_tokens, n_used, experts.data(), weights.data(), inputs.data(), here, read, elsewhere);
     for (RemoteRows & r : rows) {
         for (int slot : r.slots) {
             CHECK(elsewhere[experts[slot]] && !here[experts[slot]]);
@@ -92,28 +88,28 @@ static void place(RemoteBank & bank, const std::vector<int> & peers, std::mt1993
         std::vector<int> to(2 * LAYERS[layer].n_expert);
         for (int & peer : to) {
             const size_t i = random() % (peers.size() + 1);
-            peer = i < peers.size() ? peers[i] : -1;
+            peer           = i < peers.size() ? peers[i] : -1;
         }
         bank.place((int) layer, to, 2);
     }
 }
 
 static void test_many_ask_while_servers_come_and_go() {
-    auto first  = std::make_unique<Listener>(listener_config(0), compute);
-    auto second = std::make_unique<Listener>(listener_config(0), compute);
+    auto      first   = std::make_unique<Listener>(listener_config(0), compute);
+    auto      second  = std::make_unique<Listener>(listener_config(0), compute);
     const int ports[] = { first->port(), second->port() };
 
     RemoteBank            bank(LAYERS);
-    std::atomic<uint64_t> changes{0};
+    std::atomic<uint64_t> changes{ 0 };
     bank.on_change([&](int layer, const std::vector<uint8_t> & elsewhere) {
         CHECK((int) elsewhere.size() == LAYERS[layer].n_expert);
         ++changes;
     });
     const std::vector<int> peers = { bank.connect(peer_config(ports[0])), bank.connect(peer_config(ports[1])) };
-    std::mt19937 random(1);
+    std::mt19937           random(1);
     place(bank, peers, random);
 
-    std::atomic<bool>        stop{false};
+    std::atomic<bool>        stop{ false };
     std::vector<Asked>       asked(4);
     std::vector<std::thread> threads;
     for (int t = 0; t < 4; ++t) {
@@ -146,7 +142,7 @@ static void test_many_ask_while_servers_come_and_go() {
     }
     uint64_t answered = 0, elsewhere = 0;
     for (const Asked & a : asked) {
-        answered  += a.answered;
+        answered += a.answered;
         elsewhere += a.elsewhere;
     }
     CHECK(answered > 80 && changes > 0);
@@ -164,9 +160,9 @@ static std::vector<RemoteRows> send_some(RemoteBank & bank, int n_tokens, int n_
         experts[t] = t % n_experts;
     }
     std::vector<uint8_t> elsewhere;
-    auto rows = bank.send(0, n_tokens, 1, experts.data(), weights.data(), inputs.data(),
+    auto                 rows    = bank.send(0, n_tokens, 1, experts.data(), weights.data(), inputs.data(),
         std::vector<uint8_t>(LAYERS[0].n_expert), read, elsewhere);
-    size_t n_slots = 0;
+    size_t               n_slots = 0;
     for (RemoteRows & r : rows) {
         CHECK(r.answer->wait());
         n_slots += r.slots.size();
@@ -177,7 +173,7 @@ static std::vector<RemoteRows> send_some(RemoteBank & bank, int n_tokens, int n_
 }
 
 static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
-    Listener listener(listener_config(0), [](const ExpertRows & rows, float * outputs) {
+    Listener   listener(listener_config(0), [](const ExpertRows & rows, float * outputs) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
         compute(rows, outputs);
     });
@@ -198,7 +194,8 @@ static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
         CHECK(!send_some(bank, 4, 2, read).empty());
     }
     CHECK(bank.counts().read == 0);
-    while (!send_some(bank, 4, 2, fast).empty()) {} // unless this thread was away for so long that it is forgotten
+    while (!send_some(bank, 4, 2, fast).empty()) {
+    } // unless this thread was away for so long that it is forgotten
     CHECK(bank.counts().read == 4);
 
     uint64_t n_read = 4;
@@ -218,7 +215,7 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     RemoteBank bank(layers);
     const int  peer = bank.connect(peer_config(listener.port()));
     bank.place(0, { peer, peer }, 1);
-    const int n_tokens = 1500;
+    const int            n_tokens = 1500;
     std::vector<int32_t> experts(2 * n_tokens);
     std::vector<float>   weights(2 * n_tokens, 1.0f), inputs(n_tokens * 4096);
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -241,10 +238,10 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
 
 // Every expert is at both servers.
 static void test_servers_that_have_the_same_experts_share_the_work() {
-    Listener   first(listener_config(0), compute);
-    auto       second = std::make_unique<Listener>(listener_config(0), compute);
-    RemoteBank bank(LAYERS);
-    const int  peers[] = { bank.connect(peer_config(first.port())), bank.connect(peer_config(second->port())) };
+    Listener         first(listener_config(0), compute);
+    auto             second = std::make_unique<Listener>(listener_config(0), compute);
+    RemoteBank       bank(LAYERS);
+    const int        peers[] = { bank.connect(peer_config(first.port())), bank.connect(peer_config(second->port())) };
     std::vector<int> both;
     for (int e = 0; e < LAYERS[0].n_expert; ++e) {
         both.insert(both.end(), { peers[e % 2], peers[1 - e % 2], -1 });
@@ -253,9 +250,9 @@ static void test_servers_that_have_the_same_experts_share_the_work() {
     const std::vector<int32_t> experts = { 0, 1, 0, 1, 0, 2, 0, 3 }; // 4 rows of one expert, 2, 1 and 1 of others
     const std::vector<float>   weights(8, 1.0f), inputs(4 * LAYERS[0].n_in, 1.0f);
     std::vector<uint8_t>       elsewhere;
-    const auto send = [&] {
-        return bank.send(0, 4, 2, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {},
-            elsewhere);
+    const auto                 send = [&] {
+        return bank.send(
+            0, 4, 2, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
     };
     auto rows = send();
     CHECK(rows.size() == 2 && rows[0].slots.size() == 4 && rows[1].slots.size() == 4);
@@ -289,24 +286,24 @@ static void test_who_does_not_join_is_told_why() {
 }
 
 static void test_a_server_that_answers_too_late_is_lost_and_asked_again() {
-    std::atomic<bool> waits{true};
-    Listener listener(listener_config(0), [&](const ExpertRows & rows, float * outputs) {
+    std::atomic<bool> waits{ true };
+    Listener          listener(listener_config(0), [&](const ExpertRows & rows, float * outputs) {
         while (waits) {
             std::this_thread::yield();
         }
         compute(rows, outputs);
     });
-    RemoteBank bank(LAYERS);
-    PeerConfig config = peer_config(listener.port());
-    config.answer_ms = 300;
-    const int peer = bank.connect(config);
+    RemoteBank        bank(LAYERS);
+    PeerConfig        config = peer_config(listener.port());
+    config.answer_ms         = 300;
+    const int peer           = bank.connect(config);
     bank.place(0, std::vector<int>(8, peer), 1);
     const auto asked_and_answered = [&] {
         const std::vector<int32_t> experts = { 1 };
         const std::vector<float>   weights(1, 1.0f), inputs(LAYERS[0].n_in, 1.0f);
         std::vector<uint8_t>       elsewhere;
-        auto rows = bank.send(0, 1, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {},
-            elsewhere);
+        auto                       rows =
+            bank.send(0, 1, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
         return !rows.empty() && rows[0].answer->wait();
     };
     CHECK(!asked_and_answered());

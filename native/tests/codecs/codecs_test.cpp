@@ -13,7 +13,7 @@
 
 using namespace pyorch;
 
-static std::mt19937_64 rng { 1 };
+static std::mt19937_64 rng{ 1 };
 
 static void require(bool ok, const char * what) {
     if (!ok) {
@@ -45,7 +45,7 @@ static std::vector<Simd> simds() {
 // Of weights that are near zero, as those of a model: few exponents make up nearly all.
 static Bytes exponents_of_weights(size_t n) {
     std::normal_distribution<float> weights(0, 0.02f);
-    Bytes e(n);
+    Bytes                           e(n);
     for (uint8_t & exponent : e) {
         const float weight = weights(rng);
         uint32_t    bits;
@@ -84,12 +84,13 @@ static void check_shards(Numbers type, size_t n, size_t n_shards) {
     const Bytes raw = random_bytes(n * number_bytes(type));
     Bytes       e(n), sm(sm_bytes(type, n)), merged(raw.size());
     split(type, raw.data(), n, e.data(), sm.data());
-    const size_t step = shard_numbers(n, n_shards);
+    const size_t step   = shard_numbers(n, n_shards);
     size_t       n_made = 0;
     for (size_t first = 0; first < n; first += step, ++n_made) {
         const size_t of_shard = std::min(step, n - first);
-        require(recover(type, PlaneCodec::STORED, e.data() + first, of_shard, sm.data() + sm_offset(type, first), of_shard,
-            merged.data() + first * number_bytes(type)), "a stored shard is recovered");
+        require(recover(type, PlaneCodec::STORED, e.data() + first, of_shard, sm.data() + sm_offset(type, first),
+                    of_shard, merged.data() + first * number_bytes(type)),
+            "a stored shard is recovered");
     }
     require(n_made <= n_shards && merged == raw, "shards make up the matrix");
 }
@@ -108,8 +109,9 @@ static void check_codec(PlaneCodec codec, int level, const Bytes & e) {
             Bytes decoded(e.size()), recovered(expected.size());
             require(decode(codec, stored.data(), stored.size(), decoded.data(), e.size(), simd) && decoded == e,
                 "exponents come back");
-            require(recover(type, codec, stored.data(), stored.size(), sm.data(), e.size(), recovered.data(),
-                simd) && recovered == expected, "and are merged on the way");
+            require(recover(type, codec, stored.data(), stored.size(), sm.data(), e.size(), recovered.data(), simd) &&
+                    recovered == expected,
+                "and are merged on the way");
         }
     }
 }
@@ -118,22 +120,24 @@ static void check_codec(PlaneCodec codec, int level, const Bytes & e) {
 static void check_damage(PlaneCodec codec, const Bytes & stored, size_t n) {
     Bytes damaged = stored;
     switch (rng() % 4) {
-        case 0: damaged.resize(rng() % (stored.size() + 1)); break;
-        case 1: damaged.resize(stored.size() + 1 + rng() % 100, (uint8_t) rng()); break;
-        case 2: damaged = random_bytes(rng() % (stored.size() + 1)); break;
-        default: damaged[rng() % damaged.size()] ^= (uint8_t) (1 << rng() % 8);
+    case 0: damaged.resize(rng() % (stored.size() + 1)); break;
+    case 1: damaged.resize(stored.size() + 1 + rng() % 100, (uint8_t) rng()); break;
+    case 2: damaged = random_bytes(rng() % (stored.size() + 1)); break;
+    default: damaged[rng() % damaged.size()] ^= (uint8_t) (1 << rng() % 8);
     }
     damaged.shrink_to_fit();
     Bytes      reference(n), sm(sm_bytes(Numbers::BF16, n)), raw(2 * n);
     const bool is_whole = decode(codec, damaged.data(), damaged.size(), reference.data(), n, Simd::SCALAR);
-    require(!is_whole || damaged.size() == stored.size() || codec != PlaneCodec::TABLE, "a table of another size is refused");
+    require(!is_whole || damaged.size() == stored.size() || codec != PlaneCodec::TABLE,
+        "a table of another size is refused");
     for (Simd simd : simds()) {
         Bytes e(n);
         require(decode(codec, damaged.data(), damaged.size(), e.data(), n, simd) == is_whole,
             "all vectors refuse the same chunks");
         require(!is_whole || e == reference, "and make the same of the others");
-        require(recover(Numbers::BF16, codec, damaged.data(), damaged.size(), sm.data(), n, raw.data(),
-            simd) == is_whole, "so does recover()");
+        require(
+            recover(Numbers::BF16, codec, damaged.data(), damaged.size(), sm.data(), n, raw.data(), simd) == is_whole,
+            "so does recover()");
     }
 }
 
@@ -173,7 +177,7 @@ int main() {
             }
         }
     }
-    Bytes stored;
+    Bytes       stored;
     const Bytes noise = random_bytes(4096);
     for (PlaneCodec codec : { PlaneCodec::STORED, PlaneCodec::ZSTD, PlaneCodec::LZ4, PlaneCodec::TABLE }) {
         require(!encode(codec, 0, noise.data(), noise.size(), stored), "noise is not made smaller");

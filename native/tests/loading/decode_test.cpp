@@ -29,7 +29,8 @@ static void an_expert_that_does_not_decode_fails_its_layer_with_a_sentence() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        an_expert_that_does_not_decode_fails_its_layer_with_a_sentence,
-    });
+    return run(argc, argv,
+        {
+            an_expert_that_does_not_decode_fails_its_layer_with_a_sentence,
+        });
 }

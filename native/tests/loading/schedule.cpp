@@ -33,9 +33,7 @@ struct Shard {
     bool   done;
 };
 
-bool reads_sm(const RecoveryTask & task) {
-    return task.sm_read > 0;
-}
+bool reads_sm(const RecoveryTask & task) { return task.sm_read > 0; }
 
 // The reads of a block, and the shards that are to be decoded then.
 void read(
@@ -76,15 +74,15 @@ void decode(const Tasks & tasks, Progress & progress, std::vector<Shard> & shard
         const RecoveryTask & task  = tasks[next->task];
         const double         start = std::max(*worker, next->ready);
         progress.idle += start - *worker;
-        *worker = start + task.decode / task.n_shards;
-        next->done = true;
+        *worker                        = start + task.decode / task.n_shards;
+        next->done                     = true;
         progress.recovered[next->task] = std::max(progress.recovered[next->task], *worker);
     }
 }
 
 // One block, from what the blocks before it left.
 Progress run(const Tasks & tasks, const RecoveryBlock & block, const Machine & before, bool one_pass) {
-    Progress           progress { before, 0, std::vector<double>(tasks.size(), 0) };
+    Progress           progress{ before, 0, std::vector<double>(tasks.size(), 0) };
     std::vector<Shard> shards;
     read(tasks, block, one_pass, progress, shards);
     decode(tasks, progress, shards);
@@ -117,8 +115,8 @@ RecoveryBlock inserted(const RecoveryBlock & block, size_t place, int task) {
 // Behind all of its class that are to be recovered sooner; its class are those in the block that need no SM read, or
 // all if there is none.
 size_t place_by_compute(const Tasks & tasks, const RecoveryBlock & block, int task) {
-    const bool any = std::any_of(block.begin(), block.end(), [&](int i) { return !reads_sm(tasks[i]); });
-    size_t place = 0;
+    const bool any   = std::any_of(block.begin(), block.end(), [&](int i) { return !reads_sm(tasks[i]); });
+    size_t     place = 0;
     for (size_t i = 0; i < block.size(); ++i) {
         const RecoveryTask & other = tasks[block[i]];
         if ((!any || !reads_sm(other)) && other.compute >= tasks[task].compute) {
@@ -139,25 +137,25 @@ std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recov
         return same ? tasks[a].expert < tasks[b].expert : tasks[a].compute > tasks[b].compute;
     });
     RecoveryBlock bases, others; // those of type I and II, of which the first is next
-    double shard_read = 0;
-    int    max_shards = 1;
+    double        shard_read = 0;
+    int           max_shards = 1;
     for (int i : order) {
         (reads_sm(tasks[i]) ? bases : others).push_back(i);
         shard_read = std::max(shard_read, tasks[i].e_read / tasks[i].n_shards);
         max_shards = std::max(max_shards, tasks[i].n_shards);
     }
     std::vector<RecoveryBlock> blocks;
-    Machine machine = idle(recoverer);
+    Machine                    machine = idle(recoverer);
     while (!bases.empty()) {
-        RecoveryBlock block { bases.front() };
+        RecoveryBlock block{ bases.front() };
         bases.erase(bases.begin());
         Progress progress = run(tasks, block, machine, recoverer.one_pass);
         while (!compute_dominant(progress, shard_read, max_shards) && !(others.empty() && bases.empty())) {
             RecoveryBlock & from = others.empty() ? bases : others;
             const int       task = from.front();
             from.erase(from.begin());
-            const size_t end = block.size() <= MAX_SEARCHED ? block.size() + 1 : 0;
-            size_t place = 0;
+            const size_t end   = block.size() <= MAX_SEARCHED ? block.size() + 1 : 0;
+            size_t       place = 0;
             for (; place < end; ++place) {
                 const Progress with = run(tasks, inserted(block, place, task), machine, recoverer.one_pass);
                 if (with.idle <= progress.idle * ROUNDING) {
@@ -178,7 +176,7 @@ std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recov
 
 std::vector<double> recovery_times(
     const Tasks & tasks, const std::vector<RecoveryBlock> & blocks, const Recoverer & recoverer) {
-    Progress           progress { idle(recoverer), 0, std::vector<double>(tasks.size(), 0) };
+    Progress           progress{ idle(recoverer), 0, std::vector<double>(tasks.size(), 0) };
     std::vector<Shard> shards;
     for (const RecoveryBlock & block : blocks) {
         read(tasks, block, recoverer.one_pass, progress, shards);

@@ -33,8 +33,8 @@ static double makespan(const Tasks & tasks, const std::vector<double> & recovere
     std::vector<std::pair<double, double>> experts((size_t) n_experts, { 0, 0 }); // when it is there, what it takes
     for (size_t i = 0; i < tasks.size(); ++i) {
         auto & [ready, takes] = experts[(size_t) tasks[i].expert];
-        ready = std::max(ready, recovered[i]);
-        takes = tasks[i].compute;
+        ready                 = std::max(ready, recovered[i]);
+        takes                 = tasks[i].compute;
     }
     std::sort(experts.begin(), experts.end());
     double end = 0;
@@ -70,10 +70,10 @@ public:
         double best = INFINITY;
         std::sort(reads.begin(), reads.end());
         do { // shards of a task are alike
-            const size_t n = tasks.size();
+            const size_t                     n = tasks.size();
             std::vector<std::vector<double>> ready(n);
-            std::vector<double> sm(n, 0);
-            double disk = 0;
+            std::vector<double>              sm(n, 0);
+            double                           disk = 0;
             for (int read : reads) {
                 const RecoveryTask & task = tasks[(size_t) read / 2];
                 if (read % 2) {
@@ -94,8 +94,8 @@ public:
                 std::vector<size_t> next(n, 0);
                 for (int i : shards) {
                     auto & worker = *std::min_element(workers.begin(), workers.end());
-                    worker = std::max(worker, ready[i][next[i]++]) + tasks[i].decode / tasks[i].n_shards;
-                    recovered[i] = std::max(recovered[i], worker);
+                    worker        = std::max(worker, ready[i][next[i]++]) + tasks[i].decode / tasks[i].n_shards;
+                    recovered[i]  = std::max(recovered[i], worker);
                 }
                 best = std::min(best, makespan(tasks, recovered));
             } while (std::next_permutation(shards.begin(), shards.end()));
@@ -112,14 +112,14 @@ private:
 // One model on one machine: all matrices take the same, but for what is in memory of them, and the tokens of an expert.
 static Tasks random_tasks(std::mt19937 & rng, int n_experts, int n_matrices, int n_shards) {
     std::uniform_real_distribution<double> any(0, 1);
-    const double sm = 1, e = 0.2 + 0.6 * any(rng), decode = 3 * any(rng) * any(rng);
-    Tasks tasks;
+    const double                           sm = 1, e = 0.2 + 0.6 * any(rng), decode = 3 * any(rng) * any(rng);
+    Tasks                                  tasks;
     for (int expert = 0; expert < n_experts; ++expert) {
         const int    form    = (int) (4 * any(rng)); // missed, compressed, SM, E
         const double compute = 0.5 * any(rng);
         for (int matrix = 0; matrix < n_matrices; ++matrix) {
-            tasks.push_back({ expert, form == 0 || form == 2 ? e : 0, form == 0 || form == 3 ? sm : 0, decode, n_shards,
-                compute });
+            tasks.push_back(
+                { expert, form == 0 || form == 2 ? e : 0, form == 0 || form == 3 ? sm : 0, decode, n_shards, compute });
         }
     }
     return tasks;
@@ -145,31 +145,31 @@ static bool has_each_once(const Tasks & tasks, const Blocks & blocks) {
 }
 
 // Of a layer whose kernels go through all experts with one matrix before they begin with the next: first through those
-// that are there, then, ascending, through the others, as mul_mat_id does. tasks: matrix by matrix, of all experts each.
-// Read and decoded in an order: of what is there, a free worker takes a shard of the first.
+// that are there, then, ascending, through the others, as mul_mat_id does. tasks: matrix by matrix, of all experts
+// each. Read and decoded in an order: of what is there, a free worker takes a shard of the first.
 static double layer_seconds(const Tasks & tasks, const std::vector<int> & order, int n_experts, int n_workers) {
     std::vector<double> ready(tasks.size(), 0), recovered(tasks.size(), 0), workers((size_t) n_workers, 0);
     std::vector<int>    left(tasks.size());
-    double disk   = 0;
-    int    n_left = 0;
+    double              disk   = 0;
+    int                 n_left = 0;
     for (int i : order) {
         const RecoveryTask & task = tasks[(size_t) i];
         disk += task.e_read + task.sm_read;
-        ready[(size_t) i] = task.e_read + task.sm_read > 0 ? disk : 0;
+        ready[(size_t) i]          = task.e_read + task.sm_read > 0 ? disk : 0;
         n_left += left[(size_t) i] = task.n_shards;
     }
     for (; n_left > 0; --n_left) {
         double & worker = *std::min_element(workers.begin(), workers.end());
         int      next   = -1;
         for (int i : order) {
-            if (left[(size_t) i] > 0 && (next < 0 || std::max(ready[(size_t) i], worker) <
-                std::max(ready[(size_t) next], worker))) {
+            if (left[(size_t) i] > 0 &&
+                (next < 0 || std::max(ready[(size_t) i], worker) < std::max(ready[(size_t) next], worker))) {
                 next = i;
             }
         }
         const RecoveryTask & task = tasks[(size_t) next];
-        worker = std::max(worker, ready[(size_t) next]) + task.decode / task.n_shards;
-        recovered[(size_t) next] = std::max(recovered[(size_t) next], worker);
+        worker                    = std::max(worker, ready[(size_t) next]) + task.decode / task.n_shards;
+        recovered[(size_t) next]  = std::max(recovered[(size_t) next], worker);
         --left[(size_t) next];
     }
     double now = 0;
@@ -193,13 +193,13 @@ static double layer_seconds(const Tasks & tasks, const std::vector<int> & order,
 static std::vector<int> order_of_kernels(const Tasks & tasks) {
     std::vector<int> order(tasks.size());
     std::iota(order.begin(), order.end(), 0);
-    std::stable_partition(order.begin(), order.end(), [&](int i) {
-        return tasks[(size_t) i].e_read + tasks[(size_t) i].sm_read == 0;
-    });
+    std::stable_partition(
+        order.begin(), order.end(), [&](int i) { return tasks[(size_t) i].e_read + tasks[(size_t) i].sm_read == 0; });
     return order;
 }
 
-static void append(std::vector<int> & order, const Tasks & tasks, const std::vector<int> & which, const Recoverer & by) {
+static void append(
+    std::vector<int> & order, const Tasks & tasks, const std::vector<int> & which, const Recoverer & by) {
     Tasks some;
     for (int i : which) {
         some.push_back(tasks[(size_t) i]);
@@ -212,15 +212,15 @@ static void append(std::vector<int> & order, const Tasks & tasks, const std::vec
 }
 
 static void the_order_of_kernels_is_no_later_than_the_schedule() {
-    constexpr int  N_MATRICES = 3, N_ROUNDS = 200;
-    std::mt19937   rng { 11 };
+    constexpr int                          N_MATRICES = 3, N_ROUNDS = 200;
+    std::mt19937                           rng{ 11 };
     std::uniform_real_distribution<double> any(0, 1);
     for (const double most : { 0.3, 0.8, 1.5, 3.0 }) { // that decoding a matrix takes, of reading it
         double all = 0, within = 0, bound = 0;
         for (int round = 0; round < N_ROUNDS; ++round) {
-            const Recoverer recoverer { 1 << round % 3, true };
-            const int       n_experts = 1 + (int) (6 * any(rng));
-            const double    decode = most * (0.5 + 0.5 * any(rng)), compute = 0.02 + 0.2 * any(rng);
+            const Recoverer  recoverer{ 1 << round % 3, true };
+            const int        n_experts = 1 + (int) (6 * any(rng));
+            const double     decode = most * (0.5 + 0.5 * any(rng)), compute = 0.02 + 0.2 * any(rng);
             std::vector<int> forms; // missed, compressed, SM, E
             for (int expert = 0; expert < n_experts; ++expert) {
                 forms.push_back((int) (4 * any(rng)));
@@ -229,8 +229,8 @@ static void the_order_of_kernels_is_no_later_than_the_schedule() {
             for (int matrix = 0; matrix < N_MATRICES; ++matrix) {
                 for (int expert = 0; expert < n_experts; ++expert) {
                     const int form = forms[(size_t) expert];
-                    tasks.push_back({ expert, form == 0 || form == 2 ? 0.28 : 0, form == 0 || form == 3 ? 0.72 : 0, decode,
-                        4, compute });
+                    tasks.push_back({ expert, form == 0 || form == 2 ? 0.28 : 0, form == 0 || form == 3 ? 0.72 : 0,
+                        decode, 4, compute });
                 }
             }
             std::vector<int> by_expert, scheduled, within_matrices;
@@ -245,33 +245,35 @@ static void the_order_of_kernels_is_no_later_than_the_schedule() {
                 std::iota(of_matrix.begin(), of_matrix.end(), matrix * n_experts);
                 append(within_matrices, tasks, of_matrix, recoverer);
             }
-            const auto   seconds = [&](const std::vector<int> & order) {
+            const auto seconds = [&](const std::vector<int> & order) {
                 return layer_seconds(tasks, order, n_experts, recoverer.n_workers);
             };
             const double ours = seconds(order_of_kernels(tasks));
-            double read = 0, decoding = 0;
+            double       read = 0, decoding = 0;
             for (const RecoveryTask & task : tasks) {
-                read     += task.e_read + task.sm_read;
+                read += task.e_read + task.sm_read;
                 decoding += task.decode / recoverer.n_workers;
             }
-            all    += seconds(scheduled) / ours / N_ROUNDS;
+            all += seconds(scheduled) / ours / N_ROUNDS;
             within += seconds(within_matrices) / ours / N_ROUNDS;
-            bound  += ours / std::max({ read, decoding, compute * (double) tasks.size() }) / N_ROUNDS;
+            bound += ours / std::max({ read, decoding, compute * (double) tasks.size() }) / N_ROUNDS;
         }
-        printf("decoding up to %.1f of reading, of the order of kernels: scheduled %.3f, within each matrix %.3f; that order "
-            "is %.3f of reading, decoding or computing alone\n", most, all, within, bound);
+        printf("decoding up to %.1f of reading, of the order of kernels: scheduled %.3f, within each matrix %.3f; that "
+               "order "
+               "is %.3f of reading, decoding or computing alone\n",
+            most, all, within, bound);
         require(all >= 1 && within >= 1, "where kernels go matrix by matrix, their order is on average no later");
     }
 }
 
 int main() {
     the_order_of_kernels_is_no_later_than_the_schedule();
-    std::mt19937 rng { 7 };
-    double worst = 0, sum = 0;
-    int    n = 0;
+    std::mt19937 rng{ 7 };
+    double       worst = 0, sum = 0;
+    int          n = 0;
     for (int round = 0; round < 240; ++round) {
         const int       n_shards = 1 + round % 2;
-        const Recoverer recoverer { 1 + round % 3, round % 4 == 3 };
+        const Recoverer recoverer{ 1 + round % 3, round % 4 == 3 };
         const Tasks     tasks = random_tasks(rng, n_shards == 1 ? 4 : 2 + round / 2 % 2, 1, n_shards);
         const double    best  = Optimum(tasks, recoverer).find();
         const double    found = makespan(tasks, schedule(tasks, recoverer), recoverer);
@@ -289,27 +291,27 @@ int main() {
     for (const bool one_pass : { false, true }) {
         double ours = 0, theirs = 0;
         for (int round = 0; round < 300; ++round) {
-            const Recoverer recoverer { 1 + round % 4, one_pass };
+            const Recoverer recoverer{ 1 + round % 4, one_pass };
             const Tasks     tasks  = random_tasks(rng, 2 + round % 7, 3, 1 + round % 3);
             const Blocks    blocks = schedule(tasks, recoverer);
             require(has_each_once(tasks, blocks), "each task is in one block, once");
             const double first = makespan(tasks, first_come(tasks), recoverer);
-            ours   += makespan(tasks, blocks, recoverer) / first;
+            ours += makespan(tasks, blocks, recoverer) / first;
             theirs += 1;
         }
         printf("%s: %.3f of first come first served\n", one_pass ? "one pass" : "exponents first", ours / theirs);
         require(ours <= theirs, "on average no later than first come first served");
     }
 
-    const Recoverer two { 2, false };
+    const Recoverer two{ 2, false };
     require(schedule({}, two).empty(), "of nothing there is nothing");
-    require(schedule({ { 0, 0, 0, 1, 1, 1 }, { 1, 1, 0, 1, 1, 2 } }, two) == Blocks { { 1, 0 } },
+    require(schedule({ { 0, 0, 0, 1, 1, 1 }, { 1, 1, 0, 1, 1, 2 } }, two) == Blocks{ { 1, 0 } },
         "where no signs and mantissas are read, those for which the most computing waits are first");
     // The worker would wait for the exponents of the base; the compressed expert is decoded meanwhile.
-    require(schedule({ { 0, 1, 2, 1, 1, 1 }, { 1, 0, 0, 1, 1, 1 } }, { 1, false }) == Blocks { { 1, 0 } },
+    require(schedule({ { 0, 1, 2, 1, 1, 1 }, { 1, 0, 0, 1, 1, 1 } }, { 1, false }) == Blocks{ { 1, 0 } },
         "what needs no read is decoded while others are read");
     // The base keeps the worker busy beyond all reads: the rest makes a block of its own.
-    require(schedule({ { 0, 1, 2, 9, 1, 1 }, { 1, 1, 2, 9, 1, 1 } }, { 1, false }) == Blocks { { 0 }, { 1 } },
+    require(schedule({ { 0, 1, 2, 9, 1, 1 }, { 1, 1, 2, 9, 1, 1 } }, { 1, false }) == Blocks{ { 0 }, { 1 } },
         "a block ends when the workers have more to do than the disk");
     Tasks many(400, { 0, 1, 2, 0.1, 1, 1 });
     require(has_each_once(many, schedule(many, two)), "a prompt's tasks are ordered, too");

@@ -25,7 +25,8 @@ static std::vector<double> shares(const std::vector<Regime> & regimes) {
         for (int u = 0; u < it.n_ubatches; ++u) {
             const bool on = balance.pays();
             n += on;
-            balance.add(it.ms_absent / 1000, on ? it.share_saved * it.ms_absent / 1000 : 0, on ? it.ms_spent / 1000 : 0);
+            balance.add(
+                it.ms_absent / 1000, on ? it.share_saved * it.ms_absent / 1000 : 0, on ? it.ms_spent / 1000 : 0);
         }
         found.push_back((double) n / it.n_ubatches);
     }
@@ -46,26 +47,26 @@ static void require(bool ok, const char * claim, const std::vector<double> & fou
 }
 
 struct Allowed {
-    double share;     // of the time that passed, what predictions took
-    double predicted; // of the layers
-    double far;       // of the layers, those predicted for more than one layer ahead
+    double share;       // of the time that passed, what predictions took
+    double predicted;   // of the layers
+    double far;         // of the layers, those predicted for more than one layer ahead
     int    most_missed; // layers one after another without a prediction
 };
 
 // Layers that take so many us each, predicted one layer ahead in so many us, and farther ahead in twice that.
 static Allowed allowed(double us_layer, double us_prediction) {
     pyorch::PredictionAllowance allowance;
-    Allowed   it       = { 0, 0, 0, 0 };
-    const int n_layers = 100000;
-    double    now      = 0;
+    Allowed                     it       = { 0, 0, 0, 0 };
+    const int                   n_layers = 100000;
+    double                      now      = 0;
     for (int layer = 0, missed = 0; layer < n_layers; ++layer) {
         now += 1e-6 * us_layer;
         const int    reach = allowance.reach(now);
         const double took  = 1e-6 * us_prediction * (reach == 0 ? 0 : reach == 1 ? 1 : 2);
         allowance.spend(took);
-        it.share     += took;
+        it.share += took;
         it.predicted += (double) (reach > 0) / n_layers;
-        it.far       += (double) (reach > 1) / n_layers;
+        it.far += (double) (reach > 1) / n_layers;
         missed         = reach > 0 ? 0 : missed + 1;
         it.most_missed = std::max(it.most_missed, missed);
     }
@@ -98,7 +99,7 @@ int main() {
     the_allowance_is_kept();
 
     const Regime gains = { 5000, 60, 0.2, 0.8 }, resident = { 5000, 0, 0, 0.8 }, tiny = { 5000, 0.1, 0.5, 0.8 };
-    auto found = shares({ gains });
+    auto         found = shares({ gains });
     require(found[0] > 0.99, "predictions that save more than they take are made, and at once", found);
     found = shares({ resident });
     require(found[0] == 0, "where nothing is absent nothing is predicted", found);

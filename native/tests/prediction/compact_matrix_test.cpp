@@ -19,7 +19,7 @@ static void require(bool ok, const char * what) {
 
 // Of so many columns, some of which are whole blocks. scale: more than 16-bit floats of IEEE hold.
 static void check(int n_columns, float scale) {
-    constexpr size_t N_ROWS = 12, N_INPUTS = 3, BEGIN = 4, N = 5;
+    constexpr size_t         N_ROWS = 12, N_INPUTS = 3, BEGIN = 4, N = 5;
     const std::vector<float> weights = random_weights(N_ROWS * n_columns, scale);
     const CompactMatrix      matrix(weights.data(), N_ROWS, n_columns);
     require(matrix.n_rows() == N_ROWS && matrix.n_columns() == n_columns, "a matrix knows its shape");

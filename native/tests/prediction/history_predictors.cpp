@@ -21,9 +21,9 @@
 #include <string>
 
 namespace pyorch {
-std::unique_ptr<Predictor> make_expert_map       (const PredictionModel & model, const std::vector<int> & distance);
+std::unique_ptr<Predictor> make_expert_map(const PredictionModel & model, const std::vector<int> & distance);
 std::unique_ptr<Predictor> make_activation_matrix(const PredictionModel & model, const std::vector<int> & distance);
-}
+} // namespace pyorch
 
 template <typename T>
 static std::vector<T> read(size_t n) {
@@ -47,24 +47,24 @@ int main(int argc, char ** argv) {
     model.n_expert.assign(n_layers, n_expert);
     model.maps = std::make_shared<pyorch::ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests);
     const std::vector<int> distances(n_layers, distance);
-    const auto predictor = std::string(argv[1]) == "expert-map" ? pyorch::make_expert_map(model, distances)
-                                                                : pyorch::make_activation_matrix(model, distances);
+    const auto  predictor = std::string(argv[1]) == "expert-map" ? pyorch::make_expert_map(model, distances) :
+                                                                   pyorch::make_activation_matrix(model, distances);
     std::string event;
     while (std::cin >> event) {
         std::vector<pyorch::Forecast> forecasts;
         if (event == "begin") {
-            const auto head = read<int>(4);
+            const auto head       = read<int>(4);
             const auto embeddings = read<float>((size_t) head[3] * head[2] * n_embd);
             predictor->begin({ head[0] != 0, head[1] != 0, head[2], embeddings }, forecasts);
         } else if (event == "routed") {
-            const auto head = read<int>(5);
-            pyorch::RoutedLayer it = {};
-            it.layer    = head[0];
-            it.n_tokens = head[1];
-            it.n_used   = head[2];
-            it.decode   = head[3] != 0;
-            it.experts  = read<int32_t>((size_t) it.n_tokens * it.n_used);
-            it.probs    = read<float>((size_t) head[4] * it.n_tokens * n_expert);
+            const auto          head = read<int>(5);
+            pyorch::RoutedLayer it   = {};
+            it.layer                 = head[0];
+            it.n_tokens              = head[1];
+            it.n_used                = head[2];
+            it.decode                = head[3] != 0;
+            it.experts               = read<int32_t>((size_t) it.n_tokens * it.n_used);
+            it.probs                 = read<float>((size_t) head[4] * it.n_tokens * n_expert);
             predictor->routed(it, forecasts);
         } else if (event == "request") {
             model.maps->requests.add(read<float>((size_t) n_layers * n_expert).data());

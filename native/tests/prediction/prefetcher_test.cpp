@@ -25,10 +25,11 @@ struct House {
     static constexpr int N_EXPERT = 8;
 
     House() :
-        map(synthetic_map(path, N_LAYERS, N_EXPERT, [](int) { return 64; })),
-        table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec, {}),
-        reader(table.loader()), routers(N_LAYERS), prefetcher(table, routers) {
-        auto history = std::make_shared<ExpertMaps>(N_LAYERS, N_EXPERT, 0, 4, 1, 4);
+            map(synthetic_map(path, N_LAYERS, N_EXPERT, [](int) { return 64; })),
+            table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr),
+                plain_codec, {}),
+            reader(table.loader()), routers(N_LAYERS), prefetcher(table, routers) {
+        auto               history = std::make_shared<ExpertMaps>(N_LAYERS, N_EXPERT, 0, 4, 1, 4);
         std::vector<float> counts(N_LAYERS * N_EXPERT);
         for (int layer = 0; layer < N_LAYERS; ++layer) {
             counts[layer * N_EXPERT] = 1;
@@ -65,14 +66,14 @@ static void forecasts_are_of_layers_that_the_context_computes() {
             house.prefetcher.set_layers(&house, { 0, 1 });
         }
         house.decode_one(&house);
-        CHECK(house.forecast == (told ? std::set<int> { 0, 1 } : std::set<int> { 0, 1, 2 }));
+        CHECK(house.forecast == (told ? std::set<int>{ 0, 1 } : std::set<int>{ 0, 1, 2 }));
     }
 }
 
 static void routers_are_applied_as_far_ahead_as_there_is_time_for() {
-    House house;
+    House                    house;
     const std::vector<float> gate(House::N_EXPERT * 4, 1);
-    Router router;
+    Router                   router;
     router.gate     = gate.data();
     router.n_embd   = 4;
     router.n_expert = House::N_EXPERT;
@@ -90,15 +91,18 @@ static void routers_are_applied_as_far_ahead_as_there_is_time_for() {
         house.prefetcher.begin(&house, { false, true, 1, {} });
         house.prefetcher.routed(&house, { 0, 1, 1, true, { 0 }, { 0 }, { 1 }, {}, { 1, 2, 3, 4 }, {}, reach });
         house.prefetcher.wait_idle();
-        CHECK(house.forecast == (reach == 0 ? std::set<int> {} : reach == 1 ? std::set<int> { 1 } : std::set<int> { 1, 2 }));
+        CHECK(house.forecast ==
+            (reach == 0        ? std::set<int>{} :
+                    reach == 1 ? std::set<int>{ 1 } :
+                                 std::set<int>{ 1, 2 }));
     }
 }
 
 static void nothing_is_forecast_where_prefetching_does_not_pay() {
     for (bool automatic : { false, true }) {
-        House house;
-        Owner owner = { &house };
-        const std::vector<int> one = { 0 };
+        House                  house;
+        Owner                  owner = { &house };
+        const std::vector<int> one   = { 0 };
         house.table.acquire(owner, 0, { one, one, 1 });
         house.reader.read_all(); // in no time
         CHECK(house.table.release(owner));
@@ -110,19 +114,19 @@ static void nothing_is_forecast_where_prefetching_does_not_pay() {
 
 static void default_vectors_of_another_width_are_not_used() {
     const std::vector<float> norm(4, 1.0f), gate = { 1, 2, 3, 4, 4, 3, 2, 2 };
-    Router router;
+    Router                   router;
     router.gate     = gate.data();
     router.norm     = norm.data();
     router.n_embd   = 4;
     router.n_expert = 2;
     router.n_used   = 1;
     PredictionModel model;
-    model.n_expert = { 2, 2 };
-    model.layers   = { 0, 1 };
-    model.routers  = { Router(), router };
-    model.gates    = { nullptr, std::make_shared<const CompactMatrix>(gate.data(), 2, 4) };
-    const RoutedLayer layer = { 0, 1, 1, true, { 1 }, { 1 }, { 1.0f }, {}, {}, { 1, 2, 3, 4 } };
-    const auto probability = [&](std::shared_ptr<const CompactMatrix> defaults) {
+    model.n_expert                = { 2, 2 };
+    model.layers                  = { 0, 1 };
+    model.routers                 = { Router(), router };
+    model.gates                   = { nullptr, std::make_shared<const CompactMatrix>(gate.data(), 2, 4) };
+    const RoutedLayer layer       = { 0, 1, 1, true, { 1 }, { 1 }, { 1.0f }, {}, {}, { 1, 2, 3, 4 } };
+    const auto        probability = [&](std::shared_ptr<const CompactMatrix> defaults) {
         model.defaults = { std::move(defaults), nullptr };
         std::vector<Forecast> forecasts;
         make_quasi_hidden(model, { 0, 1 })->routed(layer, forecasts);
@@ -138,10 +142,11 @@ static void default_vectors_of_another_width_are_not_used() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        forecasts_are_of_layers_that_the_context_computes,
-        routers_are_applied_as_far_ahead_as_there_is_time_for,
-        nothing_is_forecast_where_prefetching_does_not_pay,
-        default_vectors_of_another_width_are_not_used,
-    });
+    return run(argc, argv,
+        {
+            forecasts_are_of_layers_that_the_context_computes,
+            routers_are_applied_as_far_ahead_as_there_is_time_for,
+            nothing_is_forecast_where_prefetching_does_not_pay,
+            default_vectors_of_another_width_are_not_used,
+        });
 }

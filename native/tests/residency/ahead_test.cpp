@@ -41,8 +41,8 @@ static void who_decodes_the_last_that_keeps_an_order_waiting_wakes_the_reader() 
         bool woken = false;
         void wake() override { woken = true; }
     };
-    House  house(4, 0.5);
-    Woken  reader(house.table.loader());
+    House house(4, 0.5);
+    Woken reader(house.table.loader());
     for (int layer : { 0, 1 }) {
         house.table.prefetch(house.map.layers[layer].il, ALL.data(), (int) ALL.size());
     }
@@ -88,7 +88,7 @@ static void what_a_prompt_wanted_and_never_read_is_no_scan_afterwards() {
 }
 
 static void a_pin_that_waits_for_memory_survives_a_prompt() {
-    House house(3, 0.7);
+    House         house(3, 0.7);
     const int32_t pinned[] = { 4, 9 };
     house.table.pin(house.map.layers[2].il, pinned, 2);
     house.table.acquire(house.owner, 0, { ALL, ALL, 64 });
@@ -118,7 +118,8 @@ static void a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes
 
 static void nobody_waits_for_reads_that_nobody_makes() {
     const ModelMap map = synthetic_map(path, 2, House::N_EXPERT, [](int) { return SMALL; });
-    Table table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec, {});
+    Table          table(
+        map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec, {});
     table.prefetch(map.layers[0].il, ALL.data(), (int) ALL.size());
     table.wait_idle();
     pyorch_stats stats;
@@ -154,15 +155,16 @@ static void a_guess_takes_nothing_that_the_last_token_used() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        a_pin_of_what_is_read_on_a_guess_survives_the_pass,
-        a_pin_takes_memory_from_what_was_read_ahead,
-        who_decodes_the_last_that_keeps_an_order_waiting_wakes_the_reader,
-        what_a_prompt_wanted_and_never_read_is_no_scan_afterwards,
-        a_pin_that_waits_for_memory_survives_a_prompt,
-        a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes,
-        nobody_waits_for_reads_that_nobody_makes,
-        a_late_hit_is_a_hit_and_no_waste,
-        a_guess_takes_nothing_that_the_last_token_used,
-    });
+    return run(argc, argv,
+        {
+            a_pin_of_what_is_read_on_a_guess_survives_the_pass,
+            a_pin_takes_memory_from_what_was_read_ahead,
+            who_decodes_the_last_that_keeps_an_order_waiting_wakes_the_reader,
+            what_a_prompt_wanted_and_never_read_is_no_scan_afterwards,
+            a_pin_that_waits_for_memory_survives_a_prompt,
+            a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes,
+            nobody_waits_for_reads_that_nobody_makes,
+            a_late_hit_is_a_hit_and_no_waste,
+            a_guess_takes_nothing_that_the_last_token_used,
+        });
 }

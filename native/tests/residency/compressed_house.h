@@ -23,8 +23,8 @@ constexpr int N_EXPERT = 10;
 // Weights are numbers around zero, as those of a model are: a few exponents are most of them.
 inline void write_model(const std::string & file, int n_expert, int n_used, int n_rows) {
     ggml_init_params params = { 64u << 20, nullptr, false };
-    ggml_context * ctx  = ggml_init(params);
-    gguf_context * gguf = gguf_init_empty();
+    ggml_context *   ctx    = ggml_init(params);
+    gguf_context *   gguf   = gguf_init_empty();
     gguf_set_val_str(gguf, "general.architecture", "forms");
     gguf_set_val_u32(gguf, "forms.block_count", N_LAYERS);
     gguf_set_val_u32(gguf, "forms.expert_used_count", n_used);
@@ -85,9 +85,9 @@ struct House {
 
     // A budget of so many full experts beside what the smallest one has.
     explicit House(const ModelMap & map, int more, const PoolShares & shares, Codecs codecs = plain_codec) :
-        table(map, std::make_unique<HostBank>(map, map.floor_bytes() + more * map.layers[0].slot_bytes()),
-            open_files(map, true), std::move(codecs), {}),
-        reader(table.loader()) {
+            table(map, std::make_unique<HostBank>(map, map.floor_bytes() + more * map.layers[0].slot_bytes()),
+                open_files(map, true), std::move(codecs), {}),
+            reader(table.loader()) {
         table.set_pools(shares);
     }
 

@@ -63,7 +63,7 @@ class WatchedReader : public LocalReader {
 public:
     using LocalReader::LocalReader;
 
-    std::atomic<int> n_waiting { 0 };
+    std::atomic<int> n_waiting{ 0 };
 
     void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override {
         ++n_waiting;
@@ -81,7 +81,7 @@ static void contexts_wait_for_no_circle(int kept, int each, int n_reading, Meanw
     house.table.set_layer_limits(house.map.layers[3].il, kept, House::N_EXPERT);
     house.pass(0, range(0, each));
     std::vector<ReadRequest> reading;
-    WatchedReader reader(house.table.loader());
+    WatchedReader            reader(house.table.loader());
     for (auto [layer, n] : { std::pair(1, each), std::pair(2, n_reading) }) {
         house.table.prefetch(house.map.layers[layer].il, ALL.data(), n);
     }
@@ -89,8 +89,8 @@ static void contexts_wait_for_no_circle(int kept, int each, int n_reading, Meanw
         reading.push_back(request);
     }
     CHECK(house.stats().used_bytes == house.stats().budget_bytes);
-    std::atomic<int> n_done { 0 };
-    auto run = [&](int layer) {
+    std::atomic<int> n_done{ 0 };
+    auto             run = [&](int layer) {
         Owner owner = { &owner };
         house.table.acquire(owner, layer, { ALL, ALL, 1 });
         for (int id : ALL) {
@@ -145,9 +145,9 @@ static void contexts_wait_for_no_circle_while_pins_and_minima_are_raised() {
 
 // What is counted, is counted once, however often a context has to wait.
 static void a_layer_that_waits_is_counted_once() {
-    House house(4, 0); // the experts of one layer
+    House         house(4, 0); // the experts of one layer
     WatchedReader reader(house.table.loader());
-    Owner other = { &other };
+    Owner         other = { &other };
     house.table.acquire(house.owner, 0, { ALL, ALL, 1 });
     std::thread waits([&] {
         house.table.acquire(other, 1, { ALL, ALL, 1 });
@@ -168,14 +168,15 @@ static void a_layer_that_waits_is_counted_once() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        a_context_elsewhere_makes_no_guess_late,
-        a_guess_for_a_layer_that_its_context_has_passed_is_ignored,
-        a_guess_waits_for_the_pass_of_its_own_context,
-        what_a_context_held_and_wanted_goes_with_it,
-        contexts_wait_for_no_circle_beside_a_minimum,
-        contexts_wait_for_no_circle_under_a_lowered_budget,
-        contexts_wait_for_no_circle_while_pins_and_minima_are_raised,
-        a_layer_that_waits_is_counted_once,
-    });
+    return run(argc, argv,
+        {
+            a_context_elsewhere_makes_no_guess_late,
+            a_guess_for_a_layer_that_its_context_has_passed_is_ignored,
+            a_guess_waits_for_the_pass_of_its_own_context,
+            what_a_context_held_and_wanted_goes_with_it,
+            contexts_wait_for_no_circle_beside_a_minimum,
+            contexts_wait_for_no_circle_under_a_lowered_budget,
+            contexts_wait_for_no_circle_while_pins_and_minima_are_raised,
+            a_layer_that_waits_is_counted_once,
+        });
 }

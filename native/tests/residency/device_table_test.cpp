@@ -11,14 +11,10 @@ using namespace pyorch;
 namespace {
 
 // Two layers of 4 experts that share 3 slots, and one with a pool of its own of one slot.
-DeviceTable table(pyorch_policy policy = PYORCH_LRU) {
-    return DeviceTable({ 4, 4, 4 }, { 0, 0, 1 }, { 3, 1 }, policy);
-}
+DeviceTable table(pyorch_policy policy = PYORCH_LRU) { return DeviceTable({ 4, 4, 4 }, { 0, 0, 1 }, { 3, 1 }, policy); }
 
 // An expert is used; a layer without experts of its own to compute with brings nothing.
-void ask(DeviceTable & t, int layer, int expert) {
-    t.pass(layer, { {}, { expert }, {}, 1 });
-}
+void ask(DeviceTable & t, int layer, int expert) { t.pass(layer, { {}, { expert }, {}, 1 }); }
 
 void bring(DeviceTable & t, int layer, int expert, bool must = true) {
     bool took;
@@ -81,8 +77,8 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
 
 void what_is_only_newer_takes_no_place() {
     for (pyorch_policy policy : { PYORCH_LRU, PYORCH_FIFO, PYORCH_MARKING, PYORCH_LEAST_STALE }) {
-        DeviceTable t = { { 8 }, { 0 }, { 2 }, policy };
-        const std::vector<int> rows(8, 1);
+        DeviceTable                         t = { { 8 }, { 0 }, { 2 }, policy };
+        const std::vector<int>              rows(8, 1);
         const std::vector<std::vector<int>> tokens = { { 0, 1 }, { 2 }, { 3 }, { 4 }, { 5, 6 } };
         for (const std::vector<int> & token : tokens) {
             for (int expert : t.pass(0, { token, token, rows, (int) token.size() }).behind) {
@@ -99,7 +95,7 @@ void what_must_come_and_is_not_worth_it_passes_through() {
     DeviceTable t = { { 8 }, { 0 }, { 3 }, PYORCH_LFU };
     t.set_misses(PYORCH_UPLOAD, {}, { 1 });
     const std::vector<int> rows(8, 1);
-    const auto ask_for = [&](const std::vector<int> & experts) {
+    const auto             ask_for = [&](const std::vector<int> & experts) {
         const DevicePass pass = t.pass(0, { experts, experts, rows, 1 });
         for (int expert : pass.uploads) {
             t.arrived(0, expert);
@@ -112,7 +108,7 @@ void what_must_come_and_is_not_worth_it_passes_through() {
         return pass.uploads.size();
     };
     std::vector<uint8_t> known;
-    const auto tell = [&](int, const std::vector<uint8_t> & told) { known = told; };
+    const auto           tell = [&](int, const std::vector<uint8_t> & told) { known = told; };
     for (int time = 0; time < 3; ++time) {
         ask_for({ 0, 1 });
     }
@@ -206,7 +202,7 @@ void a_layer_keeps_its_minimum_and_takes_no_more_than_its_most() {
 }
 
 void who_asks_is_told_what_came_and_went() {
-    DeviceTable t = table();
+    DeviceTable      t = table();
     std::vector<int> told;
     const auto       tell = [&](int layer, const std::vector<uint8_t> & known) {
         told.push_back(layer * 100 + (int) std::count(known.begin(), known.end(), 1));
@@ -329,7 +325,7 @@ void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
         slots.insert(guests.table.coming_to(0, expert));
     }
     CHECK(slots.size() == 13 + 1 && guests.table.n_kept(0) == 3); // and NONE
-    guests.pass(20, { { 20, 0, 1 } }); // it is there: nothing is ordered
+    guests.pass(20, { { 20, 0, 1 } });                            // it is there: nothing is ordered
     CHECK(counts.loads == loads);
 }
 
@@ -353,9 +349,9 @@ void no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes() {
     DeviceTable t = { { 8, 8 }, { 0, 0 }, { 16 }, PYORCH_LFU };
     t.set_misses(PYORCH_ESTIMATED, RATES, { 1, 1 });
     t.set_ahead(2);
-    const int me = 0;
+    const int                         me       = 0;
     const std::vector<ForecastExpert> forecast = { { 5, 0, 1 }, { 6, 1, 1 } };
-    const std::vector<int>            asked = { 0, 1 }, rows(8, 1);
+    const std::vector<int>            asked    = { 0, 1 }, rows(8, 1);
     CHECK(t.order(&me, 1, forecast, 0).empty());
     for (int expert : t.pass(0, { asked, asked, rows, 1, &me }).behind) {
         t.arrived(0, expert);
@@ -373,12 +369,12 @@ void guests_cost_no_hits_whatever_is_forecast() {
         Guests   with, without(false);
         uint32_t state = 1;
         for (int time = 0; time < 20000; ++time) {
-            state = state * 1664525 + 1013904223;
+            state            = state * 1664525 + 1013904223;
             const int expert = (int) ((uint64_t) (state >> 8) * (state >> 8) >> 32) * 24 / (1 << 16);
             with.pass(expert, { { right ? expert : 31, 0, 1 } });
             without.pass(expert);
         }
-        const DeviceCounts & found = with.table.counts(0), & all = without.table.counts(0);
+        const DeviceCounts &found = with.table.counts(0), &all = without.table.counts(0);
         CHECK(all.hits > 5000 && all.misses > 500);
         CHECK(right ? found.misses < all.misses / 20 : found.hits + 4 * 80 > all.hits);
         CHECK(right ? found.ahead_hits == found.ahead : found.ahead < 10 && found.ahead_hits == 0);
@@ -389,15 +385,16 @@ void guests_cost_no_hits_whatever_is_forecast() {
 } // namespace
 
 int main() {
-    for (auto * claim : { slots_are_given_once, the_least_valuable_of_all_layers_of_a_pool_goes,
-             what_is_held_or_coming_stays, what_is_worth_less_is_not_admitted_unless_it_must,
-             what_is_only_newer_takes_no_place, what_must_come_and_is_not_worth_it_passes_through,
-             what_did_not_come_leaves_its_slot, every_policy_says_what_goes,
-             a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went,
-             an_upload_pays_where_the_processor_would_take_longer, what_pays_comes_first_and_the_rest_behind,
-             a_guest_serves_the_pass_that_it_came_for, a_guest_that_is_worth_it_stays_and_another_slot_is_kept,
-             another_contexts_guest_is_not_computed_with,
-             no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes, guests_cost_no_hits_whatever_is_forecast }) {
+    for (auto * claim :
+        { slots_are_given_once, the_least_valuable_of_all_layers_of_a_pool_goes, what_is_held_or_coming_stays,
+            what_is_worth_less_is_not_admitted_unless_it_must, what_is_only_newer_takes_no_place,
+            what_must_come_and_is_not_worth_it_passes_through, what_did_not_come_leaves_its_slot,
+            every_policy_says_what_goes, a_layer_keeps_its_minimum_and_takes_no_more_than_its_most,
+            who_asks_is_told_what_came_and_went, an_upload_pays_where_the_processor_would_take_longer,
+            what_pays_comes_first_and_the_rest_behind, a_guest_serves_the_pass_that_it_came_for,
+            a_guest_that_is_worth_it_stays_and_another_slot_is_kept, another_contexts_guest_is_not_computed_with,
+            no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes,
+            guests_cost_no_hits_whatever_is_forecast }) {
         claim();
     }
     return 0;

@@ -13,20 +13,21 @@
 using namespace pyorch;
 
 static void the_index_finds_what_a_search_of_all_finds() {
-    std::mt19937 rng(1);
-    const std::vector<int> n_experts = { 5, 64, 3, 17 };
-    Victims victims(n_experts);
+    std::mt19937                     rng(1);
+    const std::vector<int>           n_experts = { 5, 64, 3, 17 };
+    Victims                          victims(n_experts);
     std::vector<std::vector<double>> keys;
     for (int n : n_experts) {
         keys.emplace_back(n, Victims::NEVER);
     }
     for (int step = 0; step < 20000; ++step) {
-        const int layer = (int) (rng() % n_experts.size());
-        const int id    = (int) (rng() % n_experts[layer]);
-        const double key = rng() % 4 == 0 ? Victims::NEVER : rng() % 7 == 0 ? Victims::SCANNED :
-            (double) (rng() % 1000);
+        const int    layer = (int) (rng() % n_experts.size());
+        const int    id    = (int) (rng() % n_experts[layer]);
+        const double key   = rng() % 4 == 0 ? Victims::NEVER :
+            rng() % 7 == 0                  ? Victims::SCANNED :
+                                              (double) (rng() % 1000);
         victims.set(layer, id, FOR_GUESS, key);
-        keys[layer][id] = key;
+        keys[layer][id]  = key;
         const int  asked = (int) (rng() % n_experts.size());
         const auto least = victims.least(asked, FOR_GUESS);
         const auto found = std::min_element(keys[asked].begin(), keys[asked].end());
@@ -49,7 +50,7 @@ static void values_keep_the_order_of_faded_frequencies_at_any_time() {
     for (uint64_t now = 1; now < 4000; ++now) {
         const size_t i = std::min(rng() % 30, rng() % 30); // some more often than others
         policy->used(usage[i], now);
-        faded[i] = { faded[i].frequency * std::exp2(-(double) (now - faded[i].at) / half_life) + 1, now };
+        faded[i]       = { faded[i].frequency * std::exp2(-(double) (now - faded[i].at) / half_life) + 1, now };
         const size_t a = rng() % 30, b = rng() % 30;
         const double fa = faded[a].frequency * std::exp2(-(double) (now - faded[a].at) / half_life);
         const double fb = faded[b].frequency * std::exp2(-(double) (now - faded[b].at) / half_life);
@@ -113,7 +114,7 @@ static void marking_takes_at_random_what_was_not_used_in_its_phase() {
     std::set<Id>    there, marked;
     std::vector<Id> uses; // the last one last
     std::mt19937    rng(3);
-    int n_oldest = 0, n_evictions = 0;
+    int             n_oldest = 0, n_evictions = 0;
     for (int step = 0; step < 4000; ++step) {
         const Id id = { step % 4, (int) std::min(rng() % 16, rng() % 16) };
         house.pass(id.first, { id.second });
@@ -126,9 +127,8 @@ static void marking_takes_at_random_what_was_not_used_in_its_phase() {
             const Id victim = *std::find_if(there.begin(), there.end(), gone);
             CHECK(marked.count(victim) == 0);
             there.erase(victim);
-            const auto oldest = std::find_if(uses.begin(), uses.end(), [&](const Id & use) {
-                return (there.count(use) || use == victim) && !marked.count(use);
-            });
+            const auto oldest = std::find_if(uses.begin(), uses.end(),
+                [&](const Id & use) { return (there.count(use) || use == victim) && !marked.count(use); });
             n_oldest += *oldest == victim;
             ++n_evictions;
         }
@@ -190,7 +190,7 @@ static void what_a_tier_above_has_goes_first_and_not_before_it_must() {
 static void what_is_there_stays_unless_another_is_clearly_better() {
     const auto lfu = make_policy(PYORCH_LFU, 1), learned = make_policy(PYORCH_LEARNED, 1);
     const auto lru = make_policy(PYORCH_LRU, 1);
-    Usage once, thrice;
+    Usage      once, thrice;
     lfu->used(once, 1);
     for (int i = 0; i < 3; ++i) {
         lfu->used(thrice, 1);
@@ -202,16 +202,17 @@ static void what_is_there_stays_unless_another_is_clearly_better() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        the_index_finds_what_a_search_of_all_finds,
-        values_keep_the_order_of_faded_frequencies_at_any_time,
-        what_was_used_longest_ago_goes_first,
-        where_turns_count_the_layer_whose_turn_comes_last_gives,
-        what_came_first_goes_first_however_often_it_was_used,
-        marking_takes_at_random_what_was_not_used_in_its_phase,
-        a_forecast_changes_what_goes_unless_it_comes_too_late,
-        experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
-        what_a_tier_above_has_goes_first_and_not_before_it_must,
-        what_is_there_stays_unless_another_is_clearly_better,
-    });
+    return run(argc, argv,
+        {
+            the_index_finds_what_a_search_of_all_finds,
+            values_keep_the_order_of_faded_frequencies_at_any_time,
+            what_was_used_longest_ago_goes_first,
+            where_turns_count_the_layer_whose_turn_comes_last_gives,
+            what_came_first_goes_first_however_often_it_was_used,
+            marking_takes_at_random_what_was_not_used_in_its_phase,
+            a_forecast_changes_what_goes_unless_it_comes_too_late,
+            experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
+            what_a_tier_above_has_goes_first_and_not_before_it_must,
+            what_is_there_stays_unless_another_is_clearly_better,
+        });
 }

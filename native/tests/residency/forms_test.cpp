@@ -15,7 +15,11 @@
 using namespace pyorch;
 
 static constexpr PoolShares MIXES[] = {
-    ALL_FULL, { 0, 0.5, 0.5, 0, 0 }, { 0, 0.5, 0, 0.5, 0 }, { 0, 0.5, 0, 0, 0.5 }, { 0, 0.4, 0.2, 0.2, 0.2 },
+    ALL_FULL,
+    { 0, 0.5, 0.5, 0, 0 },
+    { 0, 0.5, 0, 0.5, 0 },
+    { 0, 0.5, 0, 0, 0.5 },
+    { 0, 0.4, 0.2, 0.2, 0.2 },
 };
 
 static void experts_are_those_of_the_model_in_every_mix_of_forms() {
@@ -43,7 +47,7 @@ static PoolShares random_shares(std::mt19937 & rng) {
         part = rng() % 3 == 0 ? 0 : 1 + rng() % 100;
         sum += part;
     }
-    return sum == 0 ? ALL_FULL : PoolShares { 0, parts[0] / sum, parts[1] / sum, parts[2] / sum, parts[3] / sum };
+    return sum == 0 ? ALL_FULL : PoolShares{ 0, parts[0] / sum, parts[1] / sum, parts[2] / sum, parts[3] / sum };
 }
 
 // House::check() looks at the budget and at every byte.
@@ -61,8 +65,9 @@ static void any_mix_of_forms_stays_within_any_budget_while_both_change() {
                 house.table.reset_stats(); // the most that was used counts from here
             }
             const bool prompt = rng() % 16 == 0;
-            CHECK(house.use(step % N_LAYERS, prompt ? experts(N_EXPERT) :
-                std::vector<int> { (int) (rng() % 4), 4 + (int) (rng() % 6) }, prompt ? 64 : 1));
+            CHECK(house.use(step % N_LAYERS,
+                prompt ? experts(N_EXPERT) : std::vector<int>{ (int) (rng() % 4), 4 + (int) (rng() % 6) },
+                prompt ? 64 : 1));
         }
         n_in_part += house.in_part();
     }
@@ -71,7 +76,7 @@ static void any_mix_of_forms_stays_within_any_budget_while_both_change() {
 
 static void what_is_compressed_in_memory_is_not_read_again() {
     const ModelMap map = compressed_map();
-    House house(map, 12, { 0, 0.3, 0.7, 0, 0 });
+    House          house(map, 12, { 0, 0.3, 0.7, 0, 0 });
     // All were used once; a few are used so often that full ones are these.
     for (int round = 0; round < 30; ++round) {
         CHECK(house.use(0, { 0, 1 }));
@@ -102,7 +107,7 @@ static void a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it()
 
 static void loads_come_through_a_pool_that_shrinks_under_them() {
     const ModelMap map = compressed_map();
-    House house(map, 12, { 0, 0, 0, 0, 1 });
+    House          house(map, 12, { 0, 0, 0, 0, 1 });
     for (int round = 0; round < 40; ++round) {
         CHECK(house.use(0, { round % N_EXPERT }));
     }
@@ -133,9 +138,10 @@ static void damaged_layers_leave_no_memory_taken() {
             damage(map, 0, id, part);
         }
         for (const PoolShares & shares : MIXES) {
-            House house(map, 6, shares);
+            House        house(map, 6, shares);
             std::mt19937 rng(7);
-            for (int round = 0; round < 60; ++round) { // some are used more often than others, so that all pools have ranks
+            for (int round = 0; round < 60;
+                ++round) { // some are used more often than others, so that all pools have ranks
                 for (int layer = 0; layer < N_LAYERS; ++layer) {
                     CHECK(house.use(layer, { (int) (rng() % 4), 4 + (int) (rng() % 6) }));
                 }
@@ -151,7 +157,7 @@ static void the_least_budget_is_enough_for_every_layer() {
         ModelMap map(model);
         CHECK(compress(map, model + ".pack"));
         for (const PoolShares & shares : MIXES) {
-            Pools pools(map);
+            Pools          pools(map);
             const uint64_t fewest = map.floor_bytes() - ModelMap::MIN_STAGED * map.parts_bytes();
             pools.divide(map.floor_bytes(), fewest, shares);
             CHECK(pools.limit(Form::FULL) == fewest);
@@ -180,7 +186,7 @@ static void pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget
 
 static void layers_that_are_streamed_count_no_hits_in_pools() {
     const ModelMap map = compressed_map();
-    House house(map, 6, { 0, 0.3, 0.7, 0, 0 });
+    House          house(map, 6, { 0, 0.3, 0.7, 0, 0 });
     for (int round = 0; round < 30; ++round) {
         CHECK(house.use(0, { round % N_EXPERT }));
     }
@@ -193,8 +199,8 @@ static void layers_that_are_streamed_count_no_hits_in_pools() {
 
 // More than the window of a layer, and no prompt.
 static void several_sequences_are_computed_with_what_pools_hold() {
-    const ModelMap map = compressed_map();
-    House house(map, 16, { 0, 0, 1, 0, 0 });
+    const ModelMap         map = compressed_map();
+    House                  house(map, 16, { 0, 0, 1, 0, 0 });
     const std::vector<int> some = { 0, 1, 2, 4, 5, 7, 8 };
     CHECK((int) some.size() > map.floor_experts(map.layers[0]));
     for (int round = 0; round < 3; ++round) {
@@ -238,7 +244,7 @@ public:
 
 // A plan for one sequence has room for the experts of one: several at once are not streamed for that reason.
 static void the_pool_of_full_experts_has_room_for_what_a_decode_computes_with_at_once() {
-    House house(compressed_map(), 2, { 0, 0, 1, 0, 0 });
+    House                  house(compressed_map(), 2, { 0, 0, 1, 0, 0 });
     const std::vector<int> wide = experts(house.table.map.floor_experts(house.table.map.layers[0]) + 1);
     CHECK(house.use(0, wide, 4));
     const uint64_t hits = house.stats().hits;
@@ -258,9 +264,9 @@ static bool is_from_model(const House & house, int layer, int expert, int role, 
 }
 
 static void who_waits_for_a_matrix_decodes() {
-    const ModelMap map = compressed_map();
-    House   house(map, 6, ALL_FULL);
-    Leaving reader(house.table.loader());
+    const ModelMap         map = compressed_map();
+    House                  house(map, 6, ALL_FULL);
+    Leaving                reader(house.table.loader());
     const std::vector<int> some = { 2, 5 };
     house.acquire(0, some);
     reader.read_all();
@@ -275,9 +281,9 @@ static void who_waits_for_a_matrix_decodes() {
 
 static void who_waits_for_all_that_was_ordered_decodes() {
     const ModelMap map = compressed_map();
-    House   house(map, 60, ALL_FULL);
-    Leaving reader(house.table.loader());
-    const int32_t ahead[] = { 1 };
+    House          house(map, 60, ALL_FULL);
+    Leaving        reader(house.table.loader());
+    const int32_t  ahead[] = { 1 };
     house.table.prefetch(map.layers[1].il, ahead, 1);
     reader.read_all();
     house.table.wait_idle();
@@ -309,15 +315,17 @@ static void a_matrix_is_there_before_exponents_of_the_others_are_read() {
 
 static void what_is_needed_first_is_decoded_first() {
     const ModelMap map = compressed_map();
-    House   house(map, 60, ALL_FULL); // three experts come at once
-    Leaving reader(house.table.loader());
-    const int32_t ahead[] = { 1 };
+    House          house(map, 60, ALL_FULL); // three experts come at once
+    Leaving        reader(house.table.loader());
+    const int32_t  ahead[] = { 1 };
     house.table.prefetch(map.layers[1].il, ahead, 1);
     reader.read_all();
     const std::vector<int> some = { 2, 5 };
     house.acquire(0, some);
     reader.read_all();
-    const auto is_there = [&](int role, int id) { return house.table.address(house.owner, 0, id, role, false) != nullptr; };
+    const auto is_there = [&](int role, int id) {
+        return house.table.address(house.owner, 0, id, role, false) != nullptr;
+    };
     for (int role = 0; role < 3; ++role) {
         while (!is_there(role, 2) || !is_there(role, 5)) {
             CHECK(role == 2 || (!is_there(role + 1, 2) && !is_there(role + 1, 5)));
@@ -336,15 +344,17 @@ static void what_is_needed_first_is_decoded_first() {
 
 static void what_was_read_ahead_and_is_needed_now_is_decoded_in_its_turn() {
     const ModelMap map = compressed_map();
-    House   house(map, 60, ALL_FULL);
-    Leaving reader(house.table.loader());
-    const int32_t ahead[] = { 7 };
+    House          house(map, 60, ALL_FULL);
+    Leaving        reader(house.table.loader());
+    const int32_t  ahead[] = { 7 };
     house.table.prefetch(map.layers[0].il, ahead, 1);
     reader.read_all();
     const std::vector<int> some = { 2, 5, 7 };
     house.acquire(0, some);
     reader.read_all();
-    const auto is_there = [&](int role, int id) { return house.table.address(house.owner, 0, id, role, false) != nullptr; };
+    const auto is_there = [&](int role, int id) {
+        return house.table.address(house.owner, 0, id, role, false) != nullptr;
+    };
     for (int role = 0; role < 3; ++role) {
         while (!std::all_of(some.begin(), some.end(), [&](int id) { return is_there(role, id); })) {
             CHECK(role == 2 || std::none_of(some.begin(), some.end(), [&](int id) { return is_there(role + 1, id); }));
@@ -360,7 +370,7 @@ public:
     const char * decode(const ExpertTensor &, char *, char * read) const override { return read; }
 
     bool recover(const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm,
-                 char * block) const override {
+        char * block) const override {
         if (role == 0 && step < 2) {
             std::unique_lock<std::mutex> lock(mutex);
             ++n_met;
@@ -397,24 +407,25 @@ static void threads_that_wait_for_a_matrix_share_it() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        experts_are_those_of_the_model_in_every_mix_of_forms,
-        any_mix_of_forms_stays_within_any_budget_while_both_change,
-        what_is_compressed_in_memory_is_not_read_again,
-        a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it,
-        loads_come_through_a_pool_that_shrinks_under_them,
-        damaged_chunks_are_read_from_the_model_and_do_not_stay,
-        damaged_layers_leave_no_memory_taken,
-        the_least_budget_is_enough_for_every_layer,
-        pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
-        layers_that_are_streamed_count_no_hits_in_pools,
-        the_pool_of_full_experts_has_room_for_what_a_decode_computes_with_at_once,
-        several_sequences_are_computed_with_what_pools_hold,
-        who_waits_for_a_matrix_decodes,
-        who_waits_for_all_that_was_ordered_decodes,
-        a_matrix_is_there_before_exponents_of_the_others_are_read,
-        what_is_needed_first_is_decoded_first,
-        what_was_read_ahead_and_is_needed_now_is_decoded_in_its_turn,
-        threads_that_wait_for_a_matrix_share_it,
-    });
+    return run(argc, argv,
+        {
+            experts_are_those_of_the_model_in_every_mix_of_forms,
+            any_mix_of_forms_stays_within_any_budget_while_both_change,
+            what_is_compressed_in_memory_is_not_read_again,
+            a_prompt_that_needs_more_than_there_is_memory_for_comes_through_it,
+            loads_come_through_a_pool_that_shrinks_under_them,
+            damaged_chunks_are_read_from_the_model_and_do_not_stay,
+            damaged_layers_leave_no_memory_taken,
+            the_least_budget_is_enough_for_every_layer,
+            pinned_experts_and_a_layer_fit_beside_each_other_in_the_least_budget,
+            layers_that_are_streamed_count_no_hits_in_pools,
+            the_pool_of_full_experts_has_room_for_what_a_decode_computes_with_at_once,
+            several_sequences_are_computed_with_what_pools_hold,
+            who_waits_for_a_matrix_decodes,
+            who_waits_for_all_that_was_ordered_decodes,
+            a_matrix_is_there_before_exponents_of_the_others_are_read,
+            what_is_needed_first_is_decoded_first,
+            what_was_read_ahead_and_is_needed_now_is_decoded_in_its_turn,
+            threads_that_wait_for_a_matrix_share_it,
+        });
 }

@@ -21,10 +21,10 @@ struct House {
     static constexpr int N_EXPERT = 4;
 
     explicit House(int budget_in_experts) :
-        map(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; })),
-        table(map, std::make_unique<HostBank>(map, budget_in_experts * map.layers[0].slot_bytes()),
-            call_source(touch_pages, nullptr), plain_codec, {}),
-        disk(table.loader()) {}
+            map(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; })),
+            table(map, std::make_unique<HostBank>(map, budget_in_experts * map.layers[0].slot_bytes()),
+                call_source(touch_pages, nullptr), plain_codec, {}),
+            disk(table.loader()) {}
 
     struct Disk : Reader {
         using Reader::Reader;
@@ -54,7 +54,7 @@ struct House {
 
     int read_all() {
         ReadRequest request;
-        int n = 0;
+        int         n = 0;
         for (; disk.take(request); ++n) {
             disk.end(request);
         }
@@ -78,7 +78,7 @@ struct House {
         return all;
     }
 
-    bool loading (int layer, int expert) { return is(PYORCH_LOADING, layer, expert); }
+    bool loading(int layer, int expert) { return is(PYORCH_LOADING, layer, expert); }
     bool resident(int layer, int expert) { return is(PYORCH_RESIDENT, layer, expert); }
 
     bool is(int state, int layer, int expert) {
@@ -94,7 +94,8 @@ static void a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk() {
     house.guess(house.owner, 1, 1);
     ReadRequest demanded, guessed, other;
     while (house.disk.take(demanded) && house.disk.layer_of(demanded) == 0) {
-        CHECK(!house.disk.take(other) || house.disk.layer_of(other) == 0); // several demands at once, no guess beside them
+        CHECK(!house.disk.take(other) ||
+            house.disk.layer_of(other) == 0); // several demands at once, no guess beside them
         house.disk.end(demanded);
         if (other.load) {
             house.disk.end(other);
@@ -189,7 +190,7 @@ static void who_lacks_memory_gets_that_of_a_guess_under_way() {
     house.guess(house.owner, 1, 1);
     ReadRequest guessed;
     CHECK(house.disk.take(guessed));
-    bool ended = false;
+    bool ended             = false;
     house.disk.while_short = [&] {
         CHECK(!ended); // once: then there is room, and no other guess takes it
         house.disk.end(guessed);
@@ -216,13 +217,14 @@ static void what_a_tier_above_has_is_not_guessed() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk,
-        a_demand_waits_for_one_small_request_of_a_guess_at_most,
-        a_guess_whose_pass_went_without_it_is_read_no_further,
-        an_abandoned_guess_goes_on_for_who_needs_it_after_all,
-        an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name,
-        who_lacks_memory_gets_that_of_a_guess_under_way,
-        what_a_tier_above_has_is_not_guessed,
-    });
+    return run(argc, argv,
+        {
+            a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk,
+            a_demand_waits_for_one_small_request_of_a_guess_at_most,
+            a_guess_whose_pass_went_without_it_is_read_no_further,
+            an_abandoned_guess_goes_on_for_who_needs_it_after_all,
+            an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name,
+            who_lacks_memory_gets_that_of_a_guess_under_way,
+            what_a_tier_above_has_is_not_guessed,
+        });
 }

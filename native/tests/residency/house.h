@@ -19,13 +19,13 @@ struct House {
 
     template <typename Rows>
     House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = plain_codec, int n_used = 0) :
-        map(synthetic_map(path, n_layers, N_EXPERT, rows, n_used)),
-        table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr),
-            std::move(codecs), config(share, policy)),
-        reader(table.loader()) {}
+            map(synthetic_map(path, n_layers, N_EXPERT, rows, n_used)),
+            table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr),
+                std::move(codecs), config(share, policy)),
+            reader(table.loader()) {}
 
     House(int n_layers, double share, pyorch_policy policy = PYORCH_LRU) :
-        House(n_layers, share, policy, [](int) { return SMALL; }) {}
+            House(n_layers, share, policy, [](int) { return SMALL; }) {}
 
     const ModelMap map;
     Table          table;
@@ -38,8 +38,8 @@ struct House {
 
     pyorch_config config(double share, pyorch_policy policy) const {
         pyorch_config config = {};
-        config.budget_bytes = budget(share);
-        config.policy       = policy;
+        config.budget_bytes  = budget(share);
+        config.policy        = policy;
         return config;
     }
 

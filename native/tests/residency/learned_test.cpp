@@ -14,7 +14,8 @@ static void what_follows_what_is_learned_and_valued() {
     constexpr int N = 24, N_USED = 2;
     for (int n_tables : { 1, 3 }) {
         LearnedValue learned({ N, N }, N_USED, n_tables);
-        for (int token = 0; token < 600; ++token) { // a cycle of 12 pairs: all are used equally often, and equally long ago
+        for (int token = 0; token < 600;
+            ++token) { // a cycle of 12 pairs: all are used equally often, and equally long ago
             for (int layer = 0; layer < 2; ++layer) {
                 const int first = 2 * ((token + layer) % 12);
                 learned.visit({ &learned, layer, true, 0, { first, first + 1 } });
@@ -33,7 +34,7 @@ static void what_follows_what_is_learned_and_valued() {
 
 static void what_does_not_follow_on_teaches_no_table() {
     LearnedValue learned({ 16, 16 }, 2);
-    auto visit = [&](const void * context, bool continues) {
+    auto         visit = [&](const void * context, bool continues) {
         for (int layer = 0; layer < 2; ++layer) {
             learned.visit({ context, layer, continues, 0, { 1, 5 } });
         }
@@ -58,7 +59,7 @@ static void what_does_not_follow_on_teaches_no_table() {
 static void what_was_learned_goes_on_from_its_copy() {
     std::mt19937 rng(4);
     LearnedValue one({ 20, 13 }, 3), other({ 20, 13 }, 3);
-    auto visit = [&](LearnedValue & learned, int layer, const std::vector<int> & experts) {
+    auto         visit = [&](LearnedValue & learned, int layer, const std::vector<int> & experts) {
         learned.visit({ &learned, layer, true, 0, experts });
     };
     for (int token = 0; token < 100; ++token) {
@@ -75,7 +76,7 @@ static void what_was_learned_goes_on_from_its_copy() {
 // No thread learns here: the layer that comes next does.
 static void a_table_has_learned_from_all_layers_before_one_comes() {
     House house(2, 0.75, PYORCH_LEARNED); // where all fit none goes, and nothing is learned
-    auto count = [&](int expert) {
+    auto  count = [&](int expert) {
         float of = 0;
         house.table.with_learned([&](LearnedValue & learned) { of = learned.export_state().counts[expert]; });
         return of;
@@ -117,7 +118,7 @@ static std::vector<double> values(House & house, int layer) {
 }
 
 static void pins_minima_and_limits_hold_for_what_is_worth_least() {
-    House house(4, 0.5, PYORCH_LEARNED); // 32 experts
+    House         house(4, 0.5, PYORCH_LEARNED); // 32 experts
     const int32_t pinned[] = { 14, 15 };
     house.table.pin(house.map.layers[1].il, pinned, 2);
     house.pass(2, range(8, 14));
@@ -139,8 +140,8 @@ static void pins_minima_and_limits_hold_for_what_is_worth_least() {
 }
 
 static void a_lowered_budget_keeps_what_is_worth_most_and_learning_goes_on() {
-    House house(2, 0.75, PYORCH_LEARNED); // 24 experts
-    auto decode_all = [&](int begin, int end) { // 0 to 3 in every other token, 4 to 11 in turns
+    House house(2, 0.75, PYORCH_LEARNED);        // 24 experts
+    auto  decode_all = [&](int begin, int end) { // 0 to 3 in every other token, 4 to 11 in turns
         for (int token = begin; token < end; ++token) {
             for (int layer = 0; layer < 2; ++layer) {
                 const int first = token % 2 ? 2 * (token / 2 % 2) : 4 + 2 * (token / 2 % 4);
@@ -153,12 +154,13 @@ static void a_lowered_budget_keeps_what_is_worth_most_and_learning_goes_on() {
     house.table.set_budget(house.map.floor_bytes());
     CHECK(house.stats().resident_experts == 16 && house.stats().used_bytes <= house.map.floor_bytes());
     for (int layer = 0; layer < 2; ++layer) {
-        const auto of = values(house, layer);
+        const auto          of = values(house, layer);
         std::vector<double> kept, gone;
         for (int id = 0; id < 12; ++id) {
             (house.resident(layer, id) ? kept : gone).push_back(of[id]);
         }
-        CHECK(gone.empty() || *std::min_element(kept.begin(), kept.end()) >= *std::max_element(gone.begin(), gone.end()));
+        CHECK(
+            gone.empty() || *std::min_element(kept.begin(), kept.end()) >= *std::max_element(gone.begin(), gone.end()));
     }
     const auto before = values(house, 0);
     decode_all(200, 300);
@@ -187,13 +189,14 @@ static void what_others_stood_in_for_is_read_where_it_is_worth_more_than_what_go
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        what_follows_what_is_learned_and_valued,
-        what_does_not_follow_on_teaches_no_table,
-        what_was_learned_goes_on_from_its_copy,
-        a_table_has_learned_from_all_layers_before_one_comes,
-        pins_minima_and_limits_hold_for_what_is_worth_least,
-        a_lowered_budget_keeps_what_is_worth_most_and_learning_goes_on,
-        what_others_stood_in_for_is_read_where_it_is_worth_more_than_what_goes,
-    });
+    return run(argc, argv,
+        {
+            what_follows_what_is_learned_and_valued,
+            what_does_not_follow_on_teaches_no_table,
+            what_was_learned_goes_on_from_its_copy,
+            a_table_has_learned_from_all_layers_before_one_comes,
+            pins_minima_and_limits_hold_for_what_is_worth_least,
+            a_lowered_budget_keeps_what_is_worth_most_and_learning_goes_on,
+            what_others_stood_in_for_is_read_where_it_is_worth_more_than_what_goes,
+        });
 }

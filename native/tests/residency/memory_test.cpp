@@ -12,9 +12,9 @@
 using namespace pyorch;
 
 static void loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out() {
-    House house(4, 0.5, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE : LARGE / 2; });
+    House        house(4, 0.5, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE : LARGE / 2; });
     std::mt19937 rng(3);
-    auto token = [&] {
+    auto         token = [&] {
         for (int layer = 0; layer < 4; ++layer) {
             const int first = (int) (rng() % 15);
             house.pass(layer, { first, first + 1 });
@@ -31,7 +31,7 @@ static void loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared
     }
     getrusage(RUSAGE_SELF, &after);
     const pyorch_stats stats = house.stats();
-    const double pages = (double) stats.bytes_read / PAGE;
+    const double       pages = (double) stats.bytes_read / PAGE;
     CHECK(stats.loads > 300 && stats.peak_bytes <= stats.budget_bytes);
     CHECK((double) (after.ru_minflt - before.ru_minflt) < 0.1 * pages);
 }
@@ -53,7 +53,7 @@ static void memory_is_fresh_for_who_writes_there_first() {
 
 static void memory_follows_the_size_class_that_lacks_it() {
     House house(4, 0.5, PYORCH_LRU, [](int layer) { return layer % 2 ? LARGE : LARGE / 2; });
-    auto shift = [&](int from) {
+    auto  shift = [&](int from) {
         for (int i = 0; i < 400; ++i) {
             for (int layer = from; layer < 4; layer += 2) {
                 house.pass(layer, { i % 15, i % 15 + 1 });
@@ -113,7 +113,7 @@ static void a_lowered_budget_holds_once_the_running_layers_end() {
 
 // The same of what was on its way.
 static void a_lowered_budget_holds_once_the_reads_end() {
-    House house(4, 0.5);
+    House                    house(4, 0.5);
     std::vector<ReadRequest> reading;
     for (int layer : { 0, 1 }) {
         house.table.prefetch(house.map.layers[layer].il, ALL.data(), (int) ALL.size());
@@ -130,13 +130,14 @@ static void a_lowered_budget_holds_once_the_reads_end() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out,
-        memory_is_fresh_for_who_writes_there_first,
-        memory_follows_the_size_class_that_lacks_it,
-        a_whole_layer_of_any_size_fits_into_the_smallest_budget,
-        a_budget_can_shrink_and_grow,
-        a_lowered_budget_holds_once_the_running_layers_end,
-        a_lowered_budget_holds_once_the_reads_end,
-    });
+    return run(argc, argv,
+        {
+            loads_of_several_sizes_take_no_fresh_pages_once_the_memory_is_shared_out,
+            memory_is_fresh_for_who_writes_there_first,
+            memory_follows_the_size_class_that_lacks_it,
+            a_whole_layer_of_any_size_fits_into_the_smallest_budget,
+            a_budget_can_shrink_and_grow,
+            a_lowered_budget_holds_once_the_running_layers_end,
+            a_lowered_budget_holds_once_the_reads_end,
+        });
 }

@@ -54,9 +54,9 @@ static void pools_have_the_ranks_below_their_thresholds() {
 static void a_pool_of_a_form_without_bytes_has_nobody() {
     ModelMap map = compressed_map();
     for (MoeLayer & layer : map.layers) {
-        auto pack = std::make_shared<PackedLayer>(*layer.pack);
+        auto pack               = std::make_shared<PackedLayer>(*layer.pack);
         pack->part_slot[PART_E] = 0;
-        layer.pack = pack;
+        layer.pack              = pack;
     }
     Pools pools(map);
     use_all(pools);
@@ -68,7 +68,7 @@ static void a_pool_of_a_form_without_bytes_has_nobody() {
 
 static void ranks_go_on_from_uses_that_are_known() {
     const ModelMap map = compressed_map();
-    Pools pools(map);
+    Pools          pools(map);
     for (int layer = 0; layer < N_LAYERS; ++layer) {
         double uses[N_EXPERT] = {};
         for (int id = 0; id < N_EXPERT; ++id) {
@@ -82,8 +82,10 @@ static void ranks_go_on_from_uses_that_are_known() {
     const int n_full = count(pools, Form::FULL), n_compressed = count(pools, Form::COMPRESSED);
     CHECK(n_full > 0 && n_compressed > 0 && n_full + n_compressed < N_LAYERS * N_EXPERT);
     for (int rank = 0; rank < N_LAYERS * N_EXPERT; ++rank) {
-        CHECK(pools.form_of(rank % N_LAYERS, rank / N_LAYERS) == (rank < n_full ? Form::FULL :
-            rank < n_full + n_compressed ? Form::COMPRESSED : Form::SM_ONLY));
+        CHECK(pools.form_of(rank % N_LAYERS, rank / N_LAYERS) ==
+            (rank < n_full                       ? Form::FULL :
+                    rank < n_full + n_compressed ? Form::COMPRESSED :
+                                                   Form::SM_ONLY));
     }
     // Those that come count as much as if all of them had been seen.
     for (int i = 0; i < 100; ++i) {
@@ -111,7 +113,7 @@ static void an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on() 
 
 static void what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank() {
     const ModelMap map = compressed_map();
-    House house(map, 4, { 0, 0, 1, 0, 0 });
+    House          house(map, 4, { 0, 0, 1, 0, 0 });
     for (const MoeLayer & layer : map.layers) {
         double uses[N_EXPERT] = {};
         for (int id = 0; id < 8; ++id) {
@@ -131,7 +133,7 @@ static void what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank() {
 
 static void a_guess_takes_the_memory_of_what_is_kept_compressed_too_before_that_of_whole_experts() {
     const ModelMap map = compressed_map();
-    House house(map, 4, { 0, 0, 1, 0, 0 });
+    House          house(map, 4, { 0, 0, 1, 0, 0 });
     for (int layer = 0; layer < N_LAYERS; ++layer) {
         double uses[N_EXPERT];
         std::fill(uses, uses + N_EXPERT, 1.0);
@@ -160,7 +162,7 @@ static bool refused(const std::function<void()> & call) {
 
 static void uses_that_cannot_be_are_refused() {
     const ModelMap map = compressed_map();
-    House house(map, 6, ALL_FULL);
+    House          house(map, 6, ALL_FULL);
     for (const double wrong : { -1.0, (double) NAN, (double) INFINITY }) {
         double uses[N_EXPERT] = { 1, wrong };
         CHECK(refused([&] { house.table.set_uses(map.layers[0].il, uses, N_EXPERT); }));
@@ -175,7 +177,7 @@ static void what_is_reserved_takes_memory_from_pools() {
     const ModelMap         map  = compressed_map();
     const std::vector<int> some = experts(8);
     const int              il   = map.layers[0].il;
-    House house(map, 8, { 0, 0, 1, 0, 0 });
+    House                  house(map, 8, { 0, 0, 1, 0, 0 });
     for (int round = 0; round < 40; ++round) {
         CHECK(house.use(1, { round % N_EXPERT }));
     }
@@ -203,14 +205,15 @@ static void what_is_reserved_takes_memory_from_pools() {
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        pools_have_the_ranks_below_their_thresholds,
-        a_pool_of_a_form_without_bytes_has_nobody,
-        ranks_go_on_from_uses_that_are_known,
-        an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on,
-        what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank,
-        a_guess_takes_the_memory_of_what_is_kept_compressed_too_before_that_of_whole_experts,
-        uses_that_cannot_be_are_refused,
-        what_is_reserved_takes_memory_from_pools,
-    });
+    return run(argc, argv,
+        {
+            pools_have_the_ranks_below_their_thresholds,
+            a_pool_of_a_form_without_bytes_has_nobody,
+            ranks_go_on_from_uses_that_are_known,
+            an_expert_whose_uses_are_known_has_its_pool_from_its_first_use_on,
+            what_is_used_just_now_stays_in_the_last_pool_whatever_its_rank,
+            a_guess_takes_the_memory_of_what_is_kept_compressed_too_before_that_of_whole_experts,
+            uses_that_cannot_be_are_refused,
+            what_is_reserved_takes_memory_from_pools,
+        });
 }

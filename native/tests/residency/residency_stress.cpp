@@ -5,8 +5,8 @@
 //     residency_stress FILE.gguf SEED N_PASSES threads|io_uring plain|compressed
 //     residency_stress FILE.gguf SEED N_PASSES threads device
 //
-// FILE.gguf is written, used and left; compressed: experts come from FILE.gguf.pack, in all forms; device: in its memory
-// and in that of a device (routing/device_stress.cpp). Exit status 77: this system has no io_uring.
+// FILE.gguf is written, used and left; compressed: experts come from FILE.gguf.pack, in all forms; device: in its
+// memory and in that of a device (routing/device_stress.cpp). Exit status 77: this system has no io_uring.
 
 #include "compressed_pack.h"
 
@@ -37,8 +37,8 @@
 
 using namespace pyorch;
 
-static constexpr int N_LAYERS = 5;
-static constexpr int N_EXPERT = 12;
+static constexpr int N_LAYERS   = 5;
+static constexpr int N_EXPERT   = 12;
 static constexpr int N_CONTEXTS = 8;
 
 static uint32_t word_of(int layer, int role, int expert) {
@@ -48,15 +48,15 @@ static uint32_t word_of(int layer, int role, int expert) {
 // Experts of four sizes: some are read directly, some through the page cache; one layer has gate and up in one tensor.
 static void write_model(const char * path) {
     ggml_init_params params = { 64u << 20, nullptr, false };
-    ggml_context * ctx  = ggml_init(params);
-    gguf_context * gguf = gguf_init_empty();
+    ggml_context *   ctx    = ggml_init(params);
+    gguf_context *   gguf   = gguf_init_empty();
     gguf_set_val_str(gguf, "general.architecture", "stress");
     gguf_set_val_u32(gguf, "stress.block_count", N_LAYERS + 1);
     gguf_set_val_u32(gguf, "stress.expert_used_count", 3);
     for (int l = 0; l < N_LAYERS; ++l) {
-        const bool fused = l == 2;
-        const std::vector<const char *> roles = fused ? std::vector<const char *> { "gate_up", "down" }
-                                                      : std::vector<const char *> { "gate", "up", "down" };
+        const bool                      fused = l == 2;
+        const std::vector<const char *> roles =
+            fused ? std::vector<const char *>{ "gate_up", "down" } : std::vector<const char *>{ "gate", "up", "down" };
         for (size_t r = 0; r < roles.size(); ++r) {
             ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 64, l == 4 ? 300 : l % 2 ? 17 : 560, N_EXPERT);
             ggml_format_name(t, "blk.%d.ffn_%s_exps.weight", l + 1, roles[r]); // block 0 is dense
@@ -89,7 +89,7 @@ public:
     }
 
 private:
-    mutable std::atomic<unsigned> count { 0 };
+    mutable std::atomic<unsigned> count{ 0 };
 };
 
 static const Codec & flipping_codec(Form) {
@@ -124,7 +124,7 @@ public:
 
 private:
     std::unique_ptr<Source> files;
-    std::atomic<unsigned>   count { 0 };
+    std::atomic<unsigned>   count{ 0 };
 };
 
 // A number that others wait for, asleep: 17 threads that spin instead need minutes of a small machine.
@@ -172,22 +172,22 @@ static void guess(Table & table, const void * context, std::mt19937 & rng, int l
 // One context: two compute threads go through the layers as mul_mat_id does.
 static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_failed) {
     std::mt19937 rng(seed);
-    Owner owner = { &owner };
-    owner.n_threads = 2;
+    Owner        owner = { &owner };
+    owner.n_threads    = 2;
     std::vector<std::vector<int>> next(N_LAYERS);
     for (int pass = 0; pass < n_passes; ++pass) {
         const int n_tokens = pass % 6 == 0 ? 64 : 1; // a prompt now and then
         for (int l = 0; l < N_LAYERS; ++l) {
-            const auto ids = n_tokens == 1 && !next[l].empty() ? next[l] :
-                random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
+            const auto ids =
+                n_tokens == 1 && !next[l].empty() ? next[l] : random_experts(rng, n_tokens > 1 ? N_EXPERT : 3);
             next[l].clear();
             table.acquire(owner, l, { ids, random_experts(rng, 3), n_tokens, pass % 3 != 0 });
             if (n_tokens == 1) {
                 guess(table, owner.context, rng, (l + 1) % N_LAYERS, next[(l + 1) % N_LAYERS]);
             }
-            const bool       aborted = pass % 7 == 6 && l == 2; // after its first matrix
-            Count            n_passed;
-            auto compute = [&](const char * thread) {
+            const bool aborted = pass % 7 == 6 && l == 2; // after its first matrix
+            Count      n_passed;
+            auto       compute = [&](const char * thread) {
                 const auto & tensors = table.map.layers[l].tensors;
                 for (int r = 0; r < (aborted ? 1 : (int) tensors.size()); ++r) {
                     for (int round = owner.stream ? 1 : 0; round < 2; ++round) {
@@ -225,44 +225,44 @@ static void decode(Table & table, int seed, int n_passes, std::atomic<int> & n_f
 }
 
 static void order_about(Table & table, int seed, const std::atomic<bool> & done) {
-    std::mt19937 rng(seed);
-    const uint64_t floor = table.map.floor_bytes();
+    std::mt19937           rng(seed);
+    const uint64_t         floor = table.map.floor_bytes();
     const std::vector<int> all = { 0, 1, 2, 3, 4 }, but_the_last = { 0, 1, 2, 3 };
     while (!done) {
-        const int  il  = table.map.layers[rng() % N_LAYERS].il;
-        const auto ids = random_experts(rng, 2);
+        const int    il  = table.map.layers[rng() % N_LAYERS].il;
+        const auto   ids = random_experts(rng, 2);
         pyorch_stats stats;
-        uint8_t mask[N_EXPERT];
+        uint8_t      mask[N_EXPERT];
         try {
             switch (rng() % 10) {
-                case 0: table.pin(il, ids.data(), 2); break;
-                case 1: table.unpin(il, ids.data(), 2); break;
-                case 2: table.evict(il, ids.data(), 2); break;
-                case 3: table.set_budget(floor + rng() % floor); break;
-                case 4: {
-                    constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_BANDIT,
-                        PYORCH_LEAST_STALE, PYORCH_FIFO, PYORCH_MARKING };
-                    table.set_policy(POLICIES[rng() % std::size(POLICIES)]);
+            case 0: table.pin(il, ids.data(), 2); break;
+            case 1: table.unpin(il, ids.data(), 2); break;
+            case 2: table.evict(il, ids.data(), 2); break;
+            case 3: table.set_budget(floor + rng() % floor); break;
+            case 4: {
+                constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_BANDIT,
+                    PYORCH_LEAST_STALE, PYORCH_FIFO, PYORCH_MARKING };
+                table.set_policy(POLICIES[rng() % std::size(POLICIES)]);
+                break;
+            }
+            case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
+            case 6: table.get_residency(il, mask, N_EXPERT); break;
+            case 7: table.set_executed(rng() % 2 ? but_the_last : all); break;
+            case 8: {
+                if (rng() % 8 > 0) { // pools get the time to fill
                     break;
                 }
-                case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
-                case 6: table.get_residency(il, mask, N_EXPERT); break;
-                case 7: table.set_executed(rng() % 2 ? but_the_last : all); break;
-                case 8: {
-                    if (rng() % 8 > 0) { // pools get the time to fill
-                        break;
-                    }
-                    constexpr PoolShares SHARES[] = { ALL_FULL, { 0, 0.5, 0.5, 0, 0 }, { 0, 0.4, 0.2, 0.2, 0.2 },
-                        { 0, 0.6, 0, 0.4, 0 }, { 0, 0, 0, 0, 1 } };
-                    for (const auto & l : table.map.layers) { // what is pinned and reserved leaves pools no memory
-                        table.unpin(l.il, random_experts(rng, N_EXPERT).data(), N_EXPERT);
-                        table.set_layer_limits(l.il, 0, N_EXPERT);
-                    }
-                    table.set_budget(2 * floor);
-                    table.set_pools(SHARES[rng() % std::size(SHARES)]);
-                    break;
+                constexpr PoolShares SHARES[] = { ALL_FULL, { 0, 0.5, 0.5, 0, 0 }, { 0, 0.4, 0.2, 0.2, 0.2 },
+                    { 0, 0.6, 0, 0.4, 0 }, { 0, 0, 0, 0, 1 } };
+                for (const auto & l : table.map.layers) { // what is pinned and reserved leaves pools no memory
+                    table.unpin(l.il, random_experts(rng, N_EXPERT).data(), N_EXPERT);
+                    table.set_layer_limits(l.il, 0, N_EXPERT);
                 }
-                default: table.prefetch(il, ids.data(), 2); break;
+                table.set_budget(2 * floor);
+                table.set_pools(SHARES[rng() % std::size(SHARES)]);
+                break;
+            }
+            default: table.prefetch(il, ids.data(), 2); break;
             }
         } catch (const Failure & e) {
             CHECK(e.status == PYORCH_BUDGET);
@@ -306,8 +306,8 @@ int main(int argc, char ** argv) {
         CHECK(compress(map, std::string(argv[1]) + ".pack"));
     }
     pyorch_config config = {};
-    config.budget_bytes = map.floor_bytes();
-    config.read_bytes   = 48 * 1024;
+    config.budget_bytes  = map.floor_bytes();
+    config.read_bytes    = 48 * 1024;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
         flipping_codec, config);
     {
@@ -320,9 +320,9 @@ int main(int argc, char ** argv) {
         } else {
             reader = std::make_unique<ReaderThreads>(table.loader(), 3);
         }
-        std::atomic<bool> done { false };
-        std::atomic<int>  n_failed { 0 };
-        std::thread orders([&] { order_about(table, seed, done); });
+        std::atomic<bool>        done{ false };
+        std::atomic<int>         n_failed{ 0 };
+        std::thread              orders([&] { order_about(table, seed, done); });
         std::vector<std::thread> contexts;
         for (int i = 0; i < N_CONTEXTS; ++i) {
             contexts.emplace_back([&, i] { decode(table, seed * 7 + i, n_passes, n_failed); });
@@ -358,7 +358,8 @@ int main(int argc, char ** argv) {
         }
         printf("%llu hits, %llu misses (%llu of stored parts), %llu loads, %d failed layers\n",
             (unsigned long long) stats.hits, (unsigned long long) stats.misses,
-            (unsigned long long) (stats.compressed_hits + stats.sm_hits + stats.e_hits), (unsigned long long) stats.loads, (int) n_failed);
+            (unsigned long long) (stats.compressed_hits + stats.sm_hits + stats.e_hits),
+            (unsigned long long) stats.loads, (int) n_failed);
     }
     return 0;
 }

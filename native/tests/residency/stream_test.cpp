@@ -13,7 +13,7 @@ using namespace pyorch;
 // Layers of which a budget of 5 experts at least must do.
 struct Narrow : House {
     explicit Narrow(double share, Codecs codecs = plain_codec) :
-        House(3, share, PYORCH_LRU, [](int) { return SMALL; }, std::move(codecs), 2) {}
+            House(3, share, PYORCH_LRU, [](int) { return SMALL; }, std::move(codecs), 2) {}
 
     uint64_t expert_bytes() const { return map.layers[0].expert_bytes(); }
 
@@ -21,11 +21,11 @@ struct Narrow : House {
     // that was.
     int compute(int layer, const std::vector<int> & experts, int n_threads = 2, std::vector<int> roles = { 0, 1, 2 }) {
         const std::vector<char> threads(n_threads);
-        auto address = [&](int thread, int expert, int role) {
+        auto                    address = [&](int thread, int expert, int role) {
             return table.address(owner, layer, expert, role, false, &threads[thread]);
         };
         owner.n_threads = n_threads;
-        int most = 0;
+        int most        = 0;
         for (int role : roles) {
             size_t first = 0;
             for (size_t last = 0; last < experts.size(); ++last) {
@@ -147,7 +147,7 @@ static void a_layer_gives_up_its_own_for_its_own_below_its_minimum() {
 }
 
 static void what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window() {
-    Narrow house(0.25); // 12 experts
+    Narrow house(0.25);                                              // 12 experts
     CHECK(house.pass(0, range(0, 12)) && house.n_resident(0) == 12); // else it would wait to be asked for
     const int32_t pinned[] = { 0, 1, 2, 3 };
     house.table.pin(house.map.layers[1].il, pinned, 4);
@@ -172,13 +172,14 @@ static void what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window(
 }
 
 int main(int argc, char ** argv) {
-    return run(argc, argv, {
-        a_layer_that_does_not_fit_is_streamed_and_each_matrix_read_once,
-        what_a_streamed_layer_finds_in_memory_is_not_read_again,
-        a_graph_that_takes_the_matrices_in_another_order_is_streamed_too,
-        a_stream_that_is_aborted_gives_its_window_back,
-        a_read_error_ends_a_stream_with_its_sentence,
-        a_layer_gives_up_its_own_for_its_own_below_its_minimum,
-        what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window,
-    });
+    return run(argc, argv,
+        {
+            a_layer_that_does_not_fit_is_streamed_and_each_matrix_read_once,
+            what_a_streamed_layer_finds_in_memory_is_not_read_again,
+            a_graph_that_takes_the_matrices_in_another_order_is_streamed_too,
+            a_stream_that_is_aborted_gives_its_window_back,
+            a_read_error_ends_a_stream_with_its_sentence,
+            a_layer_gives_up_its_own_for_its_own_below_its_minimum,
+            what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window,
+        });
 }

@@ -17,9 +17,7 @@ constexpr int N_USED = 3;
 const std::vector<int32_t> experts      = { 1, 4, 3, 5, 4, 0 };
 const std::vector<int>     device_slots = { 0, 2, 7, NONE, NONE, 1 };
 
-GraphLayer layer() {
-    return { nullptr, 0, false };
-}
+GraphLayer layer() { return { nullptr, 0, false }; }
 
 void each_row_is_taken_from_the_side_that_computes_it() {
     GraphLayer g = layer();
@@ -47,7 +45,7 @@ void no_token_names_a_slot_twice() {
 }
 
 void an_expert_that_is_named_again_is_computed_once() {
-    GraphLayer g = layer();
+    GraphLayer                 g     = layer();
     const std::vector<int32_t> twice = { 1, 0, 1 };
     set_device_rows(g, twice.data(), N_USED, 1, device_slots, 8);
     CHECK(g.joined_rows == std::vector<int32_t>({ 0, 1, 0 }));
@@ -55,8 +53,8 @@ void an_expert_that_is_named_again_is_computed_once() {
 }
 
 void where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot() {
-    GraphLayer g = layer();
-    g.may_repeat = true;
+    GraphLayer g                   = layer();
+    g.may_repeat                   = true;
     const std::vector<int32_t> one = { 4, 0, 3 };
     set_device_rows(g, one.data(), N_USED, 1, device_slots, 8);
     CHECK(g.device_slots == std::vector<int32_t>({ 3, 0, 3 }));

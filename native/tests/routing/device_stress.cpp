@@ -1,6 +1,7 @@
 // Several contexts share the slots and areas of a device, forecasts bring guests, contexts are aborted and freed,
-// limits and predictors change, and reads fail now and then. Each slot that a layer computes with must hold the bytes of
-// its expert from then on until the next layer comes. The device is the processor: so a sanitizer sees what goes there.
+// limits and predictors change, and reads fail now and then. Each slot that a layer computes with must hold the bytes
+// of its expert from then on until the next layer comes. The device is the processor: so a sanitizer sees what goes
+// there.
 
 #include "routing/device_stress.h"
 
@@ -76,7 +77,7 @@ public:
 
 private:
     std::unique_ptr<Source> files;
-    std::atomic<unsigned>   count { 0 };
+    std::atomic<unsigned>   count{ 0 };
 };
 
 static std::vector<int> random_experts(std::mt19937 & rng, int n) {
@@ -99,7 +100,7 @@ struct Computed {
 static void check(const DeviceTier & tier, const Table & table, const Computed & it) {
     for (int e = 0; e < (int) it.slots.size(); ++e) {
         for (int role = 0; it.slots[e] >= 0 && role < (int) table.map.layers[it.layer].tensors.size(); ++role) {
-            ggml_tensor * t = it.in_area ? tier.area(it.layer, role) : tier.bank.slots(it.layer, role);
+            ggml_tensor *         t = it.in_area ? tier.area(it.layer, role) : tier.bank.slots(it.layer, role);
             std::vector<uint32_t> words(t->nb[2] / sizeof(uint32_t));
             ggml_backend_tensor_get(t, words.data(), it.slots[e] * t->nb[2], t->nb[2]);
             const uint32_t expected = word_of(it.layer, role, e);
@@ -110,12 +111,12 @@ static void check(const DeviceTier & tier, const Table & table, const Computed &
 
 // One context: the stages that a device has a part in.
 static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std::atomic<int> & n_computed) {
-    std::mt19937 rng(seed);
-    Owner       owner = { &owner };
-    DeviceHold  hold;
-    std::thread predictor;
+    std::mt19937                  rng(seed);
+    Owner                         owner = { &owner };
+    DeviceHold                    hold;
+    std::thread                   predictor;
     std::vector<std::vector<int>> next(N_LAYERS);
-    const auto settle = [&] {
+    const auto                    settle = [&] {
         if (predictor.joinable()) {
             predictor.join();
         }
@@ -135,7 +136,7 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             std::vector<int> experts(ids.begin(), ids.end());
             std::sort(experts.begin(), experts.end());
             experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
-            RoutedBatch batch = {};
+            RoutedBatch batch  = {};
             batch.layer        = l;
             batch.decode       = !prompt;
             batch.n_tokens     = n_tokens;
@@ -145,7 +146,7 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             batch.on_device    = true;
             batch.through_area = tier.takes_area(n_tokens, !prompt);
             check(tier, table, computed); // until now
-            if (seed % 2) { // else predictors have changed: their forecasts may come at any time
+            if (seed % 2) {               // else predictors have changed: their forecasts may come at any time
                 settle();
             }
             tier.choose(hold, batch, experts, { owner.context, l, true, tier.bank.used(), experts });
@@ -154,12 +155,12 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
                 [&](int e) { return batch.device_slots.empty() || batch.device_slots[e] < 0; });
             table.acquire(owner, l, { here, here, n_tokens, true, true, !batch.device_slots.empty() });
             settle();
-            const int to = (l + 1) % N_LAYERS;
-            const int then = (l + 2) % N_LAYERS;
-            next[then] = random_experts(rng, N_USED);
+            const int to    = (l + 1) % N_LAYERS;
+            const int then  = (l + 2) % N_LAYERS;
+            next[then]      = random_experts(rng, N_USED);
             const int wrong = (int) (rng() % N_EXPERT);
             const int right = next[to].empty() ? wrong : next[to][1];
-            predictor = std::thread([&tier, &owner, to, then, right, wrong, later = next[then][0]] {
+            predictor       = std::thread([&tier, &owner, to, then, right, wrong, later = next[then][0]] {
                 tier.order(owner.context, then, { { later, 0, 2 } }, 0);
                 tier.order(owner.context, to, { { right, 0, 1 }, { wrong, 1, 1 } }, 0);
             });
@@ -204,28 +205,28 @@ static void change_about(DeviceTier & tier, int seed, const std::atomic<bool> & 
     while (!done) {
         try {
             switch (rng() % 5) {
-                case 0: {
-                    const int max = N_EXPERT - (int) (rng() % 8);
-                    tier.set_limits((int) (rng() % N_LAYERS), (int) (rng() % 2), max);
-                    break;
-                }
-                case 1: {
-                    constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU };
-                    tier.set_policy(POLICIES[rng() % std::size(POLICIES)]);
-                    break;
-                }
-                case 2: tier.set_by_forecasts(rng() % 4 > 0); break;
-                case 3: {
-                    std::vector<uint8_t> mask(N_EXPERT);
-                    tier.mark((int) (rng() % N_LAYERS), mask);
-                    break;
-                }
-                default: {
-                    pyorch_stats stats = {};
-                    tier.add_stats(-1, stats);
-                    CHECK(stats.device_used_bytes <= stats.device_budget_bytes);
-                    CHECK(stats.device_ahead_hits <= stats.device_ahead);
-                }
+            case 0: {
+                const int max = N_EXPERT - (int) (rng() % 8);
+                tier.set_limits((int) (rng() % N_LAYERS), (int) (rng() % 2), max);
+                break;
+            }
+            case 1: {
+                constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU };
+                tier.set_policy(POLICIES[rng() % std::size(POLICIES)]);
+                break;
+            }
+            case 2: tier.set_by_forecasts(rng() % 4 > 0); break;
+            case 3: {
+                std::vector<uint8_t> mask(N_EXPERT);
+                tier.mark((int) (rng() % N_LAYERS), mask);
+                break;
+            }
+            default: {
+                pyorch_stats stats = {};
+                tier.add_stats(-1, stats);
+                CHECK(stats.device_used_bytes <= stats.device_budget_bytes);
+                CHECK(stats.device_ahead_hits <= stats.device_ahead);
+            }
             }
         } catch (const Failure & e) {
             CHECK(e.status == PYORCH_BUDGET);
@@ -236,12 +237,12 @@ static void change_about(DeviceTier & tier, int seed, const std::atomic<bool> & 
 
 void stress_device(const char * path, int seed, int n_passes) {
     write_model(path);
-    ModelMap map(path);
+    ModelMap      map(path);
     pyorch_config config = {};
-    config.budget_bytes = map.expert_bytes() / 2;
-    config.read_bytes   = 48 * 1024;
-    config.device_bytes = map.expert_bytes() * 2 / 3;
-    config.device_ahead = 2;
+    config.budget_bytes  = map.expert_bytes() / 2;
+    config.read_bytes    = 48 * 1024;
+    config.device_bytes  = map.expert_bytes() * 2 / 3;
+    config.device_ahead  = 2;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
         plain_codec, config);
     ReaderThreads reader(table.loader(), 2);
@@ -250,9 +251,9 @@ void stress_device(const char * path, int seed, int n_passes) {
         DeviceTier tier(table, cpu_backend().device, config);
         tier.open(0);
         CHECK(!tier.has_room_for_all() && tier.bank.n_areas() == 2);
-        std::atomic<bool> done { false };
-        std::atomic<int>  n_computed { 0 };
-        std::thread changes([&] { change_about(tier, seed, done); });
+        std::atomic<bool>        done{ false };
+        std::atomic<int>         n_computed{ 0 };
+        std::thread              changes([&] { change_about(tier, seed, done); });
         std::vector<std::thread> contexts;
         for (int i = 0; i < N_CONTEXTS; ++i) {
             contexts.emplace_back([&, i] { decode(tier, table, seed * 7 + i, n_passes, n_computed); });

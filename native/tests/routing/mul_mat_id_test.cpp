@@ -16,14 +16,14 @@
 
 // With more experts than the mask of deferred ones holds, and with none to defer.
 static bool computes_any_number_of_experts() {
-    constexpr int n_expert = 1500, n_used = 3, n_tokens = 5, n_in = 32, n_out = 8;
-    ggml_context * ctx = ggml_init({ (size_t) 64 << 20, nullptr, false });
+    constexpr int  n_expert = 1500, n_used = 3, n_tokens = 5, n_in = 32, n_out = 8;
+    ggml_context * ctx     = ggml_init({ (size_t) 64 << 20, nullptr, false });
     ggml_tensor *  experts = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, n_out, n_expert);
     ggml_tensor *  inputs  = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, n_used, n_tokens);
     ggml_tensor *  ids     = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_used, n_tokens);
-    auto * weights = (float *) experts->data;
-    auto * values  = (float *) inputs->data;
-    auto * chosen  = (int32_t *) ids->data;
+    auto *         weights = (float *) experts->data;
+    auto *         values  = (float *) inputs->data;
+    auto *         chosen  = (int32_t *) ids->data;
     for (int i = 0; i < n_in * n_out * n_expert; ++i) {
         weights[i] = std::sin(0.37f * (float) i);
     }
@@ -60,7 +60,7 @@ static bool computes_any_number_of_experts() {
 // Experts of the second half are not there until they are waited for.
 struct Repacked {
     std::vector<std::vector<char>> matrices;
-    std::atomic<int>               n_late{0};
+    std::atomic<int>               n_late{ 0 };
 };
 
 static Repacked * there = nullptr;
@@ -73,9 +73,7 @@ static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
     return there->matrices[expert].data();
 }
 
-static bool repacked(const ggml_tensor *) {
-    return true;
-}
+static bool repacked(const ggml_tensor *) { return true; }
 
 static ggml_backend_buffer_type_t repack_buffers() {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
@@ -91,9 +89,9 @@ static ggml_backend_buffer_type_t repack_buffers() {
 
 // Bit for bit what CPU_REPACK buffers give, for one token and for a prompt.
 static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_tokens) {
-    constexpr int64_t n_in = 512, n_expert = 6, n_used = 4;
-    const size_t      matrix_bytes = ggml_row_size(type, n_in) * n_out;
-    const pyorch::ExpertTensor layout = { "", "", ggml_type_name(type), 0, 0, matrix_bytes, n_in, n_out };
+    constexpr int64_t          n_in = 512, n_expert = 6, n_used = 4;
+    const size_t               matrix_bytes = ggml_row_size(type, n_in) * n_out;
+    const pyorch::ExpertTensor layout       = { "", "", ggml_type_name(type), 0, 0, matrix_bytes, n_in, n_out };
     if (!pyorch::can_repack(layout)) {
         return true;
     }
@@ -112,11 +110,12 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
 
     std::vector<float> results[2];
     for (const bool hooked : { false, true }) {
-        ggml_context * weights = ggml_init({ ggml_tensor_overhead(), nullptr, true });
-        ggml_tensor *  experts = ggml_new_tensor_3d(weights, type, n_in, n_out, n_expert);
-        ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(weights, hooked ? ggml_backend_cpu_buffer_type() : repack_buffers());
-        Repacked               kept;
-        ggml_cpu_expert_hooks  hooks = { address, nullptr, repacked };
+        ggml_context *        weights = ggml_init({ ggml_tensor_overhead(), nullptr, true });
+        ggml_tensor *         experts = ggml_new_tensor_3d(weights, type, n_in, n_out, n_expert);
+        ggml_backend_buffer_t buffer  = ggml_backend_alloc_ctx_tensors_from_buft(
+            weights, hooked ? ggml_backend_cpu_buffer_type() : repack_buffers());
+        Repacked              kept;
+        ggml_cpu_expert_hooks hooks = { address, nullptr, repacked };
         if (hooked) {
             ggml_backend_buffer_clear(buffer, 0xFF); // nobody looks there
             for (int e = 0; e < n_expert; ++e) {
@@ -159,7 +158,8 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
         }
     }
     if (memcmp(results[0].data(), results[1].data(), results[0].size() * sizeof(float)) != 0) {
-        fprintf(stderr, "%s, %d tokens: experts that are repacked one by one compute otherwise\n", name.c_str(), n_tokens);
+        fprintf(
+            stderr, "%s, %d tokens: experts that are repacked one by one compute otherwise\n", name.c_str(), n_tokens);
         return false;
     }
     return true;
@@ -174,7 +174,8 @@ int main() {
             continue;
         }
         for (const int64_t n_out : { 64, 40, 20 }) { // groups of 16, 8 and 4 rows
-            if (!computes_repacked_experts((ggml_type) type, n_out, 1) || !computes_repacked_experts((ggml_type) type, n_out, 9)) {
+            if (!computes_repacked_experts((ggml_type) type, n_out, 1) ||
+                !computes_repacked_experts((ggml_type) type, n_out, 9)) {
                 return 1;
             }
         }

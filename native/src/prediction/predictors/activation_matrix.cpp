@@ -11,8 +11,8 @@ namespace {
 class ActivationMatrix : public Predictor {
 public:
     ActivationMatrix(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, Distances distance) :
-        history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)),
-        request(this->history->requests) {}
+            history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)),
+            request(this->history->requests) {}
 
     void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
         if (it.request) {
@@ -51,8 +51,8 @@ private:
             }
             Forecast f = { layer, layer - from, 0, {}, std::vector<float>(n_expert[layer]), {} };
             float *  p = f.probability.data();
-            if (match.index < 0 ? !request.row(layer, p, n_expert[layer])
-                                : !history->requests.row(match, layer, p, n_expert[layer])) {
+            if (match.index < 0 ? !request.row(layer, p, n_expert[layer]) :
+                                  !history->requests.row(match, layer, p, n_expert[layer])) {
                 continue;
             }
             f.experts = top(p, n_expert[layer], 2 * n_used);

@@ -11,11 +11,11 @@ namespace {
 class ExpertMap : public Predictor {
 public:
     ExpertMap(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, Distances distance) :
-        history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)) {}
+            history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)) {}
 
     void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
         auto & store = history->iterations;
-        n_tokens = it.decode ? it.n_tokens : 0;
+        n_tokens     = it.decode ? it.n_tokens : 0;
         while ((int) searches.size() < n_tokens) {
             searches.emplace_back(store);
         }
@@ -36,7 +36,7 @@ public:
         if (it.layer >= store.n_layers) {
             return; // of layers that a decode does not pass
         }
-        n_used = it.n_used;
+        n_used          = it.n_used;
         const int width = n_expert[it.layer];
         if (!n_tokens || it.n_tokens != n_tokens || searches[0].n_known() != it.layer ||
             it.probs.size() != (size_t) n_tokens * width) {
@@ -72,9 +72,9 @@ private:
             return;
         }
         const float threshold = std::max(0.0f, std::min(1 - match.score, 1.0f));
-        f.experts = top(f.probability.data(), n_expert[layer], n_expert[layer]);
-        float  sum = 0;
-        size_t n   = 0;
+        f.experts             = top(f.probability.data(), n_expert[layer], n_expert[layer]);
+        float  sum            = 0;
+        size_t n              = 0;
         while (n < f.experts.size() && (n < (size_t) n_used || sum < threshold)) {
             sum += f.probability[f.experts[n++]];
         }

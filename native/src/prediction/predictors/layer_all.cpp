@@ -9,7 +9,7 @@ namespace {
 class LayerAll : public Predictor {
 public:
     LayerAll(const PredictionModel & model, const Distances & distance) :
-        layers(model.layers), n_expert(model.n_expert), distance(distance) {}
+            layers(model.layers), n_expert(model.n_expert), distance(distance) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
         for (int layer : layers) {

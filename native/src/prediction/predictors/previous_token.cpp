@@ -7,7 +7,7 @@ namespace {
 class PreviousToken : public Predictor {
 public:
     PreviousToken(const PredictionModel & model, const Distances & distance) :
-        layers(model.layers), distance(distance), last(distance.size()) {}
+            layers(model.layers), distance(distance), last(distance.size()) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
         last[it.layer] = it;

@@ -41,7 +41,12 @@ struct HiddenState {
 Forecast forecast_of(const Router & router, const float * logits, int layer, int distance, int token) {
     Choice choice = choose(router, std::vector<float>(logits, logits + router.n_expert), 2 * router.n_used);
     return {
-        layer, distance, token, std::move(choice.experts), std::move(choice.probability), std::move(choice.weights),
+        layer,
+        distance,
+        token,
+        std::move(choice.experts),
+        std::move(choice.probability),
+        std::move(choice.weights),
     };
 }
 
@@ -63,8 +68,8 @@ public:
         prefetch_what_is_read(it, reached);
         const std::vector<HiddenState> states = states_of(it);
         for (int layer : reached) {
-            const Router & router = model.routers[layer];
-            const int      ahead  = layer - it.layer;
+            const Router &             router = model.routers[layer];
+            const int                  ahead  = layer - it.layer;
             std::vector<CompactVector> inputs;
             for (const HiddenState & state : states) {
                 const std::vector<float> input = state.input_of(router);
@@ -91,8 +96,8 @@ public:
 protected:
     const PredictionModel model;
 
-    virtual std::vector<HiddenState> states_of(const RoutedLayer & it) = 0; // by token
-    virtual bool needs_defaults() const { return false; } // of the layer that was routed
+    virtual std::vector<HiddenState> states_of(const RoutedLayer & it) = 0;   // by token
+    virtual bool                     needs_defaults() const { return false; } // of the layer that was routed
 
     // Of the router of layer `to` for inputs that were guessed behind `from`: logits[inputs.size()][n_expert].
     virtual void correct(int, int, const std::vector<CompactVector> &, float *) {}
@@ -138,12 +143,12 @@ class QuasiHidden : public RouterAhead {
 
     std::vector<HiddenState> states_of(const RoutedLayer & it) override {
         std::vector<HiddenState> states(it.n_tokens);
-        const int n_embd = (int) std::max(it.residuals.size(), it.inputs.size()) / it.n_tokens;
-        const CompactMatrix * defaults = model.defaults[it.layer].get();
+        const int                n_embd   = (int) std::max(it.residuals.size(), it.inputs.size()) / it.n_tokens;
+        const CompactMatrix *    defaults = model.defaults[it.layer].get();
         for (int t = 0; t < it.n_tokens; ++t) {
             HiddenState & state = states[t];
-            state.n_embd = n_embd;
-            state.input  = it.inputs.empty() ? nullptr : row(it.inputs, it.n_tokens, t, n_embd);
+            state.n_embd        = n_embd;
+            state.input         = it.inputs.empty() ? nullptr : row(it.inputs, it.n_tokens, t, n_embd);
             if (it.residuals.empty()) {
                 continue;
             }
@@ -164,7 +169,7 @@ class Estimated : public QuasiHidden {
 public:
     // asked: by layer that is guessed
     Estimated(const PredictionModel & model, std::vector<uint8_t> asked, const Distances & distance) :
-        QuasiHidden(model, distance), asked(std::move(asked)) {}
+            QuasiHidden(model, distance), asked(std::move(asked)) {}
 
 private:
     const std::vector<uint8_t> asked;
@@ -190,8 +195,8 @@ std::unique_ptr<Predictor> make_quasi_hidden(const PredictionModel & model, cons
 }
 
 std::unique_ptr<Predictor> make_estimator(const PredictionModel & model, const Distances & distance) {
-    return std::make_unique<Estimated>(model, std::vector<uint8_t>(model.n_expert.size(), model.estimator != nullptr),
-        distance);
+    return std::make_unique<Estimated>(
+        model, std::vector<uint8_t>(model.n_expert.size(), model.estimator != nullptr), distance);
 }
 
 std::unique_ptr<Predictor> make_hybrid(const PredictionModel & model, const Distances & distance) {
