@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
-from pyorch.llama.context_plan import WIDE_UBATCH
+from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.llama.device import bias_bytes, margin_bytes
 from pyorch.llama.measure import chain_bytes
 from pyorch.runtime.device_rates import rates_for

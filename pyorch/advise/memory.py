@@ -6,7 +6,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import logs, measure
-from pyorch.llama.context_plan import WIDE_UBATCH
+from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.llama.memory import MemoryLimit, rest_bytes
 from pyorch.llama.originals import original
 from pyorch.runtime.model_map import MapInfo, ModelMap

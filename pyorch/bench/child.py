@@ -120,7 +120,7 @@ class _Run:
 
     def __init__(self, model: int, context: int, record: ManagedModel | None, n_sequences: int) -> None:
         self.engine = record.engine if record is not None else None
-        division = record.division if record is not None else None
+        division = record.division.split if record is not None else None
         is_planned = division is not None and division.batch == n_sequences
         self.planned_stall_seconds = division.makespan / n_sequences if is_planned else float("nan")
         self._record = record
@@ -237,8 +237,7 @@ def _loaded(job: Job) -> Iterator[_Run]:
 
 @contextlib.contextmanager
 def _managing(job: Job) -> Iterator[None]:
-    from pyorch.llama import logs
-    from pyorch.llama import interception
+    from pyorch.llama import interception, logs
 
     logs.set_quiet(True)
     with interception.managing(job.config.settings):

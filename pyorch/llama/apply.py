@@ -71,13 +71,9 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
         engine.set_layer_prefetch(il, predictor, distance, prefetch.min_precision)
 
 
-def apply_uses(engine: Engine, sidecars: Sidecars) -> None:
-    """Ranks of experts begin with what the sidecars know of their use; with nothing where they know nothing."""
-    set_uses(engine, sidecars.map, sidecars.uses())
-
-
 def set_uses(engine: Engine, model_map: ModelMap, uses: np.ndarray | None) -> None:
-    """The same, of given uses: float64[n_layers, n_expert] of the layers that a decode passes."""
+    """Ranks of experts begin with these uses: float64[n_layers, n_expert] of the layers that a decode passes; with
+    nothing where None is known."""
     if uses is not None:
         for layer, of_layer in zip(model_map.decoded_layers, uses):
             engine.set_uses(layer.il, of_layer[: layer.n_expert])

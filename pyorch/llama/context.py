@@ -12,7 +12,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.library.numerics import np
-from pyorch.llama.device import refuse_lost
+from pyorch.llama.managed import refuse_lost
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.handle import FORKED
 from pyorch.runtime.interrupts import raise_held

@@ -1,4 +1,4 @@
-"""How wide a context computes, and what it leaves for experts under the automatic budget."""
+"""How wide a context computes, and what it leaves for experts: of host memory, and of a device's."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from collections.abc import Callable
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama import measure, memory
-from pyorch.llama.device import host_dense_bytes
+from pyorch.llama.device import bias_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
+from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.originals import original
-from pyorch.settings.pools import Pools
-
-DEFAULT_CTX = 4096
-
-# Tokens that are computed at once.
-LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048
+from pyorch.runtime import fatal
+from pyorch.settings.budget import AUTO
+from pyorch.sizes import format_bytes
 
 
 def default_ubatch(managed: ManagedModel) -> int | None:
     """Tokens to compute at once: in prefill every expert is read once for each ubatch, so twice as wide is half the
     reading. None under the automatic budget, where it depends on what memory a context leaves."""
-    if managed.automatic:
+    if managed.plan.automatic:
         return None
     whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
     return NARROW_UBATCH if whole else WIDE_UBATCH
@@ -39,7 +37,7 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     free = dataclasses.replace(limit, free_bytes=free_bytes)
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    dense_bytes = host_dense_bytes(managed) if mapped else 0
+    dense_bytes = host_dense_bytes(managed.map, managed.device, managed.params) if mapped else 0
     with managed.engine.capture(), measure.twin(
         original("llama_model_load_from_file"), managed.path, managed.params
     ) as twin:
@@ -58,11 +56,37 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
             needed = need(params.n_ubatch // 2)
     plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
     managed.engine.set_budget(plan.budget_bytes)
-    if managed.pool_planner is not None:
-        managed.division = managed.pool_planner.packed_best(plan.budget_bytes)
-        managed.pools = Pools(*managed.division.shares)
-        managed.engine.set_pools(managed.pools)
+    if managed.division.planner is not None:
+        managed.division = managed.division.at(plan.budget_bytes)
+        managed.engine.set_pools(managed.division.pools)
     return needed
+
+
+def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_loaded: bool = True) -> None:
+    """What experts get of the device: under the automatic budget, what a first context with these parameters will leave
+    of it; of a budget that was given, no more than that, and a line says so.
+
+    is_loaded: the dense weights are there already.
+    """
+    device = managed.device
+    if managed.engine is None or device is None or managed.device_planned:
+        return
+    info, budget = managed.map.info, managed.plan.settings.vram_budget
+    with managed.engine.capture(), measure.twin(
+        original("llama_model_load_from_file"), managed.path, managed.params
+    ) as twin:
+        sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, device)
+    needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
+    if not is_loaded:
+        needed += info.dense_bytes - host_dense_bytes(managed.map, device, managed.params) + bias_bytes(managed.map)
+    left = device.free_bytes() - needed
+    if budget == AUTO:
+        managed.engine.set_device_budget(max(0, left - margin_bytes(device.total_bytes())))
+    elif left < (given := min(budget.amount.of(info.expert_bytes), info.expert_bytes)):
+        managed.engine.set_device_budget(max(0, left))
+        fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
+                     f"context: so much is for experts, not {format_bytes(given)}")
+    managed.device_planned = True
 
 
 def try_context(managed: ManagedModel, params: llama.llama_context_params) -> None:

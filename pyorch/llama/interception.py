@@ -20,11 +20,9 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama import logs, measure
-from pyorch.llama.capture import capture
 from pyorch.llama.closed import closing
-from pyorch.llama.context_plan import default_ubatch, plan_context
-from pyorch.llama.device import place, plan_device, refuse_lost
-from pyorch.llama.managed import ManagedModel, find, is_forked, lock, models
+from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
+from pyorch.llama.managed import find, is_forked, loading, lock, models, refuse_lost
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
 from pyorch.runtime.handle import FORKED
@@ -96,10 +94,8 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
         return call()
     if settings.use_extra_bufts is not None:
         params.use_extra_bufts = settings.use_extra_bufts
-    managed = ManagedModel(path, _map(path), settings, params)
-    place(managed)
     logs.forget_errors()
-    with capture(managed), fatal.refused():
+    with loading(path, _map(path), settings, params) as managed, fatal.refused():
         model = call()
     try:
         raise_held()
@@ -126,8 +122,8 @@ def _free_model(free: Callable, model: int) -> None:
     free(model)
     if managed is None:
         return
-    if managed.settings.on_free is not None:
-        managed.settings.on_free(managed)
+    if managed.plan.settings.on_free is not None:
+        managed.plan.settings.on_free(managed)
     if managed.engine is not None:
         managed.engine.close()
 
@@ -151,7 +147,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     if managed.engine is not None:
         params.op_offload = False  # a device would copy experts from where they are not
     widen = settings.widen and n_ubatch is None
-    reserved = plan_context(managed, params, widen) if managed.automatic else 0
+    reserved = plan_context(managed, params, widen) if managed.plan.automatic else 0
     plan_device(managed, params)  # behind that, which chooses how wide its buffers are
     logs.forget_errors()
     with fatal.refused():
@@ -170,7 +166,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         except PyorchError:
             original("llama_free")(context)
             raise
-    if managed.automatic:
+    if managed.plan.automatic:
         with lock:
             managed.contexts[context] = reserved
     return context

@@ -48,8 +48,8 @@ class Layer:
         self.n_expert = n_expert
         self._engine = record.engine
         self._record = record
-        self._policy = LayerPolicy(substitution=record.settings.substitution)
-        self.buddies = record.buddies
+        self._policy = LayerPolicy(substitution=record.plan.settings.substitution)
+        self.buddies = record.plan.buddies
 
     def __repr__(self) -> str:
         return f"<pyorch.llama.layer.Layer {self.il}: {self.n_expert} experts, {self._policy}>"
@@ -77,11 +77,11 @@ class Layer:
                 most = self.n_expert if policy.max_on_device is None else policy.max_on_device
                 self._engine.set_device_limits(self.il, policy.min_on_device, most)
             if policy.substitution != self._policy.substitution:
-                apply_ghosts(self._engine, self.il, policy.substitution, self._record.sidecars)
+                apply_ghosts(self._engine, self.il, policy.substitution, self._record.plan.sidecars)
                 apply_substitution(self._engine, self.il, policy.substitution, self.buddies)
             if policy.prefetch != self._policy.prefetch:
-                prefetch = self._record.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
-                apply_prefetch(prefetch, self._engine, self._record.sidecars, self.il)
+                prefetch = self._record.plan.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
+                apply_prefetch(prefetch, self._engine, self._record.plan.sidecars, self.il)
         except PyorchError:
             self._engine.unpin(self.il, added)
             raise
@@ -103,7 +103,7 @@ class Layer:
 
         hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
         """
-        apply_ghosts(self._engine, self.il, substitution, self._record.sidecars)
+        apply_ghosts(self._engine, self.il, substitution, self._record.plan.sidecars)
         apply_substitution(self._engine, self.il, substitution, buddies, hops)
         self.buddies = buddies
         self._policy = dataclasses.replace(self._policy, substitution=substitution)

@@ -2,91 +2,88 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.llama.apply import speculative
+from pyorch.errors import DeviceError
+from pyorch.llama.build import build
+from pyorch.llama.plan import Division, EnginePlan, make_plan
 from pyorch.runtime.devices import Device
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import AUTO
-from pyorch.settings.device import DeviceMisses
-from pyorch.settings.pools import Pools
-from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
-from pyorch.sidecars.beside import Sidecars
 
-if TYPE_CHECKING:
-    from pyorch.llama.pools import PoolPlanner
-    from pyorch.planning.planner import Split
-    from pyorch.sidecars.buddies import Buddies
+
+@contextlib.contextmanager
+def loading(
+    path: str, model_map: ModelMap, settings: Settings, params: llama.llama_model_params, placed: bool = False
+) -> Iterator[ManagedModel]:
+    """The model at path, while llama.cpp loads it with these parameters: its experts are left to the engine that is
+    planned and built first. placed: other servers compute experts for it. Raises as make_plan() and build() do."""
+    plan = make_plan(settings, model_map, params, placed)
+    managed = ManagedModel(path, plan, params, build(plan))
+    with managed.engine.capture() if managed.engine is not None else contextlib.nullcontext():
+        yield managed
 
 
 @dataclass
 class ManagedModel:
-    """A loaded model: its map, and its engine unless it is dense or llama.cpp keeps its experts."""
+    """A loaded model: what was planned for it, the engine that was built of that, and what changed since.
+
+    engine: None where the model is dense or llama.cpp keeps its experts. division: of the memory of a compressed pack
+    as it is now: under the automatic budget a context changes it. speculating: layers execute what is forecast for
+    them. device_planned: a context has said how much of the device's memory experts get. contexts: llama_context * to
+    its bytes, under the automatic budget.
+    """
 
     path: str
-    map: ModelMap
-    settings: Settings
+    plan: EnginePlan
     params: llama.llama_model_params
-    engine: Engine | None = None
-    device: Device | None = None  # its dense weights are there, and experts, as far as there is room
-    device_misses: DeviceMisses = DeviceMisses()  # with the rates that it goes by
-    device_list: Any = None  # what params point to
-    device_planned: bool = False  # how much of its memory experts get
-    buddies: Buddies | None = None
-    speculating: bool = False  # layers execute what is forecast for them
-    pool_planner: PoolPlanner | None = None  # of a compressed pack, where the settings do not divide its memory
-    pools: Pools | None = None  # how its memory is divided now
-    division: Split | None = None  # the same, and what is expected of it; None where nobody planned it
-    pack_pays: bool = True  # False: a compressed pack lies there, and experts are sooner read from the model
-    placed: bool = False  # other servers compute experts for it
-    contexts: dict[int, int] = field(default_factory=dict)  # llama_context *: bytes, under the automatic budget
+    engine: Engine | None
+    division: Division = field(init=False)
+    speculating: bool = field(init=False)
+    device_planned: bool = False
+    contexts: dict[int, int] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        self.division = self.plan.division
+        self.speculating = self.engine is not None and self.plan.settings.speculate
+
+    @property
+    def map(self) -> ModelMap:
+        return self.plan.map
+
+    @property
+    def device(self) -> Device | None:
+        """Where the dense weights are, and experts, as far as there is room."""
+        return self.plan.device
 
     @property
     def forked(self) -> bool:
         """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
         return self.pid != os.getpid()
 
-    @functools.cached_property
-    def sidecars(self) -> Sidecars:
-        return Sidecars(self.map)
-
-    @property
-    def prefetch(self) -> Prefetch:
-        """What the model was loaded with."""
-        settings = self.settings
-        return speculative(settings.prefetch, self.sidecars) if settings.speculate else settings.prefetch
-
-    @property
-    def pools_from(self) -> str:
-        """Who divided the memory of compressed experts: "given", a plan, or what is known; why their pack is not used;
-        "" where there is none."""
-        if self.pools is None:
-            return "" if self.pack_pays else "the compressed pack is not used: the model is read sooner"
-        return "given" if self.pool_planner is None else self.pool_planner.origin
-
     def save(self) -> None:
         """Writes what was learned where the settings say. PyorchError if it cannot be written."""
         if self.engine is None:
             return
-        if self.settings.maps is not None and self.engine.history:
-            self.engine.history.write(self.settings.maps, self.map)
-        if self.settings.learned is not None:
+        settings = self.plan.settings
+        if settings.maps is not None and self.engine.history:
+            self.engine.history.write(settings.maps, self.map)
+        if settings.learned is not None:
             from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
 
-            eviction.write(self.settings.learned, self.engine, self.map)
+            eviction.write(settings.learned, self.engine, self.map)
 
-    @property
-    def automatic(self) -> bool:
-        return self.engine is not None and self.settings.budget == AUTO
+    def lost(self) -> str:
+        """Says that the device is."""
+        return f"the device {self.plan.settings.device} is lost: its process ended, or cannot be reached"
 
 
 models: dict[int, ManagedModel] = {}  # by llama_model *
@@ -104,3 +101,18 @@ def is_forked(model: int) -> bool:
     """Whether another process loaded this managed llama_model *."""
     managed = models.get(model)
     return managed is not None and managed.forked
+
+
+def refuse_lost(model: int, context: int) -> None:
+    """DeviceError where the llama_model * computes on a device of another process, and that is gone.
+
+    Before a decode, which might ask it for memory, and that ends the process; and after one that went well: who reads
+    logits that were never computed is told nothing else.
+    """
+    managed = find(model)
+    device = managed.device if managed is not None else None
+    if device is None or not device.is_remote:
+        return
+    llama.llama_synchronize(context)
+    if device.is_lost():
+        raise DeviceError(f"{managed.lost()}; load the model again, with it or without --device")

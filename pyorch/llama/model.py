@@ -18,9 +18,9 @@ from pyorch.hub.reference import Reference, is_reference
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
 from pyorch.llama.closed import ClosedLlama
-from pyorch.llama.context_plan import DEFAULT_CTX, WIDE_UBATCH
 from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
+from pyorch.llama.measure import DEFAULT_CTX, WIDE_UBATCH
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
@@ -127,7 +127,7 @@ class Model:
     def device_misses(self) -> DeviceMisses:
         """What computes experts that the device lacks, with the rates that are measured for auto: the same ones give
         the same bits."""
-        return self._record.device_misses
+        return self._record.plan.device_misses
 
     @property
     def note(self) -> str:
@@ -201,9 +201,9 @@ class Model:
         """
         settings = Substitution.parse(substitution) if substitution is not None else None
         in_use = next((layer.buddies for layer in self.layers.values()), None)
-        lists = find_buddies(settings, buddies if buddies is not None else in_use, self._record.sidecars)
+        lists = find_buddies(settings, buddies if buddies is not None else in_use, self._record.plan.sidecars)
         if self.layers:
-            find_ghosts(settings, self._record.sidecars)
+            find_ghosts(settings, self._record.plan.sidecars)
         for il in self.layers:  # all before any is changed
             check_substitution(settings or OFF, il, lists, (hops or {}).get(il))
         for il, layer in self.layers.items():
@@ -236,16 +236,16 @@ class Model:
         """
         if self.engine is None:
             return
-        record = self._record
-        forecast = record.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), record.sidecars)
-        apply_prefetch(forecast, self.engine, record.sidecars)
+        plan = self._record.plan
+        forecast = plan.prefetch if prefetch is None else speculative(Prefetch.parse(prefetch), plan.sidecars)
+        apply_prefetch(forecast, self.engine, plan.sidecars)
         self.engine.set_speculation("none" if prefetch is None else "all" if prompts else "decode")
-        record.speculating = prefetch is not None
+        self._record.speculating = prefetch is not None
 
     def set_prefetch(self, prefetch: Prefetch | str) -> None:
         """Reads ahead as this says, in all layers. PyorchError for a predictor that lacks what it needs."""
         if self.engine is not None:
-            apply_prefetch(Prefetch.parse(prefetch), self.engine, self._record.sidecars)
+            apply_prefetch(Prefetch.parse(prefetch), self.engine, self._record.plan.sidecars)
 
     def save_maps(self, path: str | os.PathLike[str] | None = None) -> None:
         """Writes the expert maps with what was learned while decoding, by default beside the model.
@@ -283,8 +283,8 @@ class Model:
             self.engine.substitution_stats() if lossy else None,
             self.engine.speculation_stats() if self._record.speculating else None,
             {il: layer.stats() for il, layer in self.layers.items()},
-            self._record.pools,
-            self._record.pools_from,
+            self._record.division.pools,
+            self._record.division.origin,
         )
 
     def reset_stats(self) -> None:

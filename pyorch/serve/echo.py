@@ -96,7 +96,7 @@ class Echo:
     def _reserve(self, n_ctx: int) -> None:
         """Under the automatic budget experts may have all memory there is: they give back what the context lacks."""
         managed, engine = self._managed, self._managed.engine
-        if not managed.automatic:
+        if not managed.plan.automatic:
             return
         if n_ctx not in self._needed:
             self._needed[n_ctx] = self._measure(n_ctx)

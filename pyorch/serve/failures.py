@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-from pyorch.llama.device import lost
 from pyorch.llama.managed import ManagedModel
 from pyorch.serve.routes import Answer, Handler, Request
 
@@ -34,5 +33,5 @@ def explained(managed: ManagedModel) -> Handler:
 def reason(managed: ManagedModel) -> str:
     """Of the decode that failed last, "" where nothing is known."""
     if managed.device is not None and managed.device.is_lost():
-        return f"{lost(managed)}; {GOES_ON}"
+        return f"{managed.lost()}; {GOES_ON}"
     return managed.engine.error() if managed.engine is not None else ""

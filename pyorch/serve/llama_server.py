@@ -11,8 +11,8 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.devices import Device
-from pyorch.settings.device import NONE, REMOTE
 from pyorch.serve.library import chat_page, ffi, lib
+from pyorch.settings.device import NONE, REMOTE
 from pyorch.sizes import MiB
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache

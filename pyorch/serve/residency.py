@@ -49,10 +49,10 @@ class Residency:
         self._local_only = local_only
         self._began = time.monotonic()
         self._changing = threading.Lock()
-        self._policy = managed.settings.policy or default_policy()
-        self._prefetch = str(managed.prefetch)
-        self._substitution = managed.settings.substitution
-        self._buddies = managed.buddies
+        self._policy = managed.plan.settings.policy or default_policy()
+        self._prefetch = str(managed.plan.prefetch)
+        self._substitution = managed.plan.settings.substitution
+        self._buddies = managed.plan.buddies
 
     @property
     def engine(self) -> Engine:
@@ -171,7 +171,7 @@ class Residency:
             raise PyorchError("layers compute with what the predictor forecasts (--speculate): it stays")
 
         def set_to(prefetch: Prefetch) -> None:
-            apply_prefetch(prefetch, self.engine, self._managed.sidecars)
+            apply_prefetch(prefetch, self.engine, self._managed.plan.sidecars)
             self._prefetch = str(prefetch)
 
         def step() -> Callable[[], None]:
@@ -225,8 +225,8 @@ class Residency:
         wanted = None if value is None else Substitution.parse(_text("substitution", value))
         if wanted is not None and not wanted.lossy:
             wanted = None
-        ghosts = find_ghosts(wanted, self._managed.sidecars)
-        lists = self._buddies or find_buddies(wanted, self._managed.settings.buddies, self._managed.sidecars)
+        ghosts = find_ghosts(wanted, self._managed.plan.sidecars)
+        lists = self._buddies or find_buddies(wanted, self._managed.plan.settings.buddies, self._managed.plan.sidecars)
 
         def set_to(substitution: Substitution | None) -> None:
             for il in self.engine.n_expert:

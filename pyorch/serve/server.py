@@ -16,10 +16,8 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import logs
-from pyorch.llama.capture import capture
-from pyorch.llama.context_plan import default_ubatch, plan_context, try_context
-from pyorch.llama.device import lost, place, plan_device
-from pyorch.llama.managed import ManagedModel
+from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device, try_context
+from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
@@ -131,15 +129,14 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
     logs.install()
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
-    record = ManagedModel(path, ModelMap(path), settings, llama.llama_model_default_params(), placed=placed)
-    record.params.n_gpu_layers = 0  # on the processor, unless a device is named
-    place(record)
-    server.place(settings.device, record.device)
-    with capture(record):
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = 0  # on the processor, unless a device is named
+    with loading(path, ModelMap(path), settings, params, placed) as record:
+        server.place(settings.device, record.device)
         try:
             ubatch = default_ubatch(record)
             params = server.context_params()
-            if record.automatic:
+            if record.plan.automatic:
                 widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
                 plan_context(record, params, widen)
@@ -205,7 +202,7 @@ class _Watch(threading.Thread):
         due = time.monotonic() + self._stats_every if self._stats_every else float("inf")
         while not self._ended.wait(min(0.5, self._stats_every or 0.5)):
             if watched and device.is_lost():
-                self._say(f"{lost(self._record)}; {GOES_ON}")
+                self._say(f"{self._record.lost()}; {GOES_ON}")
                 self._on_lost()
                 watched = False
             if self._engine is None:

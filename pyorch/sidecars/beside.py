@@ -12,7 +12,6 @@ from pyorch.library.numerics import np
 from pyorch.runtime.model_map import ModelMap
 
 if TYPE_CHECKING:
-    from pyorch.runtime.engine import Engine
     from pyorch.sidecars.buddies import Buddies
     from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.history import ExpertMaps
@@ -90,13 +89,10 @@ class Sidecars:
         counts = self.new_maps(DISTANCE).export().requests.sum(axis=0, dtype=np.float64)
         return counts if (counts.sum(axis=1) > 0).all() else None
 
-    def read_learned(self, engine: Engine) -> None:
-        """Lets an engine that evicts by what it learns begin with what is beside the model, if there is anything."""
-        path = self._paths.get("eviction")
-        if path is not None:
-            from pyorch.sidecars import eviction
-
-            eviction.read(path, engine, self.map)
+    @property
+    def learned(self) -> str | None:
+        """The file with which an engine that evicts by what it learns begins, None where there is none."""
+        return self._paths.get("eviction")
 
     def new_maps(self, distance: int) -> ExpertMaps:
         """The expert maps, an empty store where there are none. Read anew: an engine adds to its own."""

@@ -18,7 +18,7 @@ from pyorch.errors import PyorchError
 from pyorch.files import check_target
 from pyorch.llama import memory
 from pyorch.llama.context import Context
-from pyorch.llama.context_plan import NARROW_UBATCH, WIDE_UBATCH
+from pyorch.llama.measure import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import DEFAULT_CTX, Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Routing
@@ -80,6 +80,7 @@ def profile(
     n_ubatch: int | None = None,
     n_threads: int | None = None,
     on_progress: OnProgress | None = None,
+    seconds: float | None = None,
     **load_options: object,
 ) -> Profile:
     """Runs documents (see pyorch.traces.data) through a model and records its routing in a trace.
@@ -95,6 +96,7 @@ def profile(
         append: continue the trace if there is one.
         n_ctx: tokens of one request at most. Default: what the model was trained with, at most 4096.
         n_ubatch: tokens computed at once. Default: 2048 where experts have to be read, 512 otherwise.
+        seconds: no request is begun later than that after the model was loaded; one is recorded in any case.
         load_options: budget, policy and the like, for pyorch.load.
 
     Raises PyorchError for what cannot be recorded; FormatError for data or a model that cannot be read.
@@ -114,7 +116,7 @@ def profile(
         header = trace_header(model.map, router, n_inputs, seed, states)
         session = _Session(model, header, n_decode, n_ctx, n_ubatch, n_threads)
         with session, TraceWriter(output, header, append and Path(output).exists()) as writer:
-            return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress)
+            return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress, seconds)
 
 
 class RecordStream:
@@ -303,19 +305,22 @@ class _Session:
 
     def run(
         self, documents: Callable[[], Iterator[list[int]]], n_tokens: int | None, writer: TraceWriter,
-        on_progress: OnProgress | None,
+        on_progress: OnProgress | None, limit_seconds: float | None = None,
     ) -> Profile:
         """Runs documents, of each its tokens, and writes what they route."""
         self._writer, self._write = writer, writer.write
         self._model.reset_stats()
         counts, seconds = [0, 0], [0.0, 0.0]
         n_before, n_requests, first = writer.n_records, 0, writer.next_request
+        end = time.monotonic() + limit_seconds if limit_seconds is not None else float("inf")
         total = 0
         if on_progress is not None:
             # To take a text apart twice costs little beside running it.
             pieces = self.pieces(documents(), n_tokens, first)
             total = sum(request.n_prompt + self._n_decode for request in pieces)
         for group in self._groups(self.pieces(documents(), n_tokens, first)):
+            if n_requests and time.monotonic() >= end:
+                break
             n_requests += len(group)
             for phase, step in ((PREFILL, self._prefill), (DECODE, self._decode)):
                 before, begin = writer.n_records, time.perf_counter()

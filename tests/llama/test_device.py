@@ -29,7 +29,8 @@ from pyorch.errors import PyorchError
 from pyorch.eval.verify import verify
 from pyorch.llama import context_plan, interception, logs, measure
 from pyorch.llama.context import Context
-from pyorch.llama.device import host_dense_bytes, plan_device
+from pyorch.llama.context_plan import plan_device
+from pyorch.llama.device import host_dense_bytes
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model
 from pyorch.runtime import fatal
@@ -561,7 +562,8 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
         with context(model) as it:
             it.decode(prompt_tokens[:8])
         in_python = model.stats().experts.device_budget_bytes
-        dense = model.map.info.dense_bytes - host_dense_bytes(find(model.llama.model))
+        dense = model.map.info.dense_bytes - host_dense_bytes(
+            model.map, find(model.llama.model).device, find(model.llama.model).params)
     assert len(said) == 1 and "so much is for experts, not 12 MiB" in said[0]
     assert 0 < in_python < 12 * MiB
     # A server's dense layers are not there yet when it plans; its context is as wide as it will be.

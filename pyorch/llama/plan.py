@@ -1,0 +1,266 @@
+"""How the experts of a model are kept, decided before it is loaded: settings and model map -> EnginePlan.
+
+Nothing is changed here but the map, to which a pack is attached, and the parameters with which llama.cpp loads the
+model: on which device. What is decided lies in the plan; build.py makes an engine of it and asks nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch.errors import PyorchError
+from pyorch.library.choices import LEARNED, default_policy
+from pyorch.llama import logs, measure, memory
+from pyorch.llama.apply import find_buddies, find_ghosts, speculative
+from pyorch.llama.device import host_dense_bytes, place
+from pyorch.llama.measure import DEFAULT_CTX, NARROW_UBATCH
+from pyorch.llama.originals import original
+from pyorch.runtime.device_rates import rates_for
+from pyorch.runtime.devices import Device, find_device
+from pyorch.runtime.disk import reads_for
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import AUTO, RESIDENT
+from pyorch.settings.device import NONE, DeviceMisses
+from pyorch.settings.pools import Pools
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.reads import Reads
+from pyorch.settings.settings import Settings
+from pyorch.sidecars.beside import Sidecars
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pyorch.llama.pools import PoolPlanner
+    from pyorch.planning.planner import Split
+    from pyorch.sidecars.buddies import Buddies
+    from pyorch.sidecars.ghosts import Ghosts
+    from pyorch.sidecars.history import ExpertMaps
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the memory of a compressed pack is divided among the forms of its experts.
+
+    pools: None where experts come from no compressed pack. origin: who divided it, "given", a plan, or what is known of
+    the routing; or why a pack that lies there is not used; "" where there is none. split: what is expected of it, None
+    where the settings divide the memory. planner: divides another budget, None likewise.
+    """
+
+    pools: Pools | None = None
+    origin: str = ""
+    split: Split | None = None
+    planner: PoolPlanner | None = None
+
+    def at(self, budget: int) -> Division:
+        """The same of another budget, in bytes."""
+        if self.planner is None:
+            return self
+        split = self.planner.packed_best(budget)
+        return Division(Pools(*split.shares), self.planner.origin, split, self.planner)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """What an engine is made of, and what it begins with.
+
+    map: with the pack attached from which experts are read. settings: with those of a tuned setting. budget: bytes,
+    under the automatic budget the least that works: contexts set it to what they leave; None: no engine, llama.cpp
+    keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of the
+    device's memory, 0 where a context says it. device_misses: with the rates that they go by. history, learned_from,
+    uses: what predictors, the policy "learned" and ranks of experts begin with, None for nothing. placed: other servers
+    compute experts. notes: sentences for people.
+    """
+
+    map: ModelMap
+    settings: Settings
+    sidecars: Sidecars
+    budget: int | None
+    plain: bool
+    device: Device | None
+    placed: bool
+    division: Division = Division()
+    reads: Reads = Reads()
+    device_bytes: int = 0
+    device_misses: DeviceMisses = DeviceMisses()
+    prefetch: Prefetch = Prefetch()
+    buddies: Buddies | None = None
+    ghosts: Ghosts | None = None
+    history: ExpertMaps | None = None
+    learned_from: str | os.PathLike[str] | None = None
+    uses: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def automatic(self) -> bool:
+        """Whether contexts set the budget to what they leave."""
+        return self.budget is not None and self.settings.budget == AUTO
+
+
+def make_plan(
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False
+) -> EnginePlan:
+    """What these settings mean for a model that llama.cpp loads with these parameters, which then name the device.
+
+    Raises:
+        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
+        FormatError: a sidecar that is needed is damaged or another model's.
+        PyorchError: a device that there is not, or what the settings need and the model lacks.
+    """
+    if settings.tuned is not None:
+        from pyorch.sidecars.tuned_setting import read_tuned  # see pyorch.sidecars.beside
+
+        tuned = read_tuned(settings.tuned, model_map)
+        settings = settings.with_tuned(tuned.substitution, tuned.budget)
+    device = find_device(settings.device) if settings.device != NONE else None
+    place(params, device)
+    plain = not params.use_extra_bufts or device is not None  # which takes them as the file has them
+    division, notes = _use_pack(settings, model_map, params, device, plain)
+    budget, more = _budget(settings, model_map, params, device)
+    notes += more
+    sidecars = Sidecars(model_map)
+    plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, division, notes=notes)
+    return plan if budget is None else _with_contents(plan)
+
+
+def _budget(
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None
+) -> tuple[int | None, tuple[str, ...]]:
+    """Bytes of the engine, None for none; and notes."""
+    info, budget, notes = model_map.info, settings.budget, ()
+    if budget == AUTO:
+        # Each context will take its share; then the budget is set to the rest.
+        memory.plan(info, memory.memory_limit(), host_dense_bytes(model_map, device, params), context_bytes=0)
+        n_bytes = info.floor_bytes
+    elif budget == RESIDENT:
+        n_bytes = info.slots_bytes if info.slim else None
+        if info.slim:
+            notes = (f"{model_map.path} is slim, llama.cpp by itself cannot load it: the reference is the model with "
+                     "all experts in memory, from the pack",)
+    else:
+        notes = (budget.surplus(info),)
+        n_bytes = budget.resolve(info)
+    return n_bytes if model_map.layers else None, notes
+
+
+def _with_contents(plan: EnginePlan) -> EnginePlan:
+    """With what only an engine needs: files beside the model, rates of the disk and the device."""
+    settings, model_map, sidecars = plan.settings, plan.map, plan.sidecars
+    buddies = find_buddies(settings.substitution, settings.buddies, sidecars)
+    reads = settings.reads
+    if settings.source is None:
+        reads = reads_for(model_map, reads, settings.direct_io)
+    expert_bytes, device_bytes, device_misses = model_map.info.expert_bytes, 0, settings.device_misses
+    notes = plan.notes
+    if plan.device is not None:
+        if settings.vram_budget != AUTO:
+            device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
+        device_misses = rates_for(device_misses, model_map, plan.device,
+                                  settings.n_threads or memory.physical_cores())
+        if device_misses.rates and not logs.is_quiet():
+            notes += (f"experts that {plan.device.name} lacks are computed as --device-misses {device_misses} says",)
+    return replace(
+        plan,
+        division=plan.division.at(plan.budget),
+        reads=reads,
+        device_bytes=device_bytes,
+        device_misses=device_misses,
+        prefetch=speculative(settings.prefetch, sidecars) if settings.speculate else settings.prefetch,
+        buddies=buddies,
+        ghosts=find_ghosts(settings.substitution, sidecars),
+        history=_history(plan),
+        learned_from=_learned_from(plan),
+        uses=_uses(plan),
+        notes=notes,
+    )
+
+
+def _history(plan: EnginePlan) -> ExpertMaps | None:
+    """The expert maps that the settings name; those beside the model are read where a predictor searches them."""
+    path = plan.settings.maps
+    if path is None or not os.path.exists(path):
+        return None
+    from pyorch.sidecars.history import ExpertMaps
+
+    return ExpertMaps.read(path, plan.map)
+
+
+def _learned_from(plan: EnginePlan) -> str | os.PathLike[str] | None:
+    if (plan.settings.policy or default_policy()) != LEARNED:
+        return None
+    path = plan.settings.learned
+    if path is None:
+        return plan.sidecars.learned
+    return path if os.path.exists(path) else None
+
+
+def _uses(plan: EnginePlan) -> np.ndarray | None:
+    """Ranks, by which experts of a compressed pack belong to pools, go on from these."""
+    if plan.map.pack is None:
+        return None
+    from pyorch.sidecars.packed_sizes import part_sizes
+
+    return plan.sidecars.uses() if part_sizes(plan.map) is not None else None
+
+
+def _use_pack(
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None, plain: bool
+) -> tuple[Division, tuple[str, ...]]:
+    """Has experts read from the pack that lies beside the model; a note says why not where one is there and refused.
+
+    A compressed one is used where that pays, or the model is slim and has its experts nowhere else; how memory is
+    divided then is planned, unless the settings say it. plain: they will be computed with as they lie in the model.
+    Raises FormatError for a plan that is refused, PyorchError for shares of forms that experts do not have here.
+    """
+    slim = bool(model_map.info.slim) and settings.source is None
+    if slim and not settings.packed:
+        raise PyorchError(f"{model_map.path} is slim, its experts are in its pack only: leave out --no-pack "
+                          "(packed=False in Python)")
+    divided = settings.budget != RESIDENT  # else all memory is for whole experts
+    division = Division(settings.pools, "given") if divided and settings.pools is not None else Division()
+    if not slim and not (settings.packed and settings.source is None and divided):
+        return division, ()
+    if not slim and settings.pools is None and "experts" not in model_map.sidecars():
+        return division, ()
+    from pyorch.llama.pools import best_division, planner_for
+    from pyorch.sidecars import packs
+
+    if divided and settings.pools is None and packs.KIND in model_map.sidecars():
+        planner = planner_for(model_map, settings, plain)
+        if planner is not None and not slim:
+            best = best_division(planner, model_map, settings,
+                                 lambda: _context_bytes(settings, model_map, params, device))
+            if best is None or not best.compressed:
+                return Division(None, "the compressed pack is not used: the model is read sooner", best), ()
+        division = Division(planner=planner)
+    if slim:
+        packs.require(model_map)
+    refusal = packs.attach(model_map, plain)
+    if divided and settings.pools is not None:
+        if not model_map.layers:
+            raise PyorchError(f"--pools divides memory among the forms of experts, and {model_map.path} is a dense "
+                              "model: leave it out")
+        pack = packs.contents(model_map)
+        if pack is None or not pack.codecs:
+            of_what = " of the whole model" if slim else ""
+            why = f" that can be used: {refusal}" if refusal else (
+                f": make one{of_what} with `pyorch pack --codec auto`, or leave out --pools")
+            raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
+                              f"{model_map.path} has no compressed pack{why}")
+    return division, (refusal and f"{refusal}; the experts are read from {model_map.path}",)
+
+
+def _context_bytes(
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None
+) -> int:
+    """Of a context as the settings want it, or as load() makes one: nobody has asked for one yet."""
+    context = llama.llama_context_default_params()
+    trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
+    context.n_ctx = settings.n_ctx or min(DEFAULT_CTX, trained)
+    context.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, context.n_batch)
+    with measure.twin(original("llama_model_load_from_file"), model_map.path, params) as twin:
+        init = original("llama_init_from_model")
+        return measure.context_sizes(init, twin, context, model_map, device).host
