@@ -16,35 +16,41 @@ from typing import NoReturn
 
 from pyorch.errors import PyorchError
 
-# command: module, what it does
-COMMANDS = {
+# Command: module, what it does. Those of every day; then the steps of prepare, and what looks at traces.
+EVERYDAY = {
     "run": ("pyorch.cli.run", "continue a prompt, or chat"),
     "serve": ("pyorch.cli.serve", "serve a model over the OpenAI API"),
     "cluster": ("pyorch.cli.cluster", "run several servers of a model, with Ray"),
     "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
+    "prepare": ("pyorch.cli.prepare", "make everything beside a model that helps it on this machine"),
     "models": ("pyorch.cli.models", "list the models on this machine, and remove them"),
-    "pack": ("pyorch.cli.pack", "write the experts of a model one after another, in a file beside it"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
     "advise": ("pyorch.cli.advise", "say how fast a model would be here at each budget, and what would help"),
     "verify": ("pyorch.cli.verify", "check that a memory budget does not change the logits"),
     "bench": ("pyorch.cli.bench", "measure the speed under memory budgets"),
-    "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),
-    "trace": ("pyorch.cli.trace", "show statistics of a trace"),
-    "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
-    "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
-    "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
-    "simulate": ("pyorch.cli.simulate", "simulate a cluster: placements, migration, networks and sizes"),
-    "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
-    "train-predictor": ("pyorch.cli.train_predictor",
-                        "train a predictor of the next layer's experts, on text (needs torch)"),
-    "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
-    "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
-    "ghosts": ("pyorch.cli.ghosts", "fit small estimates of what absent experts would compute, from a trace"),
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
-    "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
     "exec": ("pyorch.cli.exec", "run a script or module written for llama_cpp under a memory budget"),
     "demo": ("pyorch.cli.demo", "see pyorch work on a small model, in less than a minute"),
 }
+STEPS = {
+    "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
+    "train-predictor": ("pyorch.cli.train_predictor",
+                        "train a predictor of the next layer's experts, on text (needs torch)"),
+    "pack": ("pyorch.cli.pack", "write the experts of a model one after another, in a file beside it"),
+    "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),
+    "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
+    "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
+    "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
+    "ghosts": ("pyorch.cli.ghosts", "fit small estimates of what absent experts would compute, from a trace"),
+    "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
+}
+TRACES = {
+    "trace": ("pyorch.cli.trace", "show statistics of a trace"),
+    "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
+    "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
+    "simulate": ("pyorch.cli.simulate", "simulate a cluster: placements, migration, networks and sizes"),
+}
+COMMANDS = EVERYDAY | STEPS | TRACES
 
 _MODELS = ("model", "compare", "plain")  # arguments that name one, or one of the hub
 
@@ -53,10 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns its exit status: 2 for an error that has a sentence, 130 for Ctrl-C."""
     try:
         _open_standard_streams()
-        args = _parse(sys.argv[1:] if argv is None else argv)
-        if any(str(getattr(args, name, "")).startswith("hf:") for name in _MODELS):
-            import_module("pyorch.cli.hub").resolve(args, _MODELS)
-        status = args.run(args)
+        status = run_command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
     except PyorchError as error:
@@ -77,6 +80,14 @@ def main(argv: list[str] | None = None) -> int:
     except MemoryError as error:
         print(f"pyorch: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
         return 2
+
+
+def run_command(argv: list[str]) -> int:
+    """Parses and runs one command. Returns its exit status; PyorchError for what it refuses."""
+    args = _parse(argv)
+    if any(str(getattr(args, name, "")).startswith("hf:") for name in _MODELS):
+        import_module("pyorch.cli.hub").resolve(args, _MODELS)
+    return args.run(args)
 
 
 def _one_line(sentence: str) -> str:
@@ -107,18 +118,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="pyorch",
         description="Runs Mixture-of-Experts models larger than memory.",
-        epilog="`pyorch COMMAND --help` shows the options of a command, with an example.",
+        epilog=f"Also: {', '.join(STEPS)}, the steps of prepare; {', '.join(TRACES)}, which read a trace. "
+               "`pyorch COMMAND --help` shows the options of a command, with an example.",
     )
     parser.add_argument("--version", action="store_true", help="show the version")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     chosen = next((word for word in argv if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
         raise PyorchError(_no_command(chosen))
-    for command, (module, summary) in COMMANDS.items():
-        if command == chosen:
-            import_module(module).add_parser(subparsers, summary)
-        else:
+    for command, (_, summary) in EVERYDAY.items():
+        if command != chosen:
             subparsers.add_parser(command, help=summary)
+    if chosen is not None:
+        module, summary = COMMANDS[chosen]
+        import_module(module).add_parser(subparsers, summary)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # the parser of all commands would say it, and name its own --help
         words = (args.command, getattr(args, "kind", None), getattr(args, "action", None))

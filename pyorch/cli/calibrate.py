@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from pyorch.cli.numbers import number
 from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
@@ -38,6 +39,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")
     parser.add_argument("--tokens", type=int, metavar="N", help="read at most N tokens of the data (default: all)")
+    parser.add_argument("--minutes", type=number(above=0), metavar="N",
+                        help="read for N minutes at most (default: as long as there is text)")
     add_output_options(parser, "MODEL.predictor.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(live=not args.verbose) as progress:
         calibrated = calibrate(
             args.model, args.data, args.tokens, on_progress=progress.update, verbose=args.verbose,
-            **given_settings(args))
+            seconds=args.minutes and 60 * args.minutes, **given_settings(args))
     vectors = calibrated.default_vectors
     with ModelMap(args.model) as model_map:
         lost = _has_estimator(output, model_map)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pyorch.cli.numbers import whole
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
@@ -31,6 +31,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write")
     parser.add_argument("--append", action="store_true", help="continue the trace if it exists")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
+    parser.add_argument("--minutes", type=number(above=0), metavar="N",
+                        help="begin no further text after N minutes (default: read all)")
     parser.add_argument("--router", choices=("topk", "full"),
                         help="record the selected experts and their probabilities, or the probabilities of all "
                              "experts, which pyorch maps needs (default: full; with --append, as the trace began)")
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
             recorded = profile(
                 args.model, args.data, args.output, n_tokens=args.tokens, router=router,
                 n_inputs=n_inputs, states=args.states, n_decode=args.decode, seed=args.seed, append=args.append,
-                on_progress=report, verbose=args.verbose, **given_settings(args),
+                on_progress=report, verbose=args.verbose, seconds=args.minutes and 60 * args.minutes,
+                **given_settings(args),
             )
     except BaseException:
         if part.exists() and not begun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -71,12 +72,14 @@ def calibrate(
     n_tokens: int | None = None,
     n_threads: int | None = None,
     on_progress: OnProgress | None = None,
+    seconds: float | None = None,
     **load_options: object,
 ) -> Calibrated:
     """Measures default vectors on documents (see pyorch.traces.data), at any budget, and how far ahead reading pays.
 
     Args:
         n_tokens: of the data at most, None for all.
+        seconds: no piece of it is begun later than that after the model was loaded; one is computed in any case.
 
     Raises PyorchError for a dense model, or data without a token; FormatError for what cannot be read.
     """
@@ -90,7 +93,10 @@ def calibrate(
         n_embd = model.llama.n_embd()
         with Context(model.llama.model, _PIECE, _PIECE, _PIECE, n_threads=n_threads) as context:
             with model.engine.calibrating():
+                end = time.monotonic() + seconds if seconds is not None else math.inf
                 for number, piece in enumerate(_pieces(model, data), start=1):
+                    if n_done and time.monotonic() >= end:
+                        break
                     piece = piece if n_tokens is None else piece[: n_tokens - n_read]
                     if not piece:
                         break
@@ -113,7 +119,7 @@ def calibrate(
             compute_ms = _compute_ms(model, context, last)
             if not held_out:
                 return Calibrated(vectors, compute_ms, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, "
-                                  "and the text has fewer")
+                                  "and fewer were computed")
             try:
                 trials = _trials(model, context, vectors, held_out, compute_ms, on_progress)
                 return Calibrated(vectors, compute_ms, tuple(trials))

@@ -235,7 +235,7 @@ def test_calibrating_again_says_that_the_estimator_is_gone(
     assert main(["calibrate", str(model), "--data", str(TEXT), "--tokens", "200", "--threads", "1"]) == 0
     captured = capsys.readouterr()
     assert "held an estimator" in captured.err
-    assert "how many layers ahead to read was not tried: that takes 10 pieces of at most 512 tokens, and the text has fewer" in captured.out
+    assert "how many layers ahead to read was not tried: that takes 10 pieces of at most 512 tokens, and fewer were computed" in captured.out
     with ModelMap(model) as model_map:
         file = PredictorFile.read(sidecar, model_map)
         assert file.estimator is None and file.distance is None

@@ -1,0 +1,372 @@
+"""`pyorch prepare`: everything beside a model that helps it on this machine, one step after another.
+
+A step is a command of its own, which is run as if it had been typed; what is decided here is which steps are worth
+their time, on how much text, and in what order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.cli import run_command
+from pyorch.cli.numbers import number, whole
+from pyorch.cli.options import add_command, add_model, check_readable, print_json
+from pyorch.cli.settings import add_settings, given_settings
+from pyorch.errors import FormatError, PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.runtime.model_map import ModelMap
+
+_CODED = {"bf16", "f16", "f32"}  # types whose exponents shrink (docs/packs.md); quantized experts lose 3 to 5 %
+_SAME = 0.99  # of the time of a token: a gain that is none
+_CACHE_RATE = 0.5  # that a lossy setting is tuned for where no share is given
+
+
+@dataclass(frozen=True)
+class Step:
+    """made: the ending of the file that it makes beside the model; "" for none that stays. traced: it reads the trace.
+    asked: it runs only where --only names it. lossy: its file serves lossy settings, and nothing else."""
+
+    name: str
+    made: str
+    traced: bool = False
+    asked: bool = False
+    lossy: bool = False
+
+
+STEPS = (
+    Step("calibrate", "predictor.gguf"),
+    Step("train-predictor", "predictor.gguf", asked=True),
+    Step("pack", "experts.gguf"),
+    Step("profile", ""),
+    Step("maps", "maps.gguf", traced=True),
+    Step("plan", "plan.json", traced=True),
+    Step("buddies", "buddies.gguf", traced=True, lossy=True),
+    Step("ghosts", "ghosts.gguf", traced=True, lossy=True),
+    Step("tune", "tuned.json", lossy=True),
+)
+_NAMES = tuple(step.name for step in STEPS)
+_READ_TEXT = ("calibrate", "train-predictor", "profile")
+
+MADE, THERE, SKIPPED, FAILED = "made", "there", "skipped", "failed"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What --json prints of a step. state: made, there (from before), skipped or failed. brings: in words; or why not.
+    command: that does the same by itself, "" where nothing was run."""
+
+    step: str
+    state: str
+    brings: str
+    seconds: float
+    path: Path | None
+    command: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What --json prints."""
+
+    model: str
+    seconds: float
+    steps: list[Outcome]
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(
+        subparsers, "prepare", summary,
+        "pyorch prepare olmoe.gguf --data book.txt\n"
+        "  pyorch prepare olmoe.gguf --data book.txt --questions train-questions.jsonl --budget 40%\n"
+        "  pyorch prepare olmoe.gguf --data book.txt --only buddies,ghosts",
+    )
+    parser.description += (
+        " Files come to lie beside the model, where every command finds them; the model stays as it is. What is there "
+        "already is kept, and what would bring nothing is skipped, with a line that says why; so an interrupted run "
+        "goes on when it is repeated. Each step is a command too, with options of its own: " + ", ".join(_NAMES) +
+        ". Lossless settings stay lossless: buddies, ghosts and a tuned setting wait until --lossy or --tuned asks for "
+        "them."
+    )
+    add_model(parser)
+    parser.add_argument("--data", type=Path, nargs="+", metavar="FILE",
+                        help="text like what the model will be used for: plain text, or .jsonl with a field text or "
+                             "prompt on each line, or with questions in the layout of ARC")
+    parser.add_argument("--questions", type=Path, nargs="+", default=[], metavar="FILE.jsonl",
+                        help="questions in the layout of ARC: a lossy setting is tuned on them")
+    parser.add_argument("--minutes", type=number(above=0), default=15.0, metavar="N",
+                        help="run text through the model for N minutes at most, in all (default: 15)")
+    parser.add_argument("--tokens", type=whole(1), default=20_000, metavar="N",
+                        help="and N tokens of it at most in each step (default: 20000)")
+    add_settings(parser, "budget", "n_threads", defaults={
+        "budget": "auto; a plan is made, and a lossy setting tuned, for a share such as 40%"})
+    parser.add_argument("--only", metavar="STEP,...", help="these steps alone, even where they would be skipped")
+    parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
+    parser.add_argument("--again", action="store_true", help="make anew what is there already")
+    parser.add_argument("--keep-trace", action="store_true",
+                        help="keep MODEL.trace, which profile records and pyorch advise and replay read too (default: "
+                             "deleted when all steps have read it)")
+    parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0; 1 if a step failed. The others are done all the same."""
+    from pyorch.runtime.model_map import ModelMap
+
+    wanted = _chosen("--only", args.only) or tuple(step.name for step in STEPS if not step.asked)
+    wanted = tuple(name for name in wanted if name not in _chosen("--skip", args.skip))
+    check_readable([*(args.data or ()), *args.questions])
+    with ModelMap(args.model) as model_map:
+        if not model_map.layers:
+            raise PyorchError(f"{args.model} is a dense model: it has no experts, and nothing to prepare")
+        preparation = _Preparation(args, model_map, wanted)
+        begin = time.monotonic()
+        outcomes = preparation.run()
+    report = Report(args.model, time.monotonic() - begin, outcomes)
+    if args.json:
+        print_json(report)
+    return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
+
+
+def _chosen(flag: str, names: str | None) -> tuple[str, ...]:
+    """Of the steps, in their order."""
+    given = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    for name in given:
+        if name not in _NAMES:
+            raise PyorchError(f'{flag}: "{name}" is not a step: use some of {", ".join(_NAMES)}')
+    return tuple(name for name in _NAMES if name in given)
+
+
+class _Preparation:
+    """Of one model: what was asked, what was done."""
+
+    def __init__(self, args: argparse.Namespace, model_map: ModelMap, wanted: tuple[str, ...]) -> None:
+        self._args, self._map = args, model_map
+        self._steps = [step for step in STEPS if step.name in wanted]
+        self._trace = self._beside("trace")
+        self._traced_before = self._trace.exists()
+        self._seconds_left = 60 * args.minutes
+        self._outcomes: list[Outcome] = []
+
+    def run(self) -> list[Outcome]:
+        """Tries each step that is wanted; those that read the trace have it recorded first.
+
+        PyorchError, before anything is made, where text is needed and none was given."""
+        self._record_if_read()
+        due = [step.name for step in self._steps if step.name in _READ_TEXT and not self._reason_to_skip(step)]
+        if due and not self._args.data:
+            raise PyorchError(f"{due[0]} needs text like what the model will be used for: give --data FILE")
+        for step in self._steps:
+            self._try(step)
+        if self._trace.exists() and not (self._traced_before or self._args.keep_trace or self._is_only("profile")):
+            self._trace.unlink()
+        return self._outcomes
+
+    def _record_if_read(self) -> None:
+        """A trace is recorded for the steps that read it, whether or not profile was named; and for nobody else."""
+        self._read = any(step.traced and not self._reason_to_skip(step) for step in self._steps)
+        profile = next(step for step in STEPS if step.name == "profile")
+        if self._read and profile not in self._steps:
+            self._steps = [step for step in STEPS if step in self._steps or step is profile]
+
+    def _try(self, step: Step) -> None:
+        reason = self._reason_to_skip(step)
+        if reason:
+            self._done(step, THERE if reason == THERE else SKIPPED, "" if reason == THERE else reason)
+            return
+        words, describe = getattr(self, "_" + step.name.replace("-", "_"))()
+        words = [step.name, self._map.path, *words]
+        if not self._args.json:
+            print(f"{step.name}: {shlex.join(['pyorch', *words])}", file=sys.stderr, flush=True)
+        begin, output = time.monotonic(), io.StringIO()
+        try:
+            with contextlib.redirect_stdout(output):
+                run_command([*words, "--json"])
+            state, brings = MADE, describe(json.loads(output.getvalue()))
+        except PyorchError as error:
+            state, brings = FAILED, str(error)
+        seconds = time.monotonic() - begin
+        if step.name in _READ_TEXT:
+            self._seconds_left = max(0.0, self._seconds_left - seconds)
+        self._done(step, state, brings, seconds, shlex.join(["pyorch", *words]))
+
+    def _done(self, step: Step, state: str, brings: str, seconds: float = 0, command: str = "") -> None:
+        path = self._beside(step.made) if step.made and state in (MADE, THERE) else None
+        self._outcomes.append(Outcome(step.name, state, brings, seconds, path, command))
+        if not self._args.json:
+            took = f", {seconds:.0f} s" if state == MADE else ""
+            words = f": {brings}" if brings else ""
+            print(f"{step.name:16}{state}{took}{words}", flush=True)
+
+    def _reason_to_skip(self, step: Step) -> str:
+        """"" for a step that is worth its time, or that --only names; THERE where its file lies there."""
+        if self._is_there(step) and not self._args.again:
+            return THERE
+        if step.traced and self._failed("profile"):
+            return "no trace was recorded"
+        if self._is_only(step.name):
+            return ""
+        if step.name == "profile" and not self._read:
+            return "no step that is left reads a trace"
+        if step.name == "pack":
+            return self._reason_for_no_pack()
+        if step.name == "maps" and not self._has_compressed_pack():
+            return "only a compressed pack and predictors that are not the default ask what past tokens used"
+        if step.name == "plan":
+            if not self._has_compressed_pack():
+                return "only the memory of a compressed pack is divided"
+            if self._share() is None:
+                return "a plan is for one budget: say it with --budget; without a plan, one is made at each start"
+        if step.name == "tune" and not self._args.questions:
+            return "a lossy setting is tuned on questions: give --questions"
+        return ""
+
+    def _reason_for_no_pack(self) -> str:
+        types = {role.type.lower() for layer in self._map.layers for role in layer.roles}
+        if not types <= _CODED:
+            return "experts that are quantized do not shrink"
+        free, needed = shutil.disk_usage(Path(self._map.path).absolute().parent).free, self._map.info.expert_bytes
+        if free < needed:
+            from pyorch.sizes import format_bytes
+
+            return f"the disk has {format_bytes(free)} left, and experts of {format_bytes(needed)} may need as much"
+        return ""
+
+    def _is_there(self, step: Step) -> bool:
+        """Whether its file lies beside the model, is whole, and is this model's."""
+        if not step.made:
+            return self._trace.exists()
+        path = self._beside(step.made)
+        if not path.exists():
+            return False
+        try:
+            return _content(step, path, self._map) is not None
+        except FormatError:
+            return False
+
+    def _is_only(self, name: str) -> bool:
+        return name in _chosen("--only", self._args.only)
+
+    def _failed(self, name: str) -> bool:
+        return any(outcome.step == name and outcome.state == FAILED for outcome in self._outcomes)
+
+    def _has_compressed_pack(self) -> bool:
+        from pyorch.runtime.model_map import ModelMap
+        from pyorch.sidecars import packs
+
+        if not self._beside("experts.gguf").exists():
+            return False
+        with ModelMap(self._map.path) as probe:
+            packs.attach(probe, plain=False)
+            pack = packs.contents(probe)
+            return pack is not None and bool(pack.codecs)
+
+    def _beside(self, ending: str) -> Path:
+        from pyorch.runtime.model_map import beside
+
+        return beside(self._map.path, ending)
+
+    def _share(self) -> str | None:
+        """The budget, where it is not automatic."""
+        budget = given_settings(self._args).get("budget")
+        return str(budget) if budget is not None and budget.amount is not None else None
+
+    def _data(self) -> list[str]:
+        return ["--data", *map(os.fspath, self._args.data)]
+
+    def _threads(self) -> list[str]:
+        return ["--threads", str(self._args.n_threads)] if self._args.n_threads else []
+
+    def _recording(self, share: float) -> list[str]:
+        """Of a step that runs text through the model: for this share of the time that is left."""
+        minutes = max(0.01, share * self._seconds_left / 60)
+        return [*self._data(), "--tokens", str(self._args.tokens), "--minutes", f"{minutes:.3g}", *self._threads()]
+
+    # What each step is called with, and what its result means. REQUIRES of a word: the step's parser knows it.
+
+    def _calibrate(self) -> _Call:
+        return self._recording(0.5), _of_calibration
+
+    def _train_predictor(self) -> _Call:
+        return [*self._data(), "--tokens", str(self._args.tokens), *self._threads()], lambda result: (
+            f"a network of {result['n_parameters']} parameters, trained on {result['n_training']} tokens")
+
+    def _pack(self) -> _Call:
+        return ["--codec", "auto"], lambda result: f"experts are read in {result['ratio']:.0%} of their bytes"
+
+    def _profile(self) -> _Call:
+        maps = any(step.name == "maps" and not self._reason_to_skip(step) for step in self._steps)
+        words = ["--router", "full" if maps else "topk", "-o", str(self._trace)]
+        return [*self._recording(1.0), *words], lambda result: (
+            f"{result['n_records']} tokens for the steps that follow")
+
+    def _maps(self) -> _Call:
+        return [str(self._trace)], lambda result: (
+            f"{result['n_maps']} tokens to search, and how often experts are used, which pools begin with")
+
+    def _plan(self) -> _Call:
+        return ["--trace", str(self._trace), "--budget", self._share() or "40%"], lambda result: (
+            f"a token waits {result['rows'][0]['wait_ms']:.3g} ms by the plan, and "
+            f"{result['rows'][1]['wait_ms']:.3g} ms with whole experts alone")
+
+    def _buddies(self) -> _Call:
+        return ["--trace", str(self._trace), "--similarity", "both"], lambda _: (
+            "for --lossy buddies: similar experts stand in for absent ones")
+
+    def _ghosts(self) -> _Call:
+        return ["--trace", str(self._trace)], lambda result: (
+            "for --lossy ghosts: {:.0%} of the squared output of absent experts is lost, without ghosts all of it".format(
+                sum(layer["left"] for layer in result["layers"]) / len(result["layers"])))
+
+    def _tune(self) -> _Call:
+        share = self._share()
+        kept = ["--budget", share] if share else ["--cache-rate", str(_CACHE_RATE)]
+        words = ["--data", *map(os.fspath, self._args.questions), *kept, *self._threads()]
+        return words, lambda result: f"for --tuned: {result['tuned']['settings']} at {result['tuned']['budget']}"
+
+
+_Call = tuple[list[str], Callable[[dict], str]]  # words of the command; a sentence of what its --json prints
+
+
+def _of_calibration(result: dict) -> str:
+    trials = {trial["distance"]: trial["tpot_ms"] for trial in result["trials"]}
+    if result["distance"] is None:
+        return "what is read ahead is guessed better"
+    ahead, without = trials[result["distance"]], trials[0]
+    if ahead > _SAME * without:
+        return "reading ahead gains nothing here, in a replay at a budget of 40 %"
+    return f"a token takes {ahead:.3g} ms in place of {without:.3g} without reading ahead, in a replay at a budget of 40 %"
+
+
+def _content(step: Step, path: Path, model_map: ModelMap) -> object | None:
+    """What the step made, in a file beside the model. FormatError where it is damaged or another model's."""
+    from pyorch.sidecars import packs
+    from pyorch.sidecars.beside import Sidecars
+    from pyorch.sidecars.history import DISTANCE
+    from pyorch.sidecars.tuned_setting import read_tuned
+
+    sidecars = Sidecars(model_map)
+    readers: dict[str, Callable[[], object | None]] = {
+        "calibrate": lambda: sidecars.predictor.default_vectors,
+        "train-predictor": lambda: sidecars.predictor.estimator,
+        "pack": lambda: packs.read(path, model_map),
+        "maps": lambda: sidecars.new_maps(DISTANCE),
+        "plan": lambda: sidecars.plan,
+        "buddies": lambda: sidecars.buddies,
+        "ghosts": lambda: sidecars.ghosts,
+        "tune": lambda: read_tuned(path, model_map),
+    }
+    return readers[step.name]()
