@@ -17,7 +17,7 @@ from pyorch.settings.substitution import Substitution
 HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/src")  # what paths in architecture.md begin at
 
 # Pages for users, whose commands are run. The others say how figures were made, in hours and with gigabytes.
-RUN = ("quickstart.md", "advise.md", "python.md", "sidecars.md", "lossy.md")
+RUN = ("quickstart.md", "advise.md", "python.md", "prepare.md", "lossy.md")
 CHEAP = RUN[0]  # run always
 
 

@@ -33,7 +33,7 @@ def test_the_difference_to_llama_cpp_stays_small():
     # Ten of them so that a device that is lost does not end the process, three so that its server goes on, four so
     # that graphs bring no more from a device than is wanted.
     assert 200 < len(added) <= 315
-    assert f"(`patches/`, {len(added)} added lines)" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"(`patches/`, {len(added)} added lines)" in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
