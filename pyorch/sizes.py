@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import Any
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
@@ -50,7 +51,7 @@ class Amount:
     text: str = field(default="", compare=False)
 
     @classmethod
-    def parse(cls, text: int | str) -> Amount:
+    def parse(cls, text: Any) -> Amount:
         """Of bytes as a number, or of text: a size such as "1.5GiB", "800MB" or "4096", or a share such as "40%".
 
         ValueError for what is neither.

@@ -30,8 +30,9 @@ def place(params: llama.llama_model_params, device: Device | None) -> None:
     elif params.n_gpu_layers != 0:
         return
     devices = [device.address] if device is not None else []
-    params.device_list = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)  # lives as long as what points to it
-    params.devices = ctypes.addressof(params.device_list)
+    device_list = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
+    params.device_list = device_list  # which lives as long as what points to it
+    params.devices = ctypes.addressof(device_list)  # type: ignore[assignment]
 
 
 def host_dense_bytes(model_map: ModelMap, device: Device | None, params: llama.llama_model_params) -> int:

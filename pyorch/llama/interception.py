@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import llama_cpp
 import llama_cpp._internals as internals
@@ -46,8 +47,8 @@ class manage:
     Raises PyorchError for an option that cannot mean anything.
     """
 
-    def __init__(self, budget: Budget | int | str = AUTO, **options: object) -> None:
-        self.settings = Settings(budget=budget, **options)
+    def __init__(self, budget: Budget | int | str = AUTO, **options: Any) -> None:
+        self.settings = Settings(**{"budget": budget, **options})
         if self.settings.n_ctx:
             raise PyorchError(
                 "n_ctx is an argument of llama_cpp.Llama, which makes its own buffers by it: give it there"
@@ -232,10 +233,10 @@ def _install() -> None:
     replace("llama_model_free", _free_model)
     replace("llama_init_from_model", _init_context)
     replace("llama_free", _free_context)
-    internals.LlamaModel.tokenize = _tokenize
+    internals.LlamaModel.tokenize = _tokenize  # type: ignore[method-assign]
     llama_cpp.Llama.close = closing(llama_cpp.Llama.close, lambda model: model in models)
-    internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)
-    internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)
+    internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)  # type: ignore[method-assign]
+    internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)  # type: ignore[method-assign]
 
 
 _install()

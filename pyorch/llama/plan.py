@@ -130,7 +130,8 @@ def _budget(
     settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None
 ) -> tuple[int | None, tuple[str, ...]]:
     """Bytes of the engine, None for none; and notes."""
-    info, budget, notes = model_map.info, settings.budget, ()
+    info, budget = model_map.info, settings.budget
+    notes: tuple[str, ...] = ()
     if budget == AUTO:
         # Each context will take its share; then the budget is set to the rest.
         memory.plan(info, memory.memory_limit(), host_dense_bytes(model_map, device, params), context_bytes=0)

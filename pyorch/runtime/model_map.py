@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pyorch.errors import FormatError
 from pyorch.library.bindings import check, ffi, lib, new, string
@@ -256,9 +257,8 @@ class ModelMap:
     def _read_info(self) -> MapInfo:
         raw = new("pyorch_model_map_info")
         check(lib.pyorch_model_map_get_info(self.handle, raw))
-        strings = {"arch": string(raw.arch), "name": string(raw.name)}
-        numbers = {key: getattr(raw, key) for key in MapInfo.__dataclass_fields__ if key not in strings}
-        return MapInfo(**strings, **numbers)
+        values: dict[str, Any] = {key: getattr(raw, key) for key in MapInfo.__dataclass_fields__}
+        return MapInfo(**values | {"arch": string(raw.arch), "name": string(raw.name)})
 
     def _read_layer(self, index: int) -> LayerInfo:
         raw = new("pyorch_layer_info")

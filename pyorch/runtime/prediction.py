@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ from pyorch.library.bindings import array, check, default, lib, new
 from pyorch.library.choices import predictors, speculation
 from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
+from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router, from_struct, to_struct
 from pyorch.runtime.statistics import SpeculationStats, read
 
@@ -20,6 +22,8 @@ class History(Protocol):
     """Past iterations and requests: pyorch.sidecars.history.ExpertMaps."""
 
     handle: Any  # pyorch_history *
+
+    def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None: ...
 
 
 class PredictionCalls(EngineHandle):

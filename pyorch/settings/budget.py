@@ -14,8 +14,11 @@ _ACCEPTED = "use a share of the experts such as 40%, a size such as 1.5GiB or 80
 class ExpertSizes(Protocol):
     """What a budget is measured by, such as MapInfo: the bytes of all experts, and of the least that works."""
 
-    slots_bytes: int
-    floor_bytes: int
+    @property
+    def slots_bytes(self) -> int: ...
+
+    @property
+    def floor_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyorch.errors import PyorchError
@@ -44,7 +45,8 @@ class Reads:
         try:
             if len(numbers) > 2:
                 raise ValueError(text)
-            values = [kind(number) for kind, number in zip((int, _size), numbers)]
+            kinds: tuple[Callable[[str], int], ...] = (int, _size)
+            values = [kind(number) for kind, number in zip(kinds, numbers)]
             if values and values[0] == 0:  # what is measured is left out
                 raise cls._wrong_depth(0)
             return cls(reader, *values)

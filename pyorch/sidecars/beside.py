@@ -6,6 +6,7 @@ What reads a kind is imported then, too: a server without sidecars need not wait
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.library.numerics import np
@@ -90,7 +91,7 @@ class Sidecars:
         return counts if (counts.sum(axis=1) > 0).all() else None
 
     @property
-    def learned(self) -> str | None:
+    def learned(self) -> Path | None:
         """The file with which an engine that evicts by what it learns begins, None where there is none."""
         return self._paths.get("eviction")
 

@@ -154,7 +154,7 @@ def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> 
         if found[name] is None or found[name].dtype != dtype:
             raise FormatError(f"{path}: layer {il} has no {name} of type {np.dtype(dtype)}")
     k_max = found["ids"].shape[-1]
-    shapes = {name: (n_expert, k_max) for name in ("ids", "q", "scale")}
+    shapes: dict[str, tuple[int, ...]] = {name: (n_expert, k_max) for name in ("ids", "q", "scale")}
     shapes |= {"activations": (n_expert,), "tae_percentiles": (N_PERCENTILES,), "margin_percentiles": (N_PERCENTILES,)}
     for name, shape in shapes.items():
         if found[name].shape != shape:

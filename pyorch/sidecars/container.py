@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, publish, staging
@@ -19,7 +19,7 @@ from pyorch.runtime.model_map import SIDECARS, ModelMap, beside
 if TYPE_CHECKING:
     import gguf
 
-Metadata = dict[str, "str | int | float | list"]
+Metadata = dict[str, Any]  # str, int, float, bool, or a list of one of them: whoever reads it checks which
 
 _ARCH = "pyorch"  # general.architecture: llama.cpp refuses it by this name
 _KIND = "pyorch.sidecar.kind"
@@ -207,8 +207,8 @@ def _tensor() -> type[np.ndarray]:
     """Of arrays that Python writes, and says why it cannot: the error of numpy's own tofile() has no reason."""
 
     class Tensor(np.ndarray):
-        def tofile(self, file: BinaryIO) -> None:
-            file.write(memoryview(self).cast("B"))
+        def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
+            fid.write(memoryview(self).cast("B"))  # type: ignore[arg-type]  # an array is a buffer
 
     return Tensor
 

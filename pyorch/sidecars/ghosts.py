@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -92,8 +93,8 @@ class Ghosts:
         return cls(layers, metadata["n_inputs"], metadata["sacred"])
 
 
-_ARRAYS = {"rank": np.int32, "mean": np.float16, "down": np.float16, "up": np.float16, "error": np.float32,
-           "energy": np.float32}
+_ARRAYS: dict[str, Any] = {"rank": np.int32, "mean": np.float16, "down": np.float16, "up": np.float16,
+                           "error": np.float32, "energy": np.float32}
 
 
 def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> LayerGhosts:

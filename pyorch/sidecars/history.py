@@ -26,9 +26,9 @@ CAPACITY, DISTANCE, N_REQUESTS = 1000, 3, 100
 
 
 class Found(NamedTuple):
-    """The most alike entry and its cosine. index -1: there is none."""
+    """The most alike entry and its cosine. entry -1: there is none."""
 
-    index: int
+    entry: int
     score: float
 
 

@@ -99,7 +99,7 @@ class PredictorFile:
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. PyorchError if it cannot be written."""
         metadata: container.Metadata = {}
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         if self.default_vectors is not None:
             metadata["n_tokens"] = self.default_vectors.n_tokens
             arrays |= {f"blk.{il}.default_vectors": array for il, array in self.default_vectors.vectors.items()}

@@ -64,7 +64,7 @@ def assert_found(found, expected: np.ndarray) -> None:
         assert found == (-1, 0)
         return
     assert found.score == pytest.approx(np.nanmax(expected), abs=CLOSE)
-    assert expected[found.index] == pytest.approx(np.nanmax(expected), abs=CLOSE)
+    assert expected[found.entry] == pytest.approx(np.nanmax(expected), abs=CLOSE)
 
 
 # The store
@@ -191,7 +191,7 @@ def test_a_store_can_be_read_while_it_is_added_to() -> None:
         there = store.export()
         wrong += [map for map in there.maps if abs(map.sum() - 3) > 1e-3]
         found = store.search_map(maps[7][:2])
-        assert -1 <= found.index < 40
+        assert -1 <= found.entry < 40
     writer.join()
     assert not wrong and (store.n_maps, store.n_requests) == (40, 10)
 
