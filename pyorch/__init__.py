@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pyorch.runtime.statistics import Stats
     from pyorch.errors import BudgetError, DeviceError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
     from pyorch.llama.interception import manage
-    from pyorch.llama.layer import LayerPolicy
+    from pyorch.llama.layer import LayerSettings
     from pyorch.llama.model import Model, load
     from pyorch.runtime.model_map import ModelMap
     from pyorch.runtime.observers import Routing
@@ -30,7 +30,7 @@ _HOMES = {
     "Engine": "runtime.engine",
     "ExpertReadError": "errors",
     "FormatError": "errors",
-    "LayerPolicy": "llama.layer",
+    "LayerSettings": "llama.layer",
     "Model": "llama.model",
     "ModelMap": "runtime.model_map",
     "OutOfMemoryError": "errors",

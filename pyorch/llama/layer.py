@@ -1,4 +1,4 @@
-"""A layer of a loaded model: its residency, and the policy by which its experts are kept."""
+"""A layer of a loaded model: its residency, and the settings by which its experts are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyorch.sidecars.buddies import Buddies
 
 
 @dataclass(frozen=True)
-class LayerPolicy:
+class LayerSettings:
     """How the experts of one layer are kept.
 
     Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
@@ -48,11 +48,11 @@ class Layer:
         self.n_expert = n_expert
         self._engine = record.engine
         self._record = record
-        self._policy = LayerPolicy(substitution=record.plan.settings.substitution)
+        self._settings = LayerSettings(substitution=record.plan.settings.substitution)
         self.buddies = record.plan.buddies
 
     def __repr__(self) -> str:
-        return f"<pyorch.llama.layer.Layer {self.il}: {self.n_expert} experts, {self._policy}>"
+        return f"<pyorch.llama.layer.Layer {self.il}: {self.n_expert} experts, {self._settings}>"
 
     @property
     def residency(self) -> np.ndarray:
@@ -61,32 +61,32 @@ class Layer:
         return now.resident if self._record.device is None else np.where(now.on_device, np.uint8(2), now.resident)
 
     @property
-    def policy(self) -> LayerPolicy:
-        return self._policy
+    def settings(self) -> LayerSettings:
+        return self._settings
 
-    @policy.setter
-    def policy(self, policy: LayerPolicy) -> None:
-        if not isinstance(policy, LayerPolicy):
-            raise TypeError(f"the policy of a layer is a pyorch.LayerPolicy, not {policy!r}")
-        limit = self.n_expert if policy.max_experts is None else policy.max_experts
-        added = sorted(policy.pinned - self._policy.pinned)
+    @settings.setter
+    def settings(self, wanted: LayerSettings) -> None:
+        if not isinstance(wanted, LayerSettings):
+            raise TypeError(f"the settings of a layer are a pyorch.LayerSettings, not {wanted!r}")
+        limit = self.n_expert if wanted.max_experts is None else wanted.max_experts
+        added = sorted(wanted.pinned - self._settings.pinned)
         self._engine.pin(self.il, added)
         try:
-            self._engine.set_layer_limits(self.il, policy.min_experts, limit)
-            if policy.on_device != self._policy.on_device:
-                most = self.n_expert if policy.max_on_device is None else policy.max_on_device
-                self._engine.set_device_limits(self.il, policy.min_on_device, most)
-            if policy.substitution != self._policy.substitution:
-                apply_ghosts(self._engine, self.il, policy.substitution, self._record.plan.sidecars)
-                apply_substitution(self._engine, self.il, policy.substitution, self.buddies)
-            if policy.prefetch != self._policy.prefetch:
-                prefetch = self._record.plan.prefetch if policy.prefetch is None else Prefetch.parse(policy.prefetch)
+            self._engine.set_layer_limits(self.il, wanted.min_experts, limit)
+            if wanted.on_device != self._settings.on_device:
+                most = self.n_expert if wanted.max_on_device is None else wanted.max_on_device
+                self._engine.set_device_limits(self.il, wanted.min_on_device, most)
+            if wanted.substitution != self._settings.substitution:
+                apply_ghosts(self._engine, self.il, wanted.substitution, self._record.plan.sidecars)
+                apply_substitution(self._engine, self.il, wanted.substitution, self.buddies)
+            if wanted.prefetch != self._settings.prefetch:
+                prefetch = self._record.plan.prefetch if wanted.prefetch is None else Prefetch.parse(wanted.prefetch)
                 apply_prefetch(prefetch, self._engine, self._record.plan.sidecars, self.il)
         except PyorchError:
             self._engine.unpin(self.il, added)
             raise
-        self._engine.unpin(self.il, sorted(self._policy.pinned - policy.pinned))
-        self._policy = policy
+        self._engine.unpin(self.il, sorted(self._settings.pinned - wanted.pinned))
+        self._settings = wanted
 
     def prefetch(self, experts: Iterable[int]) -> None:
         """Queues reads behind all demand, in this order. Returns at once."""
@@ -99,14 +99,14 @@ class Layer:
     def substitute(
         self, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
     ) -> None:
-        """Sets policy.substitution, and the lists that it chooses from.
+        """Sets settings.substitution, and the lists that it chooses from.
 
         hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
         """
         apply_ghosts(self._engine, self.il, substitution, self._record.plan.sidecars)
         apply_substitution(self._engine, self.il, substitution, buddies, hops)
         self.buddies = buddies
-        self._policy = dataclasses.replace(self._policy, substitution=substitution)
+        self._settings = dataclasses.replace(self._settings, substitution=substitution)
 
     def stats(self) -> Stats:
         """Of this layer, since loading or the last Model.reset_stats()."""

@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import llama_cpp
 import llama_cpp.llama_cpp as llama
@@ -145,7 +146,7 @@ class Model:
         top_k: int = 40,
         seed: int | None = None,
         stop: Sequence[str] = (),
-        **sampling: object,
+        **sampling: Any,
     ) -> Iterator[str]:
         """Continues a prompt (text or token ids), piece by piece, until max_tokens or an end of text.
 
@@ -174,7 +175,7 @@ class Model:
         except ValueError as error:  # Llama's, about arguments
             raise PyorchError(str(error)) from error
 
-    def chat(self, messages: Sequence[dict[str, str]], **sampling: object) -> Iterator[str]:
+    def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
         """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
 
         `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does.
@@ -271,7 +272,7 @@ class Model:
     def stats(self) -> ModelStats:
         """What was measured since loading, or since reset_stats()."""
         perf = llama.llama_perf_context(self.llama.ctx)
-        lossy = any(layer.policy.substitution is not None for layer in self.layers.values())
+        lossy = any(layer.settings.substitution is not None for layer in self.layers.values())
         return ModelStats(
             # llama.cpp counts at least one token, to divide by
             perf.n_p_eval if perf.t_p_eval_ms else 0,
@@ -316,7 +317,7 @@ def load(
     source: Source | None = None,
     use_extra_bufts: bool = True,
     verbose: bool = False,
-    **options: object,
+    **options: Any,
 ) -> Model:
     """Loads a GGUF whose experts may occupy at most `budget`.
 
@@ -347,7 +348,7 @@ def load(
         raise TypeError(f"load() got an unexpected keyword argument '{unknown[0]}'")
     all_outputs = options.get("logits_all") or options.get("embedding") or "draft_model" in options
     settings = Settings(
-        budget=budget,
+        budget=Budget.parse(budget),
         source=source,
         use_extra_bufts=use_extra_bufts,
         widen=True,
@@ -393,7 +394,8 @@ def _describe() -> None:
     declared = [inspect.Parameter(option.name, kind, default=option.default)
                 for option in SETTINGS.values() if option.name not in signature.parameters]
     llama_kwargs = others.replace(name="llama_kwargs")
-    load.__signature__ = signature.replace(parameters=[*named, *declared, llama_kwargs])
+    load.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*named, *declared, llama_kwargs])
 
 
 _describe()

@@ -16,7 +16,7 @@ from models import assert_same_bits, small_model
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError
 from pyorch.settings.budget import RESIDENT
-from pyorch.llama.layer import LayerPolicy
+from pyorch.llama.layer import LayerSettings
 from pyorch.llama.model import Model
 
 BUDGETS = ["312KiB", "1MiB", "20%", "50%", "100%", "auto"]  # from the floor to all
@@ -156,8 +156,8 @@ def test_meddling_while_running_does_not_change_the_logits(
                 (layer.evict, (range(layer.n_expert),)),
                 (model.engine.set_budget, (choose.randrange(info.floor_bytes, info.slots_bytes),)),
                 (model.engine.set_policy, (choose.choice(["lru", "lfu"]),)),
-                (setattr, (layer, "policy", LayerPolicy(choose.randrange(4), 4 + choose.randrange(60), {*experts}))),
-                (setattr, (layer, "policy", LayerPolicy())),
+                (setattr, (layer, "settings", LayerSettings(choose.randrange(4), 4 + choose.randrange(60), {*experts}))),
+                (setattr, (layer, "settings", LayerSettings())),
             ])
             try:
                 act(*arguments)

@@ -382,20 +382,20 @@ def test_a_layer_has_limits_on_the_device(
 
     with small_model(small_moe, "50%", device=process.name, vram_budget="30%") as model:
         before = there(model)
-        model.layers[3].policy = pyorch.LayerPolicy(max_on_device=5)
+        model.layers[3].settings = pyorch.LayerSettings(max_on_device=5)
         assert model.layers[3].stats().device_experts == 5 < before[3]
-        model.layers[4].policy = pyorch.LayerPolicy(min_on_device=before[4])
+        model.layers[4].settings = pyorch.LayerSettings(min_on_device=before[4])
         after = there(model)
         assert after[3] <= 5 and after[4] >= before[4]
         with pytest.raises(PyorchError, match="leaves none of .* slots"):
             for il in (5, 6, 7):
-                model.layers[il].policy = pyorch.LayerPolicy(min_on_device=64)
+                model.layers[il].settings = pyorch.LayerSettings(min_on_device=64)
         with pytest.raises(PyorchError, match="must be 0 <= min <= max <= 64"):
-            model.layers[5].policy = pyorch.LayerPolicy(max_on_device=65)
+            model.layers[5].settings = pyorch.LayerSettings(max_on_device=65)
     with small_model(small_moe, "50%") as model, pytest.raises(PyorchError, match="made without a device"):
-        model.layers[3].policy = pyorch.LayerPolicy(max_on_device=5)
+        model.layers[3].settings = pyorch.LayerSettings(max_on_device=5)
     with small_model(small_moe, "50%", device=process.name, vram_budget="100%") as model:
-        model.layers[3].policy = pyorch.LayerPolicy(max_on_device=2) # fewer than a token uses, and nobody else computes
+        model.layers[3].settings = pyorch.LayerSettings(max_on_device=2) # fewer than a token uses, and nobody else computes
         there(model)
 
 

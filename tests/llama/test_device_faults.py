@@ -14,7 +14,7 @@ from faulty_source import FaultySource
 from models import assert_same_bits, small_model
 from processes import pyorch as pyorch_command
 
-from pyorch import LayerPolicy
+from pyorch import LayerSettings
 from pyorch.errors import ExpertReadError, PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
@@ -97,7 +97,7 @@ def test_limits_and_policies_may_change_while_layers_are_computed(
             run = thread.submit(decode, it, prompt_tokens)
             while not wait([run], timeout=0.002).done:
                 least = int(rng.integers(0, 2))
-                model.layers[int(rng.integers(8))].policy = LayerPolicy(
+                model.layers[int(rng.integers(8))].settings = LayerSettings(
                     min_on_device=least, max_on_device=int(rng.integers(least, 64)))
                 model.engine.set_policy(str(rng.choice(policies)))
             assert_same_bits(run.result(), expected)

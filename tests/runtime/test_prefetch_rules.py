@@ -156,22 +156,22 @@ def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
 
 def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
     with pyorch.load(small_moe, budget="30%", prefetch="none", n_ctx=256, n_threads=1) as model:
-        model.layers[3].policy = pyorch.LayerPolicy(prefetch="next-router:1:0")
+        model.layers[3].settings = pyorch.LayerSettings(prefetch="next-router:1:0")
         ahead: set[int] = set()
         while not ahead:  # on a busy machine guesses may come too late to be read
             decode(model, tokens_of(model))
             ahead = {il for il, layer in model.layers.items() if layer.stats().prefetch_loads}
         assert ahead == {3}
-        model.layers[3].policy = pyorch.LayerPolicy()
+        model.layers[3].settings = pyorch.LayerSettings()
         model.engine.wait_idle()
         model.reset_stats()
         decode(model, tokens_of(model))
         assert not any(layer.stats().prefetch_loads for layer in model.layers.values())
         with pytest.raises(pyorch.PyorchError, match="is for all layers"):
-            model.layers[3].policy = pyorch.LayerPolicy(prefetch="auto")
+            model.layers[3].settings = pyorch.LayerSettings(prefetch="auto")
         with pytest.raises(pyorch.PyorchError, match="crystal-ball"):
-            model.layers[3].policy = pyorch.LayerPolicy(prefetch="crystal-ball")
-        assert model.layers[3].policy == pyorch.LayerPolicy()
+            model.layers[3].settings = pyorch.LayerSettings(prefetch="crystal-ball")
+        assert model.layers[3].settings == pyorch.LayerSettings()
 
 
 @pytest.mark.parametrize(("what", "name"), [("prefetch", "oracle"), ("policy", "belady")])

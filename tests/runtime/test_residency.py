@@ -11,7 +11,7 @@ from models import small_model
 
 from pyorch.llama.context import Context
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama.layer import LayerPolicy
+from pyorch.llama.layer import LayerSettings
 from pyorch.llama.model import Model
 from pyorch.runtime.observers import Routing
 
@@ -118,7 +118,7 @@ def test_prefetched_experts_become_resident_and_count_as_hits(model: Model, prom
 
 def test_pinned_experts_stay_until_they_are_unpinned(model: Model, prompt_tokens: list[int]) -> None:
     pinned = frozenset({1, 5, 33})
-    model.layers[4].policy = LayerPolicy(pinned=pinned)
+    model.layers[4].settings = LayerSettings(pinned=pinned)
     model.engine.wait_idle()
     with Context(model.llama.model, n_ctx=512, n_threads=1) as it:
         for _ in range(5):
@@ -126,7 +126,7 @@ def test_pinned_experts_stay_until_they_are_unpinned(model: Model, prompt_tokens
             assert model.residency[4][list(pinned)].all()
     model.layers[4].evict(pinned)
     assert model.residency[4][list(pinned)].all()
-    model.layers[4].policy = LayerPolicy()
+    model.layers[4].settings = LayerSettings()
     model.layers[4].evict(pinned)
     assert not model.residency[4][list(pinned)].any()
 
@@ -134,13 +134,13 @@ def test_pinned_experts_stay_until_they_are_unpinned(model: Model, prompt_tokens
 def test_pinning_more_than_the_budget_allows_is_refused(model: Model) -> None:
     with pytest.raises(BudgetError):
         for layer in model.layers.values():
-            layer.policy = LayerPolicy(pinned=frozenset(range(N_EXPERT)))
+            layer.settings = LayerSettings(pinned=frozenset(range(N_EXPERT)))
     assert "".join(model.generate("import", max_tokens=4))
 
 
 def test_a_layer_keeps_its_minimum_and_its_maximum(model: Model, prompt_tokens: list[int]) -> None:
-    model.layers[0].policy = LayerPolicy(min_experts=30)
-    model.layers[7].policy = LayerPolicy(max_experts=8)
+    model.layers[0].settings = LayerSettings(min_experts=30)
+    model.layers[7].settings = LayerSettings(max_experts=8)
     with Context(model.llama.model, n_ctx=1024, n_threads=1) as it:
         for _ in range(5):
             it.decode(prompt_tokens)
@@ -150,17 +150,19 @@ def test_a_layer_keeps_its_minimum_and_its_maximum(model: Model, prompt_tokens: 
     assert model.residency[7].sum() <= 8
 
 
-@pytest.mark.parametrize("policy", [LayerPolicy(min_experts=-1), LayerPolicy(min_experts=9, max_experts=8),
-                                    LayerPolicy(max_experts=N_EXPERT + 1), LayerPolicy(pinned=frozenset({N_EXPERT}))])
-def test_a_layer_policy_out_of_range_is_refused_and_changes_nothing(model: Model, policy: LayerPolicy) -> None:
+@pytest.mark.parametrize("wrong", [
+    LayerSettings(min_experts=-1), LayerSettings(min_experts=9, max_experts=8),
+    LayerSettings(max_experts=N_EXPERT + 1), LayerSettings(pinned=frozenset({N_EXPERT})),
+])
+def test_layer_settings_out_of_range_are_refused_and_change_nothing(model: Model, wrong: LayerSettings) -> None:
     with pytest.raises(PyorchError):
-        model.layers[3].policy = policy
-    assert model.layers[3].policy == LayerPolicy()
+        model.layers[3].settings = wrong
+    assert model.layers[3].settings == LayerSettings()
 
 
-def test_what_is_no_layer_policy_is_refused(model: Model) -> None:
-    with pytest.raises(TypeError, match="pyorch.LayerPolicy"):
-        model.layers[3].policy = "lru"
+def test_what_is_no_layer_settings_is_refused(model: Model) -> None:
+    with pytest.raises(TypeError, match="pyorch.LayerSettings"):
+        model.layers[3].settings = "lru"
 
 
 def test_more_budget_means_fewer_misses(small_moe: Path, prompt_tokens: list[int]) -> None:

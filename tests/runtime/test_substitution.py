@@ -419,7 +419,7 @@ def test_a_layer_can_have_its_own_substitution(small_moe: Path):
         model.substitute("buddies", random_buddies(1))
         for il in range(1, N_LAYERS):
             layer = model.layers[il]
-            layer.policy = dataclasses.replace(layer.policy, substitution=None)
+            layer.settings = dataclasses.replace(layer.settings, substitution=None)
         decode(model)
         assert model.engine.substitution_stats(0).substituted > 0
         assert all(model.engine.substitution_stats(il).tokens == 0 for il in range(1, N_LAYERS))
@@ -560,10 +560,10 @@ def test_fitted_weights_need_scales(model):
     buddies = random_buddies(1)
     layers = {il: replace(layer, scale=np.full_like(layer.scale, np.nan) if il == 5 else layer.scale)
               for il, layer in buddies.layers.items()}
-    before = [layer.policy for layer in model.layers.values()]
+    before = [layer.settings for layer in model.layers.values()]
     with pytest.raises(PyorchError, match="weight=fitted needs scales of outputs, and the buddy lists of layer 5"):
         model.substitute("weight=fitted", replace(buddies, layers=layers))
-    assert [layer.policy for layer in model.layers.values()] == before
+    assert [layer.settings for layer in model.layers.values()] == before
     with pytest.raises(PyorchError, match="weight=fitted is for buddies"):
         Substitution(mode="random", weight="fitted")
 

@@ -429,7 +429,7 @@ def test_a_model_without_ghosts_says_how_to_make_them(small_moe: Path) -> None:
     with pyorch.load(small_moe, budget="50%", n_ctx=128) as model:
         with pytest.raises(PyorchError, match="make them with `pyorch ghosts`"):
             model.substitute("mode=none,miss=auto,max_error=0.1")
-        assert all(layer.policy.substitution is None for layer in model.layers.values())
+        assert all(layer.settings.substitution is None for layer in model.layers.values())
 
 
 def test_max_error_is_for_auto(model_map: ModelMap) -> None:
