@@ -9,7 +9,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
-EXTRAS := cluster,convert,plot,test
+EXTRAS := cluster,convert,papers,plot,test
 
 # Processes that share the tests. Most tests compute on two threads.
 WORKERS ?= 2
@@ -49,7 +49,7 @@ test-wheel: setup wheel
 
 bench: setup bench-residency
 	@$(MAKE) --no-print-directory build/bench/bench.gguf build/bench/deep.gguf
-	@$(BIN)/pyorch bench build/bench/bench.gguf --goals
+	@$(BIN)/python -m scripts.bench_goals build/bench/bench.gguf
 	@$(BIN)/pyorch bench build/bench/deep.gguf --baseline stock
 
 # What the residency table costs, without a model and without a disk.

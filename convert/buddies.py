@@ -22,20 +22,24 @@ smoothing it is empty; with outputs its peers are those that compute alike on al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import numpy as np
-
 from pyorch.convert import expert_outputs
 from pyorch.convert.expert_outputs import OutputSimilarity
+
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies
 from pyorch.traces.file import Trace
 from pyorch.traces.routing_statistics import (
-    activation_counts, coactivation, margin, renormalized, token_activating_entropy,
+    activation_counts,
+    coactivation,
+    margin,
+    renormalized,
+    token_activating_entropy,
 )
 
 WEIGHTINGS = ("binary", "probability")
@@ -100,35 +104,12 @@ class ListSizes:
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """Whether experts that are selected together compute alike, in one layer.
-
-    Means over the experts i that the trace selected. Correlations are between q(j|i) and cos(i, j) over the
-    peers j of i. Cosines and relative errors are those of the peer with the largest q(j|i), of a random
-    peer (the mean of all), and of the peer with the largest cosine.
-    """
-
-    il: int
-    spearman: float
-    pearson: float
-    coactivated_cosine: float
-    random_cosine: float
-    best_cosine: float
-    coactivated_error: float
-    random_error: float
-    best_error: float
-
-
-@dataclass(frozen=True)
 class Built:
-    """Buddy lists and what there is to report on them. agreement, cosines [n_expert, n_expert]: of each layer, none
-    without outputs."""
+    """Buddy lists and what there is to report on them."""
 
     buddies: Buddies
     sizes: tuple[ListSizes, ...]
-    agreement: tuple[Agreement, ...]
     n_inputs: int  # sampled tokens whose outputs were compared
-    cosines: dict[int, np.ndarray]
 
 
 def build(
@@ -138,8 +119,7 @@ def build(
     """Makes the buddy lists of a model from a trace of it.
 
     Args:
-        compare: compute the experts' outputs even where the score does not need them: for the scales and
-            the agreement.
+        compare: compute the experts' outputs even where the score does not need them: for the scales.
 
     Raises:
         FormatError: the trace is of another model, or damaged.
@@ -147,11 +127,11 @@ def build(
             known how the experts compute.
     """
     compare = compare or settings.similarity != "coactivation"
-    _check(model_map, trace, compare)
+    check(model_map, trace, compare)
     report = on_progress or (lambda *_: None)
     counts = count(trace, settings.warm_up, report)
-    inputs = _Inputs(trace) if compare else None
-    layers, sizes, agreement, cosines = {}, [], [], {}
+    inputs = RouterInputs(trace) if compare else None
+    layers, sizes = {}, []
     alphas = dict(zip((layer.il for layer in model_map.layers), settings.alphas(len(model_map.layers)).tolist()))
     for done, (layer, counted) in enumerate(zip(model_map.layers, counts)):
         outputs = None
@@ -162,13 +142,10 @@ def build(
         q = conditional(counted.coactivations[settings.weighting], settings.smoothing)
         layers[layer.il] = lists_of(layer.il, counted, score(q, outputs, settings.similarity), outputs, settings.k_max)
         sizes.append(list_sizes(layers[layer.il], alphas[layer.il]))
-        if outputs is not None:
-            agreement.append(_agreement(layer.il, counted.activations, q, outputs))
-            cosines[layer.il] = outputs.cosine
     if inputs is not None:
         report("comparing", len(counts), len(counts))
     buddies = Buddies(layers, alphas, settings.similarity, len(trace))
-    return Built(buddies, tuple(sizes), tuple(agreement), 0 if inputs is None else len(inputs), cosines)
+    return Built(buddies, tuple(sizes), 0 if inputs is None else len(inputs))
 
 
 def count(trace: Trace, warm_up: int = 0, on_progress: OnProgress | None = None) -> list[LayerCounts]:
@@ -235,7 +212,7 @@ def list_sizes(layer: LayerBuddies, cft_alpha: float) -> ListSizes:
     )
 
 
-class _Inputs:
+class RouterInputs:
     """The trace's sample of router inputs, and what the routers chose for them."""
 
     def __init__(self, trace: Trace) -> None:
@@ -254,7 +231,7 @@ class _Inputs:
         return self._inputs[:, index], selected
 
 
-def _check(model_map: ModelMap, trace: Trace, compare: bool) -> None:
+def check(model_map: ModelMap, trace: Trace, compare: bool) -> None:
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts, so none can have a buddy")
     if trace.header.fingerprint != container.fingerprint(model_map):
@@ -303,28 +280,3 @@ def lists_of(
         np.percentile(counted.margin, percentiles).astype(np.float32),
         np.where(kept, left, np.nan).astype(np.float32),
     )
-
-
-def _agreement(il: int, activations: np.ndarray, q: np.ndarray, outputs: OutputSimilarity) -> Agreement:
-    n_expert = len(activations)
-    rows = []
-    for i in np.flatnonzero(activations):
-        peers = np.arange(n_expert) != i
-        together, cosine, error = q[i, peers], outputs.cosine[i, peers], outputs.relative_error[i, peers]
-        first, best = together.argmax(), cosine.argmax()
-        rows.append((correlation(ranks(together), ranks(cosine)), correlation(together, cosine),
-                     cosine[first], cosine.mean(), cosine[best], error[first], error.mean(), error[best]))
-    return Agreement(il, *np.array(rows, np.float64).mean(axis=0).tolist())
-
-
-def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation of two float[n]; 0 where one of them is constant."""
-    a, b = a - a.mean(dtype=np.float64), b - b.mean(dtype=np.float64)
-    norm = np.sqrt((a @ a) * (b @ b))
-    return float(a @ b / norm) if norm > 0 else 0.0
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """float64[n]: the rank of each, equal ones sharing their mean rank. Its correlation is Spearman's."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

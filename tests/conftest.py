@@ -24,10 +24,10 @@ import shared
 from architectures import Zoo, asked_for
 from ggufs import write_dense_model
 from models import CHECKPOINT, PROMPT, assert_same_bits, small_model  # noqa: F401
+from pyorch.convert import children, convert
 
 from pyorch.bench import rounds
 from pyorch.cli import inspect, progress
-from pyorch.convert import children, convert
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
 
@@ -52,9 +52,9 @@ LONG = (
     "cli/test_plan.py", "serve/test_serve.py", "sidecars/test_ghosts.py", "scripts/test_upgrade_llama.py",
     "convert/test_slim.py", "llama/test_device_lossy.py", "llama/test_device_ahead.py",
     "scripts/test_measure_device.py", "hub/test_hub.py", "cluster/test_tunnel.py", "traces/test_trace.py",
-    "convert/test_compressed_pack.py", "convert/test_estimator.py", "llama/test_remote.py", "eval/test_eval_pack.py",
-    "eval/test_eval_prefetch.py", "serve/test_ending.py", "runtime/test_substitution.py", "advise/test_advise.py",
-    "cli/test_run.py", "cluster/test_simulator.py", "cli/test_cli.py", "scripts/test_upstream_server_tests.py",
+    "convert/test_compressed_pack.py", "convert/test_estimator.py", "llama/test_remote.py", "scripts/papers/test_zipmoe.py",
+    "scripts/papers/test_finemoe.py", "serve/test_ending.py", "runtime/test_substitution.py", "advise/test_advise.py",
+    "cli/test_run.py", "scripts/papers/test_simulator.py", "cli/test_cli.py", "scripts/test_upstream_server_tests.py",
     "eval/test_arrival.py",
 )
 

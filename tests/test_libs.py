@@ -10,7 +10,7 @@ import pytest
 from processes import python
 
 from pyorch import _libs
-from pyorch.bench import goals
+from pyorch.bench import plan
 from pyorch.bench.rounds import environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's runtime of OpenMP is Linux's")
@@ -50,5 +50,5 @@ def test_stock_llama_cpp_is_measured_as_it_waits_by_itself(monkeypatch: pytest.M
     for chosen, count in ((True, _libs.LIBGOMP_SPIN_COUNT), (False, "77")):
         monkeypatch.setattr(_libs, "chose_spin_count", chosen)
         monkeypatch.setenv("GOMP_SPINCOUNT", _libs.SPIN_COUNT if chosen else "77")
-        assert environment(goals.STOCK_PLAIN)["GOMP_SPINCOUNT"] == count
-        assert environment(goals.RESIDENT)["GOMP_SPINCOUNT"] == os.environ["GOMP_SPINCOUNT"]
+        assert environment(plan.STOCK_PLAIN)["GOMP_SPINCOUNT"] == count
+        assert environment(plan.RESIDENT)["GOMP_SPINCOUNT"] == os.environ["GOMP_SPINCOUNT"]

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pyorch.bench import goals
-from pyorch.bench.job import ENGINE, Config
+from pyorch.bench.job import ENGINE, UNMANAGED, Config
 from pyorch.errors import PyorchError
 from pyorch.library.choices import policies
 from pyorch.llama import memory
@@ -22,6 +21,13 @@ from pyorch.sizes import Amount
 # llama.cpp under the same memory limit; all resident, as it is by default; all resident, without repacked kernels
 BASELINES = ("mmap", "stock", "plain")
 
+_ALL = Settings(budget="100%")
+RESIDENT = Config("all resident", ENGINE, _ALL, preload=True)
+STOCK = Config("llama.cpp, all in memory", UNMANAGED)
+# The same plain kernels on both sides.
+RESIDENT_PLAIN = Config("all resident, plain kernels", ENGINE, _ALL, preload=True, repack=False)
+STOCK_PLAIN = Config("llama.cpp, all in memory, plain kernels", UNMANAGED, repack=False)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -29,8 +35,7 @@ class Plan:
 
     settings: lossless ones, of all configurations. lossy: each that reads experts is measured with these, too.
     budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
-    a share of the file. baselines: of BASELINES. goals: the configurations of the project's speed goals, in place of
-    budgets and baselines. busy: each is measured beside so many busy processes.
+    a share of the file. baselines: of BASELINES. busy: each is measured beside so many busy processes.
     """
 
     settings: Settings = Settings()
@@ -38,7 +43,6 @@ class Plan:
     budgets: tuple[Budget, ...] = ()
     memory_limit: Amount | None = None
     baselines: tuple[str, ...] = ()
-    goals: bool = False
     policies: tuple[str, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
     busy: tuple[int, ...] = (0,)
@@ -73,15 +77,25 @@ def check(plan: Plan, info: MapInfo) -> None:
     for baseline in plan.baselines:
         if baseline not in BASELINES:
             raise PyorchError(f'--baseline "{baseline}" is not known: use {", ".join(BASELINES)}')
-    if plan.goals and plan.lossy:
-        raise PyorchError("--goals are for lossless runs: measure lossy ones with --budget")
-    if plan.goals and (plan.budgets or plan.memory_limit or plan.baselines):
-        raise PyorchError("--goals have budgets, memory limits and baselines of their own: leave out --budget, "
-                          "--memory-limit and --baseline")
-    if plan.goals and (len(plan.prefetches) > 1 or len(plan.policies) > 1):
-        raise PyorchError("--goals are measured with one --prefetch and one --policy")
-    if plan.goals and any(plan.busy):
-        raise PyorchError("--goals are for an idle machine: measure beside busy processes with --budget")
+
+
+def budget_config(settings: Settings, limit_bytes: int = 0, limit: str = "") -> Config:
+    label = f"budget {settings.budget}" + (f", memory {limit}" if limit else "")
+    return Config(label, ENGINE, settings, limit_bytes)
+
+
+def mmap_config(limit_bytes: int, limit: str) -> Config:
+    return Config(
+        "llama.cpp mmap" + (f", memory {limit}" if limit else ""), UNMANAGED, limit_bytes=limit_bytes, repack=False
+    )
+
+
+def beside(n_busy: int, config: Config) -> Config:
+    """The same, beside busy processes."""
+    if not n_busy:
+        return config
+    what = "one busy process" if n_busy == 1 else f"{n_busy} busy processes"
+    return replace(config, label=f"{config.label}, beside {what}", n_busy=n_busy)
 
 
 def fits(info: MapInfo) -> bool:
@@ -93,23 +107,21 @@ def fits(info: MapInfo) -> bool:
 def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[Config, Config]]]:
     """What is measured: the reference, which is all resident, first; and of these, pairs of a lossy or disturbed
     configuration and the one that differs in nothing else."""
-    if plan.goals:
-        return goals.goal_configs(info.file_bytes, next(plan.combined())), []
-    configs = [goals.RESIDENT, *_budgets(plan, info)]
+    configs = [RESIDENT, *_budgets(plan, info)]
     limit_bytes = _limit_bytes(plan, info)
     if "mmap" in plan.baselines:
-        configs.append(goals.mmap_config(limit_bytes, _limit_text(plan)))
+        configs.append(mmap_config(limit_bytes, _limit_text(plan)))
     if "stock" in plan.baselines:
-        configs.append(goals.STOCK)
+        configs.append(STOCK)
     if "plain" in plan.baselines:
-        configs += (goals.RESIDENT_PLAIN, goals.STOCK_PLAIN)
+        configs += (RESIDENT_PLAIN, STOCK_PLAIN)
     lossy = _lossy_pairs(plan, configs)
     # Behind the lossless one: what is compared is measured at nearly the same time.
     configs = [row for config in configs for row in (config, *(changed for changed, base in lossy if base == config))]
-    pairs = [(goals.beside(n, one), goals.beside(n, other)) for n in plan.busy for one, other in lossy]
+    pairs = [(beside(n, one), beside(n, other)) for n in plan.busy for one, other in lossy]
     if 0 in plan.busy:
-        pairs += [(goals.beside(n, config), config) for config in configs for n in plan.busy if n]
-    return [goals.beside(n, config) for config in configs for n in plan.busy], pairs
+        pairs += [(beside(n, config), config) for config in configs for n in plan.busy if n]
+    return [beside(n, config) for config in configs for n in plan.busy], pairs
 
 
 def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
@@ -120,7 +132,7 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
         if budget.amount is not None:
             budget.resolve(info)
         for settings in plan.combined():
-            config = goals.budget_config(replace(settings, budget=budget), limit_bytes, _limit_text(plan))
+            config = budget_config(replace(settings, budget=budget), limit_bytes, _limit_text(plan))
             label = [config.label]
             if len(plan.policies) > 1:
                 label.append(settings.policy)

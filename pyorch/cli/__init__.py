@@ -48,7 +48,6 @@ TRACES = {
     "trace": ("pyorch.cli.trace", "show statistics of a trace"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
-    "simulate": ("pyorch.cli.simulate", "simulate a cluster: placements, migration, networks and sizes"),
 }
 COMMANDS = EVERYDAY | STEPS | TRACES
 

@@ -41,9 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="also measure llama.cpp without pyorch, in turn: mmap (under the same limit), stock (all "
                              "in memory, as it is by default), plain (all in memory, and pyorch beside it, both "
                              "without repacked kernels)")
-    parser.add_argument("--goals", action="store_true",
-                        help="measure what pyorch wants to reach, and print whether it does; not with --budget, "
-                             "--memory-limit and --baseline")
     parser.add_argument("--tokens", type=int, default=128, metavar="N", help="decode N tokens (default: 128)")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
                         help="before them, compute a prompt of N tokens (default: 512)")
@@ -78,16 +75,16 @@ def _take_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.bench import goals, plan, rounds, table
-    from pyorch.bench.plot import draw
+    from pyorch.bench import plan, rounds, table
     from pyorch.bench.job import Config, Job
+    from pyorch.bench.plot import draw
     from pyorch.bench.summary import summarize
-    from pyorch.pictures import check_plot
     from pyorch.llama.memory import cache_bytes, physical_cores
+    from pyorch.pictures import check_plot
     from pyorch.runtime.devices import find_device
-    from pyorch.sidecars import packs
     from pyorch.settings.device import NONE
     from pyorch.settings.settings import Settings
+    from pyorch.sidecars import packs
 
     for name in ("tokens", "prompt_tokens", "repeat"):
         if getattr(args, name) < 1:
@@ -104,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
     asked = plan.Plan(
         lossless, tuple(settings for settings in each if settings.lossy), listed(args, "budget"),
-        plan.read_limit(args.memory_limit), _words(args.baseline), args.goals,
+        plan.read_limit(args.memory_limit), _words(args.baseline),
         listed(args, "policy"), listed(args, "prefetch"), args.busy,
     )
 
@@ -131,15 +128,14 @@ def run(args: argparse.Namespace) -> int:
         cached = model_map.info.file_bytes <= cache_bytes()
         # The reference computes on the processor: it says nothing of what a device can reach.
         summaries = [summarize(results, config, None if cached or config.on_device
-                               else goals.beside(config.n_busy, goals.RESIDENT)) for config in configs]
-        reached = list(goals.goals(results, model_map.info.file_bytes, next(asked.combined()))) if args.goals else []
+                               else plan.beside(config.n_busy, plan.RESIDENT)) for config in configs]
         if args.plot is not None:
             draw(results, [pair for pair in pairs if pair[0].lossy], args.plot)
         if args.json:
             print_json({
                 "machine": table.machine(), "model": model_map.path, "info": model_map.info,
                 "tokens": args.tokens, "prompt_tokens": args.prompt_tokens, "repeat": args.repeat,
-                "summaries": summaries, "goals": reached, "bandwidths": results.bandwidths, "runs": results.runs,
+                "summaries": summaries, "bandwidths": results.bandwidths, "runs": results.runs,
             })
             return 0
         resident = next((summary for summary in summaries if summary.config.preload), None)
@@ -148,8 +144,6 @@ def run(args: argparse.Namespace) -> int:
     parts += [Facts(table.footer(results, resident, summaries, cached))]
     if pairs:
         parts += ["", *table.ratio_lines(results, pairs)]
-    if reached:
-        parts += ["", Table(("goal", "at least", "reached", ""), goals.goal_rows(reached), left=("goal",))]
     show(parts)
     return 0
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_model, add_command, check_readable, print_json
+from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
@@ -64,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.bench import plan, rounds, table
+    from pyorch.bench import rounds, table
     from pyorch.bench.serving.load import Lengths, poisson, read_arrivals
     from pyorch.bench.serving.measure import Load, run_rounds, summarize
     from pyorch.errors import PyorchError
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served]:
-    from pyorch.bench import goals, plan
+    from pyorch.bench import plan
     from pyorch.bench.serving.measure import Served
     from pyorch.settings.budget import AUTO
     from pyorch.settings.settings import Settings
@@ -112,9 +112,9 @@ def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served
     for budget in listed(args, "budget") or (AUTO,):
         if budget.amount is not None:
             budget.resolve(info)
-        configs.append(goals.budget_config(Settings(budget=budget, **settings), limit_bytes, limit_text))
+        configs.append(plan.budget_config(Settings(budget=budget, **settings), limit_bytes, limit_text))
     if args.baseline == "mmap":
-        configs.append(goals.mmap_config(limit_bytes, limit_text))
+        configs.append(plan.mmap_config(limit_bytes, limit_text))
     return [Served(config, slots) for config in configs for slots in args.np]
 
 

@@ -14,14 +14,13 @@ from pyorch.errors import PyorchError
 
 @dataclass(frozen=True)
 class Report:
-    """What --json prints. sizes, agreement: pyorch.convert.buddies.ListSizes and Agreement of each layer."""
+    """What --json prints. sizes: pyorch.convert.buddies.ListSizes of each layer."""
 
     path: Path
     n_tokens: int
     n_inputs: int
     settings: object
     sizes: tuple[object, ...]
-    agreement: tuple[object, ...]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -59,10 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="count the first tokens of a request less: the weight rises evenly to 1 "
                              "(default: %(default)s)")
     parser.add_argument("--compare", action="store_true",
-                        help="also show whether experts that are selected together compute similar outputs, and store "
-                             "how to scale the output of a buddy; needs a trace with --inputs")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png",
-                        help="draw how alike experts compute into this file; with --compare, or by --similarity")
+                        help="also compute the outputs of experts, and store how to scale that of a buddy; needs a "
+                             "trace with --inputs")
     add_output_options(parser, "MODEL.buddies.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -70,25 +67,17 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.convert.buddies import Settings, build
-    from pyorch.convert.similarity_plot import draw
-    from pyorch.pictures import check_plot
     from pyorch.sidecars import container, packs
     from pyorch.traces.file import Trace
 
     settings = Settings(args.similarity, _alphas(args), args.k_max, args.weighting, args.smoothing, args.warm_up)
-    if args.plot is not None:
-        check_plot(args.plot)
-        if not args.compare and args.similarity == "coactivation":
-            raise PyorchError("--plot draws how alike the outputs of experts are: give --compare")
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_output(path, args.model, [args.trace])
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, args.compare, progress.update)
         built.buddies.write(path, model_map)
-    if args.plot is not None:
-        draw(built.cosines, args.plot)
-    report = Report(path, built.buddies.n_tokens, built.n_inputs, settings, built.sizes, built.agreement)
+    report = Report(path, built.buddies.n_tokens, built.n_inputs, settings, built.sizes)
     if args.json:
         print_json(report)
     else:
@@ -114,31 +103,9 @@ def _parts(report: Report) -> list[str | Table]:
             str(size.il), f"{size.alpha:.3f}", f"{size.n_active}/{len(lengths)}", f"{size.mean:.1f}", str(lengths[0]),
             str(lengths[len(lengths) // 2]), str(lengths[-1]), str(size.capped), f"{size.covered:.0%}",
         ))
-    parts = [
+    return [
         f"{report.path}: {len(report.sizes)} layers by {report.settings.similarity} in {report.n_tokens} tokens",
         "",
         Table(("layer", "alpha", "active experts", "mean", "min", "median", "max", "at k-max", "covered"), rows,
               title="buddies of an expert"),
     ]
-    return parts + ["", _agreement(report)] if report.agreement else parts
-
-
-def _agreement(report: Report) -> Table:
-    columns = {
-        "spearman": ("rank correlation", "+.3f"), "pearson": ("linear", "+.3f"),
-        "coactivated_cosine": ("cosine: most co-activated", "+.3f"), "random_cosine": ("random", "+.3f"),
-        "best_cosine": ("best", "+.3f"),
-        "coactivated_error": ("relative error: most co-activated", ".2f"), "random_error": ("random", ".2f"),
-        "best_error": ("best", ".2f"),
-    }
-
-    def cells(label: str, values: dict[str, float]) -> tuple[str, ...]:
-        return (label, *(format(values[name], form) for name, (_, form) in columns.items()))
-
-    means = {name: sum(getattr(row, name) for row in report.agreement) / len(report.agreement) for name in columns}
-    rows = [cells(str(row.il), vars(row)) for row in report.agreement] + [cells("mean", means)]
-    return Table(
-        ("layer", *(title for title, _ in columns.values())), rows,
-        title=f"outputs of experts on {report.n_inputs} router inputs: does co-activation say how alike they are, and "
-              "how alike is the most co-activated, a random, and the best buddy",
-    )

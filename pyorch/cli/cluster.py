@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     rebalance = _add_action(actions, "rebalance", "have the scheduler place the experts again now, which it does by "
                             "itself every so often", _rebalance, "pyorch cluster rebalance --json")
     rebalance.add_argument("--json", action="store_true", help="print the decision as one JSON object")
-    measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for pyorch simulate",
+    measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for the scheduler",
                           _measure, "pyorch cluster measure -o costs.json")
     measure.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     _add_action(actions, "down", "end every server, and remove what is left of a cluster that crashed", _down,

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pyorch.cli import eval_pack, eval_prefetch
 from pyorch.cli.numbers import share
 from pyorch.cli.options import add_command, add_model_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
@@ -28,8 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
     _add_arc(kinds)
     _add_perplexity(kinds)
-    eval_prefetch.add_parser(kinds)
-    eval_pack.add_parser(kinds)
     return parser
 
 
@@ -71,10 +68,6 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     sweep.add_argument("--buddies-file", metavar="FILE",
                        help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
                             "(default: MODEL.buddies.gguf beside the model)")
-    sweep.add_argument("--cache", choices=("static", "dynamic"), default="static",
-                       help="measure accuracy with a simulated cache of the most active experts, in batches (static), "
-                            "or with one that follows the text, token by token (dynamic) (default: static)")
-    add_arrival_options(sweep)
     sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
                             "measure speed (default: 256)")
@@ -90,16 +83,6 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against speed into this file")
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON array")
     parser.set_defaults(run=run_arc)
-
-
-def add_arrival_options(parser: argparse._ActionsContainer) -> None:
-    """When absent experts arrive. `pyorch verify` has these options too."""
-    parser.add_argument("--read-time", type=float, default=1.0, metavar="LAYERS",
-                        help="for lossy settings: an expert counts as read after the time in which so many layers of a "
-                             "token are computed; it does not depend on this machine (default: %(default)g)")
-    parser.add_argument("--read-seed", type=int, default=0, metavar="N",
-                        help="let each of these reads take from half to one and a half of that time, as drawn with "
-                             "this seed (default: 0, all the same)")
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
@@ -129,14 +112,9 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
     parser.add_argument("--tokens", type=int, metavar="N", help="predict at most N tokens (default: all)")
     parser.add_argument("--cache-rate", type=share, metavar="SHARE",
                         help="for a lossy setting: keep this share of each layer's experts in memory")
-    parser.add_argument("--cache", choices=("static", "dynamic"), default="static",
-                        help="see `pyorch eval arc --help` (default: static)")
-    add_arrival_options(parser)
     parser.add_argument("--compare", metavar="MODEL.gguf",
                         help="measure the KL divergence from this model (default: with a lossy setting, from the model "
                              "itself)")
-    parser.add_argument("--each-window", action="store_true",
-                        help="also print a row for each window: what changes while a dynamic cache fills")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=run_perplexity)
 
@@ -144,19 +122,16 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
 def run_arc(args: argparse.Namespace) -> int:
     _check_arc(args)
 
-    from pyorch.files import write_text
     from pyorch.eval import report, sweep
-    from pyorch.eval.arrival import Arrival
     from pyorch.eval.plot import draw
     from pyorch.eval.record import Record
+    from pyorch.files import write_text
     from pyorch.pictures import check_plot
 
     plan = sweep.Plan(
         model=args.model,
         rates=parse_rates(args.cache_rate) if args.cache_rate else (),
         methods=_methods(args),
-        cache=args.cache,
-        arrival=Arrival(args.read_time, args.read_seed),
         texts=tuple(args.text),
         n_text_tokens=args.text_tokens,
         buddies_file=args.buddies_file,
@@ -239,7 +214,7 @@ def _methods(args: argparse.Namespace) -> tuple:
 def _check_arc(args: argparse.Namespace) -> None:
     lossy = args.settings or args.speculate or args.baseline != "original"
     if args.cache_rate is None:
-        if lossy or args.cache == "dynamic":
+        if lossy:
             raise PyorchError("lossy settings work where experts are absent: give --cache-rate, such as 0.5")
         if args.plot is not None:
             raise PyorchError("a plot of accuracy against throughput needs --cache-rate")
@@ -266,8 +241,6 @@ def run_perplexity(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise PyorchError(f"--{name} {value} is less than 1")
-    from pyorch.eval import over_time
-
     settings = given_settings(args)
     substitution = settings.get("substitution")
     if settings.get("speculate") and substitution is None:
@@ -282,14 +255,12 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
     with Progress(live=not args.verbose) as progress:
         progress.update("loading the model", 0, 0)
-        stretches, done, speculated = _perplexity(args, settings, substitution, progress)
-    result = over_time.together(stretches)
+        result, done, speculated = _perplexity(args, settings, substitution, progress)
     if args.json:
         fields = ("n_tokens", "n_windows", "perplexity", "log_likelihood", "reference_perplexity",
                   "reference_log_likelihood", "kl_divergence", "top1_agreement")
         measured = {name: getattr(result, name) for name in fields}
-        print_json(measured | {"substitution": done, "speculation": speculated} | (
-            {"windows": [_window(stretch) for stretch in stretches]} if args.each_window else {}))
+        print_json(measured | {"substitution": done, "speculation": speculated})
         return 0
     facts = []
     if result.kl_divergence is not None:
@@ -307,38 +278,18 @@ def run_perplexity(args: argparse.Namespace) -> int:
         facts.append(("replaced", f"{done.substituted / result.n_tokens:.2f} expert slots substituted a token, "
                                   f"{done.dropped / result.n_tokens:.2f} dropped, "
                                   f"{done.ghosts / result.n_tokens:.2f} computed by ghosts"))
-    show([Facts(facts), *(["", _windows(stretches)] if args.each_window else [])])
+    show([Facts(facts)])
     return 0
 
 
-def _window(stretch) -> dict[str, object]:
-    slots = stretch.slots
-    return {
-        "first_token": stretch.first, "n_tokens": stretch.perplexity.n_tokens,
-        "perplexity": stretch.perplexity.perplexity, "kl_divergence": stretch.perplexity.kl_divergence,
-        "absent_per_token": slots.per_token("absent"),
-        "changed_per_token": sum(slots.per_token(name) for name in ("substituted", "dropped", "ghosts")),
-        "read_per_token": slots.read_per_token, "resident_experts": stretch.resident,
-    }
-
-
-def _windows(stretches) -> Table:
-    titles = ("token", "perplexity", "KL", "absent/token", "changed/token", "waited for/token", "resident")
-    forms = ("d", ".2f", ".4f", ".2f", ".2f", ".2f", "d")
-    rows = [[value for name, value in _window(stretch).items() if name != "n_tokens"] for stretch in stretches]
-    lines = [["-" if cell is None else format(cell, form) for cell, form in zip(row, forms)] for row in rows]
-    return Table(titles, lines)
-
-
 def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution, progress):
-    """What each window gave, and the statistics of substitution and speculation, or None."""
+    """What was found, and the statistics of substitution and speculation, or None."""
     import contextlib
 
-    from pyorch.traces.data import read_documents
-    from pyorch.eval import method, over_time, perplexity
-    from pyorch.eval.arrival import Arrival
-    from pyorch.settings.prefetch import Prefetch
+    from pyorch.eval import method, perplexity
     from pyorch.llama.model import load
+    from pyorch.settings.prefetch import Prefetch
+    from pyorch.traces.data import read_documents
 
     documents = list(read_documents(args.data))
     budget = settings.get("budget", AUTO)
@@ -350,25 +301,17 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
             model = stack.enter_context(load(args.model, budget=budget, **{**options, "n_ctx": 64}))
         else:
             lossy = method.lossy_method(substitution)
-            needed = substitution.needs_buddies or args.cache == method.STATIC
-            buddies = method.read_buddies(args.model, settings.get("buddies"), needed)
-            if args.cache == method.STATIC:
-                whole = stack.enter_context(method.static_model(args.model, **options))
-                model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
-            else:
-                model = stack.enter_context(
-                    method.dynamic_model(args.model, lossy, method.share(args.cache_rate), buddies,
-                                         Arrival(args.read_time, args.read_seed), **options))
+            buddies = method.read_buddies(args.model, settings.get("buddies"), needed=True)
+            whole = stack.enter_context(method.static_model(args.model, **options))
+            model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
         reference = None
         if args.speculate:
             model.speculate(settings.get("prefetch", Prefetch()), prompts=True)
         if compared:
             reference = stack.enter_context(method.resident_model(args.compare or args.model, **options))
         texts = perplexity.windows(model, documents, args.window, args.tokens)
-        stretches = over_time.measure(
-            model, texts, reference, method.n_ubatch(substitution, args.cache, bool(args.speculate)),
-            settings.get("n_threads"),
+        found = perplexity.measure(
+            model, texts, reference, method.n_ubatch(substitution, bool(args.speculate)), settings.get("n_threads"),
             partial(progress.update, "tokens"),
         )
-        return stretches, model.stats().substitution, model.stats().speculation
-
+        return found, model.stats().substitution, model.stats().speculation

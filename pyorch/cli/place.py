@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, check_output, check_readable, print_json
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
-ALGORITHMS = ("dance", "uniform", "redundance", "smartmoe", "eplb")
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pyorch.cluster.config import Cluster
+    from pyorch.cluster.placement.placement import Placement
+    from pyorch.cluster.placement.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "those are, from traces of what users of each server ask, or from what a running cluster has counted; and what "
         "memory the servers have, from cluster.toml. Some server holds each expert."
     )
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
                         help="the servers, their memory, and the model (docs/cluster.md describes it)")
     parser.add_argument("--trace", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
@@ -83,36 +95,43 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--counts", type=Path, metavar="FILE.json",
                         help="in place of traces, activations that a running cluster counted; servers that serve more "
                              "weigh more")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="dance",
-                        help="dance: numbers of experts by the entropy of a layer's activations, then those most "
-                             "activated on the server; for comparison, uniform: each expert once, at random; "
-                             "redundance: that, and random further ones; smartmoe: each once, devices with alike much "
-                             "to do; eplb: that, and busy experts several times (default: dance)")
     parser.add_argument("--partial", action="store_true",
                         help="where memory does not hold all experts, place as many as it holds; the others are read "
                              "from disk")
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of what is drawn at random (default: 0)")
     parser.add_argument("--check", action="store_true",
                         help="place by the first half of each trace, and show the local ratio of the second half, too")
     parser.add_argument("--explain", action="store_true", help="show each layer of each server")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
     parser.add_argument("--save-counts", type=Path, metavar="FILE.json",
                         help="also write what was counted in the traces, for --counts")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the placement to write")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What was placed, and in how many seconds. checked: of the other halves of the traces, as problem.frequencies."""
+
+    cluster: Cluster
+    problem: Problem
+    placement: Placement
+    checked: np.ndarray | None
+    seconds: float
 
 
 def run(args: argparse.Namespace) -> int:
+    from pyorch.cluster.placement.dance import place
+
+    report(args, decide(args, place))
+    return 0
+
+
+def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]) -> Placed:
+    """Writes a placement, as place() makes it of a problem. Raises PyorchError."""
     from time import perf_counter
 
-    from pyorch import pictures
     from pyorch.cluster.activations import read_counts, write_counts
     from pyorch.cluster.config import read_cluster
-    from pyorch.cluster.placement.algorithms import place
     from pyorch.cluster.placement.file import write_placement
-    from pyorch.cluster.placement.plot import draw
     from pyorch.cluster.placement.problem import Problem
     from pyorch.runtime.model_map import ModelMap
 
@@ -121,8 +140,6 @@ def run(args: argparse.Namespace) -> int:
                           "the two")
     if args.counts is not None and (args.check or args.save_counts):
         raise PyorchError("--check and --save-counts need traces: give --trace instead of --counts")
-    if args.plot is not None:
-        pictures.check(args.plot)
     cluster = read_cluster(args.cluster)
     files = _by_server(args.trace, cluster)
     sources = [path for paths in files.values() for path in paths]
@@ -145,20 +162,20 @@ def run(args: argparse.Namespace) -> int:
             checked = None if other is None else other.shares().of(cluster.names)
         problem = Problem.of_model(cluster, model_map, frequencies)
         begin = perf_counter()
-        placement = place(problem, args.algorithm, args.partial, args.seed)
+        placement = place(problem, args.partial)
         seconds = perf_counter() - begin
         if args.save_counts:
             write_counts(args.save_counts, counted if other is None else counted + other, model_map)
         write_placement(args.output, placement, model_map)
-    picture = None
-    if args.plot is not None:
-        picture = draw(placement, frequencies, args.plot)
-    report = _report(args, cluster, problem, placement, checked, seconds)
+    return Placed(cluster, problem, placement, checked, seconds)
+
+
+def report(args: argparse.Namespace, placed: Placed) -> None:
+    found = _report(args, placed)
     if args.json:
-        print_json(report)
+        print_json(found)
     else:
-        show([*_parts(report, args.explain), *([str(picture)] if picture else [])])
-    return 0
+        show(_parts(found, args.explain))
 
 
 def _by_server(texts: list[str], cluster) -> dict[str, list[Path]]:
@@ -183,9 +200,10 @@ def _counted(files: dict[str, list[Path]], model_map, check: bool):
     return count_traces(traces, model_map, (0.0, 0.5)), count_traces(traces, model_map, (0.5, 1.0))
 
 
-def _report(args: argparse.Namespace, cluster, problem, placement, checked, seconds: float) -> Report:
+def _report(args: argparse.Namespace, placed: Placed) -> Report:
     import numpy as np
 
+    problem, placement, checked = placed.problem, placed.placement, placed.checked
     frequencies = problem.frequencies
     ratios, of_server = placement.local_ratio(frequencies), placement.server_ratio(frequencies)
     of_checked = None if checked is None else placement.server_ratio(checked)
@@ -198,13 +216,13 @@ def _report(args: argparse.Namespace, cluster, problem, placement, checked, seco
             int(n_held[i].sum()), int(n_only[i]), float(of_server[i]),
             None if of_checked is None else float(of_checked[i]),
             [LayerRow(il, int(n), float(ratio)) for il, n, ratio in zip(problem.layers, n_held[i], ratios[i])],
-        ) for i, server in enumerate(cluster.servers)
+        ) for i, server in enumerate(placed.cluster.servers)
     ]
     total = placement.total_ratio(frequencies)
     return Report(
-        str(cluster.required_model), args.output, placement.algorithm, int(np.sum(problem.n_experts)),
+        str(placed.cluster.required_model), args.output, placement.algorithm, int(np.sum(problem.n_experts)),
         placement.n_uncovered, problem.experts_bytes, int(problem.device_bytes.sum()), total,
-        None if checked is None else placement.total_ratio(checked), 1 - total, seconds, servers,
+        None if checked is None else placement.total_ratio(checked), 1 - total, placed.seconds, servers,
     )
 
 

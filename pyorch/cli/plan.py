@@ -17,7 +17,6 @@ DECODE_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 
 _POOL_NAMES = ("full", "compressed", "sm", "e")
-_PLOTTED = tuple(n / 20 for n in range(2, 21))  # budgets, as shares of all experts
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "many as there are processors)")
     parser.add_argument("--check", action="store_true",
                         help="plan by the first half of the trace, and play the second half")
-    parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
     add_output_options(parser, "MODEL.plan.json beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -109,13 +107,13 @@ def run(args: argparse.Namespace) -> int:
 
     import numpy as np
 
-    from pyorch import pictures
     from pyorch.planning.makespan import POOLS
     from pyorch.planning.planner import HANDICAP
     from pyorch.planning.ranks import use_counts
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import AUTO
-    from pyorch.sidecars import packed_sizes, packs, plan as plans
+    from pyorch.sidecars import packed_sizes, packs
+    from pyorch.sidecars import plan as plans
     from pyorch.sizes import counted
     from pyorch.traces.divisions import FINALISTS, Player, choose
     from pyorch.traces.file import Trace
@@ -132,8 +130,6 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.trace])
     if args.check and args.trace is None:
         raise PyorchError("--check plays a trace: name one with --trace")
-    if args.plot is not None:
-        pictures.check(args.plot)
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)
@@ -156,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
         reserved = plans.Reserve.of(model_map).bytes(budget)
         planned = planner.plan(budget, pools, args.step, reserved, HANDICAP, FINALISTS)
         seconds = perf_counter() - begin
-        whole, others = planner.cost((1, 0, 0, 0), budget - reserved), _others(planner, budget - reserved, pools)
+        whole, others = planner.cost((1, 0, 0, 0), budget - reserved), single_forms(planner, budget - reserved, pools)
         best, handicap, n_played, n_played_tokens = planned.best, HANDICAP, 0, 0
         divided = next((split for split in planned.finalists if split.is_mixed), None)
         if planned_by is not None and _can_play(planned_by, model_map):
@@ -185,14 +181,13 @@ def run(args: argparse.Namespace) -> int:
             machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
             tuple(map(tuple, np.asarray(uses).tolist())), args.batch,
         ), model_map)
-        picture = None if args.plot is None else _draw(args.plot, planner, planned, model_map, pools, args.step)
     report = Report(args.model, args.trace, routing, output, budget, args.batch, pools, n_tokens,
                     machine.bytes_per_second, machine.decoded_per_second, machine.n_workers, planned.n_splits,
                     planned.n_evaluated, seconds, n_played, n_played_tokens, handicap, rows)
     if args.json:
         print_json(report)
     else:
-        show([*_parts(report, model_map.info), *([str(picture)] if picture else [])])
+        show(_parts(report, model_map.info))
     return 0
 
 
@@ -238,7 +233,7 @@ def measured_machine(args: argparse.Namespace, model_map):
     return Machine(reading, decoding, args.workers or recovery_threads(physical_cores()))
 
 
-def _others(planner, budget: int, pools: str) -> dict:
+def single_forms(planner, budget: int, pools: str) -> dict:
     """Divisions into one form each, beside whole experts."""
     others = {"compressed only": planner.cost((0, 1, 0, 0), budget),
               "signs and mantissas only": planner.cost((0, 0, 1, 0), budget)}
@@ -261,27 +256,6 @@ def _checked(rows: list[Row], splits: dict, player) -> list[Row]:
 def _row(name: str, split) -> Row:
     hits = tuple(float(n) for n in split.hits.mean(axis=0))
     return Row(name, split.shares, split.compressed, hits, 1000 * split.makespan, None, None)
-
-
-def _draw(directory: Path, planner, planned, model_map, pools: str, step: float) -> Path:
-    from pyorch.planning.plot import draw
-    from pyorch.sidecars.plan import Reserve
-
-    reserve = Reserve.of(model_map)
-    costs: dict[str, list[float]] = {}
-    info = model_map.info
-    budgets = [share for share in _PLOTTED if int(share * info.slots_bytes) >= info.floor_bytes]
-    for share in budgets:
-        at = int(share * info.slots_bytes)
-        reserved = reserve.bytes(at)
-        found = planner.plan(at, pools, step, reserved)
-        splits = {"plan": found.best, "full only": planner.cost((1, 0, 0, 0), at - reserved),
-                  **_others(planner, at - reserved, pools)}
-        if found.plain is not None:
-            splits["without a pack"] = found.plain
-        for name, split in splits.items():
-            costs.setdefault(name, []).append(1000 * split.makespan)
-    return draw(planner.inclusion, planned.best.capacities, budgets, costs, directory)
 
 
 def _plays(report: Report) -> str:

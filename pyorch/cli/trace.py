@@ -9,7 +9,7 @@ from pyorch.cli.options import add_command, print_json
 from pyorch.cli.tables import Table, show
 from pyorch.sizes import counted
 
-_EXAMPLE = "pyorch trace stats olmoe.trace --plot plots"
+_EXAMPLE = "pyorch trace stats olmoe.trace"
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -20,30 +20,20 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     stats.add_argument("trace", type=Path, metavar="FILE.trace", help="a trace that pyorch profile recorded")
     stats.add_argument("--phase", choices=("all", "prefill", "decode"), default="all",
                        help="count only the tokens of this phase (default: all)")
-    stats.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures into this directory")
     stats.add_argument("--json", action="store_true", help="print the statistics as one JSON object")
     stats.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch import pictures
     from pyorch.traces.file import Trace
     from pyorch.traces.statistics import analyze
 
-    trace = Trace(args.trace)
-    if args.plot is not None:
-        pictures.check(args.plot)
-    statistics, arrays = analyze(trace, args.phase)
-    drawn = []
-    if args.plot is not None:
-        from pyorch.traces.plots import draw
-
-        drawn = draw(statistics, arrays, args.plot)
+    statistics, _ = analyze(Trace(args.trace), args.phase)
     if args.json:
         print_json(statistics)
     else:
-        show([*_parts(statistics), *map(str, drawn)])
+        show(_parts(statistics))
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pyorch.cli.eval import add_arrival_options
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
 from pyorch.cli.progress import Progress
@@ -29,7 +28,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: a paragraph of prose)")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
-    add_arrival_options(parser)
+    parser.add_argument("--read-time", type=float, default=1.0, metavar="LAYERS",
+                        help="for lossy settings: an expert counts as read after the time in which so many layers of a "
+                             "token are computed; it does not depend on this machine (default: %(default)g)")
+    parser.add_argument("--read-seed", type=int, default=0, metavar="N",
+                        help="let each of these reads take from half to one and a half of that time, as drawn with "
+                             "this seed (default: 0, all the same)")
     parser.add_argument("--json", action="store_true", help="print a JSON array with one object for each budget")
     parser.set_defaults(run=run)
     return parser

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pyorch.cluster.coefficients import ServerCosts
+from pyorch.cluster.costs import ServerCosts
 from pyorch.cluster.members import Counters, Processors
 
 # Tokens of the prompt, and those decoded behind the first, of each request that is sent. The longest fits any context.

@@ -35,7 +35,6 @@
 
     [scheduler]                     # of servers that run with a plan
     interval = "5min"               # after which it places the experts again; the default
-    algorithm = "dance"             # of pyorch place; the default
     costs = "costs.json"            # links and disks, by pyorch cluster measure; default: as the tables above say
     enabled = true                  # the default; false: the plan stays as it is
 """
@@ -108,12 +107,11 @@ class Server:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Of a running cluster. interval: seconds. algorithm: of pyorch.cluster.placement. costs: what pyorch cluster
-    measure wrote; None: links are as the cluster.toml has them, and the rest as pyorch.cluster.coefficients."""
+    """Of a running cluster. interval: seconds. costs: what pyorch cluster measure wrote; None: links are as the
+    cluster.toml has them, and the rest as pyorch.cluster.costs."""
 
     enabled: bool = True
     interval: float = 300.0
-    algorithm: str = "dance"
     costs: Path | None = None
 
 
@@ -338,13 +336,12 @@ def _links(values: list, network: Link, servers: tuple[Server, ...], path: Path)
 
 
 def _scheduler(table: _Table, directory: Path) -> Scheduler:
-    interval, algorithm = table.take("interval", str, None), table.take("algorithm", str, Scheduler.algorithm)
+    interval = table.take("interval", str, None)
     seconds = Scheduler.interval if interval is None else _seconds(interval, f"{table.where}: interval", like="5min")
     if seconds < SHORTEST_INTERVAL:
         raise FormatError(f"{table.where}: interval {_show(interval)} is below {SHORTEST_INTERVAL:g} s")
     costs = table.take("costs", str, None)
-    scheduler = Scheduler(table.take("enabled", bool, True), seconds, algorithm,
-                          None if costs is None else directory / costs)
+    scheduler = Scheduler(table.take("enabled", bool, True), seconds, None if costs is None else directory / costs)
     table.finish()
     return scheduler
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.cluster.coefficients import ServerCosts, Sizes
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import write_text
 from pyorch.sidecars import json_file
@@ -37,6 +36,44 @@ from pyorch.sidecars import json_file
 KIND, VERSION = "pyorch file of costs", 1
 MOST = 1e15  # seconds or bytes
 MOST_OF_EXPERT = 1e10  # bytes
+
+
+@dataclass(frozen=True)
+class ServerCosts:
+    """Of one server, in seconds.
+
+    step: of a step, outside the layers with experts. layer: of the dense part of a layer in a step; token: and of each
+    token in it. expert: of each different expert of a layer in a step, or in a message; row: and of each row.
+    message: to take a message from a peer and to answer it. disk_latency: of one read of an expert;
+    disk_bytes_per_second: 0 where experts are not read from a disk.
+    """
+
+    step: float = 1e-3
+    layer: float = 4e-4
+    token: float = 5e-5
+    expert: float = 1e-4
+    row: float = 2e-5
+    message: float = 1e-4
+    disk_latency: float = 2e-4
+    disk_bytes_per_second: float = 1e9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """In bytes. expert: of one expert, or of one of each layer; request: of a token's input, which a peer gets once for
+    all its experts; reply: of a row; message: of a message beside these. None: as the model has it; or_of() fills that
+    in."""
+
+    expert: float | tuple[float, ...] | None = None
+    request: float | None = None
+    reply: float | None = None
+    message: float = 64.0
+
+    def or_of(self, expert: float | tuple[float, ...], n_embd: int) -> Sizes:
+        """What is None, of a model: a row is float32[n_embd]."""
+        row = 4.0 * n_embd
+        return replace(self, **{name: value for name, value in (("expert", expert), ("request", row), ("reply", row))
+                                if getattr(self, name) is None})
 
 
 @dataclass(frozen=True)
@@ -117,21 +154,6 @@ class CostsFile:
     links: Mapping[tuple[str, str], tuple[float, float]] | None = None
     machines: tuple[Machine, ...] = ()
 
-    def given(self, settings: Mapping[str, float]) -> CostsFile:
-        """With coefficients and sizes that apply to all servers. PyorchError for a name that is none."""
-        known = {field.name for field in fields(ServerCosts)}
-        sizes = {f"{field.name}_bytes": field.name for field in fields(Sizes)}
-        for name in settings:
-            if name not in known and name not in sizes:
-                raise PyorchError(f'there is no cost "{name}": {", ".join([*sorted(known), *sizes])} are known')
-        common = {name: value for name, value in settings.items() if name in known}
-        return CostsFile(
-            replace(self.server, **common),
-            {name: replace(server, **common) for name, server in (self.servers or {}).items()},
-            replace(self.sizes, **{sizes[name]: value for name, value in settings.items() if name in sizes}),
-            self.links, self.machines,
-        )
-
     def check_names(self, names: Sequence[str]) -> None:
         """PyorchError where the file has costs of a server that is not among these."""
         for name in [*(self.servers or {}), *(end for pair in self.links or {} for end in pair),
@@ -173,7 +195,8 @@ class CostsFile:
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
     """Raises FormatError, with the field, for a file that is none or has what cannot be."""
     value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
-    known = {"kind", "version", "server", "servers", "links", "machines", *(f"{field.name}_bytes" for field in fields(Sizes))}
+    known = {"kind", "version", "server", "servers", "links", "machines",
+             *(f"{field.name}_bytes" for field in fields(Sizes))}
     for name in sorted(value.keys() - known):
         raise FormatError(f'{path}: "{name}" is not known')
     server = _server(value.get("server", {}), ServerCosts(), f"{path}: server")

@@ -16,10 +16,9 @@ from pyorch.cluster.config import Cluster
 from pyorch.cluster.costs import Costs, CostsFile, read_costs
 from pyorch.cluster.members import Activity
 from pyorch.cluster.migration import FADING, Decision, RecentUses, Sharing, decide, migration_seconds
-from pyorch.cluster.placement.algorithms import ALGORITHMS, place
+from pyorch.cluster.placement.dance import place
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
-from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 
 N_EMBD = 2048  # of a model that does not say it
@@ -30,13 +29,12 @@ class Setting:
     """What stays while a cluster is up.
 
     problem: servers, layers, sizes and memory; its frequencies are zero. costs: of links, disks and computing.
-    interval: seconds between two looks. algorithm: of pyorch.cluster.placement.
+    interval: seconds between two looks.
     """
 
     problem: Problem
     costs: Costs
     interval: float
-    algorithm: str
 
     @cached_property
     def moving(self) -> Costs:
@@ -49,11 +47,8 @@ class Setting:
 
     @classmethod
     def of(cls, cluster: Cluster, model_map: ModelMap) -> Setting:
-        """PyorchError for an algorithm that is not known, and costs that cannot be read or are of other servers."""
+        """PyorchError for costs that cannot be read or are of other servers."""
         scheduler = cluster.scheduler
-        if scheduler.algorithm not in ALGORITHMS:
-            raise PyorchError(f'{cluster.path}: [scheduler]: algorithm "{scheduler.algorithm}" is not known: '
-                              f'{", ".join(ALGORITHMS)} are')
         known = CostsFile() if scheduler.costs is None else read_costs(scheduler.costs)
         known.check_names(cluster.names)
         layers = model_map.decoded_layers
@@ -62,7 +57,7 @@ class Setting:
         n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=N_EMBD)
         sizes = known.sizes.or_of(tuple(map(float, problem.sizes.tolist())), n_embd)
         return cls(problem, known.of(cluster.names, len(layers), cluster.latencies, cluster.bandwidths, sizes),
-                   scheduler.interval, scheduler.algorithm)
+                   scheduler.interval)
 
 
 @dataclass(frozen=True)
@@ -198,6 +193,6 @@ def place_again(
     capacities = tuple(devices if is_there else (0,) * len(devices)
                        for devices, is_there in zip(problem.capacities, there))
     problem = Problem(problem.servers, problem.layers, uses, problem.sizes, capacities, problem.n_experts)
-    candidate, held = place(problem, setting.algorithm, partial=True), now.held & there[:, None, None]
+    candidate, held = place(problem, partial=True), now.held & there[:, None, None]
     decision = decide(held, candidate.held, uses, recent.costs(setting), recent.sharing)
     return candidate, replace(decision, migration=float(migration_seconds(held, candidate.held, setting.moving).sum()))

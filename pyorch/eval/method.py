@@ -1,11 +1,10 @@
 """How absent experts are treated in an evaluation, and which experts count as absent.
 
-A cache rate c keeps the share c of each layer's experts resident. A *static* cache is simulated: the model is in
-memory whole, and substitution takes the experts that the trace selected most often for resident, and no others.
-So what happens to a token depends on the token alone, questions are computed in large batches, and results are
-reproducible. It is a hard judge: a real cache follows the text, and misses less. A *dynamic* cache is one that follows
-the text: the budget is the share c of the experts, and tokens are fed one at a time. When experts arrive in it is
-simulated (pyorch.eval.arrival), so that these results can be had again, too; speed is measured without that.
+A cache rate c keeps the share c of each layer's experts resident, in a cache that is simulated: the model is in memory
+whole, and substitution takes the experts that the trace selected most often for resident, and no others. So what
+happens to a token depends on the token alone, questions are computed in large batches, and results are reproducible. It
+is a hard judge: a real cache follows the text, and misses less. Under a budget, as speed is measured, the cache is a
+real one.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
-
-STATIC, DYNAMIC = CACHES = ("static", "dynamic")
 
 _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 
@@ -68,10 +65,6 @@ class Slots:
 
     def __add__(self, more: Slots) -> Slots:
         return Slots(*(getattr(self, name) + getattr(more, name) for name in Slots.__dataclass_fields__))
-
-    def __sub__(self, before: Slots) -> Slots:
-        """What was done since then."""
-        return Slots(*(getattr(self, name) - getattr(before, name) for name in Slots.__dataclass_fields__))
 
     def per_token(self, name: str) -> float:
         return getattr(self, name) / self.n_tokens if self.n_tokens else 0.0
@@ -136,17 +129,17 @@ _OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
     "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus", "max_error")}
 
 
-def n_ubatch(substitution: Substitution | None, cache: str = STATIC, speculates: bool = False) -> int:
-    """Tokens that may be computed at once.
+def n_ubatch(substitution: Substitution | None, speculates: bool = False) -> int:
+    """Tokens that may be computed at once, with a simulated cache.
 
-    1 with a cache that changes from token to token, where settings look at all tokens of a micro-batch (eq. 2, reuse
+    1 where settings look at all tokens of a micro-batch (eq. 2, reuse
     in eq. 3; what was forecast for one is there for the others), of which decoding has one, and where they count what
     all layers do to a token: the last has other rows.
     """
     by_batch = substitution is not None and (
         substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1
         or substitution.rho_token is not None or speculates)
-    return 1 if cache == DYNAMIC or by_batch else N_BATCH
+    return 1 if by_batch else N_BATCH
 
 
 @contextlib.contextmanager
@@ -186,7 +179,7 @@ def resident_model(path: str | os.PathLike[str], **options: object) -> Iterator[
 
 @contextlib.contextmanager
 def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies | None) -> Iterator[Model]:
-    """A static cache. Without a method that replaces experts nothing is simulated: it waits for all of them, or
+    """A simulated cache. Without a method that replaces experts nothing is simulated: it waits for all of them, or
     computes with what is forecast, absent or not."""
     model.reset_stats()
     if method.substitution is not None:

@@ -16,10 +16,17 @@ from pathlib import Path
 from pyorch.errors import FormatError
 from pyorch.eval import arc, perplexity
 from pyorch.eval.arc import Task, difference
-from pyorch.eval.arrival import Arrival
 from pyorch.eval.difference import Difference
 from pyorch.eval.method import (
-    DYNAMIC, ORIGINAL, STATIC, Method, dynamic_model, n_ubatch, read_buddies, share, simulated, slots, static_model,
+    ORIGINAL,
+    Method,
+    dynamic_model,
+    n_ubatch,
+    read_buddies,
+    share,
+    simulated,
+    slots,
+    static_model,
 )
 from pyorch.eval.record import Judgement, Record
 from pyorch.eval.speed import Speed, measure_speed, median
@@ -48,8 +55,6 @@ class Plan:
     data: tuple[str, ...]
     rates: tuple[float, ...] = ()
     methods: tuple[Method, ...] = (ORIGINAL,)
-    cache: str = STATIC
-    arrival: Arrival = Arrival()  # in a dynamic cache
     budget: Budget = AUTO
     n_shots: int = 0
     shots_data: str | None = None
@@ -103,21 +108,17 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     buddies = _buddies(plan)
     progress = _Questions(on_progress, len(wanted))
     with _references(plan, on_progress) as references:
-        if plan.cache == DYNAMIC or not plan.rates:
-            if plan.texts:
-                with dynamic_model(plan.model, ORIGINAL, plan.budget, None, **_options(plan)) as model:
-                    references.prepare(model, n_ubatch(None, plan.cache))
-            for rate, method in wanted:
-                budget = plan.budget if rate is None else share(rate)
-                with dynamic_model(plan.model, method, budget, buddies, plan.arrival, **_options(plan)) as model:
-                    width = n_ubatch(method.substitution, plan.cache, bool(method.forecast))
-                    record.judged(_row_key(rate, method),
-                                  _judge(model, _tasks(model, plan), width, plan, references, progress))
+        if not plan.rates:
+            with dynamic_model(plan.model, ORIGINAL, plan.budget, None, **_options(plan)) as model:
+                width = n_ubatch(None)
+                references.prepare(model, width)
+                judgement = _judge(model, _tasks(model, plan), width, plan, references, progress)
+                record.judged(_row_key(None, ORIGINAL), judgement)
             return
         with static_model(plan.model, **_options(plan)) as model:
             tasks = _tasks(model, plan)
             for rate, method in wanted:
-                width = n_ubatch(method.substitution, speculates=bool(method.forecast))
+                width = n_ubatch(method.substitution, bool(method.forecast))
                 references.prepare(model, width)
                 with simulated(model, method, rate, buddies):
                     record.judged(_row_key(rate, method), _judge(model, tasks, width, plan, references, progress))
@@ -248,8 +249,7 @@ def _buddies(plan: Plan) -> Buddies | None:
     if not plan.rates:
         return None
     replacing = any(method.substitution is not None for method in plan.methods)
-    needs_lists = any(method.substitution is not None and method.substitution.needs_buddies for method in plan.methods)
-    return read_buddies(plan.model, plan.buddies_file, needs_lists or (replacing and plan.cache == STATIC))
+    return read_buddies(plan.model, plan.buddies_file, replacing)
 
 
 class _Questions:
@@ -316,9 +316,6 @@ def conditions(plan: Plan) -> dict[str, object]:
         "--shots": plan.n_shots,
         "--shots-data": _digest(plan.shots_data) if plan.shots_data and plan.n_shots else None,
         "--limit": plan.limit,
-        "--cache": plan.cache,
-        "--read-time": plan.arrival.read_time if plan.cache == DYNAMIC else None,
-        "--read-seed": plan.arrival.seed if plan.cache == DYNAMIC else None,
         "--text": [_digest(path) for path in plan.texts],
         "--text-tokens": plan.n_text_tokens if plan.texts else None,
         **{f"{kind} file": _digest(path) if path else None for kind, path in lossy.items()},

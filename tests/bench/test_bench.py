@@ -17,20 +17,20 @@ import pytest
 from devices import DeviceProcess
 from processes import HANG_SECONDS, is_alive
 
-from pyorch.bench import cgroup, goals, plan, table
-from pyorch.runtime import disk
-from pyorch.settings.budget import Budget
-from pyorch.settings.settings import Settings
+from pyorch.bench import cgroup, plan, table
 from pyorch.bench.busy import busy_processes
-from pyorch.bench.job import ENGINE, UNMANAGED, Config, Job, Measurement, Phase, Text, to_json
+from pyorch.bench.job import ENGINE, Config, Job, Measurement, Phase, Text, to_json
 from pyorch.bench.plot import bandwidth
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import TextChange, ratio, summarize, text_change
 from pyorch.cli import main
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
-from pyorch.sizes import GiB, MiB
+from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import Budget
+from pyorch.settings.settings import Settings
+from pyorch.sizes import GiB, MiB
 
 WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads", "1", "--max-seconds", "600")
 
@@ -112,13 +112,13 @@ def test_a_device_has_columns_of_its_own_and_no_roofline_of_the_processor(
     assert budget["decode_roofline"] is None and resident["decode_roofline"] == 1
 
     assert main(arguments) == 2 and "no device can be reached" in capfd.readouterr().err, "before anything is measured"
-    assert "device hits" not in table.table([summarize(Results((), ()), goals.RESIDENT, None)])[0]
+    assert "device hits" not in table.table([summarize(Results((), ()), plan.RESIDENT, None)])[0]
     columns, (row,) = table.table([replace(
-        summarize(Results((), ()), replace(goals.RESIDENT, settings=Settings(device="auto")), None), n_rounds=1,
+        summarize(Results((), ()), replace(plan.RESIDENT, settings=Settings(device="auto")), None), n_rounds=1,
         decode_device_hit_rate=0.25, decode_device_bytes_per_token=MiB / 2, device_used_bytes=3 * MiB)])
     assert dict(zip(columns, row))["device hits"] == "25%"
     assert row[-2:] == ("0.5", "3") and columns[-2:] == ("uploaded MiB/token", "device MiB")
-    ahead = replace(goals.RESIDENT, settings=Settings(device="auto", prefetch="next-router", device_ahead=2))
+    ahead = replace(plan.RESIDENT, settings=Settings(device="auto", prefetch="next-router", device_ahead=2))
     columns, (row,) = table.table([replace(summarize(Results((), ()), ahead, None), n_rounds=1,
                                            decode_device_ahead_precision=0.75)])
     assert dict(zip(columns, row))["forecasts right"] == "75%"
@@ -291,8 +291,7 @@ def test_text_that_is_too_short_is_refused(small_moe: Path, tmp_path: Path, capf
 @pytest.mark.parametrize("arguments", [
     ("--budget", "1KiB"), ("--budget", "much"), ("--baseline", "llamafile"), ("--repeat", "0"), ("--memory-limit", "x"),
     ("--memory-limit", "0"),
-    ("--data", "absent.txt"), ("--busy", "-1"), ("--busy", "one"), ("--goals", "--busy", "1"),
-    ("--goals", "--budget", "40%"),
+    ("--data", "absent.txt"), ("--busy", "-1"), ("--busy", "one"),
 ])
 def test_wrong_options_are_refused(small_moe: Path, arguments: tuple[str, str], capfd: pytest.CaptureFixture[str]):
     assert main(["bench", str(small_moe), *arguments]) == 2
@@ -313,7 +312,7 @@ def test_bandwidth_is_measured_on_the_experts(small_moe: Path):
 
 # Arithmetic, on runs that never took place: 10 tokens each.
 
-RESIDENT = goals.RESIDENT
+RESIDENT = plan.RESIDENT
 BUDGET = Config("budget 40%", ENGINE, Settings(budget="40%"))
 
 
@@ -352,18 +351,3 @@ def test_a_miss_costs_what_was_waited_for_it():
 
 def test_roofline_is_unknown_without_the_reference():
     assert math.isnan(decode_roofline(run_of(BUDGET, 2.0)))
-
-
-def test_goal_that_was_not_measured_is_not_met():
-    reached = list(goals.goals(Results((run_of(RESIDENT, 1.0), run_of(BUDGET, 1.1)), ()), 4 * GiB, Settings()))
-    by_name = {goal.what: goal for goal in reached}
-    assert by_name["decode, fraction of the roofline, budget 40%"].met and by_name["decode, hits, budget 40%"].met
-    assert not by_name["decode, fraction of the roofline, budget 25%"].met
-    assert [row[-1] for row in goals.goal_rows(reached)].count("yes") == 3
-
-
-def test_goals_compare_with_llama_cpp_under_the_same_limits():
-    configs = goals.goal_configs(4 * GiB, Settings())
-    assert len(set(configs)) == len(configs)
-    for limit in (4 * GiB * 40 // 100, 4 * GiB * 60 // 100):
-        assert {it.mode for it in configs if it.limit_bytes == limit} == {ENGINE, UNMANAGED}

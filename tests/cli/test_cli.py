@@ -132,8 +132,8 @@ def test_help_tells_no_default_where_something_must_be_given(capsys: pytest.Capt
 def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["xyz"]) == 2
     assert capsys.readouterr().err == 'pyorch: error: "xyz" is not a command; pyorch --help lists them all\n'
-    assert main(["simulat", "--json"]) == 2
-    assert '"simulat" is not a command: did you mean simulate?; pyorch --help' in capsys.readouterr().err
+    assert main(["replai", "--json"]) == 2
+    assert '"replai" is not a command: did you mean replay?; pyorch --help' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "sentence"), [

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from pyorch.cli import main
-from pyorch.cli.place import ALGORITHMS
 from pyorch.cluster.activations import count_traces, read_counts, write_counts
-from pyorch.cluster.placement import algorithms
 from pyorch.cluster.placement.file import read_placement
 from pyorch.errors import FormatError
 from pyorch.runtime.model_map import ModelMap
@@ -95,12 +93,11 @@ def refused(cluster: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     return run
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_placement_is_written_that_holds_every_expert_and_keeps_memory(
-    algorithm: str, placed, small_moe: Path, tmp_path: Path
+    placed, small_moe: Path, tmp_path: Path
 ) -> None:
-    report = placed("--algorithm", algorithm)
-    assert (report["algorithm"], report["n_experts"], report["n_uncovered"]) == (algorithm, 512, 0)
+    report = placed()
+    assert (report["algorithm"], report["n_experts"], report["n_uncovered"]) == ("dance", 512, 0)
     with ModelMap(small_moe) as model_map:
         placement = read_placement(tmp_path / "plan.json", model_map)
         slot_bytes = model_map.decoded_layers[0].slot_bytes
@@ -114,17 +111,12 @@ def test_a_placement_is_written_that_holds_every_expert_and_keeps_memory(
     assert report["remote"] == pytest.approx(1 - report["local_ratio"])
 
 
-def test_the_command_knows_every_algorithm() -> None:
-    assert tuple(algorithms.ALGORITHMS) == ALGORITHMS
-
-
 def test_a_check_judges_by_tokens_that_were_not_placed_by(placed, small_moe: Path, tmp_path: Path) -> None:
     counts = tmp_path / "counts.json"
-    dance, eplb = (placed("--check", "--algorithm", name, "--save-counts", counts) for name in ("dance", "eplb"))
+    dance = placed("--check", "--save-counts", counts)
     with ModelMap(small_moe) as model_map:  # what is kept is of both halves
         assert (read_counts(counts, model_map).counts.sum(axis=2) == 300 * 6).all()
     assert dance["checked_ratio"] != dance["local_ratio"]
-    assert dance["checked_ratio"] > 1.1 * eplb["checked_ratio"]
     assert dance["servers"][0]["checked_ratio"] == pytest.approx(dance["servers"][0]["local_ratio"], abs=0.1)
 
 
@@ -156,18 +148,17 @@ def test_several_traces_of_a_server_are_added_up_and_parts_make_a_whole(
     assert each[0, 3, expert] == (clinic.records["experts"][:, 3] == expert).sum() > 0
 
 
-def test_people_get_tables_and_a_picture(
+def test_people_get_tables(
     cluster: Path, traces: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["place", "--cluster", cluster, "--trace", f"lab={traces['lab']}", "--explain", "--check",
-               "--plot", tmp_path / "plots", "-o", tmp_path / "plan.json"]
+               "-o", tmp_path / "plan.json"]
     assert main([str(word) for word in command]) == 0
     shown = capsys.readouterr().out
     assert "3, with memory for 1.30 times all experts" in shown and "of those in the second halves" in shown
     layers = shown.partition("experts of a layer on each server")[2].splitlines()[3:11]
     assert [line.split()[0] for line in layers] == [str(il) for il in range(8)]
-    assert shown.endswith(f"{tmp_path}/plan.json\n{tmp_path}/plots/placement.png\n")
-    assert (tmp_path / "plots/placement.png").stat().st_size > 10_000
+    assert shown.endswith(f"{tmp_path}/plan.json\n")
 
 
 def test_memory_for_a_part_of_the_experts_has_to_be_asked_for(
@@ -196,8 +187,6 @@ def test_what_does_not_fit_is_refused(
     assert "is the model itself" in refused("--trace", f"lab={lab}", "-o", small_moe)
     assert "cannot hold both" in refused("--trace", f"lab={lab}", "--save-counts", tmp_path / "plan.json")
     assert "does not exist" in refused("--trace", f"lab={lab}", "-o", tmp_path / "absent" / "plan.json")
-    for nowhere in (lab, lab / "plots"):  # found out before anything is placed
-        assert f"{nowhere} cannot be written" in refused("--trace", f"lab={lab}", "--plot", nowhere)
 
     other = write_trace(tmp_path / "other.trace", dataclasses.replace(header, fingerprint="0" * 64), 0)
     assert "was recorded with another model" in refused("--trace", f"lab={other}")

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from models import assert_same_bits, small_model
 from packs_of_choice import WHOLE, all_but_the_first, pack_with
+from pyorch.convert import pack as packing
 
 from pyorch.cli import main
-from pyorch.convert import pack as packing
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import memory, pools
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-from pyorch.planning import plot
 from pyorch.planning.planner import HANDICAP, STEP, Split
 from pyorch.planning.ranks import inclusion_by_rank
 from pyorch.runtime import disk
@@ -299,19 +298,6 @@ def test_a_damaged_trace_is_refused_in_a_sentence(
     args = ("plan", model, "--budget", "30%", "--trace", tmp_path / "damaged.trace", *SPEEDS)
     assert main(list(map(str, args))) == 2
     assert "damaged.trace is damaged: it" in capsys.readouterr().err
-
-
-def test_what_is_plotted_are_budgets_that_a_model_can_have(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn = []
-    real = plot.draw
-    monkeypatch.setattr(plot, "draw", lambda *args: drawn.append(args) or real(*args))
-    monkeypatch.setattr("pyorch.cli.plan._PLOTTED", (0.01, 0.5, 1.0))
-    planned(capsys, model, "--budget", "50%", "--forms", "F,C", "--step", "0.5", "--plot", tmp_path / "plots", *SPEEDS)
-    assert (tmp_path / "plots" / "plan.png").stat().st_size > 1000
-    (_, _, budgets, costs, _), = drawn
-    assert budgets == [0.5, 1.0] and all(len(values) == 2 for values in costs.values())
 
 
 def test_where_decoding_is_slow_nothing_is_compressed(

@@ -53,23 +53,14 @@ INPUTS = [
     "eval arc MODEL --data NONE",
     "eval perplexity NONE --data TEXT",
     "eval perplexity MODEL --data NONE",
-    "eval prefetch NONE --data TEXT",
-    "eval prefetch MODEL --data NONE --read-bandwidth 1GB --compute-ms 1",
-    "eval prefetch MODEL --trace NONE --read-bandwidth 1GB --compute-ms 1",
-    "eval pack NONE --data TEXT",
-    "eval pack MODEL --data NONE",
-    "eval pack MODEL --trace NONE",
     "tune NONE --data TEXT --cache-rate 0.5 -o OUT",
     "tune MODEL --data NONE --cache-rate 0.5 -o OUT",
     "place --cluster NONE --trace here=TRACE -o OUT",
     "place --cluster TOML --trace here=NONE -o OUT",
-    "simulate --cluster NONE --trace here=TRACE",
-    "simulate --cluster TOML --trace here=NONE",
     "cluster up --config NONE",
     "exec NONE",
     "demo NONE",
     "place --cluster NONE --trace a=TRACE -o OUT",
-    "simulate --cluster NONE --trace a=TRACE",
     "cluster up --config NONE",
 ]
 OUTPUTS = [
@@ -92,12 +83,6 @@ OUTPUTS = [
 # A directory for pictures that is a file.
 PICTURES = [
     "advise MODEL --plot TEXT",
-    "trace stats TRACE --plot TEXT",
-    "plan MODEL --budget 40% --plot TEXT",
-    "place --cluster TOML --trace here=TRACE -o OUT --plot TEXT",
-    "simulate --cluster TOML --trace here=TRACE --plot TEXT",
-    "eval pack MODEL --trace TRACE -o TEXT",
-    "eval prefetch MODEL --trace TRACE --read-bandwidth 1GB --compute-ms 1 -o TEXT",
 ]
 # What would replace a file that is read for it: of these, the last word.
 REPLACED = [

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyorch.cluster.coefficients import ServerCosts
 from pyorch.cluster.computing import Work, at_once, fit, work_seconds
+from pyorch.cluster.costs import ServerCosts
 from pyorch.cluster.members import Processors
 
 N_LAYERS = 8

@@ -58,15 +58,6 @@ def test_servers_that_are_there_again_share_machines_of_their_own(tmp_path):
         read_costs(path).check_names(("a", "b"))
 
 
-def test_given_costs_are_of_all_servers():
-    costs = CostsFile(servers={"lab": ServerCosts(layer=2.0)}).given({"row": 3.0, "expert_bytes": 9.0})
-    assert costs.server == ServerCosts(row=3.0)
-    assert costs.servers == {"lab": ServerCosts(layer=2.0, row=3.0)}
-    assert costs.sizes == Sizes(expert=9.0)
-    with pytest.raises(PyorchError, match='no cost "rows": disk_bytes_per_second, disk_latency, expert, '):
-        CostsFile().given({"rows": 1.0})
-
-
 def test_sizes_of_other_layers_are_refused():
     with pytest.raises(PyorchError, match="of 2 layers: there are 3"):
         CostsFile().of(("a", "b"), 3, LATENCY, RATE, Sizes((1.0, 2.0), 1.0, 1.0))

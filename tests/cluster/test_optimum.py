@@ -8,7 +8,7 @@ from placement_problems import problem_of, skewed
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from pyorch.cluster.placement.algorithms import place
+from pyorch.cluster.placement.dance import place
 from pyorch.cluster.placement.problem import Problem
 
 

@@ -10,11 +10,10 @@ import pytest
 from placement_problems import problem_of, skewed
 from processes import HANG_SECONDS
 
-from pyorch.cluster.coefficients import ServerCosts, Sizes
-from pyorch.cluster.costs import Costs
+from pyorch.cluster.costs import Costs, ServerCosts, Sizes
 from pyorch.cluster.members import Activity, Plan
 from pyorch.cluster.migration import RecentUses, Sharing, row_seconds
-from pyorch.cluster.placement.algorithms import place
+from pyorch.cluster.placement.dance import place
 from pyorch.cluster.placement.placement import ABSENT, Move, Placement
 from pyorch.cluster.rebalancing import Recent, Setting, place_again
 from pyorch.cluster.scheduler import Scheduler
@@ -29,8 +28,9 @@ def setting() -> Setting:
     problem = problem_of(np.zeros(SHAPE), [16 << 20] * 3, 1 << 20)
     links = np.where(np.eye(3, dtype=bool), np.inf, 1e8)
     sizes = Sizes(expert=float(problem.sizes[0]), request=256.0, reply=256.0)
-    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, sizes, SHAPE[1], np.where(np.eye(3, dtype=bool), 0, 1e-3), links)
-    return Setting(problem, costs, INTERVAL, "dance")
+    latencies = np.where(np.eye(3, dtype=bool), 0, 1e-3)
+    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, sizes, SHAPE[1], latencies, links)
+    return Setting(problem, costs, INTERVAL)
 
 
 def activity(counts: np.ndarray, life: str = "first", **counters: int) -> Activity:
@@ -84,7 +84,7 @@ def test_experts_of_a_server_that_is_gone_are_placed_on_the_others(setting: Sett
     uses = 1000 * skewed(np.random.default_rng(0), SHAPE, 0.5)
     recent = Recent.begin(setting, 0.0)
     recent.uses.add(uses, INTERVAL)
-    now = place(replace(setting.problem, frequencies=uses), "dance")
+    now = place(replace(setting.problem, frequencies=uses))
     candidate, decision = place_again(setting, now, recent, ["s0", "s2"])
     assert candidate.held[[0, 2]].any(axis=0).all() and not candidate.held[1].any()
     assert decision.adopt and decision.n_moves >= (now.held[1] & ~now.held[[0, 2]].any(axis=0)).sum() > 0
@@ -94,7 +94,7 @@ def test_experts_of_a_server_that_is_gone_are_placed_on_the_others(setting: Sett
 
 
 def test_moves_lead_from_a_placement_to_another(setting: Setting) -> None:
-    one, other = (place(replace(setting.problem, frequencies=skewed(np.random.default_rng(seed), SHAPE, 0.5)), "dance")
+    one, other = (place(replace(setting.problem, frequencies=skewed(np.random.default_rng(seed), SHAPE, 0.5)))
                   for seed in (0, 1))
     moves = one.moves_to(other)
     assert moves and all(isinstance(move, Move) for move in moves)

@@ -16,8 +16,7 @@ import pytest
 from clusters import Cluster, assert_nothing_is_left, needs_ray, ports_of, processes_of, wait_until, write_config
 
 from pyorch.cli import main
-from pyorch.cluster.coefficients import ServerCosts
-from pyorch.cluster.costs import CostsFile, write_costs
+from pyorch.cluster.costs import CostsFile, ServerCosts, write_costs
 from pyorch.cluster.placement.file import write_placement
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.llama.model import Model

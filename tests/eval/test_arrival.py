@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -137,16 +136,3 @@ def test_numbers_that_no_arrival_can_have_are_refused(small_moe: Path, capsys: p
     for option in (("--read-time", "-1"), ("--read-time", "inf"), ("--read-time", "nan"), ("--read-seed", "-3")):
         assert main([*command, *option]) == 2
         assert option[0] in capsys.readouterr().err
-
-
-def test_eval_of_a_cache_that_fills_gives_the_same_twice(small_moe: Path, capsys: pytest.CaptureFixture[str]):
-    command = ["eval", "perplexity", str(small_moe), "--data", str(CHECKPOINT / "text-test.txt"), "--cache-rate", "0.3",
-               "--cache", "dynamic", "--lossy", LOSSY, "--window", "16", "--tokens", "48", "--each-window", "--json",
-               "--read-time", "3"]
-    results = []
-    for threads in ("1", "1"):
-        assert main([*command, "--threads", threads]) == 0
-        results.append(json.loads(capsys.readouterr().out))
-    assert results[0] == results[1]
-    assert results[0]["substitution"]["on_their_way"] > 0
-    assert results[0]["windows"][0]["resident_experts"] <= 0.3 * 8 * 64

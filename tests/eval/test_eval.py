@@ -19,8 +19,6 @@ from shared import with_torch
 
 from pyorch import load
 from pyorch.cli import main
-from pyorch.llama.context import Context
-from pyorch.traces.data import Document, Question
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
@@ -28,9 +26,11 @@ from pyorch.eval.difference import Difference
 from pyorch.eval.logits import kl_divergences
 from pyorch.eval.record import Judgement, Record
 from pyorch.eval.speed import Speed
-from pyorch.settings.budget import RESIDENT
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.settings.budget import RESIDENT
 from pyorch.settings.substitution import Substitution
+from pyorch.traces.data import Document, Question
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 TEXT = CHECKPOINT / "text-test.txt"
@@ -213,7 +213,7 @@ def test_with_every_expert_in_the_cache_nothing_changes(whole: Model) -> None:
     assert np.array_equal(log_likelihoods(original), log_likelihoods(lossy))
 
 
-def test_a_static_cache_is_the_most_active_experts(whole: Model) -> None:
+def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
     buddies = complete_buddies()
     seen = {il: set() for il in whole.layers}
     task = arc.read_task(whole, FACTS, limit=10)
@@ -274,7 +274,7 @@ def test_what_stands_beside_several_rows_is_one_row_and_leads_are_told_of_each_o
     assert [list(row.leads) for row in rows] == [["random", "drop"], [], ["random", "drop"], []]
 
 
-def test_a_static_sweep_is_reproducible_and_counts_what_it_did(
+def test_a_sweep_is_reproducible_and_counts_what_it_did(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = (
@@ -349,20 +349,10 @@ def test_a_full_disk_is_named_before_predictions_are_made(whole: Model, monkeypa
         perplexity.Reference(whole, texts)
 
 
-def test_a_dynamic_cache_misses_and_replaces(
-    small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original, lossy = run_sweep(
-        capsys, small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.25", "--cache", "dynamic",
-        "--lossy", "alpha=1", "--buddies-file", buddies_file, "--speed-tokens", 0,
-    )
-    assert original["judged_substituted_per_token"] == 0 < lossy["judged_substituted_per_token"]
-
-
-def test_every_token_that_a_dynamic_cache_is_judged_by_may_lose_experts(small_moe: Path) -> None:
+def test_every_token_that_a_real_cache_is_judged_by_may_lose_experts(small_moe: Path) -> None:
     """As if it had been decoded: those of questions too, which all their choices share."""
     with method.dynamic_model(small_moe, method.baseline("random"), "25%", None, n_threads=1) as model:
-        arc.score(model, arc.read_task(model, FACTS, limit=2), method.n_ubatch(None, method.DYNAMIC), n_threads=1)
+        arc.score(model, arc.read_task(model, FACTS, limit=2), 1, n_threads=1)
         stats = model.stats()
     assert stats.substitution.tokens == stats.experts.tokens > 20 * 8
 
@@ -415,7 +405,6 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
     for settings, width in (("rho=2,tau=p15", arc.N_BATCH), ("beta=0.5", 1), ("reuse=0.9", 1), ("read_ms=2", 1),
                             ("rho_token=9", 1)):
         assert method.n_ubatch(Substitution.parse(settings)) == width
-    assert method.n_ubatch(None, method.DYNAMIC) == 1
 
 
 def sweep_arguments(small_moe: Path, buddies_file: Path, record: Path) -> list[str]:
@@ -546,24 +535,6 @@ def test_lossless_under_a_budget_diverges_by_nothing(small_moe: Path, capsys: py
     it = run_perplexity(capsys, small_moe, "--budget", "25%", "--compare", small_moe, "--tokens", 300)
     assert it["kl_divergence"] == 0 and it["top1_agreement"] == 1
     assert it["perplexity"] == it["reference_perplexity"] and it["substitution"] is None
-
-
-def test_less_is_lost_as_the_cache_fills(small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = tmp_path / "alone.gguf"  # no lists lie beside it, so the cache begins empty
-    os.link(small_moe, alone)
-    it = run_perplexity(capsys, alone, "--cache-rate", 0.75, "--cache", "dynamic", "--lossy", "mode=none,miss=drop",
-                        "--window", 32, "--tokens", 320, "--each-window")
-    windows = it["windows"]
-    assert [each["first_token"] for each in windows] == list(range(0, 320, 32))
-    assert windows[0]["resident_experts"] <= windows[-1]["resident_experts"] <= 384
-    assert windows[0]["changed_per_token"] > windows[-1]["changed_per_token"]
-    changed = sum(each["changed_per_token"] for each in windows) / len(windows)
-    assert changed * 320 == pytest.approx(it["substitution"]["dropped"])
-    assert it["kl_divergence"] == pytest.approx(sum(each["kl_divergence"] for each in windows) / len(windows))
-    assert main(["eval", "perplexity", str(alone), "--data", str(TEXT), "--tokens", "64", "--window", "32",
-                 "--each-window"]) == 0
-    table = capsys.readouterr().out.splitlines()
-    assert table[-3].split()[:2] == ["token", "perplexity"] and [line.split()[0] for line in table[-2:]] == ["0", "32"]
 
 
 def test_divergence_grows_as_the_cache_shrinks(

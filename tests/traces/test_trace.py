@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import struct
-import sys
 import zlib
 from itertools import combinations
 from pathlib import Path
@@ -18,14 +17,14 @@ from architectures import CHECKPOINT_PROCESS
 from models import CHECKPOINT, small_model
 from shared import with_torch
 
-from pyorch.traces import recorder as profiling
-from pyorch.traces import routing_statistics as routing_stats
 from pyorch.cli import main
+from pyorch.errors import FormatError, PyorchError
 from pyorch.llama.context import Context
 from pyorch.runtime.observers import Routing
-from pyorch.errors import FormatError, PyorchError
-from pyorch.traces.recorder import Recorder, profile
+from pyorch.traces import recorder as profiling
+from pyorch.traces import routing_statistics as routing_stats
 from pyorch.traces.file import DECODE, HEADER_BYTES, PREFILL, Trace, TraceHeader, TraceWriter, part_path
+from pyorch.traces.recorder import Recorder, profile
 from pyorch.traces.statistics import analyze
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
@@ -635,22 +634,3 @@ def test_profile_and_trace_stats_as_commands(small_moe: Path, tmp_path: Path, ca
     assert statistics["n_tokens"] == 600 and len(statistics["layers"]) == 8
     assert sum(statistics["layers"][0]["activations"]) == 600 * 6
     assert statistics["hit_rates"] == sorted(statistics["hit_rates"])
-
-
-def test_pictures_are_drawn(tmp_path: Path, capsys) -> None:
-    pytest.importorskip("matplotlib")
-    write_trace(tmp_path / "a.trace", random_records(HEADER, 50))
-    assert main(["trace", "stats", str(tmp_path / "a.trace"), "--plot", str(tmp_path / "plots")]) == 0
-    printed = capsys.readouterr().out
-    for name in ("activations", "coactivation", "tae", "hit-rate"):
-        picture = tmp_path / "plots" / f"{name}.png"
-        assert str(picture) in printed and picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_a_sentence_says_what_is_missing(
-    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_trace(tmp_path / "a.trace", random_records(HEADER, 50))
-    assert main(["trace", "stats", str(tmp_path / "a.trace"), "--plot", str(tmp_path / "plots")]) == 2
-    assert 'plots need matplotlib: pip install "pyorch[plot]"' in capsys.readouterr().err

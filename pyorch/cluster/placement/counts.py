@@ -107,29 +107,6 @@ def fill(counts: Counts, gains: np.ndarray) -> None:
             counts.add(device, int(np.argmax(gain)))
 
 
-def apportion(counts: Counts, targets: np.ndarray, totals: np.ndarray) -> None:
-    """Gives each layer a total, divided between devices in proportion to targets.
-
-    What a device gets too little of in one layer, by rounding, it gets in the next ones. Where a device has no memory
-    left, others take its part, as long as one has any.
-
-    Args:
-        targets: float64[n_devices, n_layers]. totals: int64[n_layers].
-    """
-    sums = targets.sum(axis=0)
-    shares = np.divide(targets, sums, out=np.zeros_like(targets), where=sums > 0)
-    credit = np.zeros(len(targets))
-    for layer in np.argsort(-counts.problem.sizes, kind="stable").tolist():
-        credit += shares[:, layer] * totals[layer]
-        for _ in range(totals[layer]):
-            room = counts.devices_with_room(layer)
-            if not room.any():
-                break
-            device = int(np.argmax(np.where(room, credit, -np.inf)))
-            counts.add(device, layer)
-            credit[device] -= 1
-
-
 def first_fit(problem: Problem) -> Counts:
     """Each expert once, the largest first, on the device with the most memory left. Where that leaves some without a
     place, nearly always nothing else would have done: to fill devices to the last byte is bin packing."""
@@ -149,25 +126,3 @@ def covering(counts: Counts) -> Counts:
         return counts
     other = first_fit(counts.problem)
     return other if other.n_missing < counts.n_missing else counts
-
-
-def even(problem: Problem) -> Counts:
-    """Each expert once; devices have alike many of a layer, those with little memory as many as they can."""
-    counts = Counts(problem)
-    apportion(counts, _water_level(problem), problem.n_experts)
-    return covering(counts)
-
-
-def _water_level(problem: Problem) -> np.ndarray:
-    """min(level, room) of each device and layer, which adds up to the layer's experts: float64[n_devices, n_layers].
-
-    room: of a layer, where a device holds the same share of each.
-    """
-    shares = problem.device_bytes / problem.experts_bytes
-    ascending = np.sort(shares)
-    n = len(shares)
-    # With the k smallest full, the others get (1 - their sum) / (n - k) each.
-    full = np.concatenate([[0.0], np.cumsum(ascending)[:-1]])
-    levels = (1.0 - full) / (n - np.arange(n))
-    level = next((level for level, share in zip(levels, ascending) if level <= share), ascending[-1])
-    return np.minimum(level, shares)[:, None] * problem.n_experts

@@ -6,10 +6,37 @@ import numpy as np
 
 from pyorch.cluster.placement.counts import Counts, cover, covering, fill
 from pyorch.cluster.placement.exchange import exchange
+from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
+from pyorch.errors import BudgetError
+from pyorch.sizes import format_bytes
 
 
-def dance(problem: Problem, _: np.random.Generator) -> np.ndarray:
+def place(problem: Problem, partial: bool = False) -> Placement:
+    """A placement that keeps the memory of every device, in which some server holds each expert.
+
+    partial: where memory does not hold all experts, place as many as it holds. Then none of a layer lies on two servers
+    while another one of it lies on none; such experts are read from disk.
+
+    Raises BudgetError where some expert has no place and partial is False.
+    """
+    return placed(problem, dance(problem), "dance", partial)
+
+
+def placed(problem: Problem, device: np.ndarray, algorithm: str, partial: bool) -> Placement:
+    """The placement with these devices, of an algorithm with this name. Raises as place() does."""
+    n_experts = tuple(problem.n_experts.tolist())
+    placement = Placement(problem.servers, problem.layers, n_experts, device, algorithm)
+    if (n := placement.n_uncovered) and not partial:
+        raise BudgetError(
+            f"{n} of {sum(n_experts)} experts have no place: the servers have memory for "
+            f"{format_bytes(int(problem.device_bytes.sum()))} of experts, and all of them need "
+            f"{format_bytes(problem.experts_bytes)}, each device in whole experts"
+        )
+    return placement
+
+
+def dance(problem: Problem) -> np.ndarray:
     """Numbers of experts by how diverse the activations of a layer are; then those that a server's users activate most.
 
     exchange() follows, of which the paper does not speak: without it no bound holds. Where users of all servers always

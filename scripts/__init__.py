@@ -1,0 +1,1 @@
+"""Programs of the checkout, which no wheel has."""

@@ -1,0 +1,188 @@
+"""What users of a measured cluster ask: prompts of three tasks, when they arrive, and how long their answers take.
+
+The tasks are those for which docs/cluster.md shows placements: Python, questions about a made-up world, and prose. Of
+each there are prompts that are known when experts are placed, and others that are asked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from pyorch.traces.file import Trace
+from scripts.papers.dancemoe.measure_network import Network, NoNetwork
+from scripts.papers.dancemoe.workload import Recorded, Replay, arrival_times, read_requests
+
+ROOT = Path(__file__).parents[3]
+TASKS = ("python", "facts", "prose")
+_SHORTEST, _LONGEST = 120, 320  # characters of a prompt: about 40 to 120 tokens
+_PATIENCE = 120.0  # seconds for one answer
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a server's user. time: seconds from the beginning."""
+
+    time: float
+    server: str
+    prompt: str
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Of a task. recorded: in the order of the prompts, what they use."""
+
+    recorded: Recorded
+    prompts: list[str]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """seconds: from arrival to the last token; those of computing the prompt and the rest, as llama-server counts them.
+    error: why there is no answer, "" if there is one."""
+
+    time: float
+    server: str
+    seconds: float
+    n_prompt: int = 0
+    n_output: int = 0
+    prompt_seconds: float = 0.0
+    output_seconds: float = 0.0
+    error: str = ""
+
+
+def write_prompts(directory: Path, n_each: int, seed: int) -> dict[tuple[str, str], Path]:
+    """Files with a JSON object of a prompt on each line, by task and "known" or "asked"."""
+    fixtures = ROOT / "tests/fixtures/small-moe"
+    texts = {
+        "python": (fixtures / "text-test.txt").read_text(),
+        "facts": "\n".join(_question(line) for line in (fixtures / "facts-test.jsonl").read_text().splitlines()),
+        "prose": "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]),
+    }
+    files = {}
+    for task in TASKS:
+        pieces = _pieces(texts[task], random.Random(f"{seed} {task}"))
+        random.Random(seed).shuffle(pieces)
+        for i, part in enumerate(("known", "asked")):
+            files[task, part] = directory / f"{part}-{task}.jsonl"
+            chosen = pieces[i::2][:n_each]
+            files[task, part].write_text("".join(json.dumps({"prompt": piece}) + "\n" for piece in chosen))
+    return files
+
+
+def read_requests_of(path: Path) -> Requests:
+    """Prompts of a file, whose trace lies beside it. NoNetwork where they do not fit."""
+    prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
+    recorded = read_requests(Trace(path.with_suffix(".trace")))
+    if len(recorded) != len(prompts):
+        raise NoNetwork(f"{path} has {len(prompts)} prompts and its trace {len(recorded)} requests: remove both")
+    return Requests(recorded, prompts)
+
+
+def arrivals_of(
+    servers: Sequence[str], requests: Sequence[Requests], every: float, seconds: float, seed: int,
+    shift: float | None = None,
+) -> list[Arrival]:
+    """Those that `dancemoe.simulate --arrivals poisson:{every}s --duration SECONDS --seed SEED` has, by time.
+
+    requests: of the servers' tasks. shift: when each server gets the next one's task (--shift rotate).
+    """
+    found = []
+    for n, name in enumerate(servers):
+        rng = np.random.default_rng((seed, n))
+        times = arrival_times(rng, 1 / every, seconds)
+        tasks = [requests[n]] if shift is None else [requests[n], requests[(n + 1) % len(servers)]]
+        replays = [Replay(task.recorded, rng) for task in tasks]
+        for i, at in enumerate(times.tolist()):
+            task = shift is not None and at >= shift
+            found.append(Arrival(at, name, tasks[task].prompts[replays[task].number(i)]))
+    return sorted(found, key=lambda arrival: arrival.time)
+
+
+def _question(line: str) -> str:
+    question = json.loads(line)["question"]
+    choices = " ".join(f"({choice['label']}) {choice['text']}" for choice in question["choices"])
+    return f"Question: {question['stem']} {choices}"
+
+
+def _pieces(text: str, rng: random.Random) -> list[str]:
+    """Of whole lines, each of a random length."""
+    pieces, piece, wanted = [], "", rng.randint(_SHORTEST, _LONGEST)
+    for line in re.split(r"(?<=\n)", text):
+        if piece and len(piece) + len(line) > wanted:
+            if _SHORTEST // 2 <= len(piece.strip()) <= _LONGEST:
+                pieces.append(piece.strip("\n"))
+            piece, wanted = "", rng.randint(_SHORTEST, _LONGEST)
+        piece += line
+    return pieces
+
+
+def ask(
+    network: Network, urls: Mapping[str, str], arrivals: Sequence[Arrival], n_output: int,
+    at: Mapping[float, object] | None = None,
+) -> list[Answered]:
+    """Sends each request when it arrives, from its server's namespace, and waits for all answers, in this order.
+
+    n_output: tokens that are decoded behind the first one. at: functions to call at times, seconds from the beginning.
+    """
+    found: list[Answered | None] = [None] * len(arrivals)
+    begin = time.perf_counter()
+    threads = []
+
+    def send(i: int) -> None:
+        found[i] = _answer(network, urls[arrivals[i].server], arrivals[i], n_output, begin)
+
+    events = [(arrival.time, lambda i=i: threads.append(_started(send, i))) for i, arrival in enumerate(arrivals)]
+    events += [(when, lambda call=call: threads.append(_started(call))) for when, call in (at or {}).items()]
+    for when, call in sorted(events, key=lambda event: event[0]):
+        time.sleep(max(0.0, begin + when - time.perf_counter()))
+        call()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _started(call, *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def _answer(network: Network, url: str, arrival: Arrival, n_output: int, begin: float) -> Answered:
+    try:
+        with network.inside(arrival.server):
+            answer = complete(url, arrival.prompt, n_output + 1)
+    except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+        return Answered(arrival.time, arrival.server, time.perf_counter() - begin - arrival.time,
+                        error=f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - begin - arrival.time
+    timings = answer["timings"]
+    return Answered(arrival.time, arrival.server, seconds, timings["prompt_n"], timings["predicted_n"],
+                    timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3)
+
+
+def complete(url: str, prompt: str, n_predict: int) -> dict:
+    """What the llama-server at that address makes of a prompt, by its most likely tokens, without its cache."""
+    where = urlsplit(url)
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=_PATIENCE)
+    try:
+        connection.request("POST", "/completion", json.dumps({
+            "prompt": prompt, "n_predict": n_predict, "cache_prompt": False, "temperature": 0, "top_k": 1,
+        }), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read().decode(errors="replace")
+        if answer.status != 200:
+            raise ValueError(f"status {answer.status}: {text[:200]}")
+        return json.loads(text)
+    finally:
+        connection.close()

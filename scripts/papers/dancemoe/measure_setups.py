@@ -1,0 +1,130 @@
+"""The clusters that are measured: their cluster.toml, the traces of their users, and plans by these."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyorch.runtime.model_map import ModelMap
+from scripts.papers.dancemoe.measure_load import TASKS, write_prompts
+from scripts.papers.dancemoe.measure_network import NoNetwork
+
+ALGORITHMS = ("uniform", "redundance", "smartmoe", "eplb", "dance")
+PARTS = ("costs", "placements", "disk", "shift", "scaling", "kill", "thirds")
+SERVERS = ("a", "b", "c")
+SHARES = (1, 1, 2)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One cluster.toml and the plan for it. memory: of each server, a share of all experts. algorithm: of the plan, ""
+    without one. migrates: whether experts are placed anew every so often."""
+
+    name: str
+    memory: tuple[float, ...]
+    algorithm: str
+    migrates: bool = False
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        return SERVERS[: len(self.memory)]
+
+
+def split(total: float) -> tuple[float, ...]:
+    """Memory for so many times the experts, 1 : 1 : 2."""
+    return tuple(total * share / sum(SHARES) for share in SHARES)
+
+
+def setups(part: str, algorithms: Sequence[str]) -> list[Setup]:
+    """The clusters of a part."""
+    thirds = (1 / 3,) * 3
+    return {
+        "costs": [Setup("costs", split(1.3), "dance")],
+        "placements": [Setup(f"placements-{name}", split(1.3), name) for name in algorithms],
+        "disk": [Setup(f"disk-{name}", split(0.8), name) for name in algorithms],
+        "shift": [Setup("shift-off", split(1.3), "dance"), Setup("shift-on", split(1.3), "dance", migrates=True)],
+        "scaling": [Setup(f"scaling-{n}", thirds[:n], "dance") for n in (1, 2, 3)],
+        "kill": [Setup("kill", split(1.3), "dance")],
+        "thirds": [Setup("thirds-1", thirds[:1], ""), Setup("thirds-3", thirds, "dance")],
+    }[part]
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Prompts, traces of them, and a plan for each cluster; what is there already stays."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    files = {(task, part): args.output / f"{part}-{task}.jsonl" for task in TASKS for part in ("known", "asked")}
+    if not all(path.exists() for path in files.values()):
+        files = write_prompts(args.output, args.prompts, args.seed)
+    for path in files.values():
+        trace = path.with_suffix(".trace")
+        if not trace.exists():
+            say(f"{trace}")
+            _python("pyorch", "profile", args.model, "--data", path, "--decode", args.tokens, "--budget", "100%",
+                    "--threads", args.threads, "-o", trace)
+    with ModelMap(str(args.model)) as model_map:
+        info = model_map.info
+        all_bytes, floor = info.slots_bytes, info.floor_bytes
+    for part in PARTS:
+        for setup in setups(part, ALGORITHMS):
+            # What a layer needs at once is beside what the plan gives a server: so it can keep all of that.
+            for kind, beside in (("place", 0), ("run", floor)):
+                _write_config(args, setup, kind, [int(share * all_bytes) + beside for share in setup.memory])
+            plan = plan_of(args, setup)
+            if setup.algorithm and not plan.exists():
+                traces = [f"{name}={args.output / f'known-{task}.trace'}" for name, task in zip(setup.servers, TASKS)]
+                program("place", "--cluster", config_of(args, setup, "place"), "--trace", *traces, "--partial",
+                        "--algorithm", setup.algorithm, "-o", plan)
+
+
+def _write_config(args: argparse.Namespace, setup: Setup, kind: str, memory: Sequence[int]) -> None:
+    text = (f'model = "{args.model.resolve()}"\nread = "last"\n\n[network]\nplain = true\n'  # placements are compared
+            f'bandwidth = "{args.link:g}Mbit/s"\nlatency = "20us"\n')
+    for i, (name, n_bytes) in enumerate(zip(setup.servers, memory)):
+        text += f'\n[[server]]\nname = "{name}"\naddress = "10.77.0.{i + 1}"\nmemory = {n_bytes}\n'
+    if kind == "run":
+        text += "\n[scheduler]\n" + (f'interval = "{args.interval:g}s"\n' if setup.migrates else "enabled = false\n")
+        if setup.migrates and costs_of(args).exists():
+            text += f'costs = "{costs_of(args).name}"\n'
+    config_of(args, setup, kind).write_text(text)
+
+
+def costs_of(args: argparse.Namespace) -> Path:
+    """What `pyorch cluster measure` found, in the part costs."""
+    return args.output / "measured-costs.json"
+
+
+def config_of(args: argparse.Namespace, setup: Setup, kind: str = "run") -> Path:
+    return args.output / f"{setup.name}.{kind}.toml"
+
+
+def plan_of(args: argparse.Namespace, setup: Setup) -> Path:
+    return args.output / f"{setup.name}.plan.json"
+
+
+def program(name: str, *arguments: object) -> str:
+    """What another program of this folder prints. NoNetwork with its last line where it fails."""
+    return _python(f"scripts.papers.dancemoe.{name}", *arguments)
+
+
+def _python(module: str, *arguments: object) -> str:
+    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
+    if done.returncode:
+        raise NoNetwork(f"{module} failed: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}")
+    return done.stdout
+
+
+def say(sentence: str) -> None:
+    print(f"measure: {sentence}", file=sys.stderr, flush=True)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(part, path)

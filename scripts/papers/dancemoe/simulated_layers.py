@@ -1,0 +1,155 @@
+"""What the layers of a step take in a simulated cluster, and whom a server asks for experts that it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.cluster.costs import Costs
+from pyorch.cluster.migration import DISK, Sharing
+from pyorch.errors import PyorchError
+from scripts.papers.dancemoe.simulated_server import Server
+
+
+@dataclass(slots=True)
+class Layer:
+    """Of a step. local: seconds of the device, for experts that it has. calls: of each peer asked, its number, seconds
+    of its device, and of ports there and back. reads: seconds of the disk and then of the device, of each expert."""
+
+    local: float
+    calls: list[tuple[int, float, float, float]]
+    reads: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a request, in a step. experts: [n_tokens, n_layers, k]. gives_output: whether its last token's output is
+    wanted; of the others it never is, so the last layer computes no experts for them."""
+
+    experts: np.ndarray
+    gives_output: bool
+
+
+class Layers:
+    """Of all steps. resident: bool[n_servers, n_layers, n_expert], which others change.
+
+    n_messages: asked of peers; n_bytes: there and back; n_read: experts read from disks. recent: float64 of the shape
+    of resident, uses since it was set to 0.
+    """
+
+    def __init__(self, costs: Costs, resident: np.ndarray, servers: Sequence[Server]) -> None:
+        n_servers, n_layers, n_expert = resident.shape
+        self._costs, self._servers = costs, servers
+        self._n_layers, self._n_expert = n_layers, n_expert
+        self._held = resident.reshape(n_servers, -1)  # the same memory
+        self._cells = n_expert * np.arange(n_layers)[:, None]
+        self.recent = np.zeros(resident.shape)
+        self._recent = self.recent.reshape(n_servers, -1)
+        self.n_messages, self.n_bytes, self.n_read = 0, 0.0, 0
+        self._n_rows = self._n_experts = self._n_inputs = 0  # that were sent
+        there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
+        np.fill_diagonal(there, 0)
+        np.fill_diagonal(back, 0)
+        # Of a message from [one] to [other] and back: what it takes at least, and each row more.
+        self._message_seconds = (costs.latency + costs.latency.T + costs.message + costs.expert
+                                 + costs.message_bytes * (there + back))
+        np.fill_diagonal(self._message_seconds, np.inf)
+        self._there = there
+        # Of equals the next in a circle, which begins elsewhere for each expert: so they are not all asked of one.
+        self._turns = 1e-12 * (np.subtract.outer(np.arange(n_servers), np.arange(n_servers)) % n_servers)
+        self._row_seconds = costs.request_bytes * there + costs.reply_bytes * back + costs.row
+        self._read_seconds = np.repeat(costs.disk_seconds, n_expert, axis=1)
+
+    @property
+    def sharing(self) -> Sharing:
+        """Of all rows that were sent until now."""
+        if not self._n_rows:
+            return Sharing()
+        return Sharing(*(self._n_rows / n for n in (self.n_messages, self._n_experts, self._n_inputs)))
+
+    def of_step(self, n: int, now: float, parts: Sequence[Part]) -> tuple[float, list[Layer], int, int]:
+        """What a step of server n takes that begins now: seconds of the dense part of a layer, the rest of each layer,
+        rows that the server computes itself, and all rows. PyorchError where an expert cannot be had."""
+        costs, n_layers, n_cells = self._costs, self._n_layers, self._held.shape[1]
+        cells = np.concatenate([part.experts for part in parts]) + self._cells
+        wanted = np.zeros(len(cells), bool)
+        ends = np.cumsum([len(part.experts) for part in parts])
+        wanted[[end - 1 for end, part in zip(ends, parts) if part.gives_output]] = True
+        cells[~wanted, -1] = n_cells  # no expert
+        rows = np.bincount(cells.ravel(), minlength=n_cells + 1)[:n_cells]
+        used = np.flatnonzero(rows)
+        rows = rows[used]
+        here = self._held[n, used]
+        layer = used // self._n_expert
+        seconds = costs.expert[n] + costs.row[n] * rows
+        local = np.bincount(layer[here], seconds[here], n_layers).tolist()
+        self._recent[n, used] += rows
+        dense = float(costs.layer[n] + costs.token[n] * len(cells))
+        away = np.flatnonzero(~here)
+        layers = [Layer(seconds, [], []) for seconds in local]
+        if len(away):
+            self._send_away(n, now, layers, cells, used[away], layer[away], rows[away])
+        return dense, layers, int(rows[here].sum()), int(rows.sum())
+
+    def _send_away(
+        self, n: int, now: float, layers: list[Layer], cells: np.ndarray, used: np.ndarray, layer: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """Appends to calls and reads of the layers what they are for experts that the server has not.
+
+        cells: [n_tokens, n_layers, k], experts of the tokens, counted over all layers. used: those of them that the
+        server has not; layer, rows: of each.
+        """
+        costs, servers = self._costs, self._servers
+        n_servers = len(servers)
+        waits = np.array([server.device.free_at for server in servers])
+        waits = np.maximum(waits - now, 0) + self._message_seconds[n]
+        estimates = self._turns.take((n + 1 + used) % n_servers, axis=1)
+        estimates += waits[:, None]
+        estimates += self._row_seconds[n][:, None] * rows
+        estimates[np.logical_not(self._held.take(used, axis=1))] = np.inf
+        peer = np.argmin(estimates, axis=0)
+        asked = estimates[peer, np.arange(len(used))]
+        own = costs.expert[n] + costs.row[n] * rows
+        read = max(0.0, servers[n].disk.free_at - now) + self._read_seconds[n, used] + own
+        from_disk = read < asked
+        if not np.isfinite(np.minimum(read, asked)).all():
+            raise PyorchError("an expert is needed that no server has, and no disk: give the servers more memory, or "
+                              "a disk with --cost disk_bytes_per_second=1e9")
+        for i in np.flatnonzero(from_disk).tolist():
+            layers[layer[i]].reads.append((float(self._read_seconds[n, used[i]]), float(own[i])))
+        self.n_read += int(from_disk.sum())
+        used, layer, peer, rows = used[~from_disk], layer[~from_disk], peer[~from_disk], rows[~from_disk]
+        if not len(layer):
+            return
+        message, message_of = np.unique(layer * n_servers + peer, return_inverse=True)
+        n_rows = np.bincount(message_of, rows)
+        n_experts = np.bincount(message_of)
+        n_inputs = self._inputs(cells, used, peer, message)
+        peer = message % n_servers
+        seconds = costs.message[peer] + costs.expert[peer] * n_experts + costs.row[peer] * n_rows
+        there = costs.message_bytes + costs.request_bytes * n_inputs
+        back = costs.message_bytes + costs.reply_bytes * n_rows
+        columns = (peer, seconds, there * self._there[n, peer], back * self._there[peer, n])
+        for i, call in zip((message // n_servers).tolist(), zip(*(column.tolist() for column in columns))):
+            layers[i].calls.append(call)
+        self.n_messages += len(message)
+        self.n_bytes += float(there.sum() + back.sum())
+        self._n_rows += int(rows.sum())
+        self._n_inputs += int(n_inputs.sum())
+        self._n_experts += len(rows)
+
+    def _inputs(self, cells: np.ndarray, used: np.ndarray, peer: np.ndarray, message: np.ndarray) -> np.ndarray:
+        """Tokens whose input is in each message: once, however many of the peer's experts compute with it.
+
+        used, peer: experts and who is asked for each. message: number of layer and peer of each, ascending.
+        """
+        n_servers, n_layers = len(self._servers), self._n_layers
+        peer_of = np.full(self._held.shape[1] + 1, DISK)
+        peer_of[used] = peer
+        asked = peer_of[cells]
+        token, layer, place = np.nonzero(asked != DISK)
+        inputs = np.unique((token * n_layers + layer) * n_servers + asked[token, layer, place])
+        return np.bincount(np.searchsorted(message, inputs % (n_layers * n_servers)), minlength=len(message))

@@ -1,0 +1,371 @@
+"""A cluster in simulated time: requests, batches, messages between servers, and experts that move.
+
+Every server has a device, a port of its network, and a disk. Each does one thing at a time, first come, first served.
+Servers that share the cores of a machine have no device: there a thread of each computes for its own users and another
+one for its peers, and all that compute at a time get alike much of the cores.
+
+Requests of a server's users wait until one of its places is free. Those that have one run together, a step at a time:
+a token of each that decodes, and tokens of prompts up to the limit of a step. In each layer of a step
+
+1. the device computes the dense part; then the router has chosen;
+2. rows for experts that the server has not leave in one message for each peer. Of the servers that have an expert the
+   one is asked that is estimated to answer first, by its link and by what waits for its device; the expert is read from
+   the own disk where that is estimated to be faster, or where nobody has it;
+3. the device goes on with the experts that the server has. It computes for peers while its own step waits for answers;
+4. when all answers are there, the next layer begins. The last one, as in llama.cpp, has experts only for tokens whose
+   output is wanted: those decoded, and the last one of a prompt.
+
+An event is a message, an expert read, or a layer: what a layer's experts take is summed up before. Every so often the
+scheduler places the experts anew, for what was used lately; if that pays (pyorch.cluster.migration), experts move while
+requests run, over a share of the ports and disks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pyorch.cluster.costs import Costs
+from pyorch.cluster.migration import DISK, Decision, Load, Migration, RecentUses, decide
+from pyorch.errors import PyorchError
+from scripts.papers.dancemoe.simulated_layers import Layer, Layers, Part
+from scripts.papers.dancemoe.simulated_server import MIGRATION_SHARE, Answers, Cores, Request, Server, Traffic
+
+try:
+    import simpy
+except ImportError:
+    raise PyorchError('the simulator needs simpy: pip install "pyorch[papers]"') from None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """n_places: requests of a server that run together. n_step: tokens of a step, at most. interval: seconds between
+    two looks of the scheduler. n_bins: of the time in which requests arrive, for what is reported over time."""
+
+    n_places: int = 4
+    n_step: int = 512
+    interval: float = 300.0
+    n_bins: int = 40
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the scheduler decided at a time. finished: when the last expert had moved, nan while it has not."""
+
+    time: float
+    decision: Decision
+    finished: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a simulation, in seconds.
+
+    server, arrival, begin, first, end: of each request, in order of arrival: when it got a place, its first token and
+    its last. bins: float64[n_bins + 1], edges. local, uses: float64[n_servers, n_bins], rows that a server computed
+    itself, and all, by when their step began; those after the last edge count in the last bin. busy:
+    float64[n_servers], that a device computed, or would have with a core for each thread. n_messages: asked of peers;
+    n_bytes: there and back; n_read: experts read from disks, but for those that move. duration: until the last request
+    ended.
+    """
+
+    server: np.ndarray
+    arrival: np.ndarray
+    begin: np.ndarray
+    first: np.ndarray
+    end: np.ndarray
+    bins: np.ndarray
+    local: np.ndarray
+    uses: np.ndarray
+    busy: np.ndarray
+    n_messages: int
+    n_bytes: float
+    n_read: int
+    duration: float
+    changes: tuple[Change, ...]
+
+    @property
+    def latency(self) -> np.ndarray:
+        return self.end - self.arrival
+
+    @property
+    def local_ratio(self) -> float:
+        total = self.uses.sum()
+        return float(self.local.sum() / total) if total else math.nan
+
+
+def simulate(
+    costs: Costs, resident: np.ndarray, traffic: Sequence[Traffic], duration: float, settings: Settings = Settings(),
+    replace: Callable[[np.ndarray], np.ndarray] | None = None, seed: int = 0,
+) -> Outcome:
+    """Runs until all requests have ended.
+
+    Args:
+        resident: bool[n_servers, n_layers, n_expert], the placement in the beginning.
+        duration: seconds in which requests arrive.
+        replace: gives the placement for uses, float64 of that shape, in an interval; None: experts stay where they are.
+        seed: of requests that are drawn. The same arguments give the same outcome.
+
+    Raises PyorchError where an expert is needed that is on no server and on no disk.
+    """
+    return _Simulation(costs, resident.copy(), traffic, duration, settings, replace, seed).run()
+
+
+class _Simulation:
+    def __init__(
+        self, costs: Costs, resident: np.ndarray, traffic: Sequence[Traffic], duration: float, settings: Settings,
+        replace: Callable[[np.ndarray], np.ndarray] | None, seed: int,
+    ) -> None:
+        self._env = simpy.Environment()
+        self._costs, self._settings, self._replace, self._seed = costs, settings, replace, seed
+        n_servers = len(resident)
+        self._resident = resident
+        self._servers = [Server(each) for each in traffic]
+        for machine in costs.machines:
+            cores = Cores(self._env, machine.cores)
+            for n in machine.servers:
+                self._servers[n].cores = cores
+        self._layers = Layers(costs, resident, self._servers)
+        self._requests: list[Request] = []
+        self._n_left = sum(len(each.times) for each in traffic)
+        self._all_ended = self._env.event()
+        self._bin_seconds = duration / settings.n_bins
+        self._local, self._all = np.zeros((2, n_servers, settings.n_bins))
+        self._order = itertools.count()
+        self._latency, self._rate = costs.latency.tolist(), costs.bytes_per_second.tolist()
+        self._changes: list[Change] = []
+        self._migration: Migration | None = None
+
+    def run(self) -> Outcome:
+        for n in range(len(self._servers)):
+            self._env.process(self._arrive(n))
+            self._env.process(self._serve(n))
+        if self._replace is not None:
+            self._env.process(self._schedule())
+        if self._n_left:
+            self._env.run(self._all_ended)
+        requests = sorted(self._requests, key=lambda request: (request.arrival, request.server))
+        times = {name: np.array([getattr(request, name) for request in requests], np.float64)
+                 for name in ("arrival", "begin", "first", "end")}
+        n_bins = self._settings.n_bins
+        return Outcome(
+            server=np.array([request.server for request in requests], np.int64), **times,
+            bins=self._bin_seconds * np.arange(n_bins + 1), local=self._local, uses=self._all,
+            busy=np.array([server.device.busy for server in self._servers]), n_messages=self._layers.n_messages,
+            n_bytes=self._layers.n_bytes, n_read=self._layers.n_read, duration=self._env.now,
+            changes=tuple(self._changes),
+        )
+
+    # Requests
+
+    def _arrive(self, n: int) -> Iterator[simpy.Event]:
+        env, server = self._env, self._servers[n]
+        traffic = server.traffic
+        for i, time in enumerate(traffic.times.tolist()):
+            yield env.timeout(max(0.0, time - env.now))
+            source = traffic.later if traffic.later is not None and time >= traffic.shift else traffic.source
+            experts, n_output = source.request(np.random.default_rng((self._seed, n, i)), i)
+            request = Request(n, time, experts, len(experts) - n_output)
+            self._requests.append(request)
+            server.waiting.append(request)
+            if server.woken is not None:
+                server.woken.succeed()
+                server.woken = None
+
+    def _serve(self, n: int) -> Iterator[simpy.Event]:
+        env, server = self._env, self._servers[n]
+        step_seconds = float(self._costs.step[n])
+        while True:
+            while server.waiting and len(server.running) < self._settings.n_places:
+                server.running.append(server.waiting.popleft())
+                server.running[-1].begin = env.now
+            if not server.running:
+                server.woken = env.event()
+                yield server.woken
+                continue
+            parts = self._next_step(server)
+            dense, layers, n_local, n_all = self._layers.of_step(n, env.now, [
+                Part(request.experts[begin:end], end >= request.n_prompt) for request, begin, end in parts])
+            n_bin = min(int(env.now / self._bin_seconds), self._settings.n_bins - 1)
+            self._local[n, n_bin] += n_local
+            self._all[n, n_bin] += n_all
+            for layer in layers:
+                yield from self._compute_layer(n, dense, layer)
+            yield self._compute(server, step_seconds)
+            self._end_step(server, parts)
+
+    def _compute_layer(self, n: int, dense: float, layer: Layer) -> Iterator[simpy.Event]:
+        env, server = self._env, self._servers[n]
+        answers = Answers(len(layer.calls) + len(layer.reads), env.event()) if layer.calls or layer.reads else None
+        if server.cores is None:
+            chosen = max(env.now, server.device.free_at) + dense
+            end = server.device.serve(env.now, dense + layer.local)
+            self._ask(n, chosen, layer, answers)
+        else:
+            yield self._compute(server, dense)
+            self._ask(n, env.now, layer, answers)
+            yield self._compute(server, layer.local)
+            end = env.now
+        if answers is not None:
+            yield answers.known
+            if answers.arrival > env.now:
+                yield env.timeout(answers.arrival - env.now)
+            self._take_answers(server, max(env.now, answers.arrival))
+            end = max(end, answers.end)
+        if end > env.now:
+            yield env.timeout(end - env.now)
+
+    def _compute(self, server: Server, seconds: float) -> simpy.Event:
+        """A job for the server's own users, which comes now."""
+        now = self._env.now
+        if server.cores is None:
+            return self._env.timeout(server.device.serve(now, seconds) - now)
+        server.device.busy += seconds
+        return server.cores.compute(seconds)
+
+    def _next_step(self, server: Server) -> list[tuple[Request, int, int]]:
+        """Requests with the first token of theirs that is computed, and the one behind the last."""
+        left = self._settings.n_step
+        parts = []
+        for prompts in (False, True):
+            for request in server.running:
+                if (request.n_done < request.n_prompt) == prompts and left:
+                    n = min(left, request.n_prompt - request.n_done) if prompts else 1
+                    parts.append((request, request.n_done, request.n_done + n))
+                    left -= n
+        return parts
+
+    def _end_step(self, server: Server, parts: list[tuple[Request, int, int]]) -> None:
+        now = self._env.now
+        for request, _, end in parts:
+            request.n_done = end
+            if end == request.n_prompt:
+                request.first = now
+            if end == len(request.experts):
+                request.end = now
+                server.running.remove(request)
+                self._n_left -= 1
+        if not self._n_left and not self._all_ended.triggered:
+            self._all_ended.succeed()
+
+    # Messages
+
+    def _ask(self, n: int, ready: float, layer: Layer, answers: Answers | None) -> None:
+        """Messages leave, and reads begin, when the router has chosen."""
+        now, server = self._env.now, self._servers[n]
+        for peer, seconds, there, back in layer.calls:
+            arrival = server.port_out.serve(ready, there) + self._latency[n][peer]
+            self._at(arrival - now, self._asked, (n, peer, seconds, there, back, answers))
+        for seconds, computing in layer.reads:
+            self._at(server.disk.serve(ready, seconds) - now, self._read, (n, computing, answers))
+
+    def _asked(self, event: simpy.Event) -> None:
+        """The last byte of a message is at the peer, if its port had nothing else to take."""
+        n, peer, seconds, there, back, answers = event.value
+        now, server = self._env.now, self._servers[peer]
+        self._take_answers(server, now)
+        # The port took these bytes as they came: at the earliest it can have begun when it was free.
+        received = max(now, server.port_in.serve(now - there, there))
+        computed = server.device.serve(received, seconds)
+        if server.cores is None:
+            self._answer(n, peer, computed, back, answers)
+        else:  # when it is computed depends on what else will be
+            self._at(received - now, self._ask_thread, (server, seconds, (n, peer, back, answers)))
+
+    def _ask_thread(self, event: simpy.Event) -> None:
+        """The thread of a server that computes for others gets one job more."""
+        server, *job = event.value
+        server.asked.append(job)
+        if len(server.asked) == 1:
+            self._next_job(server)
+
+    def _next_job(self, server: Server) -> None:
+        def computed(_: simpy.Event) -> None:
+            _, (n, peer, back, answers) = server.asked.popleft()
+            self._answer(n, peer, self._env.now, back, answers)
+            if server.asked:
+                self._next_job(server)
+
+        server.cores.compute(server.asked[0][0]).callbacks.append(computed)
+
+    def _answer(self, n: int, peer: int, computed: float, back: float, answers: Answers) -> None:
+        """Leaves the peer when it is computed."""
+        sent = self._servers[peer].port_out.serve(computed, back)
+        arrival = sent + self._latency[peer][n]
+        heapq.heappush(self._servers[n].answers, (arrival, next(self._order), back, answers))
+        answers.arrival = max(answers.arrival, arrival)
+        self._one_less(answers)
+
+    def _take_answers(self, server: Server, until: float) -> None:
+        """The port takes what has arrived, before anybody looks at the port: so all comes in order of arrival."""
+        under_way = server.answers
+        while under_way and under_way[0][0] <= until:
+            arrival, _, seconds, answers = heapq.heappop(under_way)
+            answers.end = max(answers.end, arrival, server.port_in.serve(arrival - seconds, seconds))
+
+    def _read(self, event: simpy.Event) -> None:
+        n, seconds, answers = event.value
+        server = self._servers[n]
+        if server.cores is None:
+            answers.end = max(answers.end, server.device.serve(self._env.now, seconds))
+            self._one_less(answers)
+        else:
+            self._compute(server, seconds).callbacks.append(lambda _: self._one_less(answers))
+
+    def _one_less(self, answers: Answers) -> None:
+        answers.n_missing -= 1
+        if not answers.n_missing:
+            answers.known.succeed()
+
+    def _at(self, delay: float, call: Callable[[simpy.Event], None], value: tuple) -> None:
+        self._env.timeout(max(0.0, delay), value).callbacks.append(call)
+
+    # Placement
+
+    def _schedule(self) -> Iterator[simpy.Event]:
+        env, interval = self._env, self._settings.interval
+        recent = RecentUses(self._resident.shape, interval)
+        while True:
+            yield env.timeout(interval)
+            recent.add(self._layers.recent, interval)
+            self._layers.recent[:] = 0
+            if self._migration is not None and not self._migration.done:
+                continue
+            expected = recent.expected
+            candidate = self._replace(expected)
+            decision = decide(self._resident, candidate, expected, self._costs, self._layers.sharing)
+            self._changes.append(Change(env.now, decision, math.nan))
+            if decision.adopt:
+                self._migration = Migration(self._resident, candidate, expected, self._costs)
+                for n in range(len(self._servers)):
+                    self._load_next(n)
+
+    def _load_next(self, n: int) -> None:
+        load = self._migration.next_load(n)
+        if load is None:
+            return
+        now, costs = self._env.now, self._costs
+        if load.source == DISK:
+            stations, seconds = [self._servers[n].disk], float(costs.disk_seconds[n, load.layer])
+        else:
+            stations = [self._servers[load.source].port_out, self._servers[n].port_in]
+            seconds = self._latency[load.source][n] + costs.expert_bytes[load.layer] / self._rate[load.source][n]
+        begin = max(now, *(station.moving_until for station in stations))
+        end = begin + seconds / MIGRATION_SHARE
+        for station in stations:
+            station.moving_until = end
+        self._at(end - now, self._loaded, (load,))
+
+    def _loaded(self, event: simpy.Event) -> None:
+        load: Load = event.value[0]
+        waiting = self._migration.finish(load)
+        for n in (load.server, *waiting):
+            self._load_next(n)
+        if self._migration.done:
+            last = self._changes[-1]
+            self._changes[-1] = Change(last.time, last.decision, self._env.now)
