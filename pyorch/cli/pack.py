@@ -49,7 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def add_codec_options(parser: argparse.ArgumentParser) -> None:
     """What a pack is compressed with: --codec, --level, --shards."""
-    parser.add_argument("--codec", choices=("zstd", "lz4", "table", "none", "auto"),
+    from pyorch.convert.compression import CHOICES
+
+    parser.add_argument("--codec", choices=CHOICES,
                         help="compress the pack, without loss: the exponents of 16 and 32-bit floats, and quantized "
                              "matrices that become more than 5 %% smaller. table is fast to decode, zstd small; auto "
                              "measures on this machine which brings experts into memory soonest (default: none)")

@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     check_sampling(args)
     prompt = None if args.chat else _prompt(args)
 
+    from pyorch.llama.managed import find
     from pyorch.llama.model import load
 
     with load(args.model, verbose=args.verbose, **given_settings(args)) as model:
@@ -75,12 +76,7 @@ def run(args: argparse.Namespace) -> int:
             show_stats(model.stats())
         else:
             _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
-        if args.maps is not None and model.engine is not None:
-            model.engine.wait_idle()  # until the last token was learned from
-            if model.engine.history:
-                model.save_maps(args.maps)
-        if args.learned is not None and model.engine is not None:
-            model.save_learned(args.learned)
+        find(model.llama.model).save()
     return 0
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, LOSSY, Option, options
 from pyorch.settings.settings import Settings
-from pyorch.settings.substitution import OFF, PRESETS, Substitution
+from pyorch.settings.substitution import PRESETS, Substitution
 
 OPTIONS = options(Settings)
-
-_SHORT = {"--substitute": "mode", "--on-miss": "miss", "--buddy-weight": "weight"}  # flags for a part of --lossy
 
 
 def add_settings(
@@ -46,9 +43,6 @@ def add_settings(
         for option in OPTIONS.values():
             if option.group == LOSSY:
                 _add(group, option, several=False, repeated=option.name in repeated)
-        for flag, name in _SHORT.items():
-            part = options(Substitution)[name]
-            group.add_argument(flag, metavar=name.upper(), help=_escaped(f"{part.help} (default: {part.default})"))
 
 
 def _help_of_substitution() -> str:
@@ -72,8 +66,9 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
         name: OPTIONS[name].parse(getattr(args, name)) for name in args.settings_flags
         if name not in without and getattr(args, name) is not None
     }
-    if "substitute" in args:
-        values |= _substitution(args, values)
+    _check_lossy(values)
+    if "substitution" in values and not values["substitution"].lossy:
+        values["substitution"] = None
     if "maps" in values:
         _check_maps(values)
     if "learned" in values:
@@ -125,25 +120,13 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%%")
 
 
-def _substitution(args: argparse.Namespace, values: dict[str, Any]) -> dict[str, Any]:
-    changes = {name: value for flag, name in _SHORT.items()
-               if (value := getattr(args, flag[2:].replace("-", "_"))) is not None}
+def _check_lossy(values: Mapping[str, Any]) -> None:
     given = values.get("substitution")
-    if values.get("tuned") is not None:
-        if changes or given is not None:
-            raise PyorchError("--tuned has a lossy setting, and the other flags are lossy too: give one of them")
-        return {}
-    if given is None and not changes:
-        if "buddies" in values:
-            raise PyorchError("--buddies-file names lists that nothing uses: say with --lossy what replaces absent "
-                              "experts, such as --lossy buddies")
-        return {}
-    if given is None and changes.keys() <= {"weight"}:
-        raise PyorchError("--buddy-weight says how buddies weigh: ask for them with --lossy or --substitute")
-    if given is None:
-        given = Substitution() if "mode" in changes else OFF
-    changed = dataclasses.replace(given, **changes)
-    return {"substitution": changed if changed.lossy else None}
+    if values.get("tuned") is not None and given is not None:
+        raise PyorchError("--tuned has a lossy setting, and --lossy is another one: give one of them")
+    if "buddies" in values and given is None and values.get("tuned") is None:
+        raise PyorchError("--buddies-file names lists that nothing uses: say with --lossy what replaces absent "
+                          "experts, such as --lossy buddies")
 
 
 def _check_maps(values: dict[str, Any]) -> None:

@@ -74,8 +74,10 @@ class ManagedModel:
         if self.engine is None:
             return
         settings = self.plan.settings
-        if settings.maps is not None and self.engine.history:
-            self.engine.history.write(settings.maps, self.map)
+        if settings.maps is not None:
+            self.engine.wait_idle()  # until the last token was learned from
+            if self.engine.history:
+                self.engine.history.write(settings.maps, self.map)
         if settings.learned is not None:
             from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
 

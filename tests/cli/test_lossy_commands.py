@@ -56,7 +56,7 @@ def test_run_says_what_was_substituted(pyorch: Command, model: Path):
     assert "lossy" not in lossless.stderr and json.loads(pyorch(*run, "--json").stdout)["stats"]["substitution"] is None
 
 
-@pytest.mark.parametrize("setting", [("--substitute", "random"), ("--speculate", "--prefetch", "next-router")])
+@pytest.mark.parametrize("setting", [("--lossy", "mode=random"), ("--speculate", "--prefetch", "next-router")])
 def test_verify_tells_the_cost_of_a_lossy_setting_and_that_bits_differ(
     pyorch: Command, model: Path, setting: tuple[str, ...]
 ):
@@ -104,7 +104,6 @@ def test_a_tuned_setting_brings_its_setting_and_its_budget(pyorch: Command, mode
         (("--lossy", "max_replaced=many"), 'max_replaced="many" is not a whole number'),
         (("--lossy", "cosine=1"), '"cosine" is not known'),
         (("--buddies-file", "x.gguf"), "such as --lossy buddies"),
-        (("--buddy-weight", "own"), "ask for them with --lossy or --substitute"),
         (("--lossy", "buddies", "--buddies-file", "nowhere.gguf"), "nowhere.gguf"),
         (("--tuned", "nowhere.json"), "nowhere.json cannot be read"),
     ],

@@ -138,14 +138,6 @@ def test_several_values_are_each_read_once() -> None:
     assert listed(args, "budget") == (Budget.parse("25%"), Budget.parse("1GiB"), AUTO)
 
 
-def test_parts_of_a_substitution_have_flags_of_their_own() -> None:
-    assert given_settings(parse("--substitute", "random"))["substitution"] == Substitution(mode="random")
-    changed = given_settings(parse("--lossy", "rho=3", "--on-miss", "drop"))["substitution"]
-    assert changed == Substitution(rho=3, miss="drop")
-    with pytest.raises(PyorchError, match="--buddy-weight says how buddies weigh"):
-        given_settings(parse("--buddy-weight", "own"))
-
-
 def test_only_an_amount_is_a_budget_of_an_engine() -> None:
     for budget in (AUTO, RESIDENT):
         assert Budget.parse(str(budget)) == budget
