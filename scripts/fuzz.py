@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +109,7 @@ def main() -> int:
 
 def _import_everything() -> None:
     import numpy.random  # noqa: F401
+    import pyorch.convert.pack_check  # noqa: F401
 
     import pyorch.cli.buddies  # noqa: F401
     import pyorch.cli.convert  # noqa: F401
@@ -117,14 +118,11 @@ def _import_everything() -> None:
     import pyorch.cli.maps  # noqa: F401
     import pyorch.cli.pack  # noqa: F401
     import pyorch.cli.plan  # noqa: F401
-    import pyorch.convert.pack_check  # noqa: F401
     import pyorch.cli.replay  # noqa: F401
     import pyorch.cli.run  # noqa: F401
-    import pyorch.cli.trace  # noqa: F401
     import pyorch.llama.model  # noqa: F401
     import pyorch.sidecars.predictor  # noqa: F401
     import pyorch.traces.replay  # noqa: F401
-    import pyorch.traces.statistics  # noqa: F401
 
 
 def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
@@ -153,7 +151,8 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     _must(("profile", model, "--data", text, "-o", trace, "--router", "full", "--states", "--inputs", "4",
            "--ctx", "64", "--decode", "8", "--threads", "1"))
     if kind == "trace":
-        commands = (("trace", "stats", "{}", "--json"), ("maps", str(model), "{}", "-o", str(base / "out.gguf")),
+        commands = (("buddies", str(model), "--trace", "{}", "-o", str(base / "out.gguf")),
+                    ("maps", str(model), "{}", "-o", str(base / "out.gguf")),
                     ("replay", str(model), "{}", "--budget", "60%", "--predictor", "none,next-router", "--json"))
         return [Target(trace_mutator(trace.read_bytes()), "damaged.trace", (), commands)]
     _must(("maps", model, trace))

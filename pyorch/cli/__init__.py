@@ -45,7 +45,6 @@ STEPS = {
     "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
 }
 TRACES = {
-    "trace": ("pyorch.cli.trace", "show statistics of a trace"),
     "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
 }

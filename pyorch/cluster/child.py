@@ -9,10 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import http.client
-import json
 import os
-import platform
 import re
 import signal
 import socket
@@ -21,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,8 +42,6 @@ _METRICS = {  # of llama-server, and what they are called here
     "tokens_predicted_total": "generated_tokens", "tokens_predicted_seconds_total": "generated_seconds",
 }
 _END_SECONDS = 10.0  # for the end of a server whose actor is gone
-_PROBE_SECONDS = 120.0  # for one request that measures
-_PROBE_LOW, _PROBE_HIGH = 100, 1000  # tokens that it is made of: whole pieces of words in any vocabulary
 _GRACE_SECONDS = 4.0  # for requests that run when it is told to end: less than the actor waits before it kills
 _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
 
@@ -56,8 +50,8 @@ class Serving:
     """What the actor can ask of a process that serves: its methods named in ASKED."""
 
     ASKED = ("counters", "activity", "pin", "listen", "connect", "follow", "move", "offer", "hold", "missing",
-             "disk_bytes_per_second", "probe", "processors")
-    SLOW = ("connect", "disk_bytes_per_second", "probe")  # others are answered meanwhile
+             "disk_bytes_per_second")
+    SLOW = ("connect", "disk_bytes_per_second")  # others are answered meanwhile
 
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
@@ -212,16 +206,6 @@ class Serving:
         with ModelMap(self._job["model"]) as model_map:
             return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
 
-    def processors(self) -> dict[str, Any]:
-        """Of this machine, as Processors has them."""
-        import psutil
-
-        times = psutil.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        # Of times of guests psutil says that they are in user and nice already.
-        counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        return {"name": _machine(), "n": psutil.cpu_count() or 1, "n_threads": self._n_threads, "busy": counted - idle}
-
     def _following(self) -> Exchange:
         if self._engine is None or self._exchange is None:
             raise PyorchError("the server ends, or has no plan")
@@ -246,26 +230,6 @@ class Serving:
                 reason = str(error)
         return reason
 
-    def probe(self, n_tokens: int, n_output: int) -> tuple[float, int]:
-        """Seconds that the steps of a request take, a prompt of so many tokens and so many decoded behind the first;
-        and layers with experts."""
-        tokens = np.random.default_rng(n_tokens).integers(_PROBE_LOW, _PROBE_HIGH, n_tokens).tolist()
-        connection = http.client.HTTPConnection(self._address.host, self._address.port, timeout=_PROBE_SECONDS)
-        try:
-            connection.request("POST", f"{self._address.prefix}/completion", json.dumps({
-                "prompt": tokens, "n_predict": n_output + 1, "ignore_eos": True, "cache_prompt": False,
-            }), {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            text = answer.read()
-            if answer.status != 200:
-                raise PyorchError(f"its endpoint answers with status {answer.status} when computing is measured")
-            timings = json.loads(text)["timings"]
-            return 1e-3 * (timings["prompt_ms"] + timings["predicted_ms"]), len(self._engine.n_expert)
-        except (OSError, http.client.HTTPException) as error:
-            raise PyorchError(f"its endpoint does not answer: {error}") from None
-        finally:
-            connection.close()
-
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""
         text = (self._address.get("/metrics") if self._address is not None else None) or ""
@@ -274,13 +238,6 @@ class Serving:
             ours: float(found[theirs]) if ours.endswith("seconds") else int(float(found[theirs]))
             for theirs, ours in _METRICS.items() if theirs in found
         }
-
-
-def _machine() -> str:
-    """The same for all processes of a machine until it starts again, whatever containers they are in."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node()
 
 
 def main() -> int:

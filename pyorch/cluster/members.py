@@ -122,17 +122,6 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Processors:
-    """Of a server's machine. name: the same for all servers on it. n: processors; busy: seconds that all of them
-    together were, since any time. n_threads: that compute in a job of the server."""
-
-    name: str
-    n: int
-    n_threads: int
-    busy: float
-
-
-@dataclass(frozen=True)
 class Status:
     """Of one server.
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from pyorch import ports
 from pyorch.cluster import local_ray, state
-from pyorch.cluster.computing import Works
 from pyorch.cluster.config import Cluster, Server
-from pyorch.cluster.costs import CostsFile, Machine, ServerCosts
+from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import connected
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Counters, Job, Membership, Status
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
@@ -174,8 +173,7 @@ def down(config: Path) -> bool:
 def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
     """Latency and bandwidth from each server to each other one, and of their disks, one after another.
 
-    Then requests are sent to each, for what computing takes; nobody else should ask meanwhile. PyorchError where a
-    server does not answer.
+    PyorchError where a server does not answer.
     """
     running = _running(config)
     with connected(running) as ray:
@@ -205,27 +203,7 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
         for name in running.servers:
             say(f"the disk of {name}")
             servers[name] = ServerCosts(disk_bytes_per_second=asked(name, "measure_disk"))
-
-        def counters() -> dict[str, Counters]:
-            return {name: asked(name, "counters") for name in running.servers}
-
-        works = Works(running.servers, lambda name, *tokens: asked(name, "probe", *tokens), counters)
-        for name in running.servers:
-            say(f"computing of {name}")
-            works.measure(name)
-        for name in running.servers:
-            servers[name] = works.fit(name, servers[name])
-        machines = []
-        together: dict[str, list[str]] = {}
-        for name in running.servers:
-            together.setdefault(asked(name, "processors").name, []).append(name)
-        for names in together.values():
-            if len(names) > 1:
-                say(f"the machine of {', '.join(names)}")
-                first = names[0]
-                cores = works.measure_together(names, lambda: asked(first, "processors"), servers)
-                machines.append(Machine(tuple(names), cores))
-    return CostsFile(servers=servers, links=links, machines=tuple(machines))
+    return CostsFile(servers=servers, links=links)
 
 
 def watch(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -38,7 +37,6 @@ from pyorch.cluster.members import (
     Job,
     Membership,
     Plan,
-    Processors,
     Status,
 )
 from pyorch.cluster.placement.placement import Move, Placement
@@ -50,7 +48,6 @@ _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
 _ACTIVITY_SECONDS = 5.0  # that the scheduler does, and who measures
 _PLAN_SECONDS = 600.0  # for experts to be read
 _MEET_SECONDS = 10.0  # for the others to answer one that comes; who is late is met later
-_PROBE_SECONDS = 130.0  # for one request
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
 _CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
 _LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
@@ -228,20 +225,6 @@ class Server:
         """Bytes per second; a sentence where it cannot be measured."""
         try:
             return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-
-    def probe(self, n_tokens: int, n_output: int) -> tuple[float, int] | str:
-        """What a request takes, as Serving.probe(); a sentence where it fails."""
-        try:
-            return self._ask("probe", seconds=_PROBE_SECONDS, n_tokens=n_tokens, n_output=n_output)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-
-    def processors(self) -> Processors | str:
-        """Of its machine; a sentence where the serving process does not say."""
-        try:
-            return Processors(**self._ask("processors", seconds=_PROBE_SECONDS))
         except (PyorchError, TimeoutError) as error:
             return str(error)
 

@@ -41,87 +41,25 @@ def coactivation(
     return square[0] + square[0].T, square[1] + square[1].T
 
 
-def renormalized(probs: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """Probabilities of the selected experts that sum to 1: float64[n_tokens, k].
-
-    With a temperature T, softmax(z / T) restricted to them (BuddyMoE, section 3.1), z being the logarithm of
-    a softmax's probabilities up to a constant.
-    """
+def renormalized(probs: np.ndarray) -> np.ndarray:
+    """Probabilities of the selected experts that sum to 1: float64[n_tokens, k]."""
     probs = np.maximum(probs.astype(np.float64), np.finfo(np.float32).tiny)
-    if temperature != 1.0:
-        probs = (probs / probs.max(axis=1, keepdims=True)) ** (1 / temperature)
     return probs / probs.sum(axis=1, keepdims=True)
 
 
-def token_activating_entropy(probs: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def token_activating_entropy(probs: np.ndarray) -> np.ndarray:
     """TAE of BuddyMoE's eq. 1, float64[n_tokens] in [0, 1]: the entropy of the renormalized probabilities of
     the k selected experts, to the base k. 0 for k = 1, where there is nothing to be uncertain about."""
-    p = renormalized(probs, temperature)
+    p = renormalized(probs)
     if p.shape[1] == 1:
         return np.zeros(len(p))
     return np.clip(-(p * np.log(p)).sum(axis=1) / np.log(p.shape[1]), 0.0, 1.0)
 
 
-def margin(probs: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def margin(probs: np.ndarray) -> np.ndarray:
     """p_max - p_2nd of the renormalized probabilities (BuddyMoE, section 3.1): float64[n_tokens]; 1 for k = 1."""
-    p = renormalized(probs, temperature)
+    p = renormalized(probs)
     if p.shape[1] == 1:
         return np.ones(len(p))
     two = np.partition(p, p.shape[1] - 2, axis=1)[:, -2:]
     return two[:, 1] - two[:, 0]
-
-
-def routing_entropy(router: np.ndarray) -> np.ndarray:
-    """Entropy of each row's distribution to the base of its length: float64[n_tokens], 1 where it is even."""
-    return token_activating_entropy(router)
-
-
-def gini(counts: np.ndarray) -> float:
-    """Gini coefficient: 0 where all experts are used alike, near 1 where one has everything; nan without uses."""
-    counts = np.sort(np.asarray(counts, np.float64))
-    n, total = len(counts), counts.sum()
-    if total == 0:
-        return float("nan")
-    return float((2 * np.arange(1, n + 1) - n - 1) @ counts / (n * total))
-
-
-class LruDistances:
-    """How deep in a layer's LRU stack the selected experts lay: one pass for all cache sizes.
-
-    A cache of C experts holds the C that were used last, those of one token in the order of their slots. A
-    selected expert is a hit if it was there before the token came; then all of the token's experts move to
-    the top. So an expert at depth d is a hit in every cache of more than d experts.
-    """
-
-    def __init__(self, n_expert: int) -> None:
-        # [d]: uses at depth d; [n_expert]: first uses, which no cache holds
-        self.counts = np.zeros(n_expert + 1, np.int64)
-        self._last_use = np.full(n_expert, -1, np.int64)
-        self._n_tokens = 0
-
-    def add(self, experts: np.ndarray) -> None:
-        """The next tokens of the layer, integer[n_tokens, k], ids of a token distinct."""
-        n_expert = len(self._last_use)
-        rows = max(1, (1 << 22) // (n_expert * experts.shape[1]))  # bounds the comparison below to 4 MiB
-        for start in range(0, len(experts), rows):
-            self._add(experts[start : start + rows].astype(np.int64), n_expert)
-
-    def _add(self, experts: np.ndarray, n_expert: int) -> None:
-        n, k = experts.shape
-        # [t, e]: when e was last used before token t; every use has a time of its own
-        last = np.full((n + 1, n_expert), -1, np.int64)
-        last[0] = self._last_use
-        times = (self._n_tokens + np.arange(n))[:, None] * k + np.arange(k)
-        np.put_along_axis(last[1:], experts, times, axis=1)
-        np.maximum.accumulate(last, axis=0, out=last)
-        own = np.take_along_axis(last[:-1], experts, axis=1)
-        depth = (last[:-1, None, :] > own[:, :, None]).sum(axis=2)
-        depth[own < 0] = n_expert
-        self.counts += np.bincount(depth.ravel(), minlength=n_expert + 1)
-        self._last_use = last[-1]
-        self._n_tokens += n
-
-    def hit_rates(self) -> np.ndarray:
-        """float64[n_expert + 1]: the share of uses that a cache of 0, 1, ... n_expert experts would have hit."""
-        total = max(1, self.counts.sum())
-        return np.concatenate([[0], np.cumsum(self.counts[:-1])]) / total

@@ -20,7 +20,6 @@ from pyorch.llama.model import load
 from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS, Budget
 
 
-
 def kinds(command: str) -> list[tuple[str, str]]:
     """Those of a command that has kinds, such as ("eval", "arc")."""
     module, summary = COMMANDS[command]
@@ -93,7 +92,7 @@ def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.Ca
     usage, _, example = shown.partition("example:")
     assert f"usage: pyorch {' '.join(words)}" in " ".join(usage.split()) and f"pyorch {words[0]}" in example
     # A script's output is its own; what a cluster does is asked of its status; the others have kinds.
-    silent = {("exec",), ("eval",), ("trace",), ("cluster",)}
+    silent = {("exec",), ("eval",), ("cluster",)}
     silent |= {("cluster", action) for action in ("up", "serve", "measure", "down")}
     assert "--json" in usage or words in silent
 

@@ -31,7 +31,6 @@ INPUTS = [
     "bench MODEL --data NONE",
     "profile NONE --data TEXT -o OUT",
     "profile MODEL --data NONE -o OUT",
-    "trace stats NONE",
     "plan NONE --budget 40%",
     "plan MODEL --trace NONE --budget 40%",
     "replay NONE TRACE --read-bandwidth 1GB/s",

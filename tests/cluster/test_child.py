@@ -27,7 +27,7 @@ from pyorch.cluster.child import Serving
 class Slow(Serving):
     done = threading.Event()
 
-    def probe(self):
+    def connect(self):
         return self.done.wait()
 
     def missing(self):
@@ -43,7 +43,7 @@ def test_what_takes_long_holds_up_no_other_answer() -> None:
         process = subprocess.Popen([sys.executable, "-c", _SLOW, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
     ours.settimeout(HANG_SECONDS)
     with ours, ours.makefile("r") as answers:
-        for number, what in enumerate(("probe", "missing")):
+        for number, what in enumerate(("connect", "missing")):
             ours.sendall(json.dumps({"ask": what, "with": {}, "number": number}).encode() + b"\n")
         said = [json.loads(answers.readline()) for _ in range(2)]
         assert {answer["number"]: answer["answer"] for answer in said} == {0: True, 1: None}

@@ -31,6 +31,7 @@ from pyorch.errors import PyorchError
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
+from scripts.papers.dancemoe import measure_computing
 
 CERTIFICATES = Path(__file__).parents[1] / "fixtures/certificates"
 
@@ -233,13 +234,17 @@ def test_a_server_with_another_token_model_or_name_is_refused(cluster: Cluster, 
 
 
 @needs_ray
-def test_links_and_disks_are_measured_for_the_simulator(cluster: Cluster, tmp_path: Path) -> None:
+def test_links_and_disks_are_measured_and_what_computing_takes(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run("measure", "-o", str(tmp_path / "costs.json"))
     assert done.returncode == 0, done.stderr
     costs = read_costs(tmp_path / "costs.json")
     assert sorted(costs.links) == [("a", "b"), ("b", "a")]
     assert all(rate > 0 and latency > 0 for rate, latency in costs.links.values())
     assert {name: server.disk_bytes_per_second > 0 for name, server in costs.servers.items()} == {"a": True, "b": True}
+    assert measure_computing.main(["--config", str(cluster.config), "--costs", str(tmp_path / "costs.json"), "-o",
+                                   str(tmp_path / "all.json")]) == 0
+    costs = read_costs(tmp_path / "all.json")
+    assert sorted(costs.links) == [("a", "b"), ("b", "a")]
     for server in costs.servers.values():  # computing takes time; for what, a busy machine does not tell
         assert server.layer + server.token + server.expert + server.row > 0
     (machine,) = costs.machines
@@ -382,7 +387,7 @@ def test_what_is_no_ray_is_not_joined(
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=serve, args=(listening,))
         thread.start()
-        address = "127.0.0.1:{}".format(listening.getsockname()[1])
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
         assert main(["cluster", "up", "--config", str(config), "--address", address]) == 2
         thread.join()
     assert f"no Ray answers at {address}" in capsys.readouterr().err and state.find(config) is None

@@ -11,7 +11,7 @@ leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/clust
 
 What each part found is in DIR/PART.json at once, so that parts may be measured one at a time. Parts:
 
-    costs        what computing, messages and reads take, by `pyorch cluster measure`; for simulations
+    costs        what computing, messages and reads take, for simulations
     placements   five placements, memory for 1.3 x the experts: latency and local ratio (DanceMoE, table II)
     disk         the same with memory for 0.8 x the experts: the others are read from disk
     shift        each server gets the next one's task in the middle, with and without migration (figs. 6 and 7)

@@ -215,8 +215,11 @@ def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
 
 def _costs(lab: Lab, part: str) -> dict[str, Any]:
     (cluster,) = lab.up(setups(part, lab.args.algorithms))
-    lab.network.run(SERVERS[0], [sys.executable, "-m", "pyorch", "cluster", "measure", "--config",
-                                 str(config_of(lab.args, cluster.setup)), "-o", str(costs_of(lab.args))], 240)
+    config, costs = str(config_of(lab.args, cluster.setup)), str(costs_of(lab.args))
+    for module, *options in (("pyorch", "cluster", "measure"),
+                             ("scripts.papers.dancemoe.measure_computing", "--costs", costs, "--threads",
+                              str(lab.args.threads))):
+        lab.network.run(SERVERS[0], [sys.executable, "-m", module, *options, "--config", config, "-o", costs], 240)
     return {}
 
 

@@ -11,7 +11,7 @@ import pytest
 from models import CHECKPOINT
 
 from pyorch.cli import main as pyorch
-from scripts.papers.buddymoe import over_time, similarity, trace_plots
+from scripts.papers.buddymoe import over_time, similarity, trace_stats
 
 TEXT = CHECKPOINT / "text-test.txt"
 
@@ -70,7 +70,7 @@ def test_rank_correlation_is_that_of_ranks() -> None:
 
 
 def test_pictures_of_a_trace_are_drawn(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert trace_plots.main([str(trace), "-o", str(tmp_path / "plots")]) == 0
+    assert trace_stats.main([str(trace), "--plot", str(tmp_path / "plots")]) == 0
     printed = capsys.readouterr().out
     for name in ("activations", "coactivation", "tae", "hit-rate"):
         picture = tmp_path / "plots" / f"{name}.png"
@@ -80,7 +80,7 @@ def test_pictures_of_a_trace_are_drawn(trace: Path, tmp_path: Path, capsys: pyte
 def test_mistakes_are_sentences(small_moe: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for program, arguments, sentence in (
         (over_time, [str(small_moe), "--data", str(TEXT), "--cache-rate", "0.5", "--lossy", "rho=x"], "whole number"),
-        (trace_plots, ["absent.trace", "-o", str(trace.parent / "plots")], "absent.trace cannot be read"),
+        (trace_stats, ["absent.trace"], "absent.trace cannot be read"),
         (similarity, [str(small_moe)], "--trace"),
     ):
         assert program.main(arguments) == 2

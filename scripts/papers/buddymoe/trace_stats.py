@@ -1,4 +1,4 @@
-"""Pictures of how a trace uses experts: BuddyMoE's figures 6, 7 and 9, and what caches would hit."""
+"""How a trace uses experts, how certain routers are, and what caches would hit: BuddyMoE's figures 6, 7 and 9."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pyorch import pictures
+from pyorch.cli.options import print_json
+from pyorch.cli.tables import Table, show
+from pyorch.sizes import counted
 from pyorch.traces.file import Trace
-from pyorch.traces.statistics import LayerArrays, TraceStatistics, analyze
 from scripts.papers import program
+from scripts.papers.buddymoe.statistics import LayerArrays, TraceStatistics, analyze
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,19 +26,59 @@ _COLUMNS = 4
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = program.parser_of("scripts.papers.buddymoe.trace_plots", "draw how a trace uses experts",
-                               "olmoe.trace -o plots")
+    parser = program.parser_of(
+        "scripts.papers.buddymoe.trace_stats",
+        "show how experts are used, how certain routers are, and what caches would hit", "olmoe.trace --plot plots")
     parser.add_argument("trace", type=Path, metavar="FILE.trace", help="a trace that pyorch profile recorded")
     parser.add_argument("--phase", choices=("all", "prefill", "decode"), default="all",
                         help="count only the tokens of this phase (default: all)")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="where to draw")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw pictures into this directory")
+    parser.add_argument("--json", action="store_true", help="print the statistics as one JSON object")
     return program.run(parser, _run, argv)
 
 
 def _run(args: argparse.Namespace) -> int:
-    pictures.check(args.output)
-    print(*draw(*analyze(Trace(args.trace), args.phase), args.output), sep="\n")
+    if args.plot is not None:
+        pictures.check(args.plot)
+    statistics, arrays = analyze(Trace(args.trace), args.phase)
+    drawn = [] if args.plot is None else draw(statistics, arrays, args.plot)
+    if args.json:
+        print_json(statistics)
+    else:
+        show([*_parts(statistics), *map(str, drawn)])
     return 0
+
+
+def _parts(statistics: TraceStatistics) -> list[str | Table]:
+    sample = f", router inputs of {statistics.n_inputs}" if statistics.n_inputs else ""
+    selected = "" if statistics.router == "full" else " of the selected experts' probabilities"
+    p10, p20, p50 = (statistics.percentiles.index(p) for p in (10, 20, 50))
+    rows = [
+        (str(layer.il), f"{layer.busiest:.2f}", f"{layer.idlest:.2f}", str(layer.unused), f"{layer.gini:.2f}",
+         f"{layer.strongest_peer:.1%}", f"{layer.tae_mean:.3f}", f"{layer.tae_percentiles[p10]:.3f}",
+         f"{layer.tae_percentiles[p20]:.3f}", f"{layer.tae_percentiles[p50]:.3f}", f"{layer.entropy:.3f}",
+         f"{layer.margin_percentiles[p50]:.3f}")
+        for layer in statistics.layers
+    ]
+    return [
+        f"{statistics.path}: {statistics.n_tokens} tokens (prefill {statistics.n_prefill}, decode "
+        f"{statistics.n_decode}) of {counted(statistics.n_requests, 'request')}{sample}",
+        f"{statistics.arch}: {len(statistics.layers)} layers of {statistics.n_expert} experts, "
+        f"{statistics.n_expert_used} used for a token",
+        "",
+        "busiest, idlest  how often the router selects this expert, where 1 is the average",
+        "peer             share of an expert's co-activations that its strongest peer has, mean of the experts",
+        f"entropy          mean entropy{selected}, where 1 is an even distribution",
+        "TAE              the same of the selected experts alone (token activating entropy): mean and percentiles",
+        "margin           largest probability less the second largest, median",
+        "",
+        Table(("layer", "busiest", "idlest", "unused", "gini", "peer", "TAE", "p10", "p20", "p50", "entropy", "margin"),
+              rows),
+        "",
+        Table(("cache", *(f"{rate:.1%}" for rate in statistics.cache_rates)),
+              [("hit rate", *(f"{rate:.1%}" for rate in statistics.hit_rates))], left=("cache",),
+              title="an LRU cache that keeps this share of each layer's experts"),
+    ]
 
 
 def draw(statistics: TraceStatistics, arrays: list[LayerArrays], directory: Path) -> list[Path]:

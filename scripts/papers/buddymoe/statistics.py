@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.traces import routing_statistics as routing_stats
 from pyorch.traces.file import DECODE, PREFILL, Trace
+from pyorch.traces.routing_statistics import activation_counts, coactivation, margin, token_activating_entropy
 
 # Shares of a layer's experts in a cache for which hit rates are reported.
 CACHE_RATES = tuple(eighth / 8 for eighth in range(1, 9))
@@ -135,16 +135,16 @@ class _LayerCollector:
         self._tae: list[np.ndarray] = []
         self._margin: list[np.ndarray] = []
         self._entropy = 0.0
-        self._lru = routing_stats.LruDistances(header.n_expert)
+        self._lru = LruDistances(header.n_expert)
 
     def add(self, records: np.ndarray) -> None:
         experts, probs = records["experts"][:, self._layer], records["probs"][:, self._layer]
-        self._counts += routing_stats.activation_counts(experts, self._n_expert)
-        self._pairs += routing_stats.coactivation(experts, probs, self._n_expert)[0]
-        self._tae.append(routing_stats.token_activating_entropy(probs).astype(np.float32))
-        self._margin.append(routing_stats.margin(probs).astype(np.float32))
+        self._counts += activation_counts(experts, self._n_expert)
+        self._pairs += coactivation(experts, probs, self._n_expert)[0]
+        self._tae.append(token_activating_entropy(probs).astype(np.float32))
+        self._margin.append(margin(probs).astype(np.float32))
         whole = records["router"][:, self._layer] if self._full else probs
-        self._entropy += float(routing_stats.routing_entropy(whole).sum())
+        self._entropy += float(token_activating_entropy(whole).sum())
         self._lru.add(experts)
 
     def arrays(self) -> LayerArrays:
@@ -159,7 +159,7 @@ class _LayerCollector:
             activations=tuple(int(count) for count in counts),
             busiest=float(counts.max() / even),
             idlest=float(counts.min() / even),
-            gini=routing_stats.gini(counts),
+            gini=gini(counts),
             unused=int((counts == 0).sum()),
             strongest_peer=float((peers.max(axis=1) / peers.sum(axis=1)).mean()) if len(peers) else 0.0,
             tae_mean=float(tae.mean(dtype=np.float64)),
@@ -177,3 +177,54 @@ def _cache_sizes(n_expert: int) -> np.ndarray:
 
 def _floats(values: np.ndarray) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
+
+
+def gini(counts: np.ndarray) -> float:
+    """Gini coefficient: 0 where all experts are used alike, near 1 where one has everything; nan without uses."""
+    counts = np.sort(np.asarray(counts, np.float64))
+    n, total = len(counts), counts.sum()
+    if total == 0:
+        return float("nan")
+    return float((2 * np.arange(1, n + 1) - n - 1) @ counts / (n * total))
+
+
+class LruDistances:
+    """How deep in a layer's LRU stack the selected experts lay: one pass for all cache sizes.
+
+    A cache of C experts holds the C that were used last, those of one token in the order of their slots. A
+    selected expert is a hit if it was there before the token came; then all of the token's experts move to
+    the top. So an expert at depth d is a hit in every cache of more than d experts.
+    """
+
+    def __init__(self, n_expert: int) -> None:
+        # [d]: uses at depth d; [n_expert]: first uses, which no cache holds
+        self.counts = np.zeros(n_expert + 1, np.int64)
+        self._last_use = np.full(n_expert, -1, np.int64)
+        self._n_tokens = 0
+
+    def add(self, experts: np.ndarray) -> None:
+        """The next tokens of the layer, integer[n_tokens, k], ids of a token distinct."""
+        n_expert = len(self._last_use)
+        rows = max(1, (1 << 22) // (n_expert * experts.shape[1]))  # bounds the comparison below to 4 MiB
+        for start in range(0, len(experts), rows):
+            self._add(experts[start : start + rows].astype(np.int64), n_expert)
+
+    def _add(self, experts: np.ndarray, n_expert: int) -> None:
+        n, k = experts.shape
+        # [t, e]: when e was last used before token t; every use has a time of its own
+        last = np.full((n + 1, n_expert), -1, np.int64)
+        last[0] = self._last_use
+        times = (self._n_tokens + np.arange(n))[:, None] * k + np.arange(k)
+        np.put_along_axis(last[1:], experts, times, axis=1)
+        np.maximum.accumulate(last, axis=0, out=last)
+        own = np.take_along_axis(last[:-1], experts, axis=1)
+        depth = (last[:-1, None, :] > own[:, :, None]).sum(axis=2)
+        depth[own < 0] = n_expert
+        self.counts += np.bincount(depth.ravel(), minlength=n_expert + 1)
+        self._last_use = last[-1]
+        self._n_tokens += n
+
+    def hit_rates(self) -> np.ndarray:
+        """float64[n_expert + 1]: the share of uses that a cache of 0, 1, ... n_expert experts would have hit."""
+        total = max(1, self.counts.sum())
+        return np.concatenate([[0], np.cumsum(self.counts[:-1])]) / total

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyorch.cluster.computing import Work, at_once, fit, work_seconds
 from pyorch.cluster.costs import ServerCosts
-from pyorch.cluster.members import Processors
+from scripts.papers.dancemoe.measure_computing import Processors, Work, at_once, fit, work_seconds
 
 N_LAYERS = 8
 KNOWN = ServerCosts(step=0.0, disk_latency=0.25, disk_bytes_per_second=1e8)
@@ -85,4 +84,4 @@ def test_work_is_what_it_would_take_by_the_costs():
     (2, 4, 0.0, 1.0, 1.0), (4, 1, 0.0, 0.0, 4.0),  # too short to tell
 ])
 def test_a_machine_is_worth_the_work_that_its_processors_do_while_they_are_busy(n, n_threads, busy, seconds, jobs):
-    assert at_once(Processors("", n, n_threads, 99.0), busy, seconds) == pytest.approx(jobs)
+    assert at_once(Processors(n, n_threads, 99.0), busy, seconds) == pytest.approx(jobs)

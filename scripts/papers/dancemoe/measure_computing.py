@@ -1,4 +1,4 @@
-"""What computing takes on servers that are up: coefficients of costs.py, fitted to requests that nobody else disturbs.
+"""What computing takes on servers that are up: coefficients for simulations, fitted to requests that nobody disturbs.
 
 A probe is one request to one server. llama-server says how long its steps took, counters of all servers what they did
 for it. Of what peers computed the time is known by itself, so a message, an expert and a row are told apart there, by
@@ -14,16 +14,31 @@ busy for a second are the cores that the machine is worth.
 
 from __future__ import annotations
 
+import argparse
+import http.client
 import itertools
+import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
+import psutil
 
-from pyorch.cluster.costs import ServerCosts
-from pyorch.cluster.members import Counters, Processors
+from pyorch.cli.numbers import whole
+from pyorch.cluster import operations, state
+from pyorch.cluster.config import read_cluster
+from pyorch.cluster.costs import Machine, ServerCosts, read_costs, write_costs
+from pyorch.cluster.local_ray import connected
+from pyorch.cluster.members import Counters
+from pyorch.errors import PyorchError
+from pyorch.llama.memory import physical_cores
+from pyorch.runtime.model_map import ModelMap
+from scripts.papers import program
 
 # Tokens of the prompt, and those decoded behind the first, of each request that is sent. The longest fits any context.
 _PROBES = ((2, 16), (8, 0), (24, 0), (64, 0), (160, 0), (320, 0))
@@ -33,6 +48,20 @@ _SECONDS = 60.0  # after which no further round begins, for one server
 # Probes of all servers of a machine at once, and seconds in which they get them. Short ones: they end at about the same
 # time.
 _TOGETHER, _TOGETHER_SECONDS = ((2, 16), (64, 0)), 4.0
+
+
+_LOWEST, _HIGHEST = 100, 1000  # tokens that prompts are made of: whole pieces of words in any vocabulary
+_PATIENCE = 120.0  # seconds for one request
+
+
+@dataclass(frozen=True)
+class Processors:
+    """Of a machine. n: processors; busy: seconds that all of them together were, since any time. n_threads: that
+    compute in a job of a server."""
+
+    n: int
+    n_threads: int
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -52,15 +81,14 @@ class Works:
     """What servers did for probes, one after another.
 
     probe: sends a request to a server, of so many tokens of a prompt and so many decoded behind the first; returns
-    seconds that its steps took, and layers with experts. counters: of all servers, now.
+    seconds that its steps took. counters: of all servers, now. n_layers: with experts.
     """
 
     def __init__(
-        self, names: Sequence[str], probe: Callable[[str, int, int], tuple[float, int]],
+        self, names: Sequence[str], n_layers: int, probe: Callable[[str, int, int], float],
         counters: Callable[[], Mapping[str, Counters]],
     ) -> None:
-        self._probe, self._counters = probe, counters
-        self._n_layers = 1
+        self._probe, self._counters, self._n_layers = probe, counters, n_layers
         self.own: dict[str, list[Work]] = {name: [] for name in names}
         self.for_others: dict[str, list[Work]] = {name: [] for name in names}
 
@@ -72,7 +100,7 @@ class Works:
                 return
             for n_tokens, n_output in _PROBES:
                 before = self._counters()
-                seconds, self._n_layers = self._probe(name, n_tokens, n_output)
+                seconds = self._probe(name, n_tokens, n_output)
                 after = self._counters()
                 if number:
                     self._add(name, seconds, 1 + n_output, n_tokens + n_output, before, after)
@@ -190,3 +218,82 @@ def _fitted(
                 best, least = np.zeros(n), error
                 best[chosen] = found
     return tuple(best.tolist())
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = program.parser_of(
+        "scripts.papers.dancemoe.measure_computing", "measure what computing takes on the servers of this machine",
+        "--config cluster.toml --costs costs.json -o costs.json")
+    parser.description += " Nobody else should ask the servers meanwhile, nor compute here."
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE.toml", help="of a cluster that is up here")
+    parser.add_argument("--costs", type=Path, required=True, metavar="FILE.json",
+                        help="links and disks, by pyorch cluster measure")
+    parser.add_argument("--threads", type=whole(1, 512), default=physical_cores(), metavar="N",
+                        help="that compute, of each server (default: the physical cores)")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json",
+                        help="the costs with those of computing")
+    return program.run(parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    costs, cluster = read_costs(args.costs), read_cluster(args.config)
+    with ModelMap(cluster.required_model) as model_map:
+        n_layers = len(model_map.decoded_layers)
+    running = state.find(args.config)
+    if running is None:
+        raise PyorchError(f"no cluster of {args.config} is up here")
+    with connected(running) as ray:
+        urls = {status.name: status.url for status in operations.statuses(ray, running.servers)}
+
+        def counters() -> dict[str, Counters]:
+            found = {status.name: status.counters for status in operations.statuses(ray, running.servers)}
+            if absent := [name for name, counted in found.items() if counted is None]:
+                raise PyorchError(f"server {absent[0]} does not answer: `pyorch cluster status` shows how it does")
+            return found
+
+        works = Works(running.servers, n_layers, lambda name, *tokens: ask(urls[name], *tokens), counters)
+        servers = {}
+        for name in running.servers:
+            print(f"computing of {name}", file=sys.stderr, flush=True)
+            works.measure(name)
+        for name in running.servers:
+            servers[name] = works.fit(name, (costs.servers or {}).get(name, costs.server))
+        machines = ()
+        if len(running.servers) > 1:
+            cores = works.measure_together(running.servers, lambda: _processors(args.threads), servers)
+            machines = (Machine(tuple(running.servers), cores),)
+    write_costs(args.output, replace(costs, servers=servers, machines=machines))
+    return 0
+
+
+def ask(url: str, n_tokens: int, n_output: int) -> float:
+    """Seconds that the steps of a request take, a prompt of so many tokens and so many decoded behind the first."""
+    where = urlsplit(url)
+    tokens = np.random.default_rng(n_tokens).integers(_LOWEST, _HIGHEST, n_tokens).tolist()
+    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=_PATIENCE)
+    try:
+        connection.request("POST", f"{where.path.rstrip('/')}/completion", json.dumps({
+            "prompt": tokens, "n_predict": n_output + 1, "ignore_eos": True, "cache_prompt": False,
+        }), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise PyorchError(f"{url} answers with status {answer.status} when computing is measured")
+        timings = json.loads(text)["timings"]
+        return 1e-3 * (timings["prompt_ms"] + timings["predicted_ms"])
+    except (OSError, http.client.HTTPException) as error:
+        raise PyorchError(f"{url} does not answer: {error}") from None
+    finally:
+        connection.close()
+
+
+def _processors(n_threads: int) -> Processors:
+    times = psutil.cpu_times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # Of times of guests psutil says that they are in user and nice already.
+    counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return Processors(psutil.cpu_count() or 1, n_threads, counted - idle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
