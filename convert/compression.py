@@ -17,11 +17,10 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.library import codecs
+from pyorch.library.codecs import AUTO, CHOICES, NONE
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
 
-NONE, AUTO = "none", "auto"
-CHOICES = (codecs.ZSTD, codecs.LZ4, codecs.TABLE, NONE, AUTO)
 MAX_SHARDS = 64
 
 # Quantized matrices are worth it from here on: a smaller gain costs more to decode than to read.

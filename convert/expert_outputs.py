@@ -6,20 +6,20 @@ them, quantized or not. Matrices are rows of weights of one output, as ggml stor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Callable
 
 import gguf
 import numpy as np
-
 from pyorch.convert import compression
 from pyorch.convert.pack_plan import checksum
 from pyorch.convert.packed_experts import chunks_of
+
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
-from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
-from pyorch.sidecars import packed_sizes, packs
+from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.sidecars import container, packed_sizes, packs
+from pyorch.traces.routers import quantization
 
 # An expert that fewer samples selected is compared on all of them.
 MIN_SAMPLES = 8
@@ -89,7 +89,7 @@ def check_known(model_map: ModelMap) -> None:
         raise PyorchError(f"how an expert of {arch} computes is not known here" + (f": {why}" if why else ""))
     for layer in model_map.layers:
         for role in layer.roles:
-            _quantization(role.type)
+            quantization(role.type)
 
 
 class LayerExperts:
@@ -144,7 +144,7 @@ class LayerExperts:
         """float32[n_rows, n_in]: some rows of a matrix of an expert, of which only they are read, unless it is
         compressed."""
         role, size = self._layer.roles[index], self._map.matrix_bytes(self._layer, index)
-        kind = _quantization(role.type)
+        kind = quantization(role.type)
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         row_bytes = n_in // block * block_bytes
         if n_in % block or size % row_bytes:
@@ -156,12 +156,12 @@ class LayerExperts:
             part = matrix[start * row_bytes : stop * row_bytes]
         else:
             where = self._map.expert_range(self._layer.il, expert, index)
-            part = _read(ByteRange(where.path, where.offset + start * row_bytes, (stop - start) * row_bytes))
+            part = _read(where.path, where.offset + start * row_bytes, (stop - start) * row_bytes)
         return gguf.quants.dequantize(part.reshape(stop - start, row_bytes), kind)
 
     def _chunk(self, row: np.void) -> tuple[str, np.ndarray]:
         """Codec, and what is stored."""
-        stored = _read(ByteRange(str(self._map.pack), int(row["offset"]), int(row["stored"])))
+        stored = _read(str(self._map.pack), int(row["offset"]), int(row["stored"]))
         if checksum(stored) != row["checksum"]:
             raise FormatError(f"{self._map.pack} is damaged: expert {row['expert']} of layer {self._layer.il} is not "
                               "as it was packed")
@@ -174,7 +174,7 @@ class LayerExperts:
         except PyorchError:
             return None
         size = where.size // self._layer.n_expert
-        return _read(ByteRange(where.path, where.offset + expert * size, size)).view(np.float32)
+        return _read(where.path, where.offset + expert * size, size).view(np.float32)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class OutputSimilarity:
     relative_error: np.ndarray  # float32[n_expert, n_expert], mean of |o_j - o_i| / |o_i|
     scale: np.ndarray  # float32[n_expert, n_expert], sum <o_i, o_j> / sum <o_j, o_j>: the s of least |o_i - s o_j|
     samples: np.ndarray  # int64[n_expert], that selected i
-    left: np.ndarray  # float32[n_expert, n_expert], of the square of o_i beside s o_j: sum |o_i - s o_j|^2 / sum |o_i|^2
+    left: np.ndarray  # float32[n_expert, n_expert], of the square of o_i: sum |o_i - s o_j|^2 / sum |o_i|^2
 
 
 def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
@@ -240,28 +240,5 @@ def _fitting(n: int, n_expert: int, n_ff: int) -> np.ndarray:
     return np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(np.int64)
 
 
-@lru_cache(maxsize=None)
-def _quantization(type_name: str) -> gguf.GGMLQuantizationType:
-    """The type by ggml's name for it, such as q4_K. Raises PyorchError if numpy cannot dequantize it."""
-    kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
-    try:
-        if kind is not None:
-            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-            return kind
-    except (NotImplementedError, ValueError):
-        pass
-    raise PyorchError(f"experts of the type {type_name} cannot be dequantized here")
-
-
-def _read(where: ByteRange) -> np.ndarray:
-    """uint8[size]."""
-    content = np.empty(where.size, np.uint8)
-    try:
-        with open(where.path, "rb", buffering=0) as file:
-            file.seek(where.offset)
-            n = file.readinto(content)
-    except OSError as error:
-        raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
-    if n < where.size:
-        raise FormatError(f"{where.path} is truncated: {where.size} bytes at offset {where.offset} are not all there")
-    return content
+def _read(path: str, offset: int, size: int) -> np.ndarray:
+    return np.frombuffer(container.read_bytes(path, offset, size), np.uint8)

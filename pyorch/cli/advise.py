@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.numbers import number, whole
+from pyorch.cli.numbers import number, rate, size, whole
 from pyorch.cli.options import add_command, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, add_settings, given_settings, listed
@@ -75,10 +75,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="leave memory for a context of N tokens (default: 4096)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
                         help="the time to the first token is that of a prompt of N tokens (default: 512)")
-    parser.add_argument("--memory", metavar="SIZE",
+    parser.add_argument("--memory", type=size, metavar="SIZE",
                         help="advise for a machine with so much free memory, such as 16GiB (default: what is free "
                              "here)")
-    parser.add_argument("--read-bandwidth", metavar="RATE", help="speed of the disk, such as 3GB/s (default: measured)")
+    parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
+                        help="speed of the disk, such as 3GB/s (default: measured)")
     parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are in memory (default: measured on small models "
                              "of the same shape)")
@@ -87,15 +88,15 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     devices.add_argument("--device", metavar="NAME",
                          help="advise for this device too: auto for the first one, a name such as CUDA0, or "
                               "rpc:HOST:PORT (default: none)")
-    devices.add_argument("--vram", metavar="SIZE",
+    devices.add_argument("--vram", type=size, metavar="SIZE",
                          help="memory of the device, for experts, the other layers and the context (default: what is "
                               "free of --device)")
     devices.add_argument("--vram-budget", metavar="SIZE,...",
                          help="what experts get of it, several with commas between them: sizes, or shares of the "
                               "experts (default: what the other layers and the context leave)")
-    devices.add_argument("--link-bandwidth", metavar="RATE",
+    devices.add_argument("--link-bandwidth", type=rate, metavar="RATE",
                          help="speed of uploads to the device, such as 12GB/s (default: measured on --device)")
-    devices.add_argument("--vram-bandwidth", metavar="RATE",
+    devices.add_argument("--vram-bandwidth", type=rate, metavar="RATE",
                          help="speed at which it reads weights to compute a token, such as 200GB/s: some two thirds of "
                               "what its data sheet says of its memory (default: measured on --device)")
     parser.add_argument("--again", action="store_true", help="measure again what was kept from before")
@@ -107,13 +108,12 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch import pictures
+    from pyorch.llama.memory import MemoryLimit
     from pyorch.sidecars import packs
 
     check_readable([args.trace])
-    memory = _given_memory(args.memory)
+    memory = MemoryLimit("as given", args.memory, args.memory) if args.memory else None
     wanted = _wanted_device(args)
-    if args.read_bandwidth:
-        _rate(args.read_bandwidth)  # a mistake is found before anything is measured
     with packs.open_model(args.model) as model_map, Progress() as progress:
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: it has no experts that could be read while it runs")
@@ -151,10 +151,8 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
     if args.vram and args.vram_budget:
         raise PyorchError("--vram is all memory of a device, --vram-budget what experts get of it: give one of them")
     wanted = _WantedDevice(
-        None if name == NONE else name, _size("--vram", args.vram) if args.vram else None,
-        tuple(map(str, listed(args, "vram_budget"))),
-        _rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else None,
-        _rate(args.vram_bandwidth, "VRAM bandwidth") if args.vram_bandwidth else None)
+        None if name == NONE else name, args.vram, tuple(map(str, listed(args, "vram_budget"))), args.link_bandwidth,
+        args.vram_bandwidth)
     if wanted.name is not None:
         find_device(wanted.name)
         return wanted
@@ -212,7 +210,7 @@ def _advise(
     n_threads = given_settings(args, "budget").get("n_threads") or physical_cores()
     routing = routing_of(model_map, _trace(args, model_map, Trace))
     machine = Machine(model_map, n_threads, progress.update, args.again)
-    disk = Disk(_rate(args.read_bandwidth), "given") if args.read_bandwidth else machine.disk()
+    disk = Disk(args.read_bandwidth, "given") if args.read_bandwidth else machine.disk()
     compute = machine.compute()
     if args.compute_ms is not None:
         faster = compute.decode_seconds / (args.compute_ms / 1000)
@@ -303,34 +301,6 @@ def _default_trace(model_map: ModelMap) -> Path:
     from pyorch.runtime.model_map import beside
 
     return beside(model_map.path, "trace")
-
-
-def _given_memory(text: str | None) -> MemoryLimit | None:
-    from pyorch.llama.memory import MemoryLimit
-
-    if text is None:
-        return None
-    n_bytes = _size("--memory", text)
-    return MemoryLimit("as given", n_bytes, n_bytes)
-
-
-def _size(flag: str, text: str) -> int:
-    """In bytes, above 0."""
-    from pyorch.sizes import Amount
-
-    try:
-        n_bytes = Amount.parse(text).n_bytes or 0
-    except ValueError:
-        n_bytes = 0
-    if n_bytes <= 0:
-        raise PyorchError(f'{flag} "{text}" is not understood: use a size such as 16GiB')
-    return n_bytes
-
-
-def _rate(text: str, what: str = "read bandwidth") -> float:
-    from pyorch.cli.replay import parse_rate
-
-    return parse_rate(text, what)
 
 
 def _missing(model_map: ModelMap, memory: MemoryLimit, n_other_bytes: int) -> str:

@@ -41,10 +41,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="also measure llama.cpp without pyorch, in turn: mmap (under the same limit), stock (all "
                              "in memory, as it is by default), plain (all in memory, and pyorch beside it, both "
                              "without repacked kernels)")
-    parser.add_argument("--tokens", type=int, default=128, metavar="N", help="decode N tokens (default: 128)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N",
+    parser.add_argument("--tokens", type=whole(1), default=128, metavar="N", help="decode N tokens (default: 128)")
+    parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
                         help="before them, compute a prompt of N tokens (default: 512)")
-    parser.add_argument("--repeat", type=int, default=3, metavar="R",
+    parser.add_argument("--repeat", type=whole(1), default=3, metavar="R",
                         help="measure R rounds, and print their medians (default: 3)")
     parser.add_argument("--data", metavar="FILE",
                         help="text that is computed (default: a module of Python's standard library)")
@@ -86,9 +86,6 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.settings.settings import Settings
     from pyorch.sidecars import packs
 
-    for name in ("tokens", "prompt_tokens", "repeat"):
-        if getattr(args, name) < 1:
-            raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
     check_readable([args.data])
     if args.plot is not None:
         check_plot(args.plot)

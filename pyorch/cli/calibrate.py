@@ -7,11 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.numbers import number
+from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import FormatError
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")
-    parser.add_argument("--tokens", type=int, metavar="N", help="read at most N tokens of the data (default: all)")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
     parser.add_argument("--minutes", type=number(above=0), metavar="N",
                         help="read for N minutes at most (default: as long as there is text)")
     add_output_options(parser, "MODEL.predictor.gguf beside the model")
@@ -47,9 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.tokens is not None and args.tokens < 1:
-        raise PyorchError(f"--tokens {args.tokens} is less than 1")
-
     from pyorch.eval.calibration import calibrate
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container

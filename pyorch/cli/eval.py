@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.numbers import share
+from pyorch.cli.numbers import share, whole
 from pyorch.cli.options import add_command, add_model_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings
@@ -17,6 +18,10 @@ from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO
 from pyorch.settings.option import LOSSY
 from pyorch.sizes import counted
+
+if TYPE_CHECKING:
+    from pyorch.eval.method import Method
+    from pyorch.eval.sweep import Row
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -31,22 +36,26 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def _add_arc(kinds: argparse._SubParsersAction) -> None:
-    from pyorch.library.choices import listed, predictors
-
     parser = add_command(
         kinds, "arc", "measure the accuracy on multiple-choice questions, and compare lossy settings",
         "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl ARC-Challenge-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
-        "      --baseline original,random --lossy coverage=0.95,max_replaced=3 --speed-tokens 256 --plot sweep.png",
+        "      --lossy heaviest --lossy coverage=0.95,max_replaced=3 --speed-tokens 256 --plot sweep.png",
     )
     parser.description += (
         " Answers are scored as lm-evaluation-harness scores arc_easy and arc_challenge. With --cache-rate, the table "
-        "has a "
-        "row for each cache rate and each setting, with accuracy and speed, as tables 2 to 4 of BuddyMoE have."
+        "has a row for each cache rate and each setting, with accuracy and speed, and one of the lossless model."
     )
+    add_arc_options(parser)
+    parser.set_defaults(run=run_arc)
+
+
+def add_arc_options(parser: argparse.ArgumentParser) -> None:
+    from pyorch.library.choices import listed, predictors
+
     add_model_options(parser)
     add_question_options(parser)
     sweep = parser.add_argument_group("lossy settings")
-    sweep.add_argument("--cache-rate", metavar="SHARE,...",
+    sweep.add_argument("--cache-rate", type=_rates, metavar="SHARE,...",
                        help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
     sweep.add_argument("--lossy", action="append", default=[], dest="settings", metavar="SETTINGS",
                        help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; "
@@ -56,22 +65,18 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                             f"{listed(predictors().executable)}; PREDICTOR+SETTINGS, such as "
                             "quasi-hidden+mode=none,miss=ghost, treats experts that the router wants and that were not "
                             "predicted as --lossy SETTINGS does; may be repeated")
-    sweep.add_argument("--baseline", default="original", metavar="NAME,...",
-                       help="add rows to compare with: original (lossless); and beside each row of --lossy, under its "
-                            "gates, random (a random resident expert replaces an absent one) and drop (it is left out) "
-                            "(default: original)")
     sweep.add_argument("--text", action="extend", nargs="+", default=[], metavar="FILE",
                        help="also measure the KL divergence of predictions from the lossless model's, on this text, "
                             "which should not be that of the trace")
-    sweep.add_argument("--text-tokens", type=int, default=4000, metavar="N",
+    sweep.add_argument("--text-tokens", type=whole(1), default=4000, metavar="N",
                        help="predict at most N tokens of --text (default: 4000)")
     sweep.add_argument("--buddies-file", metavar="FILE",
                        help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
                             "(default: MODEL.buddies.gguf beside the model)")
-    sweep.add_argument("--speed-tokens", type=int, default=256, metavar="N",
+    sweep.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
                             "measure speed (default: 256)")
-    sweep.add_argument("--speed-rounds", type=int, default=3, metavar="N",
+    sweep.add_argument("--speed-rounds", type=whole(1), default=3, metavar="N",
                        help="measure the speed of each row N times, in turns; the median counts (default: 3)")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
                         help="the table shows accuracy where the answer with the highest likelihood per character "
@@ -82,19 +87,18 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
                         help="write the rows into this file, with both metrics and all counters")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against speed into this file")
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON array")
-    parser.set_defaults(run=run_arc)
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
     """Which questions are asked, and how. `pyorch tune` has these options too."""
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE.jsonl",
                         help="questions in the layout of ARC")
-    parser.add_argument("--shots", type=int, default=0, metavar="N",
+    parser.add_argument("--shots", type=whole(0), default=0, metavar="N",
                         help="put N examples with their answers before each question (default: 0)")
     parser.add_argument("--shots-data", metavar="FILE.jsonl",
                         help="the examples are the first questions of this file (default: those of --data, which are "
                              "then not asked)")
-    parser.add_argument("--limit", type=int, metavar="N",
+    parser.add_argument("--limit", type=whole(1), metavar="N",
                         help="ask only the first N questions of each file (default: all)")
 
 
@@ -106,10 +110,10 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
     add_model_options(parser, LOSSY)
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line")
-    parser.add_argument("--window", type=int, default=512, metavar="N",
+    parser.add_argument("--window", type=whole(1), default=512, metavar="N",
                         help="cut the text into windows of N tokens, each of which is predicted on its own (default: "
                              "512)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="predict at most N tokens (default: all)")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="predict at most N tokens (default: all)")
     parser.add_argument("--cache-rate", type=share, metavar="SHARE",
                         help="for a lossy setting: keep this share of each layer's experts in memory")
     parser.add_argument("--compare", metavar="MODEL.gguf",
@@ -120,18 +124,25 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
 
 
 def run_arc(args: argparse.Namespace) -> int:
+    from pyorch.eval import report
+
+    rows = swept(args, methods_of(args))
+    show_rows(args, rows, report.to_json(rows, args.data))
+    return 0
+
+
+def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
+    """A row for each cache rate and each of the methods. PyorchError for options that cannot be."""
     _check_arc(args)
 
-    from pyorch.eval import report, sweep
-    from pyorch.eval.plot import draw
+    from pyorch.eval import sweep
     from pyorch.eval.record import Record
-    from pyorch.files import write_text
     from pyorch.pictures import check_plot
 
     plan = sweep.Plan(
         model=args.model,
-        rates=parse_rates(args.cache_rate) if args.cache_rate else (),
-        methods=_methods(args),
+        rates=args.cache_rate or (),
+        methods=tuple(dict.fromkeys(methods)),
         texts=tuple(args.text),
         n_text_tokens=args.text_tokens,
         buddies_file=args.buddies_file,
@@ -146,25 +157,28 @@ def run_arc(args: argparse.Namespace) -> int:
     record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
     with Progress(live=not args.verbose) as progress:
         progress.update("loading the model", 0, 0)
-        rows = sweep.run(plan, record, progress.update)
+        return sweep.run(plan, record, progress.update)
+
+
+def show_rows(args: argparse.Namespace, rows: Sequence[Row], objects: Sequence[dict[str, object]]) -> None:
+    """objects: of the rows, as JSON and CSV are to have them."""
+    from pyorch.eval import report
+    from pyorch.eval.plot import draw
+    from pyorch.files import write_text
+
     if args.csv is not None:
-        write_text(args.csv, report.to_csv(rows, plan.data))
+        write_text(args.csv, report.to_csv(objects))
     if args.plot is not None:
         draw(rows, args.metric, args.plot)
     if args.json:
-        print_json(report.to_json(rows, plan.data))
-        return 0
-    show([Table(*report.table(rows, plan.data, args.metric), left=report.WORDS)])
+        print_json(objects)
+        return
+    show([Table(*report.table(rows, args.data, args.metric), left=report.WORDS)])
     print(_footnote(rows, args), file=sys.stderr)
-    return 0
 
 
 def question_arguments(args: argparse.Namespace) -> dict[str, object]:
     """Of add_question_options() and add_model_options(), as sweep.Plan takes them."""
-    for name in ("limit", "shots"):
-        value = getattr(args, name)
-        if value is not None and value < (1 if name == "limit" else 0):
-            raise PyorchError(f"--{name} {value} is less than {1 if name == 'limit' else 0}")
     check_readable([*args.data, args.shots_data])
     settings = given_settings(args)
     return {
@@ -174,47 +188,27 @@ def question_arguments(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def parse_rates(text: str) -> tuple[float, ...]:
+def _rates(text: str) -> tuple[float, ...]:
     """Cache rates, of which none is given twice."""
-    rates = []
-    for word in text.split(","):
-        try:
-            rate = share(word)
-        except argparse.ArgumentTypeError as error:
-            raise PyorchError(f"cache rate {error}") from None
-        if rate not in rates:
-            rates.append(rate)
-    return tuple(rates)
+    return tuple(dict.fromkeys(map(share, text.split(","))))
 
 
-def _methods(args: argparse.Namespace) -> tuple:
-    from pyorch.eval.method import BASELINES, ORIGINAL, baseline, lossy_method, speculation
+def methods_of(args: argparse.Namespace) -> list[Method]:
+    from pyorch.eval.method import ORIGINAL, lossy_method, speculation
     from pyorch.settings.substitution import Substitution
 
-    words = args.baseline.split(",") if args.baseline else []
-    for word in words:
-        if word not in BASELINES:
-            raise PyorchError(f'baseline "{word}" is not known: use {", ".join(BASELINES[:-1])} or {BASELINES[-1]}')
-    methods = [ORIGINAL] if ORIGINAL.name in words else []
-    gated = [word for word in words if word != ORIGINAL.name]
-    substitutions = [Substitution.parse(settings) for settings in args.settings]
-    for settings, substitution in zip(args.settings, substitutions):
+    methods = [ORIGINAL]
+    for settings in args.settings:
+        substitution = Substitution.parse(settings)
         if not substitution.lossy:
-            raise PyorchError(f'--lossy "{settings}" replaces nothing: that is the baseline original')
-        beside = [baseline(word, substitution) for word in gated]
-        methods += [lossy_method(substitution), *(row for row in beside if row.substitution != substitution)]
-    if not substitutions:
-        methods += [baseline(word) for word in gated]
-    methods += [speculation(text) for text in args.speculate]
-    if not methods:
-        raise PyorchError("there is no row to measure: give --baseline, --lossy or --speculate")
-    return tuple(dict.fromkeys(methods))
+            raise PyorchError(f'--lossy "{settings}" replaces nothing: that is the row original')
+        methods.append(lossy_method(substitution))
+    return [*methods, *map(speculation, args.speculate)]
 
 
 def _check_arc(args: argparse.Namespace) -> None:
-    lossy = args.settings or args.speculate or args.baseline != "original"
     if args.cache_rate is None:
-        if lossy:
+        if args.settings or args.speculate:
             raise PyorchError("lossy settings work where experts are absent: give --cache-rate, such as 0.5")
         if args.plot is not None:
             raise PyorchError("a plot of accuracy against throughput needs --cache-rate")
@@ -223,10 +217,6 @@ def _check_arc(args: argparse.Namespace) -> None:
     if args.plot is not None and not args.speed_tokens:
         raise PyorchError("a plot of accuracy against throughput needs --speed-tokens")
     check_readable(args.text)
-    for name in ("speed_tokens", "speed_rounds", "text_tokens"):
-        least = 0 if name == "speed_tokens" else 1
-        if getattr(args, name) < least:
-            raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
 
 
 def _footnote(rows, args: argparse.Namespace) -> str:
@@ -237,10 +227,6 @@ def _footnote(rows, args: argparse.Namespace) -> str:
 
 
 def run_perplexity(args: argparse.Namespace) -> int:
-    for name in ("window", "tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise PyorchError(f"--{name} {value} is less than 1")
     settings = given_settings(args)
     substitution = settings.get("substitution")
     if settings.get("speculate") and substitution is None:

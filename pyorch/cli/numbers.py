@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+
+from pyorch.sizes import Amount
 
 
 def whole(least: float = float("-inf"), most: float = float("inf")) -> Callable[[str], int]:
@@ -31,6 +34,26 @@ def share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f'"{text}" is not a share above 0 and at most 1, such as 0.5 or 50%')
     return value
+
+
+def size(text: str) -> int:
+    """Bytes, of a size such as 16GiB."""
+    try:
+        n_bytes = Amount.parse(text).n_bytes or 0
+    except ValueError:
+        n_bytes = 0
+    if n_bytes <= 0:
+        raise argparse.ArgumentTypeError(f'"{text}" is not understood: use a size such as 16GiB')
+    return n_bytes
+
+
+def rate(text: str) -> float:
+    """Bytes a second, of a size with or without "/s"."""
+    try:
+        return float(size(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is not understood: use bytes a second such as 1GB/s or 800MiB/s') from None
 
 
 def number(

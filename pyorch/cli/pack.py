@@ -49,7 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def add_codec_options(parser: argparse.ArgumentParser) -> None:
     """What a pack is compressed with: --codec, --level, --shards."""
-    from pyorch.convert.compression import CHOICES
+    from pyorch.library.codecs import CHOICES
 
     parser.add_argument("--codec", choices=CHOICES,
                         help="compress the pack, without loss: the exponents of 16 and 32-bit floats, and quantized "

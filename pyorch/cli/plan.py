@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pyorch.cli.numbers import number, whole
+from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_command, add_model, add_output_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings
@@ -88,9 +88,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="the forms that may be kept (default: F,C,S,E)")
     parser.add_argument("--step", type=number(0.01, most=1), default=0.05, metavar="SHARE",
                         help="try shares in steps of this, 0.01 at least (default: 0.05)")
-    parser.add_argument("--read-bandwidth", metavar="RATE",
+    parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file)")
-    parser.add_argument("--decode-bandwidth", metavar="RATE",
+    parser.add_argument("--decode-bandwidth", type=rate, metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
                         help="threads that decode (default: those that compute and those of the engine, at most as "
@@ -216,7 +216,6 @@ def _inclusion(recording, model_map, batch: int):
 
 def measured_machine(args: argparse.Namespace, model_map):
     """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
-    from pyorch.cli.replay import parse_rate
     from pyorch.errors import FormatError
     from pyorch.llama.memory import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
@@ -224,10 +223,8 @@ def measured_machine(args: argparse.Namespace, model_map):
     from pyorch.sidecars.plan import Machine
 
     # Not as it was measured when a model was loaded first: then files may just have been written.
-    reading = (parse_rate(args.read_bandwidth) if args.read_bandwidth else
-               measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second)
-    decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else (
-        measure_recovery(model_map, DECODE_SECONDS))
+    reading = args.read_bandwidth or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second
+    decoding = args.decode_bandwidth or measure_recovery(model_map, DECODE_SECONDS)
     if decoding is None:
         raise FormatError(f"{model_map.pack} is damaged: none of its experts can be decoded")
     return Machine(reading, decoding, args.workers or recovery_threads(physical_cores()))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.numbers import number, whole
+from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed, names
@@ -110,9 +109,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
                  defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none",
                            _POOLS: "1,0,0,0 with --decode-bandwidth, else experts are read from the model"})
-    parser.add_argument("--read-bandwidth", metavar="RATE",
+    parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
-    parser.add_argument("--decode-bandwidth", metavar="RATE",
+    parser.add_argument("--decode-bandwidth", type=rate, metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second, of as many as an engine "
                              "has, where experts come from the compressed pack beside the model (default: with "
                              "--pools, decoding takes no time)")
@@ -122,7 +121,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--device-misses", metavar="WHO",
                         help="what becomes of experts that the device lacks: processor, upload or auto with its five "
                              "rates, as pyorch run takes it (default: processor)")
-    parser.add_argument("--link-bandwidth", metavar="RATE",
+    parser.add_argument("--link-bandwidth", type=rate, metavar="RATE",
                         help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
     parser.add_argument("--device-speed", type=number(above=0), metavar="TIMES",
                         help="how many times as fast as the processor the device computes (default: 1)")
@@ -164,9 +163,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.traces.recording import Recording
     from pyorch.traces.replay import DEFAULTS, ReplaySettings, default_route_share, replay
 
-    given = parse_rate(args.read_bandwidth) if args.read_bandwidth else None
-    decoding = parse_rate(args.decode_bandwidth, "decode bandwidth") if args.decode_bandwidth else None
-    link = parse_rate(args.link_bandwidth, "link bandwidth") if args.link_bandwidth else 0.0
+    given, decoding, link = args.read_bandwidth, args.decode_bandwidth, args.link_bandwidth or 0.0
     speed = args.device_speed or 1.0
     if args.vram_budget is None and (args.device_misses or link or args.device_speed or args.device_ahead):
         raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: "
@@ -235,19 +232,6 @@ def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tupl
     if calibrated is not None and calibrated.compute_ms is not None:
         return calibrated.compute_ms, "calibrated"
     return ReplaySettings.compute_ms, _ASSUMED
-
-
-def parse_rate(text: str, what: str = "read bandwidth") -> float:
-    """Bytes a second, of a size with or without "/s". PyorchError for what is neither."""
-    from pyorch.sizes import Amount
-
-    try:
-        rate = Amount.parse(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)).n_bytes or 0
-    except ValueError:
-        rate = 0
-    if rate <= 0:
-        raise PyorchError(f'{what} "{text}" is not understood: use bytes a second such as 1GB/s or 800MiB/s')
-    return float(rate)
 
 
 def _row(replayed) -> Row:

@@ -6,10 +6,15 @@ import argparse
 import os
 import sys
 
-from pyorch.cli.eval import add_question_options, parse_rates, question_arguments
-from pyorch.cli.numbers import share
+from pyorch.cli.eval import add_question_options, question_arguments
+from pyorch.cli.numbers import number, share, whole
 from pyorch.cli.options import (
-    add_command, add_model_options, add_output_options, check_output, check_readable, print_json,
+    add_command,
+    add_model_options,
+    add_output_options,
+    check_output,
+    check_readable,
+    print_json,
 )
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
@@ -30,14 +35,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     add_model_options(parser, defaults={"budget": ""})
     add_question_options(parser)
-    parser.add_argument("--cache-rate", metavar="SHARE",
+    parser.add_argument("--cache-rate", type=share, metavar="SHARE",
                         help="tune for a cache with this share of the experts; this or --budget must be given")
     parser.add_argument("--min-accuracy", type=share, metavar="SHARE",
                         help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
                              "given)")
     parser.add_argument("--held-out", action="extend", nargs="+", default=[], metavar="FILE.jsonl",
                         help="other questions, that no setting is chosen by: the winner answers them in the end")
-    parser.add_argument("--max-kl", type=float, metavar="NATS",
+    parser.add_argument("--max-kl", type=number(least=0), metavar="NATS",
                         help="the mean KL divergence from the lossless model, on the text of --data, must not be above "
                              "this")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
@@ -50,9 +55,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="try these settings, with alternatives between bars: heaviest,sacred=1|2 "
                              "stands for two; may be repeated (default: some of leaving out, of cache-aware routing, "
                              "of buddies, and of ghosts where the model has some)")
-    parser.add_argument("--candidates", type=int, default=3, metavar="N",
+    parser.add_argument("--candidates", type=whole(1), default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
-    parser.add_argument("--speed-tokens", type=int, default=256, metavar="N",
+    parser.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",
                         help="measure speed by decoding N tokens, three times by turns, of which the median counts; "
                              "0: do not measure, choose by what would be read (default: 256)")
     add_output_options(parser, "MODEL.tuned.json beside the model",
@@ -66,20 +71,20 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     check_readable(args.held_out)
 
-    from pyorch.eval.method import share as share_of_experts
-    from pyorch.sidecars.tuned_setting import default_path, write_tuned
     from pyorch.eval.levers import LEVERS
+    from pyorch.eval.method import share as share_of_experts
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import Request, tune
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import Budget
+    from pyorch.sidecars.tuned_setting import default_path, write_tuned
 
     output = args.output or default_path(args.model)
     check_output(output, args.model, args.data)
     min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
     asked = question_arguments(args)
     if args.cache_rate:
-        asked["budget"] = Budget.parse(share_of_experts(*parse_rates(args.cache_rate)))
+        asked["budget"] = Budget.parse(share_of_experts(args.cache_rate))
     request = Request(
         model=args.model,
         goal=Goal(min_accuracy, args.max_kl),
@@ -112,18 +117,11 @@ def _check(args: argparse.Namespace) -> None:
     if args.cache_rate is not None:
         if args.budget not in (None, "auto"):
             raise PyorchError("--cache-rate and --budget both say how many experts are kept: give one of them")
-        if len(parse_rates(args.cache_rate)) != 1:
-            raise PyorchError(f"--cache-rate {args.cache_rate}: tune for one cache rate at a time")
     elif args.budget in (None, "auto"):
         raise PyorchError("nothing says how many experts are kept: give --cache-rate, such as 0.5, or --budget")
-    if args.max_kl is not None and not args.max_kl >= 0:
-        raise PyorchError(f"--max-kl {args.max_kl:g} is not a number of 0 or more")
     for path in args.held_out:
         if any(os.path.exists(path) and os.path.exists(data) and os.path.samefile(path, data) for data in args.data):
             raise PyorchError(f"--held-out {path} is in --data too: what settings are chosen by is not held out")
-    for name, least in (("candidates", 1), ("speed_tokens", 0)):
-        if getattr(args, name) < least:
-            raise PyorchError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
 
 
 def _unreached(tuning, goal) -> str:

@@ -22,7 +22,6 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.eval.difference import Difference
 from pyorch.eval.likelihood import N_BATCH, Prompt, likelihoods, tokenize
 from pyorch.llama.model import Model
 from pyorch.traces.data import Question, read_questions
@@ -88,6 +87,14 @@ class Accuracy:
     def counts(self, metric: str) -> np.ndarray:
         """float64[n]: 1 for the questions that count, else 0."""
         return np.array([float(one) for one in (self.right if metric == "acc" else self.right_norm)])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two averages over the same questions. stderr: of the differences in pairs; nan for a single one."""
+
+    mean: float
+    stderr: float
 
 
 def difference(one: Sequence[Accuracy], other: Sequence[Accuracy], metric: str) -> Difference:

@@ -37,13 +37,11 @@ _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 class Method:
     """A row of the papers' tables: "original" waits for absent experts, "random" and "buddies" replace them,
     "speculate" computes with the experts that a predictor, `forecast`, expects; with a substitution too, with those of
-    its router's choice that were expected, and treats the others as the substitution says. beside: the settings of the
-    row that a baseline stands beside, whose gates it has."""
+    its router's choice that were expected, and treats the others as the substitution says."""
 
     name: str
     substitution: Substitution | None
     forecast: str = ""
-    beside: Substitution | None = None
 
     @property
     def settings(self) -> str:
@@ -96,7 +94,6 @@ def slots(model: Model) -> Slots:
 
 
 ORIGINAL = Method("original", None)
-BASELINES = (ORIGINAL.name, "random", "drop")
 
 
 def speculation(text: str) -> Method:
@@ -109,24 +106,6 @@ def speculation(text: str) -> Method:
 
 def lossy_method(substitution: Substitution) -> Method:
     return Method(substitution.mode if substitution.mode != "none" else substitution.miss, substitution)
-
-
-def baseline(name: str, beside: Substitution | None = None) -> Method:
-    """A row to compare with: one of BASELINES. Random residents, and leaving experts out, work under the gates of the
-    row beside which they stand, in its order and within its limits; beside none, under no gates."""
-    if name == ORIGINAL.name:
-        return ORIGINAL
-    gates = Substitution() if beside is None else beside
-    treatment = {"mode": "none", "miss": "drop"} if name == "drop" else {"mode": "random"}
-    if name != "drop" and gates.needs_ghosts:
-        treatment["miss"] = "fetch"
-    gated = dataclasses.replace(gates, **treatment, **_OF_BUDDIES)
-    return dataclasses.replace(lossy_method(gated), beside=beside)
-
-
-# What only says which expert stands in, with which weight, and how much that may err.
-_OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
-    "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus", "max_error")}
 
 
 def n_ubatch(substitution: Substitution | None, speculates: bool = False) -> int:

@@ -19,7 +19,6 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.eval.difference import Difference
 from pyorch.eval.likelihood import N_BATCH, tokenize
 from pyorch.eval.logits import kl_divergences, log_probabilities, top1_agreements
 from pyorch.llama.context import Context
@@ -155,16 +154,8 @@ class Divergence:
     @property
     def stderr(self) -> float:
         """Of the mean; nan for a single block."""
-        return _stderr(np.array(self.blocks))
-
-
-def difference(one: Divergence, other: Divergence) -> Difference:
-    """How much farther one is from the lossless model, over the same tokens."""
-    return Difference(one.mean - other.mean, _stderr(np.array(one.blocks) - np.array(other.blocks)))
-
-
-def _stderr(blocks: np.ndarray) -> float:
-    return float(blocks.std(ddof=1) / math.sqrt(len(blocks))) if len(blocks) > 1 else float("nan")
+        blocks = self.blocks
+        return float(np.std(blocks, ddof=1) / math.sqrt(len(blocks))) if len(blocks) > 1 else math.nan
 
 
 class Reference:

@@ -7,11 +7,10 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from pyorch.eval.difference import Difference
+from pyorch.eval.arc import Difference
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.sweep import METRICS, Row
 from pyorch.sizes import MiB
-
 
 _CHANGED = "changed slots/token"  # substituted, dropped or computed by ghosts
 
@@ -58,15 +57,8 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
     if swept:
         columns.append(("kept", lambda row: f"{row.kept[metric]:.1%}"))
         columns.append(("differs", lambda row: _difference(row.differs[metric])))
-    baselines = list(dict.fromkeys(name for row in rows for name in row.leads))
-    for name in baselines:
-        columns.append((f"leads {name}", lambda row, name=name: (
-            _difference(row.leads[name][metric]) if name in row.leads else "-")))
     if any(row.judgement.divergence is not None for row in rows):
         columns.append(("KL", lambda row: _nats(row.judgement.divergence)))
-        for name in baselines:
-            columns.append((f"KL above {name}", lambda row, name=name: (
-                _difference(row.farther[name], 4) if name in row.farther else "-")))
     if any(row.speed is not None for row in rows):
         columns += [
             ("tok/s", lambda row: _number(row.speed, lambda speed: f"{speed.rate:.2f}")),
@@ -92,12 +84,12 @@ def _number(value, form) -> str:
     return "-" if value is None else form(value)
 
 
-def _difference(it: Difference, digits: int = 3) -> str:
-    return f"{it.mean:+.{digits}f} ±{it.stderr:.{digits}f}"
+def _difference(found: Difference) -> str:
+    return f"{found.mean:+.3f} ±{found.stderr:.3f}"
 
 
-def _nats(it: Divergence) -> str:
-    return f"{it.mean:.4f} ±{it.stderr:.4f}"
+def _nats(found: Divergence) -> str:
+    return f"{found.mean:.4f} ±{found.stderr:.4f}"
 
 
 def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]:
@@ -116,13 +108,11 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
         for metric in METRICS:
             flat[f"average {metric}"] = row.judgement.average(metric)
             flat[f"kept {metric}"] = row.kept[metric]
-            for name, it in [("differs", row.differs), *((f"leads {other}", it) for other, it in row.leads.items())]:
-                flat[f"{name} {metric}"], flat[f"{name} {metric} stderr"] = it[metric].mean, it[metric].stderr
+            flat[f"differs {metric}"] = row.differs[metric].mean
+            flat[f"differs {metric} stderr"] = row.differs[metric].stderr
         divergence = row.judgement.divergence
         flat["kl_divergence"] = divergence.mean if divergence is not None else None
         flat["kl_divergence stderr"] = divergence.stderr if divergence is not None else None
-        for name, it in row.farther.items():
-            flat[f"kl_divergence above {name}"], flat[f"kl_divergence above {name} stderr"] = it.mean, it.stderr
         for what in ("absent", "substituted", "dropped", "ghosts"):
             flat[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
         speed = row.speed
@@ -137,9 +127,9 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
     return result
 
 
-def to_csv(rows: Sequence[Row], data: Sequence[str]) -> str:
+def to_csv(objects: Sequence[dict[str, object]]) -> str:
+    """Of those that to_json() makes."""
     text = io.StringIO()
-    objects = to_json(rows, data)
     columns = dict.fromkeys(name for flat in objects for name in flat)
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,7 @@ from pathlib import Path
 
 from pyorch.errors import FormatError
 from pyorch.eval import arc, perplexity
-from pyorch.eval.arc import Task, difference
-from pyorch.eval.difference import Difference
+from pyorch.eval.arc import Difference, Task, difference
 from pyorch.eval.method import (
     ORIGINAL,
     Method,
@@ -72,9 +72,8 @@ class Plan:
 class Row:
     """A line of the table. rate None: the model as it is loaded. speed None: not measured.
 
-    By metric: kept, the average as a share of the original's; differs, by how much it is above the original's; leads,
-    of a row with baselines, by their names, by how much it is above theirs. farther: likewise, by how much its
-    predictions are farther from the lossless model's. speedup: over the original at the same rate.
+    By metric: kept, the average as a share of the original's; differs, by how much it is above the original's.
+    speedup: over the original at the same rate.
     """
 
     rate: float | None
@@ -83,8 +82,6 @@ class Row:
     judgement: Judgement
     kept: dict[str, float]
     differs: dict[str, Difference]
-    leads: dict[str, dict[str, Difference]]
-    farther: dict[str, Difference]
     speed: Speed | None
     speedup: float | None
 
@@ -131,7 +128,7 @@ def _options(plan: Plan) -> dict[str, object]:
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
     buddies = _buddies(plan)
-    methods = _distinct((ORIGINAL, *plan.methods))
+    methods = tuple(dict.fromkeys((ORIGINAL, *plan.methods)))
     order = [
         (rate, method)
         for i in range(plan.n_rounds)
@@ -156,46 +153,19 @@ def rows(plan: Plan, record: Record) -> list[Row]:
     table = []
     for rate in plan.rates or (None,):
         reference = _speed(plan, record, rate, ORIGINAL)
-        for method in _distinct(plan.methods) if plan.rates else (ORIGINAL,):
+        for method in plan.methods if plan.rates else (ORIGINAL,):
             judgement = _judgement(record, rate, method)
-            kept = {
-                metric: judgement.average(metric) / original.average(metric)
-                if original.average(metric)
-                else float("nan")
-                for metric in METRICS
-            }
+            kept = {metric: judgement.average(metric) / whole if (whole := original.average(metric)) else math.nan
+                    for metric in METRICS}
             speed = _speed(plan, record, rate, method)
             speedup = speed.rate / reference.rate if speed is not None and reference is not None else None
-            leads = {
-                name: _differences(judgement, other) for name, other in _baselines(plan, record, rate, method).items()
-            }
-            farther = {
-                name: perplexity.difference(judgement.divergence, other.divergence)
-                for name, other in _baselines(plan, record, rate, method).items()
-                if judgement.divergence is not None
-            }
-            differs = _differences(judgement, original)
-            table.append(
-                Row(rate, method.name, method.settings, judgement, kept, differs, leads, farther, speed, speedup))
+            differs = {metric: difference(judgement.accuracies, original.accuracies, metric) for metric in METRICS}
+            table.append(Row(rate, method.name, method.settings, judgement, kept, differs, speed, speedup))
     return table
-
-
-def _baselines(plan: Plan, record: Record, rate: float | None, method: Method) -> dict[str, Judgement]:
-    """Those that stand beside a method, by name."""
-    return {
-        other.name: _judgement(record, rate, other)
-        for other in plan.methods
-        if other.beside is not None and method.beside is None and not method.forecast
-        and other.beside == method.substitution
-    }
 
 
 def _judgement(record: Record, rate: float | None, method: Method) -> Judgement:
     return record.judgements[_row_key(None if method == ORIGINAL else rate, method)]
-
-
-def _differences(one: Judgement, other: Judgement) -> dict[str, Difference]:
-    return {metric: difference(one.accuracies, other.accuracies, metric) for metric in METRICS}
 
 
 def _judge(
@@ -273,22 +243,8 @@ class _Questions:
         self._before += n_questions
 
 
-def _distinct(methods: Sequence[Method]) -> list[Method]:
-    """Each row once: a baseline may stand beside several settings that have the same gates, or be one of them."""
-    found: dict[str, Method] = {}
-    for method in methods:
-        key = _row_key(None, method)
-        if key not in found or method.beside is None:
-            found[key] = method
-    return list(found.values())
-
-
 def _row_key(rate: float | None, method: Method) -> str:
-    return (
-        f"{method.name} {method.settings}".strip()
-        if rate is None
-        else f"{rate:g} {method.name} {method.settings}".strip()
-    )
+    return f"{'' if rate is None else f'{rate:g}'} {method.name} {method.settings}".strip()
 
 
 def _speed_key(plan: Plan, rate: float, method: Method) -> str:

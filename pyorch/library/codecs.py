@@ -6,13 +6,14 @@ called by several threads, and lets others run meanwhile.
 
 from __future__ import annotations
 
-import numpy as np
-
 from pyorch.library.bindings import check, ffi, lib
+from pyorch.library.numerics import np
 
 TYPES = {"bf16": 16, "f16": 16, "f32": 32}  # ggml types, and their bits
 STORED, ZSTD, LZ4, TABLE = "stored", "zstd", "lz4", "table"
 NAMES = (STORED, ZSTD, LZ4, TABLE)  # by their numbers in packs
+NONE, AUTO = "none", "auto"
+CHOICES = (*NAMES[1:], NONE, AUTO)  # that can be asked for
 
 
 def sm_bytes(type_name: str, n: int) -> int:

@@ -60,9 +60,9 @@ def fingerprint(model_map: ModelMap) -> str:
         for index, role in sorted(enumerate(layer.roles), key=lambda pair: _ROLES.index(pair[1].name)):
             where = model_map.expert_range(layer.il, 0, index)
             digest.update(f"\nblk.{layer.il}.{role.name} {role.type} {layer.n_expert}*{where.size}\n".encode())
-            digest.update(_read(where.path, where.offset, min(where.size, _SAMPLE_BYTES)))
+            digest.update(read_bytes(where.path, where.offset, min(where.size, _SAMPLE_BYTES)))
         router = model_map.tensor_range(f"blk.{layer.il}.ffn_gate_inp.weight")
-        digest.update(_read(router.path, router.offset, router.size))
+        digest.update(read_bytes(router.path, router.offset, router.size))
     return digest.hexdigest()
 
 
@@ -233,7 +233,8 @@ def _value_type(value: object) -> gguf.GGUFValueType:
     raise TypeError(f"a sidecar cannot hold {value!r}")
 
 
-def _read(path: str, offset: int, size: int) -> bytes:
+def read_bytes(path: str, offset: int, size: int) -> bytes:
+    """A piece of a file. FormatError where it is not all there, or cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(offset)

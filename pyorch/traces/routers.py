@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import gguf
 import numpy as np
 
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import PyorchError
 from pyorch.library.choices import gatings
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
+from pyorch.sidecars import container
 
 # Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
 _GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
@@ -50,14 +53,20 @@ def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
         where = model_map.tensor_range(name)
     except PyorchError:
         return None
-    kind = getattr(gguf.GGMLQuantizationType, model_map.tensor_type(name).upper())
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    kind = quantization(model_map.tensor_type(name))
+    blocks = np.frombuffer(container.read_bytes(where.path, where.offset, where.size), np.uint8)
+    rows = gguf.quants.dequantize(blocks.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1]), kind)
+    return rows.astype(np.float32, copy=False).reshape(-1)
+
+
+@cache
+def quantization(type_name: str) -> gguf.GGMLQuantizationType:
+    """The type by ggml's name for it, such as q4_K. Raises PyorchError if numpy cannot dequantize it."""
+    kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
     try:
-        data = np.fromfile(where.path, np.uint8, where.size, offset=where.offset)
-        if len(data) < where.size:
-            raise FormatError(f"{where.path} cannot be read: it ends within {name}")
-        return gguf.quants.dequantize(data.reshape(-1, block_bytes), kind).astype(np.float32, copy=False).reshape(-1)
-    except OSError as error:
-        raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
-    except NotImplementedError:
-        raise PyorchError(f"{where.path}: {name} of the type {kind.name} cannot be dequantized here") from None
+        if kind is not None:
+            gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+            return kind
+    except (NotImplementedError, ValueError):
+        pass
+    raise PyorchError(f"weights of the type {type_name} cannot be dequantized here")

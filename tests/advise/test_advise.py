@@ -249,12 +249,12 @@ def test_command_advises_from_a_trace_and_draws(
 
 
 @pytest.mark.parametrize("options, sentence", [
-    (["--memory", "much"], '--memory "much" is not understood'),
-    (["--read-bandwidth", "fast"], 'read bandwidth "fast" is not understood'),
+    (["--memory", "much"], '--memory: "much" is not understood'),
+    (["--read-bandwidth", "fast"], '--read-bandwidth: "fast" is not understood'),
     (["--trace", "nowhere.trace"], "nowhere.trace cannot be read"),
     (["--budget", "1%"], "is below the floor"),
     (["--compute-ms", "0"], "is not a number above 0"),
-    (["--vram", "much", "--link-bandwidth", "1GB/s"], '--vram "much" is not understood'),
+    (["--vram", "much", "--link-bandwidth", "1GB/s"], '--vram: "much" is not understood'),
     (["--vram", "8GiB", "--vram-budget", "4GiB"], "give one of them"),
     (["--vram", "8GiB", "--link-bandwidth", "1GB/s"], "say how fast it is with --link-bandwidth and --vram-bandwidth"),
     (["--link-bandwidth", "1GB/s"], "of which device?"),

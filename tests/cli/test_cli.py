@@ -14,8 +14,7 @@ import pytest
 from processes import HANG_SECONDS, pyorch
 
 from pyorch.cli import COMMANDS, main
-from pyorch.cli.eval import parse_rates
-from pyorch.cli.numbers import share
+from pyorch.cli.numbers import rate, share
 from pyorch.llama.model import load
 from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS, Budget
 
@@ -136,9 +135,9 @@ def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    ("bench m.gguf --repeat often", '--repeat: "often" is not a whole number;'),
+    ("bench m.gguf --repeat often", '--repeat: "often" is not a whole number of 1 or more;'),
     ("replay m.gguf t.trace --pause-ms long", '--pause-ms: "long" is not a number;'),
-    ("eval arc m.gguf --data d --speed-tokens 1.5", '--speed-tokens: "1.5" is not a whole number;'),
+    ("eval arc m.gguf --data d --speed-tokens 1.5", '--speed-tokens: "1.5" is not a whole number of 0 or more;'),
     ("tune m.gguf --data d --min-accuracy most", '"most" is not a share above 0 and at most 1, such as 0.5 or 50%;'),
     ("eval perplexity m.gguf --data d --cache-rate 150%", '"150%" is not a share above 0 and at most 1'),
     ("serve m.gguf -np 4", "unrecognized arguments: -np 4 (flags of llama-server follow after --, as in -- -np 4);"),
@@ -154,7 +153,13 @@ def test_what_an_option_cannot_take_is_refused_in_a_sentence(
 
 def test_shares_can_be_given_as_parts_of_a_hundred() -> None:
     assert share("95%") == share("0.95") == 0.95 and share("100%") == share("1") == 1
-    assert parse_rates("75%,0.5,50%") == (0.75, 0.5)
+
+
+def test_rates_are_bytes_a_second() -> None:
+    assert rate("1GB/s") == 1e9 and rate("512MiB/S") == 512 << 20 and rate("1000") == 1000
+    for text in ("40%", "-1GB/s", "0", "1 GB/min"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not understood"):
+            rate(text)
 
 
 def test_a_bare_number_as_a_budget_is_told_from_a_share(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -351,7 +351,7 @@ def test_a_plan_of_another_model_refuses_to_load(model: Path, trace: Path, capsy
     (("--budget", "30%", "--forms", "F,X", *SPEEDS), 'forms "F,X" are not understood'),
     (("--budget", "30%", "--check", *SPEEDS), "--check plays a trace: name one with --trace"),
     (("--budget", "1KiB", *SPEEDS), "is below the floor"),
-    (("--budget", "30%", "--decode-bandwidth", "fast"), 'bandwidth "fast" is not understood'),
+    (("--budget", "30%", "--decode-bandwidth", "fast"), 'bandwidth: "fast" is not understood'),
     (("--budget", "30%", "--step", "0.001"), "is not a number of 0.01 or more"),
     (("--budget", "30%", "--trace", "nowhere.trace", *SPEEDS), "nowhere.trace cannot be read"),
 ])

@@ -99,15 +99,14 @@ def test_a_compressed_pair_computes_what_the_model_does_in_every_mix_of_forms(
 
 
 def test_a_compressed_pair_is_used_where_reading_the_model_itself_would_pay_more(
-    compressed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    compressed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A slim model has no such choice: neither a plan nor a load knows it."""
-    monkeypatch.setattr("pyorch.cli.plan._PLOTTED", (0.5, 0.8))
     pair = tmp_path / "pair.gguf"
     for name in ("gguf", "experts.gguf"):
         pair.with_name(f"pair.{name}").symlink_to(compressed.with_name(f"slim.{name}"))
     speeds = ("--read-bandwidth", "100GB/s", "--decode-bandwidth", "1MB/s", "--workers", "1")
-    assert main(["plan", str(pair), "--budget", "40%", *speeds, "--plot", str(tmp_path), "--json"]) == 0
+    assert main(["plan", str(pair), "--budget", "40%", *speeds, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert all(row["compressed"] for row in rows) and "without a pack" not in {row["name"] for row in rows}
     with small_model(pair, "40%") as loaded:

@@ -20,9 +20,9 @@ from pyorch.eval.method import Method, Slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.search import PARTS, Evidence, Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, median
-from pyorch.sidecars.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.tuned_setting import TunedSetting, default_path, read_tuned, write_tuned
 
 FACTS = CHECKPOINT / "facts-train.jsonl"
 N_QUESTIONS = 400
@@ -260,7 +260,7 @@ def test_tune_says_what_comes_closest(
 
 @pytest.mark.parametrize("arguments, sentence", [
     ([], "give --cache-rate, such as 0.5, or --budget"),
-    (["--cache-rate", "0.5,0.75"], "one cache rate at a time"),
+    (["--cache-rate", "0.5,0.75"], "is not a share above 0"),
     (["--cache-rate", "0.5", "--budget", "50%"], "give one of them"),
     (["--cache-rate", "0.5", "--min-accuracy", "95"], '--min-accuracy: "95" is not a share above 0 and at most 1'),
     (["--budget", "100%"], "keeps all experts"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch import pictures
+from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_model, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.replay import parse_rate
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
@@ -41,14 +41,14 @@ def main(argv: list[str] | None = None) -> int:
                       help="in place of --data: a trace that pyorch profile --router full --states recorded")
     data.add_argument("--history-trace", type=Path, metavar="FILE",
                       help="in place of --history: such a trace of the past")
-    data.add_argument("--tokens", type=int, default=8000, metavar="N",
+    data.add_argument("--tokens", type=whole(1), default=8000, metavar="N",
                       help="record N tokens in all, the same number of each file (default: %(default)s)")
     replay = parser.add_argument_group("replay")
     replay.add_argument("--budget", default="25%,40%,60%", metavar="SIZE,...",
                         help="memory for the experts (default: 25%%,40%%,60%%)")
-    replay.add_argument("--read-bandwidth", metavar="RATE",
+    replay.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk: bytes a second, such as 1GB (default: measured)")
-    replay.add_argument("--compute-ms", type=float, metavar="MS",
+    replay.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are resident (default: measured)")
     replay.add_argument("--distance", default="1,2,3", metavar="N,...",
                         help="predict so many layers ahead; each pair of predictor and policy uses the best of these "
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     replay.add_argument("--min-precision", default="0,0.3,0.6", metavar="P,...",
                         help="read a predicted expert only if similar predictions were right this often; each pair of "
                              "predictor and policy uses the best of these (default: %(default)s)")
-    replay.add_argument("--capacity", type=int, default=1000, metavar="N",
+    replay.add_argument("--capacity", type=whole(1), default=1000, metavar="N",
                         help="the store of expert maps holds N tokens (default: %(default)s)")
     measured = parser.add_argument_group("measure")
     measured.add_argument("--measure", action="store_true",
@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     measured.add_argument("--context", default="256,512,1024,2048,4096", metavar="N,...",
                          help="lengths of these prompts, in tokens; lengths that the model was not trained for are "
                               "left out (default: %(default)s)")
-    measured.add_argument("--decode", type=int, default=96, metavar="N",
+    measured.add_argument("--decode", type=whole(1), default=96, metavar="N",
                          help="decode N tokens after each prompt (default: %(default)s)")
-    measured.add_argument("--rounds", type=int, default=3, metavar="N",
+    measured.add_argument("--rounds", type=whole(1), default=3, metavar="N",
                          help="repeat these measurements N times (default: %(default)s)")
     parser.add_argument("--threads", type=int, metavar="N", help="compute threads (default: the physical cores)")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR",
@@ -127,11 +127,6 @@ def _check(args: argparse.Namespace) -> _Given:
         raise PyorchError("predictors are evaluated on text or on a trace: give --data or --trace, one of them")
     if args.history and args.history_trace is not None:
         raise PyorchError("the past is text or a trace: give --history or --history-trace, not both")
-    for name in ("tokens", "capacity", "decode", "rounds"):
-        if getattr(args, name) < 1:
-            raise PyorchError(f"--{name} {getattr(args, name)} is less than 1")
-    if args.compute_ms is not None and not args.compute_ms > 0:
-        raise PyorchError(f"--compute-ms {args.compute_ms:g} is not above 0")
     if args.measure and not args.data:
         raise PyorchError("--measure decodes text: give --data")
     if not args.data and args.compute_ms is None:
@@ -139,7 +134,7 @@ def _check(args: argparse.Namespace) -> _Given:
     return _Given(
         tuple(dict.fromkeys(args.budget.split(","))), _numbers("--distance", args.distance, int, 1),
         _numbers("--min-precision", args.min_precision, float, 0, 1), _numbers("--context", args.context, int, 1),
-        parse_rate(args.read_bandwidth) if args.read_bandwidth is not None else None,
+        args.read_bandwidth,
     )
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from pyorch import pictures
 from pyorch.bench.plan import read_limit
-from pyorch.cli.numbers import number, whole
+from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_model, check_readable, print_json
 from pyorch.cli.plan import measured_machine
 from pyorch.cli.progress import Progress
-from pyorch.cli.replay import parse_rate
 from pyorch.cli.settings import add_settings, listed
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
@@ -59,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
                              "8000)")
     add_settings(replay, "budget", "policy", lists=("budget", "policy"),
                  defaults={"budget": f"{BUDGETS}; not auto", "policy": "lru,fifo,marking,lfu,learned,belady"})
-    replay.add_argument("--read-bandwidth", metavar="RATE",
+    replay.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file)")
-    replay.add_argument("--decode-bandwidth", metavar="RATE",
+    replay.add_argument("--decode-bandwidth", type=rate, metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     replay.add_argument("--workers", type=whole(1, 512), metavar="N",
                         help="threads that decode (default: as many as an engine has)")
@@ -156,9 +155,6 @@ def _check(args: argparse.Namespace) -> _Given:
         raise PyorchError("--resume keeps what is measured, and caching measures nothing: leave it out, or ask for "
                           "--compare latency or throughput")
     check_readable([*args.data, args.trace])
-    for rate, name in ((args.read_bandwidth, "read bandwidth"), (args.decode_bandwidth, "decode bandwidth")):
-        if rate:
-            parse_rate(rate, name)
     budgets = listed(args, "budget") or tuple(map(Budget.parse, BUDGETS.split(",")))
     for budget in budgets:
         if budget.amount is None:

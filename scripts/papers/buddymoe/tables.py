@@ -1,0 +1,117 @@
+"""Accuracy and speed of lossy settings at several cache rates, beside baselines: tables 2 to 4 of BuddyMoE.
+
+A baseline has the gates of the row beside which it stands, its order and its limits: else a setting that touches few
+slots would lead one that touches all, whatever it puts there. Differences are of the same questions, and of the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+from pyorch.cli import eval as command
+from pyorch.cli.tables import Table, show
+from pyorch.errors import PyorchError
+from pyorch.eval import report
+from pyorch.eval.arc import difference
+from pyorch.eval.method import Method, lossy_method
+from pyorch.eval.perplexity import Divergence
+from pyorch.eval.sweep import METRICS, Row
+from pyorch.settings.substitution import Substitution
+from scripts.papers import program
+
+BASELINES = ("random", "drop")
+
+# What only says which expert stands in, with which weight, and how much that may err.
+_OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
+    "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus", "max_error")}
+
+
+def baseline(name: str, beside: Substitution | None = None) -> Method:
+    """A row to compare with: one of BASELINES. Random residents, and leaving experts out, work under the gates of the
+    row beside which they stand, in its order and within its limits; beside none, under no gates."""
+    gates = Substitution() if beside is None else beside
+    treatment = {"mode": "none", "miss": "drop"} if name == "drop" else {"mode": "random"}
+    if name != "drop" and gates.needs_ghosts:
+        treatment["miss"] = "fetch"
+    return lossy_method(dataclasses.replace(gates, **treatment, **_OF_BUDDIES))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = program.parser_of(
+        "scripts.papers.buddymoe.tables", "compare lossy settings with baselines under the same gates",
+        "olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.75,0.5 \\\n"
+        "      --lossy coverage=0.95,max_replaced=3 --baseline random,drop")
+    command.add_arc_options(parser)
+    parser.add_argument("--baseline", default=",".join(BASELINES), metavar="NAME,...",
+                        help="beside each row of --lossy, under its gates: random (a random resident expert replaces "
+                             "an absent one) and drop (it is left out) (default: both)")
+    return program.run(parser, _run, argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    names = args.baseline.split(",")
+    for name in names:
+        if name not in BASELINES:
+            raise PyorchError(f'baseline "{name}" is not known: use {" or ".join(BASELINES)}')
+    methods: list[Method] = []
+    beside: dict[str, dict[str, str]] = {}  # settings of a row: of its baselines, by name
+    for method in command.methods_of(args):
+        methods.append(method)
+        if method.substitution is not None and not method.forecast:
+            rows = {name: baseline(name, method.substitution) for name in names}
+            rows = {name: row for name, row in rows.items() if row != method}
+            methods += rows.values()
+            beside[method.settings] = {name: row.settings for name, row in rows.items()}
+    found = command.swept(args, methods)
+    objects = report.to_json(found, args.data)
+    for row, flat in zip(found, objects):
+        for name, other in _beside(row, found, beside).items():
+            flat.update(leads(row, name, other))
+    command.show_rows(args, found, objects)
+    if not args.json:
+        show(["", _table(found, beside, args.metric)])
+    return 0
+
+
+def _beside(row: Row, rows: Sequence[Row], beside: dict[str, dict[str, str]]) -> dict[str, Row]:
+    """The baselines of a row, by name."""
+    wanted = beside.get(row.settings, {})
+    return {name: other for name, settings in wanted.items() for other in rows
+            if (other.rate, other.settings) == (row.rate, settings)}
+
+
+def leads(row: Row, name: str, other: Row) -> dict[str, float]:
+    """By how much a row is above a baseline, and by how much its predictions are farther from the lossless model's."""
+    found = {}
+    for metric in METRICS:
+        lead = difference(row.judgement.accuracies, other.judgement.accuracies, metric)
+        found[f"leads {name} {metric}"], found[f"leads {name} {metric} stderr"] = lead.mean, lead.stderr
+    if row.judgement.divergence is not None:
+        ours, theirs = row.judgement.divergence, other.judgement.divergence
+        blocks = tuple(mine - its for mine, its in zip(ours.blocks, theirs.blocks))
+        farther = Divergence(ours.n_tokens, ours.mean - theirs.mean, blocks)
+        found[f"kl_divergence above {name}"] = farther.mean
+        found[f"kl_divergence above {name} stderr"] = farther.stderr
+    return found
+
+
+def _table(rows: Sequence[Row], beside: dict[str, dict[str, str]], metric: str) -> Table:
+    cells = []
+    for row in rows:
+        for name, other in _beside(row, rows, beside).items():
+            lead = leads(row, name, other)
+            kl = f"kl_divergence above {name}"
+            cells.append((
+                f"{row.rate:g}", row.settings, name,
+                f"{lead[f'leads {name} {metric}']:+.3f} ±{lead[f'leads {name} {metric} stderr']:.3f}",
+                f"{lead[kl]:+.4f} ±{lead[f'{kl} stderr']:.4f}" if kl in lead else "-"))
+    return Table(("cache", "settings", "baseline", f"leads it by {metric}", "KL above it"), cells,
+                 left=("cache", "settings", "baseline"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
