@@ -7,7 +7,6 @@ import dataclasses
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -25,11 +24,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(_EXAMPLE):
             return super()._fill_text(text, width, indent)
-        if "\n" in text:  # one line for each of many things
-            return "\n".join(
-                textwrap.fill(line, width, initial_indent=indent,
-                              subsequent_indent=indent + " " * (_HANGING if line.startswith(" ") else 0))
-                for line in text.splitlines())
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
     def _expand_help(self, action: argparse.Action) -> str:
@@ -40,7 +34,6 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 _EXAMPLE = "example:\n"
 _NAMES = re.compile(r"\{(\w+)\}")
-_HANGING = 23  # columns before what a line of such a list goes on with
 
 
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:

@@ -39,7 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         " The text goes to stdout, statistics go to stderr. Without -p, -f and --chat, the prompt is what comes "
         "through a pipe."
     )
-    add_model_options(parser, CONTEXT, LONG, LOSSY)
+    parser.usage = "pyorch run MODEL [-p TEXT | -f FILE | --chat] [options]"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="continue this text")
     source.add_argument("-f", "--file", type=Path, metavar="FILE",
@@ -51,6 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="instructions for the model (system prompt); without --chat, the prompt is then not "
                              "continued but answered, with the chat template")
     add_sampling_options(parser)
+    add_model_options(parser, CONTEXT, LONG, LOSSY)
     parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
     parser.set_defaults(run=run)
     return parser

@@ -26,24 +26,21 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--tokens", type=whole(1), metavar="N",
                         help=f"generate at most N tokens (default: {N_TOKENS}; in a conversation, until the model ends "
                              "its answer)")
-    parser.add_argument("--temp", type=number(0), default=0.8, metavar="T",
-                        help="temperature of sampling; 0 always takes the most probable token (default: 0.8)")
-    parser.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P",
-                        help="sample from the most probable tokens that together have probability P (default: 0.95)")
-    parser.add_argument("--top-k", type=whole(0), default=40, metavar="K",
-                        help="sample from the K most probable tokens (default: 40)")
-    parser.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P",
-                        help="sample from tokens that are at least P times as probable as the most probable one "
-                             "(default: 0.05)")
-    parser.add_argument("--repeat-penalty", type=number(above=0), default=1.0, metavar="X",
-                        help="make tokens among the last 64 less probable, by this factor of their logits; 1: do not "
-                             "(default: 1)")
-    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling (default: a random one)")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--grammar", metavar="GBNF",
-                      help="the text obeys this grammar of llama.cpp's kind; @FILE reads it from a file")
-    form.add_argument("--json-schema", metavar="SCHEMA",
-                      help="the text is JSON that this schema allows; @FILE reads it from a file")
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temp", type=number(0), default=0.8, metavar="T",
+                       help="temperature; 0 always takes the most probable token (default: 0.8)")
+    group.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P",
+                       help="of the most probable tokens that together have probability P (default: 0.95)")
+    group.add_argument("--top-k", type=whole(0), default=40, metavar="K",
+                       help="of the K most probable tokens (default: 40)")
+    group.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P",
+                       help="of tokens at least P times as probable as the most probable one (default: 0.05)")
+    group.add_argument("--repeat-penalty", type=number(above=0), default=1.0, metavar="X",
+                       help="factor of the logits of the last 64 tokens; 1: none (default: 1)")
+    group.add_argument("--seed", type=int, metavar="N", help="seed (default: a random one)")
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--grammar", metavar="GBNF", help="the text obeys this grammar of llama.cpp's kind, or @FILE")
+    form.add_argument("--json-schema", metavar="SCHEMA", help="the text is JSON that this schema allows, or @FILE")
 
 
 def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:

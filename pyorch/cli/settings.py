@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import textwrap
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
-from pyorch.settings.option import EXPERTS, LOSSY, Option, options
+from pyorch.settings.option import DEVICE, EXPERTS, GROUPS, LONG, LOSSY, Option, options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import PRESETS, Substitution
 
 OPTIONS = options(Settings)
+
+_HANGING = 23  # columns before what a line of a list goes on with
 
 
 def add_settings(
@@ -24,37 +28,49 @@ def add_settings(
     options for which the command chooses, by name; "" is nothing. without: options that would do nothing here.
     repeated: options that may be given several times; see one_by_one().
     """
+    groups = {*wanted, *((DEVICE,) if EXPERTS in wanted else ())}
     added = [name for name, option in OPTIONS.items()
-             if (name in wanted or option.group in wanted) and name not in without]
+             if (name in groups or option.group in groups) and name not in without]
     parser.set_defaults(settings_flags=[*(parser.get_default("settings_flags") or ()), *added])
-    shown = [name for name in added if OPTIONS[name].group != LOSSY]
-    later = [name for name in shown if OPTIONS[name].group == EXPERTS and name != "budget"]
-    for name in shown:
-        if name not in later:
-            _add(parser, OPTIONS[name], name in lists, (defaults or {}).get(name))
-    if later:
+    titled: dict[str, Any] = {}
+    for name in sorted(added, key=lambda name: GROUPS.index(OPTIONS[name].group)):
+        option = OPTIONS[name]
         group = parser
-        if isinstance(parser, argparse.ArgumentParser):  # behind what everybody wants to know
-            group = parser.add_argument_group("experts", "How they are kept and read: the defaults suit most.")
-        for name in later:
-            _add(group, OPTIONS[name], name in lists, (defaults or {}).get(name))
-    if LOSSY in wanted:
-        group = parser.add_argument_group("lossy", _help_of_substitution())
-        for option in OPTIONS.values():
-            if option.group == LOSSY:
-                _add(group, option, several=False, repeated=option.name in repeated)
+        # Behind what everybody wants to know. A group of a parser has no groups of its own.
+        if name not in _EVERYDAY and option.group in groups and isinstance(parser, argparse.ArgumentParser):
+            group = titled.get(option.group) or titled.setdefault(
+                option.group, parser.add_argument_group(*_TITLES.get(option.group, (option.group,))))
+        _add(group, option, name in lists, (defaults or {}).get(name), name in repeated)
+
+
+_EVERYDAY = ("budget",)
+_TITLES = {
+    EXPERTS: ("experts", "How they are kept and read: the defaults suit most."),
+    LONG: ("what is kept in files",),
+    LOSSY: ("lossy", "Off unless asked for: the model's answers change."),
+}
 
 
 def _help_of_substitution() -> str:
     """A line for each preset of --lossy, and for each setting: its plain name, the paper's symbol, what it does."""
-    lines = ["Off unless asked for: the model's answers change. SETTINGS of --lossy are one of these words, or "
-             "KEY=VALUE,... of the keys below, or the word first and then what differs, as in heaviest,sacred=1:"]
+    lines = ["SETTINGS of --lossy are one of these words, or KEY=VALUE,... of the keys below, or the word first and "
+             "then what differs, as in heaviest,sacred=1:", ""]
     lines += (f"  {name:20} short for {settings}" for name, settings in PRESETS.items())
-    lines.append("The keys, with the symbols of the BuddyMoE paper, which can be given too:")
+    lines += ["", "The keys, with the symbols of the BuddyMoE paper, which can be given too:", ""]
     for name, option in options(Substitution).items():
         heading = f"{option.plain} ({name})" if option.plain else name
         lines.append(f"  {heading:20} {option.help}")
-    return "\n".join(lines)
+    width = min(120, shutil.get_terminal_size().columns)
+    return "\n".join(textwrap.fill(line, width, subsequent_indent=" " * (_HANGING if line.startswith(" ") else 0))
+                     for line in lines)
+
+
+def _or_help(text: str) -> str:
+    """Of --lossy: "help" lists what can be said, and ends the command as --help does."""
+    if text == "help":
+        print(_help_of_substitution())
+        raise SystemExit(0)
+    return text
 
 
 def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
@@ -91,9 +107,8 @@ def names() -> dict[str, str]:
     """What stands between braces in help texts: names that the library knows."""
     from pyorch.library.choices import Needs, default_policy, listed, policies, predictors
 
-    described = "; ".join(f"{name}: {policies()[name].description}" for name in policies().present)
     return {
-        "policies": described, "policy": default_policy(), "predictors": listed(predictors().present),
+        "policies": listed(policies().present), "policy": default_policy(), "predictors": listed(predictors().present),
         "searching": listed(predictors().needing(Needs.HISTORY)), "executable": listed(predictors().executable),
     }
 
@@ -112,7 +127,7 @@ def _add(
     metavar = option.metavar + (",..." if several else "")
     before = "several, with commas between them; each: " if several else "may be repeated; each: " if repeated else ""
     parser.add_argument(flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
-                        help=_escaped(before + text))
+                        type=_or_help if option.name == "substitution" else str, help=_escaped(before + text))
 
 
 def _escaped(text: str) -> str:

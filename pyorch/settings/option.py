@@ -13,8 +13,9 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 
-# Where commands offer an option: what stays and comes in; contexts; long runs; what makes answers different.
-EXPERTS, CONTEXT, LONG, LOSSY = GROUPS = ("experts", "context", "long", "lossy")
+# Where commands offer an option: what stays and comes in; what a device does; contexts; what outlives a run; what makes
+# answers different.
+EXPERTS, DEVICE, CONTEXT, LONG, LOSSY = GROUPS = ("experts", "device", "context", "long", "lossy")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.device import MAX_AHEAD, NONE, DeviceMisses, device_name, vram_budget
-from pyorch.settings.option import CONTEXT, LONG, LOSSY, flag, option, parse_fields, text, whole
+from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO as PREFETCH_AUTO
 from pyorch.settings.prefetch import NONE as PREFETCH_NONE
@@ -44,70 +44,60 @@ class Settings:
 
     budget: Budget = option(
         AUTO, Budget.parse, "a size or a share", metavar="SIZE",
-        help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB or 800MB, or auto, which "
-             "takes what the memory limit leaves",
+        help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB, or auto: what the memory "
+             "limit leaves",
     )
     policy: str | None = option(
         None, text, "the name of a policy", metavar="NAME",
-        help="which experts leave memory first (eviction policy). {policies}", default_text="{policy}",
+        help="which experts leave memory first (eviction policy): {policies}", default_text="{policy}",
     )
     prefetch: Prefetch = option(
         Prefetch(), Prefetch.parse, "text or a Prefetch", metavar="WHAT",
-        help="the predictor that says which experts to read ahead while decoding: {predictors}, each also as "
-             "NAME:DISTANCE:PRECISION (how many layers ahead, and how often similar predictions must have been "
-             "right); or auto, which takes one of them, while it saves more time than it takes",
+        help="what guesses the experts to read ahead while decoding: none, auto, or NAME[:DISTANCE:PRECISION] of "
+             "{predictors}",
     )
     reads: Reads = option(
         Reads(), Reads.parse, "text or a Reads", metavar="HOW",
-        help="what reads experts: io_uring, or threads that wait for the disk each; also as READER:DEPTH:SIZE, so many "
-             "requests at once, of so many bytes; or auto, which takes io_uring where the system allows it, and what "
-             "the disk was measured to need (see pyorch inspect --disk)",
+        help="what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB",
     )
     direct_io: bool = option(
         True, flag, "true or false", flag="--buffered",
-        help="read experts through the page cache of the system, not around it",
+        help="read through the page cache of the system, not around it",
     )
     packed: bool = option(
         True, flag, "true or false", flag="--no-pack",
-        help="read experts from the model itself, even where a pack of them lies beside it",
+        help="read the model itself, even where a pack lies beside it",
     )
     pools: Pools | None = option(
         None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
-        help="where experts come from a compressed pack: the shares of their memory for full experts, compressed ones, "
-             "signs and mantissas only, and exponents only, such as 0.6,0.4,0,0",
-        default_text="what MODEL.plan.json says, else planned when the model is loaded, from the use counts in "
-                     "MODEL.maps.gguf",
+        help="shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas, exponents",
+        default_text="by MODEL.plan.json, else planned when the model is loaded",
     )
     device: str = option(
-        NONE, device_name, "the name of a device", metavar="NAME",
-        help="compute dense layers on this device, and experts that lie in its memory: none, auto for the first one, a "
-             "name such as CUDA0, or rpc:HOST:PORT for one that another process serves",
+        NONE, device_name, "the name of a device", group=DEVICE, metavar="NAME",
+        help="compute dense layers on this device, and experts that lie in its memory: none, auto, a name such as "
+             "CUDA0, or rpc:HOST:PORT",
     )
     vram_budget: Budget = option(
-        AUTO, vram_budget, "a size or a share", flag="--vram-budget", metavar="SIZE",
-        help="memory of the device for experts: a share of them such as 60%, a size such as 6GiB, or auto, which takes "
-             "what dense layers and context leave",
+        AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",
+        help="its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what is left",
     )
     device_misses: DeviceMisses = option(
         DeviceMisses(), DeviceMisses.parse, "processor, upload, auto or auto with five rates", flag="--device-misses",
-        metavar="WHO",
-        help="what computes experts that the device lacks: processor, from host memory, while they are uploaded if "
-             "they are worth it; upload, so that the device computes them as soon as they are there; or auto, "
-             "whichever is estimated to be faster. The estimate goes by rates that are measured once and kept; "
-             "auto:UPLOAD:FIRST:MORE:FIRST:MORE says them, in bytes of weights a second: of uploads, of the processor "
-             "for the first row of an expert and for each further one, and the same of the device",
+        group=DEVICE, metavar="WHO",
+        help="what computes experts that it lacks: processor, upload, or auto: whichever is estimated to be faster "
+             "(auto:A:B:C:D:E gives the rates, see docs/device.md)",
         default_text="processor",
     )
     device_ahead: int = option(
-        0, whole(MAX_AHEAD), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", metavar="N",
-        help="upload up to N experts of a layer to the device before the layer comes, which the predictor of "
-             "--prefetch names; a predictor other than auto",
+        0, whole(MAX_AHEAD), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", group=DEVICE, metavar="N",
+        help="upload up to N experts of a layer before it comes, as the predictor that --prefetch names says",
         default_text="0",
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
-        help="make room for N tokens of context",
-        default_text="as many as the model was trained with, at most 4096",
+        help="room for N tokens of context",
+        default_text="as trained, at most 4096",
     )
     n_ubatch: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ubatch", metavar="N",
@@ -119,36 +109,30 @@ class Settings:
     )
     maps: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="for the predictors that search past tokens and requests, {searching}: begin with those in FILE, if FILE "
-             "exists, and write into it at the end what was learned",
-        default_text="begin with MODEL.maps.gguf, write nothing",
+        help="begin with the expert maps in FILE, and write into it what {searching} learned",
+        default_text="MODEL.maps.gguf, write nothing",
     )
     learned: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="for the policy learned: begin with what FILE says, if FILE exists, and write into it at the end what was "
-             "learned",
-        default_text="begin with MODEL.eviction.gguf, write nothing",
+        help="begin with what FILE has for the policy learned, and write into it what was learned",
+        default_text="MODEL.eviction.gguf, write nothing",
     )
     tuned: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="take the lossy setting that pyorch tune found, and its budget if no other is given",
+        help="take the lossy setting and the budget that pyorch tune found",
     )
     substitution: Substitution | None = option(
         None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--lossy", metavar="SETTINGS",
-        help="do not wait for all absent experts: heaviest waits for a token's two heaviest in a layer and leaves out "
-             "the others, ghosts has small estimates of those (pyorch ghosts), buddies has similar resident experts "
-             "replace what is absent, as far as settings such as max_replaced=3,min_entropy=p15 allow",
+        help="what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; --lossy help lists all keys",
     )
     buddies: Any = option(
         None, _lists, "the path of a file or Buddies", group=LOSSY, flag="--buddies-file", metavar="FILE",
-        help="file with the lists of buddies",
-        default_text="MODEL.buddies.gguf beside the model",
+        help="the lists of buddies",
+        default_text="MODEL.buddies.gguf",
     )
     speculate: bool = option(
         False, flag, "true or false", group=LOSSY,
-        help="compute with the experts that the predictor of --prefetch names, and read no others; with --lossy, of "
-             "the experts that the router chooses, those that the predictor did not name are treated as absent ones "
-             "are, for example by ghosts; the predictor must be {executable} (auto: hybrid if there is an estimator)",
+        help="compute with the experts that {executable} names for a layer (--prefetch), and read no others",
     )
 
     # What only programs set. None: what the caller of llama_cpp chose.

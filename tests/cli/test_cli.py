@@ -116,8 +116,26 @@ def test_help_begins_with_what_everybody_wants_to_know(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     shown = capsys.readouterr().out.partition("\noptions:")[2]
-    places = [shown.index(f"\n{words}") for words in ("  --budget", "  -p TEXT", "experts:", "  --policy", "lossy:")]
+    places = [shown.index(f"\n{words}") for words in ("  -p TEXT", "  --budget", "experts:", "  --policy", "lossy:")]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize("words, screens", [([], 1), (["run"], 2), (["serve"], 2)])
+def test_help_fits_on_a_screen_or_two(
+    words: list[str], screens: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 60 * screens
+
+
+def test_keys_of_lossy_settings_are_listed_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "MODEL", "--lossy", "help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(key in shown for key in ("heaviest", "max_replaced (rho)", "min_entropy (tau)", "sacred"))
 
 
 def test_help_tells_no_default_where_something_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:

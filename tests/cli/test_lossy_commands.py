@@ -137,7 +137,7 @@ def test_exec_takes_what_run_takes(small_moe: Path, tmp_path: Path) -> None:
         "llm = llama_cpp.Llama(sys.argv[1], n_ctx=64, n_threads=2, verbose=False)\n"
         "llm('import os', max_tokens=8, temperature=0)\n"
         "record = interception.find(llm.model)\n"
-        "print(record.settings.budget, record.settings.substitution, llama_cpp.llama_n_threads(llm.ctx))\n"
+        "print(record.plan.settings.budget, record.plan.settings.substitution, llama_cpp.llama_n_threads(llm.ctx))\n"
     )
     maps = tmp_path / "learned.gguf"
     done = pyorch_process("exec", "--tuned", tmp_path / "tuned.json", "--threads", "1", "--prefetch", "expert-map:1:1",
