@@ -24,11 +24,19 @@ def loading(
     path: str, model_map: ModelMap, settings: Settings, params: llama.llama_model_params, placed: bool = False
 ) -> Iterator[ManagedModel]:
     """The model at path, while llama.cpp loads it with these parameters: its experts are left to the engine that is
-    planned and built first. placed: other servers compute experts for it. Raises as make_plan() and build() do."""
+    planned and built first, and ends if loading raises. placed: other servers compute experts for it. Raises as
+    make_plan() and build() do."""
     plan = make_plan(settings, model_map, params, placed)
     managed = ManagedModel(path, plan, params, build(plan))
-    with managed.engine.capture() if managed.engine is not None else contextlib.nullcontext():
+    if managed.engine is None:
         yield managed
+        return
+    try:
+        with managed.engine.capture():
+            yield managed
+    except BaseException:
+        managed.engine.close()
+        raise
 
 
 @dataclass

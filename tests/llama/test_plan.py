@@ -1,0 +1,71 @@
+"""What settings mean for a model, before an engine is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from pathlib import Path
+
+import llama_cpp.llama_cpp as llama
+import pytest
+
+from pyorch.errors import BudgetError, PyorchError
+from pyorch.llama.build import build
+from pyorch.llama.plan import EnginePlan, make_plan
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import RESIDENT, Budget
+from pyorch.settings.settings import Settings
+
+
+def planned(path: Path, **settings: object) -> EnginePlan:
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = 0
+    return make_plan(Settings(**settings), ModelMap(path), params)
+
+
+def test_a_plan_says_all_that_an_engine_is_made_of_and_cannot_be_changed(small_moe: Path) -> None:
+    plan = planned(small_moe, budget="40%", policy="lru", prefetch="next-router:2:0.5")
+    assert plan.budget == Budget.parse("40%").resolve(plan.map.info) and not plan.automatic
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.budget = 0
+    with build(plan) as engine:
+        assert engine.stats().budget_bytes == plan.budget
+
+
+def test_the_automatic_budget_is_the_least_that_works_until_a_context_says_more(small_moe: Path) -> None:
+    plan = planned(small_moe)
+    assert plan.automatic and plan.budget == plan.map.info.floor_bytes
+
+
+def test_no_engine_is_planned_where_all_experts_are_to_be_resident(small_moe: Path) -> None:
+    plan = planned(small_moe, budget=RESIDENT)
+    assert plan.budget is None and build(plan) is None
+
+
+@pytest.mark.parametrize("settings, error", [
+    ({"budget": "1KiB"}, BudgetError),
+    ({"budget": "40%", "substitution": "buddies"}, PyorchError),
+    ({"budget": "40%", "substitution": "ghosts"}, PyorchError),
+    ({"budget": "40%", "pools": "0.5,0.5,0,0"}, PyorchError),
+    ({"budget": "40%", "device": "CUDA77"}, PyorchError),
+])
+def test_what_the_model_lacks_is_said_when_it_is_planned(
+    small_moe: Path, tmp_path: Path, settings: dict[str, str], error: type[PyorchError]
+) -> None:
+    alone = shutil.copy(small_moe, tmp_path / "alone.gguf")
+    with pytest.raises(error):
+        planned(Path(alone), **settings)
+
+
+def test_what_loading_raises_ends_the_engine(small_moe: Path) -> None:
+    from pyorch.llama.managed import loading
+
+    made = []
+    params = llama.llama_model_default_params()
+    with pytest.raises(OSError), loading(os.fspath(small_moe), ModelMap(small_moe), Settings(budget="40%"),
+                                         params) as managed:
+        made.append(managed.engine)
+        raise OSError
+    with pytest.raises(PyorchError, match="closed"):
+        made[0].stats()
