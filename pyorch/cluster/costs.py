@@ -133,10 +133,6 @@ class Costs:
         )
 
     @property
-    def n_servers(self) -> int:
-        return len(self.layer)
-
-    @property
     def disk_seconds(self) -> np.ndarray:
         """To read one expert: float64[n_servers, n_layers], infinite without a disk."""
         with np.errstate(divide="ignore"):

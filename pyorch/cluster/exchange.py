@@ -74,14 +74,6 @@ class Exchange:
             if before is not None:
                 self._engine.disconnect(before.number)
 
-    def leave(self, name: str) -> None:
-        """Another server is not asked any more. Nothing if it was never met."""
-        with self._changing:
-            before = self._met.pop(name, None)
-            self._place()
-            if before is not None:
-                self._engine.disconnect(before.number)
-
     def follow(self, placement: Placement) -> None:
         """What the placement says is true from now on; at any time, and no request fails by it.
 

@@ -29,16 +29,6 @@ class Delays:
     n_shards: int
     n_matrices: int
 
-    @property
-    def expert_read(self) -> float:
-        """Seconds to read all planes of an expert."""
-        return self.n_matrices * (self.sm_read + self.n_shards * self.e_read)
-
-    @property
-    def expert_decode(self) -> float:
-        """Seconds of one worker to decode an expert."""
-        return self.n_matrices * self.n_shards * self.decode
-
 
 def makespan(delays: Delays, hits: np.ndarray) -> np.ndarray:
     """Seconds from a router's decision until its experts can be computed with, for counts of experts (Algorithm 3).

@@ -13,9 +13,9 @@ from buddy_lists import random_buddies
 from processes import pyorch as pyorch_process
 
 from pyorch.cli import main
-from pyorch.sidecars.tuned_setting import TunedSetting, write_tuned
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.tuned_setting import TunedSetting, write_tuned
 
 PROMPT = "import os\n\ndef main():"
 
@@ -136,8 +136,8 @@ def test_exec_takes_what_run_takes(small_moe: Path, tmp_path: Path) -> None:
         "import sys, llama_cpp\nfrom pyorch.llama import interception\n"
         "llm = llama_cpp.Llama(sys.argv[1], n_ctx=64, n_threads=2, verbose=False)\n"
         "llm('import os', max_tokens=8, temperature=0)\n"
-        "record = interception.find(llm.model)\n"
-        "print(record.plan.settings.budget, record.plan.settings.substitution, llama_cpp.llama_n_threads(llm.ctx))\n"
+        "settings = interception.find(llm.model).plan.settings\n"
+        "print(settings.budget, settings.substitution, llama_cpp.llama_n_threads(llm.ctx))\n"
     )
     maps = tmp_path / "learned.gguf"
     done = pyorch_process("exec", "--tuned", tmp_path / "tuned.json", "--threads", "1", "--prefetch", "expert-map:1:1",

@@ -67,11 +67,6 @@ class Placement:
         """Experts that no server holds."""
         return int(sum(n - np.count_nonzero(row[:n]) for n, row in zip(self.n_experts, self.copies)))
 
-    def used_bytes(self, sizes: np.ndarray) -> list[np.ndarray]:
-        """Bytes of experts on each device of each server, up to the last that holds one; sizes: int64[n_layers]."""
-        weights = np.broadcast_to(np.asarray(sizes)[:, None], self.device.shape[1:])
-        return [np.bincount(rows[rows != ABSENT], weights[rows != ABSENT]).astype(np.int64) for rows in self.device]
-
     def cost(self, frequencies: np.ndarray) -> float:
         """The activations that are computed elsewhere, DanceMoE's eq. 2; float64[n_servers, n_layers, n_expert]."""
         return float(frequencies[~self.held].sum())

@@ -86,11 +86,6 @@ class Problem:
         return np.repeat(np.arange(len(self.servers)), [len(devices) for devices in self.capacities])
 
     @cached_property
-    def device_number(self) -> np.ndarray:
-        """Which of its server's devices each is: int64[n_devices]."""
-        return np.concatenate([np.arange(len(devices)) for devices in self.capacities])
-
-    @cached_property
     def device_bytes(self) -> np.ndarray:
         """int64[n_devices]."""
         return np.concatenate([np.asarray(devices, np.int64) for devices in self.capacities])

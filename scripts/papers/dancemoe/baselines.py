@@ -40,7 +40,7 @@ def redundance(problem: Problem, rng: np.random.Generator) -> np.ndarray:
     """
     counts = even(problem)
     device = _scattered(counts, rng)
-    for of_cluster, (server, number) in enumerate(zip(problem.device_server, problem.device_number)):
+    for of_cluster, server in enumerate(problem.device_server):
         layers, experts = np.nonzero(problem.exists & (device[server] == ABSENT))
         order = rng.permutation(len(layers))
         layers, experts = layers[order], experts[order]
@@ -48,7 +48,7 @@ def redundance(problem: Problem, rng: np.random.Generator) -> np.ndarray:
         while len(layers):  # those that fit, up to the first that does not, of which there may be smaller ones behind
             sizes = problem.sizes[layers]
             n = int(np.searchsorted(np.cumsum(sizes), free, side="right"))
-            device[server, layers[:n], experts[:n]] = number
+            _put(device, problem, of_cluster, layers[:n], experts[:n])
             free -= sizes[:n].sum()
             fits = sizes[n:] <= free
             layers, experts = layers[n:][fits], experts[n:][fits]
@@ -162,7 +162,7 @@ def _scattered(counts: Counts, rng: np.random.Generator) -> np.ndarray:
     for layer, n_experts in enumerate(problem.n_experts):
         devices = np.repeat(np.arange(len(counts.free)), counts.of_device[:, layer])
         experts = rng.permutation(n_experts)[: len(devices)]
-        device[problem.device_server[devices], layer, experts] = problem.device_number[devices]
+        _put(device, problem, devices, layer, experts)
     return device
 
 
@@ -170,8 +170,12 @@ def _nowhere(problem: Problem) -> np.ndarray:
     return np.full(problem.shape, ABSENT, np.int16)
 
 
-def _put(device: np.ndarray, problem: Problem, of_cluster: int, layer: int, expert: int) -> None:
-    device[problem.device_server[of_cluster], layer, expert] = problem.device_number[of_cluster]
+def _put(
+    device: np.ndarray, problem: Problem, of_cluster: int | np.ndarray, layer: int | np.ndarray,
+    expert: int | np.ndarray,
+) -> None:
+    server = problem.device_server[of_cluster]
+    device[server, layer, expert] = of_cluster - np.searchsorted(problem.device_server, server)  # of its server's
 
 
 def _least(loads: np.ndarray, allowed: np.ndarray) -> int | None:
