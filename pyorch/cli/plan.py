@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.cli.numbers import number, rate, whole
@@ -22,18 +22,14 @@ _POOL_NAMES = ("full", "compressed", "sm", "e")
 @dataclass(frozen=True)
 class Row:
     """Of one division. shares: of the budget for F, C, S and E; hits: of a token's experts in a layer those in each
-    pool and in none, as expected; wait_ms: that a token waits for, as expected, None where nothing is: of several
-    sequences, what their tokens need together, and what these wait for. played_hits,
-    played_wait_ms: the same of the second half of the trace, played by the table that runs models; None where that was
-    not asked for."""
+    pool and in none, as expected; wait_ms: that a token waits for, as expected: of several sequences, what their tokens
+    need together, and what these wait for."""
 
     name: str
     shares: tuple[float, ...]
     compressed: bool
-    hits: tuple[float, ...] | None
-    wait_ms: float | None
-    played_hits: tuple[float, ...] | None
-    played_wait_ms: float | None
+    hits: tuple[float, ...]
+    wait_ms: float
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
                         help="threads that decode (default: those that compute and those of the engine, at most as "
                              "many as there are processors)")
-    parser.add_argument("--check", action="store_true",
-                        help="plan by the first half of the trace, and play the second half")
     add_output_options(parser, "MODEL.plan.json beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -115,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.sidecars import packed_sizes, packs
     from pyorch.sidecars import plan as plans
     from pyorch.sizes import counted
-    from pyorch.traces.divisions import FINALISTS, Player, choose
+    from pyorch.traces.divisions import FINALISTS, choose
     from pyorch.traces.file import Trace
     from pyorch.traces.recording import decoded_recording
 
@@ -128,8 +122,6 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or plans.default_path(args.model)
     check_output(output, args.model, [args.trace])
     check_readable([args.trace])
-    if args.check and args.trace is None:
-        raise PyorchError("--check plays a trace: name one with --trace")
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packed_sizes.require(model_map)
         budget = budget_setting.resolve(model_map.info)
@@ -137,12 +129,9 @@ def run(args: argparse.Namespace) -> int:
         if recording is not None and recording.n_requests < args.batch:
             raise PyorchError(f"{args.trace} has {counted(recording.n_requests, 'request')}: for {args.batch} "
                               "sequences at once record as many, each of --ctx tokens of the text")
-        planned_by = recording
-        if args.check:
-            planned_by, rest = recording.divided(len(recording) // 2, args.batch)
-        inclusion, routing = _inclusion(planned_by, model_map, args.batch)
-        if args.trace is not None:
-            routing = f"{len(planned_by)} tokens of {args.trace}"
+        inclusion, routing = _inclusion(recording, model_map, args.batch)
+        if recording is not None:
+            routing = f"{len(recording)} tokens of {args.trace}"
         if args.batch > 1:
             routing += f"; {args.batch} sequences at once"
         progress.update("measuring reading and decoding", 0, 0)
@@ -152,18 +141,18 @@ def run(args: argparse.Namespace) -> int:
         reserved = plans.Reserve.of(model_map).bytes(budget)
         planned = planner.plan(budget, pools, args.step, reserved, HANDICAP, FINALISTS)
         seconds = perf_counter() - begin
-        whole, others = planner.cost((1, 0, 0, 0), budget - reserved), single_forms(planner, budget - reserved, pools)
+        whole, compressed = (planner.cost(shares, budget - reserved) for shares in ((1, 0, 0, 0), (0, 1, 0, 0)))
         best, handicap, n_played, n_played_tokens = planned.best, HANDICAP, 0, 0
         divided = next((split for split in planned.finalists if split.is_mixed), None)
-        if planned_by is not None and _can_play(planned_by, model_map):
+        if recording is not None and _can_play(recording, model_map):
             progress.update("playing the trace", 0, 0)
-            simple = [*([whole] if "F" in pools else []), *([others["compressed only"]] if "C" in pools else []),
+            simple = [*([whole] if "F" in pools else []), *([compressed] if "C" in pools else []),
                       *([planned.plain] if planned.plain is not None else [])]
-            choice = choose([*simple, *planned.finalists], model_map, plain_map, planned_by, budget, machine,
+            choice = choose([*simple, *planned.finalists], model_map, plain_map, recording, budget, machine,
                             batch=args.batch)
             best, divided, n_played, n_played_tokens = choice.best, choice.divided, choice.n_played, choice.n_tokens
             handicap = max(1.0, choice.handicap or HANDICAP)
-        splits = {"plan": best, "full only": whole, **others}
+        splits = {"plan": best, "full only": whole, "compressed only": compressed}
         if not best.is_mixed and divided is not None:
             splits["best divided"] = divided
         if not best.compressed:
@@ -171,11 +160,8 @@ def run(args: argparse.Namespace) -> int:
         elif planned.plain is not None:
             splits["without a pack"] = planned.plain
         rows = [_row(name, split) for name, split in splits.items()]
-        if args.check:
-            progress.update("playing the second half of the trace", 0, 0)
-            rows = _checked(rows, splits, Player(model_map, plain_map, planned_by, rest, budget, machine, args.batch))
-        uses = () if planned_by is None else use_counts(planned_by.experts, inclusion.shape[1])
-        n_tokens = 0 if planned_by is None else len(planned_by)
+        uses = () if recording is None else use_counts(recording.experts, inclusion.shape[1])
+        n_tokens = 0 if recording is None else len(recording)
         plans.write_plan(output, plans.Plan(
             budget, pools, args.step, best.shares, best.compressed, rows[0].hits, rows[0].wait_ms, handicap, n_tokens,
             machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
@@ -230,29 +216,9 @@ def measured_machine(args: argparse.Namespace, model_map):
     return Machine(reading, decoding, args.workers or recovery_threads(physical_cores()))
 
 
-def single_forms(planner, budget: int, pools: str) -> dict:
-    """Divisions into one form each, beside whole experts."""
-    others = {"compressed only": planner.cost((0, 1, 0, 0), budget),
-              "signs and mantissas only": planner.cost((0, 0, 1, 0), budget)}
-    if "E" in pools:
-        others["exponents only"] = planner.cost((0, 0, 0, 1), budget)
-    return others
-
-
-def _checked(rows: list[Row], splits: dict, player) -> list[Row]:
-    """With what playing gave; and of whole experts alone with another policy, as other systems have them."""
-    checked = []
-    for row in rows:
-        played = player.play(splits[row.name])
-        checked.append(replace(row, played_hits=played.hits, played_wait_ms=played.wait_ms))
-    lru = player.play(splits["full only"], "lru")
-    whole = splits["full only"]
-    return [*checked, Row("full only, by LRU", whole.shares, whole.compressed, None, None, lru.hits, lru.wait_ms)]
-
-
 def _row(name: str, split) -> Row:
     hits = tuple(float(n) for n in split.hits.mean(axis=0))
-    return Row(name, split.shares, split.compressed, hits, 1000 * split.makespan, None, None)
+    return Row(name, split.shares, split.compressed, hits, 1000 * split.makespan)
 
 
 def _plays(report: Report) -> str:
@@ -274,20 +240,11 @@ def _parts(report: Report, info) -> list[str | Table | Facts]:
 
     best = report.rows[0]
     how = "compressed experts" if best.compressed else "experts as the model has them: compression does not pay"
-    played = any(row.played_hits is not None for row in report.rows)
     tokens, waits = ("a token's", "a token waits") if report.batch == 1 else (
         f"{report.batch} tokens'", f"{report.batch} tokens wait")
-    columns = ("", *(f"{name} %" for name in _POOL_NAMES), *_POOL_NAMES, "missed", "wait ms",
-               *(("played: full", "in part", "missed", "wait ms") if played else ()))
-    rows = []
-    for row in report.rows:
-        cells = [row.name, *(f"{100 * share:.0f}" for share in row.shares),
-                 *(["-"] * 6 if row.hits is None else [*(f"{n:.2f}" for n in row.hits), _ms(row.wait_ms)])]
-        if played:
-            hits = row.played_hits
-            cells += ["-"] * 4 if hits is None else [
-                f"{hits[0]:.2f}", f"{sum(hits[1:-1]):.2f}", f"{hits[-1]:.2f}", _ms(row.played_wait_ms)]
-        rows.append(cells)
+    columns = ("", *(f"{name} %" for name in _POOL_NAMES), *_POOL_NAMES, "missed", "wait ms")
+    rows = [[row.name, *(f"{100 * share:.0f}" for share in row.shares), *(f"{n:.2f}" for n in row.hits),
+             _ms(row.wait_ms)] for row in report.rows]
     return [
         Facts([
             ("budget", f"{format_bytes(report.budget)} ({report.budget / info.slots_bytes:.0%} of the experts)"),

@@ -13,7 +13,6 @@ import numpy as np
 
 from pyorch import pictures
 from pyorch.cli.options import add_model
-from pyorch.cli.plan import single_forms
 from pyorch.planning.makespan import POOLS
 from pyorch.sidecars import packed_sizes, packs
 from pyorch.sidecars.plan import Reserve, default_path, new_planner, read_plan
@@ -49,7 +48,10 @@ def _run(args: argparse.Namespace) -> int:
             reserved = reserve.bytes(at)
             found = planner.plan(at, plan.pools, plan.step, reserved)
             splits = {"plan": found.best, "full only": planner.cost((1, 0, 0, 0), at - reserved),
-                      **single_forms(planner, at - reserved, plan.pools)}
+                      "compressed only": planner.cost((0, 1, 0, 0), at - reserved),
+                      "signs and mantissas only": planner.cost((0, 0, 1, 0), at - reserved)}
+            if "E" in plan.pools:
+                splits["exponents only"] = planner.cost((0, 0, 0, 1), at - reserved)
             if found.plain is not None:
                 splits["without a pack"] = found.plain
             for name, split in splits.items():
