@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_command, add_model, print_json
@@ -20,7 +20,7 @@ from pyorch.settings.prefetch import AUTO
 
 if TYPE_CHECKING:
     from pyorch.sidecars.predictor import PredictorFile
-    from pyorch.traces.measures import Measures
+    from pyorch.traces.replay import Replayed
 
 PROBE_SECONDS = 2.0
 
@@ -39,30 +39,13 @@ _ASSUMED = "assumed"  # nobody said how long computing takes
 _TIMED = ("ms/token", "stall ms")  # columns, and measures, that then mean nothing
 _TIMES = ("tpot_ms", "stall_ms", "tokens_per_second")
 
-
-@dataclass(frozen=True)
-class Row:
-    """Of one combination. recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of
-    the experts that were needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses
-    that found the expert on the device (--vram-budget); the hit rate of the measures is that of host memory, among the
-    others. ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that
-    their layer used, nan without any (--device-ahead)."""
-
-    policy: str
-    predictor: str
-    budget: str
-    measures: Measures
-    recall: list[float]
-    part_rate: float
-    device_hit_rate: float
-    uploaded_bytes: float  # for each token
-    ahead: float
-    ahead_precision: float
+_MEASURES = ("n_tokens", "hit_rate", *_TIMES, "bytes_per_token", "useful", "late", "wasted", "useful_bytes",
+             "late_bytes", "wasted_bytes", "predict_wall_ms")  # of pyorch.traces.replay.Replayed
 
 
 @dataclass(frozen=True)
 class Report:
-    """What --json prints."""
+    """What --json prints. rows: of each combination, see _row()."""
 
     model: str
     trace: Path
@@ -83,7 +66,7 @@ class Report:
     link_bandwidth: float | None
     device_speed: float | None
     device_ahead: int
-    rows: list[Row]
+    rows: list[dict[str, Any]]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -200,15 +183,15 @@ def run(args: argparse.Namespace) -> int:
                 device_speed=speed,
                 device_ahead=args.device_ahead,
             )
-            rows.append(_row(replay(model_map, recording, settings, maps, predictor_file, uses=uses)))
+            found = replay(model_map, recording, settings, maps, predictor_file, uses=uses)
+            rows.append(_row(found, timed=compute_from != _ASSUMED))
     report = Report(args.model, args.trace, bandwidth, given is None, args.read_latency_ms / 1000, args.pause_ms,
                     args.pause_every_ms, compute_ms, compute_from, share, args.batch,
                     str(pools or Pools()) if packed else None, decoding, n_decoders, args.vram_budget,
                     str(misses) if args.vram_budget else None, link or None, speed if args.vram_budget else None,
                     args.device_ahead, rows)
     if args.json:
-        timed = report.compute_from != _ASSUMED
-        print_json({**vars(report), "rows": [_flat(row, timed) for row in report.rows]})
+        print_json(report)
     else:
         show(_parts(report))
     return 0
@@ -234,36 +217,31 @@ def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tupl
     return ReplaySettings.compute_ms, _ASSUMED
 
 
-def _row(replayed) -> Row:
-    import numpy as np
+def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
+    """Of one combination. timed: whether times mean anything.
 
-    from pyorch.traces.measures import Measures
+    recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of the experts that were
+    needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses that found the expert
+    on the device (--vram-budget); hit_rate is that of host memory, among the others. uploaded_bytes: for each token.
+    ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that their
+    layer used, nan without any (--device-ahead).
+    """
+    import numpy as np
 
     recall = []
     for distance in range(1, replayed.rank_hits.shape[1] + 1):
         of_layers = replayed.recall_at(distance)
         recall.append(float(np.nanmean(of_layers)) if np.isfinite(of_layers).any() else float("nan"))
-    measures = Measures(**{field.name: getattr(replayed, field.name) for field in fields(Measures)})
-    settings = replayed.settings
-    return Row(policy=settings.policy or names()["policy"], predictor=str(settings.prefetch),
-               budget=str(settings.budget), measures=measures, recall=recall, part_rate=_part_rate(replayed.stats),
-               device_hit_rate=replayed.stats.device_hit_rate,
-               uploaded_bytes=replayed.stats.device_bytes / replayed.n_tokens,
-               ahead=replayed.stats.device_ahead / replayed.n_tokens,
-               ahead_precision=replayed.stats.device_ahead_precision)
-
-
-def _part_rate(stats) -> float:
-    uses = stats.hits + stats.misses
-    return (stats.compressed_hits + stats.sm_hits + stats.e_hits) / uses if uses else float("nan")
-
-
-def _flat(row: Row, timed: bool) -> dict[str, object]:
-    """As --json prints it. timed: whether times mean anything."""
-    measures = {name: value if timed or name not in _TIMES else None for name, value in vars(row.measures).items()}
-    return {"policy": row.policy, "predictor": row.predictor, "budget": row.budget, **measures,
-            "recall": row.recall, "part_rate": row.part_rate, "device_hit_rate": row.device_hit_rate,
-            "uploaded_bytes": row.uploaded_bytes, "ahead": row.ahead, "ahead_precision": row.ahead_precision}
+    settings, stats = replayed.settings, replayed.stats
+    uses, in_part = stats.hits + stats.misses, stats.compressed_hits + stats.sm_hits + stats.e_hits
+    measures = {name: getattr(replayed, name) if timed or name not in _TIMES else None for name in _MEASURES}
+    return {
+        "policy": settings.policy or names()["policy"], "predictor": str(settings.prefetch),
+        "budget": str(settings.budget), **measures, "recall": recall,
+        "part_rate": in_part / uses if uses else float("nan"), "device_hit_rate": stats.device_hit_rate,
+        "uploaded_bytes": stats.device_bytes / replayed.n_tokens, "ahead": stats.device_ahead / replayed.n_tokens,
+        "ahead_precision": stats.device_ahead_precision,
+    }
 
 
 def _parts(report: Report) -> list[str | Table]:
@@ -280,7 +258,7 @@ def _parts(report: Report) -> list[str | Table]:
     decoding = "in no time" if report.decode_bandwidth is None else (
         f"with {report.decode_bandwidth / 1e9:.3g} GB/s by each of {report.n_decoders} threads")
     return [
-        f"{report.trace}: {report.rows[0].measures.n_tokens} tokens{together}",
+        f"{report.trace}: {report.rows[0]['n_tokens']} tokens{together}",
         f"simulated: disk of {report.read_bandwidth / 1e9:.2f} GB/s ({how}){latency}; compute {report.compute_ms:.3g} "
         f"ms a token ({report.compute_from}), {report.route_share:.0%} of it before the routers",
         *(() if timed else ("times are not shown, for nobody said how long computing takes: give --compute-ms, or have "
@@ -300,26 +278,21 @@ def _parts(report: Report) -> list[str | Table]:
     ]
 
 
-def _cells(row: Row) -> dict[str, str]:
+def _cells(row: dict[str, Any]) -> dict[str, str]:
     """By the title of the column."""
     from pyorch.sizes import MiB
 
-    found = row.measures
-    per_token = [f"{n / found.n_tokens / MiB:.1f}" for n in (found.useful_bytes, found.late_bytes, found.wasted_bytes)]
-    recall = "-" if all(share != share for share in row.recall) else " ".join(
-        "-" if share != share else f"{share:.0%}" for share in row.recall)
+    per_token = [f"{row[name] / row['n_tokens'] / MiB:.1f}" for name in ("useful_bytes", "late_bytes", "wasted_bytes")]
+    known = any(share == share for share in row["recall"])
     cells = (
-        row.policy, row.predictor, row.budget, "-" if found.hit_rate != found.hit_rate else f"{found.hit_rate:.1%}",
-        _number(found.tpot_ms), _number(found.stall_ms), f"{found.bytes_per_token / MiB:.1f}", *per_token, recall,
-        f"{row.part_rate:.1%}", f"{row.ahead:.1f}", _share(row.ahead_precision), f"{row.device_hit_rate:.1%}",
-        f"{row.uploaded_bytes / MiB:.1f}",
+        row["policy"], row["predictor"], row["budget"], _number(row["hit_rate"], ".1%"), _number(row["tpot_ms"]),
+        _number(row["stall_ms"]), f"{row['bytes_per_token'] / MiB:.1f}", *per_token,
+        " ".join(_number(share, ".0%") for share in row["recall"]) if known else "-", f"{row['part_rate']:.1%}",
+        f"{row['ahead']:.1f}", _number(row["ahead_precision"], ".0%"), f"{row['device_hit_rate']:.1%}",
+        f"{row['uploaded_bytes'] / MiB:.1f}",
     )
     return dict(zip((*_COLUMNS, *_PACKED_COLUMNS, *_AHEAD_COLUMNS, *_DEVICE_COLUMNS), cells))
 
 
-def _share(value: float) -> str:
-    return "-" if value != value else f"{value:.0%}"
-
-
-def _number(value: float) -> str:
-    return "-" if value != value else f"{value:.1f}"
+def _number(value: float | None, form: str = ".1f") -> str:
+    return "-" if value is None or value != value else format(value, form)

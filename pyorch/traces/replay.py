@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.library.bindings import check, default, ffi, lib, new
 from pyorch.library.choices import Needs, policies, predictors
+from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats
@@ -28,7 +28,6 @@ from pyorch.settings.settings import Settings
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.sizes import counted
-from pyorch.traces.measures import Measures
 from pyorch.traces.recording import Recording, Schedule
 from pyorch.traces.routers import read_router
 
@@ -103,11 +102,31 @@ DEFAULTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed(Measures):
-    """What it came to, of the tokens that were counted."""
+class Replayed:
+    """What it came to, of the tokens that were counted.
+
+    hit_rate: uses of experts that found the expert resident. tpot_ms: from one token of a request to the next;
+    stall_ms: of it, without a matrix to compute with; nan if nothing was decoded. bytes_per_token: read.
+
+    useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
+    their bytes. predict_wall_ms: what the forecasts of a token really took, here.
+    """
 
     settings: ReplaySettings
+    n_tokens: int
     n_decoded: int
+    hit_rate: float
+    tpot_ms: float
+    tokens_per_second: float  # decoded, of all requests together
+    stall_ms: float
+    bytes_per_token: float
+    useful: int
+    late: int
+    wasted: int
+    useful_bytes: int
+    late_bytes: int
+    wasted_bytes: int
+    predict_wall_ms: float
     seconds: float
     disk_busy: float  # share of the time
     stats: Stats  # of a device what _OF_DEVICE names
