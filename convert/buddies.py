@@ -31,7 +31,6 @@ from pyorch.convert.expert_outputs import OutputSimilarity
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
 from pyorch.sidecars.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies
 from pyorch.traces.file import Trace
 from pyorch.traces.routing_statistics import (
@@ -234,10 +233,7 @@ class RouterInputs:
 def check(model_map: ModelMap, trace: Trace, compare: bool) -> None:
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts, so none can have a buddy")
-    if trace.header.fingerprint != container.fingerprint(model_map):
-        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
-    if not len(trace):
-        raise PyorchError(f"{trace.path} holds no tokens: there is nothing to make buddy lists from")
+    trace.check(model_map)
     if compare:
         try:
             expert_outputs.check_known(model_map)

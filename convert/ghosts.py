@@ -27,7 +27,6 @@ from pyorch.convert import expert_outputs
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
 from pyorch.sidecars.ghosts import Ghosts, LayerGhosts
 from pyorch.sizes import Amount, as_option, format_bytes
 from pyorch.traces.file import Trace
@@ -420,8 +419,7 @@ def _spread(rows: np.ndarray) -> np.ndarray:
 def _check(model_map: ModelMap, trace: Trace) -> None:
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts, so none can have a ghost")
-    if trace.header.fingerprint != container.fingerprint(model_map):
-        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+    trace.check(model_map)
     expert_outputs.check_known(model_map)
     if not len(trace.inputs[0]):
         raise PyorchError(f"{trace.path} has no router inputs to fit ghosts to: record it with --inputs 1000")

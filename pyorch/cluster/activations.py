@@ -21,7 +21,7 @@ import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container, json_file
+from pyorch.sidecars import json_file
 from pyorch.traces.file import Trace
 
 KIND = "pyorch count of activations"
@@ -73,21 +73,11 @@ def count_traces(
     counts = np.zeros((len(traces), len(layers), n_experts.max(initial=1)))
     for i, server in enumerate(traces.values()):
         for trace in server:
-            _check(trace, layers, model_map)
+            trace.check(model_map, decoded=True)
+            if len(trace) < 2:
+                raise PyorchError(f"{trace.path} holds too few tokens: {len(trace)}")
             counts[i] += _counted(trace, layers, n_experts, part)
     return Activations(tuple(traces), layers, counts)
-
-
-def _check(trace: Trace, layers: tuple[int, ...], model_map: ModelMap) -> None:
-    if trace.header.fingerprint != container.fingerprint(model_map):
-        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
-    if missing := sorted(set(layers) - set(trace.header.layers)):
-        raise FormatError(f"{trace.path} has no layer {missing[0]}: record it with pyorch profile")
-    if trace.header.n_expert_used != model_map.info.n_expert_used:
-        raise FormatError(f"{trace.path} is damaged: it has {trace.header.n_expert_used} experts of a token in a "
-                          f"layer, not {model_map.info.n_expert_used}")
-    if len(trace) < 2:
-        raise PyorchError(f"{trace.path} holds too few tokens: {len(trace)}")
 
 
 def _counted(trace: Trace, layers: tuple[int, ...], n_experts: np.ndarray, part: tuple[float, float]) -> np.ndarray:

@@ -8,7 +8,6 @@ import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
 from pyorch.sidecars.history import CAPACITY, DISTANCE, N_REQUESTS, ExpertMaps, token_embeddings
 from pyorch.traces.file import Trace
 
@@ -26,13 +25,10 @@ def maps_from_trace(
     Raises FormatError for a trace of another model, PyorchError for one without whole distributions or tokens.
     """
     maps = ExpertMaps.for_model(model_map, capacity, distance, n_requests)
-    if trace.header.fingerprint != container.fingerprint(model_map):
-        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
+    trace.check(model_map)
     if trace.header.router != "full":
         raise PyorchError(f"{trace.path} has the selected experts only: record the distributions of the routers "
                           "with --router full")
-    if not len(trace):
-        raise PyorchError(f"{trace.path} holds no tokens: there is nothing to make expert maps from")
     if trace.records["experts"].max() >= trace.header.n_expert:
         raise FormatError(f"{trace.path} is damaged: it has an expert {trace.records['experts'].max()}, and the "
                           f"model has {trace.header.n_expert} a layer")

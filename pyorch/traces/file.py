@@ -35,6 +35,8 @@ import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.container import fingerprint
 
 MAGIC = b"PYORCHTR"
 VERSION = 2
@@ -122,6 +124,22 @@ class Trace:
         # Slots are filled from the first on: only a file that was cut off has holes.
         slots = self._slots[:n] if used[:n].all() else self._slots[used]
         return slots["record"].astype(np.int64) - 1, slots["inputs"]
+
+    def check(self, model_map: ModelMap, *, decoded: bool = False) -> None:
+        """Raises FormatError for a trace of another model, PyorchError for one without tokens. decoded: FormatError
+        too for one that has not all layers that a decode passes, or not as many experts of a token in them."""
+        header, n_used = self.header, model_map.info.n_expert_used
+        if header.fingerprint != fingerprint(model_map):
+            raise FormatError(f"{self.path} was recorded with another model than {model_map.path}: record one with it")
+        if not len(self):
+            raise PyorchError(f"{self.path} holds no tokens: record some text")
+        if not decoded:
+            return
+        if missing := [layer.il for layer in model_map.decoded_layers if layer.il not in header.layers]:
+            raise FormatError(f"{self.path} has no layer {missing[0]}: record it with pyorch profile")
+        if header.n_expert_used != n_used:
+            raise FormatError(f"{self.path} is damaged: it has {header.n_expert_used} experts of a token in a layer, "
+                              f"not {n_used}")
 
     def layer_index(self, il: int) -> int:
         """Where block il is in the second dimension of the arrays. PyorchError if it is not recorded."""

@@ -9,9 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import FormatError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
 from pyorch.sidecars.history import token_embeddings
 from pyorch.traces.file import PREFILL, Trace
 
@@ -62,10 +61,7 @@ class Recording:
         Weights are those of the trace where it has states; else probabilities, with the sum 1.
         """
         header, records = trace.header, trace.records
-        if header.fingerprint != container.fingerprint(model_map):
-            raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
-        if not len(trace):
-            raise PyorchError(f"{trace.path} holds no tokens: there is nothing to replay")
+        trace.check(model_map)
         order = np.lexsort((records["position"], records["request"]))
         if (np.diff(order) == 1).all():
             order = slice(None)  # spares copies
@@ -161,15 +157,9 @@ def decoded_recording(trace: Trace, model_map: ModelMap) -> Recording:
 
     Raises FormatError for a trace of another model, without one of the layers, or damaged; PyorchError without tokens.
     """
-    recording = Recording.from_trace(trace, model_map)
+    trace.check(model_map, decoded=True)
     wanted = tuple(layer.il for layer in model_map.decoded_layers)
-    if missing := sorted(set(wanted) - set(recording.layers)):
-        raise FormatError(f"{trace.path} has no layer {missing[0]}: record it with pyorch profile")
-    recording = recording.of_layers(wanted)
-    n_used = model_map.info.n_expert_used
-    if recording.experts.shape[2] != n_used:
-        raise FormatError(f"{trace.path} is damaged: it has {recording.experts.shape[2]} experts of a token in a "
-                          f"layer, not {n_used}")
+    recording = Recording.from_trace(trace, model_map).of_layers(wanted)
     for layer, last in zip(model_map.decoded_layers, recording.experts.max(axis=(0, 2))):
         if last >= layer.n_expert:
             raise FormatError(

@@ -22,7 +22,6 @@ from pyorch.cluster.placement.file import read_placement
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_no_source, check_target, write_text
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container
 from pyorch.traces.file import Trace
 from scripts.papers import program
 from scripts.papers.dancemoe import scenario
@@ -241,7 +240,7 @@ def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
     placement = None
     if cluster.model is not None:
         with ModelMap(cluster.model) as model_map:
-            _check_model(first, model_map)
+            first.check(model_map, decoded=True)
             n_experts = tuple(layer.n_expert for layer in model_map.decoded_layers)
             layers = tuple(layer.il for layer in model_map.decoded_layers)
             expert_bytes = tuple(float(layer.slot_bytes) for layer in model_map.decoded_layers)
@@ -261,13 +260,6 @@ def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
     workload = scenario.Workload(of_servers, layers, n_experts, of_later, math.inf if shift is None else shift,
                                  args.routing)
     return workload, costs.sizes.or_of(expert_bytes, first.header.n_embd or N_EMBD), placement
-
-
-def _check_model(trace, model_map) -> None:
-    if trace.header.fingerprint != container.fingerprint(model_map):
-        raise FormatError(f"{trace.path} was recorded with another model than {model_map.path}: record one with it")
-    for layer in model_map.decoded_layers:
-        trace.layer_index(layer.il)
 
 
 def _by_server(texts: list[str], option: str, cluster) -> dict[str, Path]:
