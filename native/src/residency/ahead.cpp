@@ -74,7 +74,7 @@ bool Table::next_ahead(std::deque<Expert *> & wanted, bool scan) {
             continue;
         }
         const bool fits = make_room(e.layer(), 1, e.pinned ? FOR_DEMAND : FOR_ORDER, INFINITY);
-        if (!fits || !start_load(e)) {
+        if (!fits || !start_load(e, e.pinned ? ReadFor::DEMAND : scan ? ReadFor::PROMPT : ReadFor::ORDER)) {
             if (n_in_use > 0 || (e.pinned && !fits && !loads.idle())) {
                 return false; // a running layer or a read will let go of memory
             }
@@ -82,8 +82,6 @@ bool Table::next_ahead(std::deque<Expert *> & wanted, bool scan) {
             continue;
         }
         wanted.pop_front();
-        e.read_ahead = e.unasked = !e.pinned;
-        e.scanned                = scan && !e.pinned;
         loads.read_ahead(e.load);
         return true;
     }
@@ -164,10 +162,9 @@ void Table::settle_guessed(Layer & l, const void * context) {
         read_share += (share - read_share) / 50;
         if (!e.in_use) {
             l.stats.prefetch_wasted += e.read_in_vain();
-            e.read_ahead = false;
-            e.unwanted   = e.loading() && !e.pinned;
+            e.state = e.loading() && !e.pinned ? State::ABANDONED : e.state;
         }
-        e.guessed = false;
+        e.guessed_for = nullptr;
         end_unwanted(e);
         value_changed(e);
     }
@@ -175,7 +172,7 @@ void Table::settle_guessed(Layer & l, const void * context) {
 
 // What is not wanted any more ends, unless a reader works on it: then it ends with that request.
 void Table::end_unwanted(Expert & e) {
-    if (e.unwanted && e.load.in_flight == 0) {
+    if (e.state == State::ABANDONED && e.load.in_flight == 0) {
         loads.take_back(e.load);
         drop(e);
     }
@@ -208,11 +205,11 @@ bool Table::next_guess() {
             continue;
         }
         const float probability = l.probability[e.id()];
-        if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) || !start_load(e)) {
+        if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) ||
+            !start_load(e, ReadFor::GUESS)) {
             continue;
         }
-        e.read_ahead = e.unasked = e.guessed = true;
-        e.guessed_for                        = context;
+        e.guessed_for = context;
         l.guessed.push_back(e.id());
         loads.guess(e.load);
         return true;
@@ -243,7 +240,7 @@ bool Table::next_deferred() {
             continue;
         }
         const Victim gain = { &e, 1, worth(l, value_of(e)) };
-        if (make_room(e.layer(), 1, FOR_GUESS, INFINITY, gain) && start_load(e)) {
+        if (make_room(e.layer(), 1, FOR_GUESS, INFINITY, gain) && start_load(e, ReadFor::DEFERRED)) {
             loads.guess(e.load);
             return true;
         }
@@ -321,13 +318,12 @@ void Table::expert_finished(Expert & e) {
         keep_parts(e, Form::ABSENT); // others may wait for that memory
     }
     if (load.ended() && !load.failed) {
-        e.form                = load.form;
+        e.state               = State::RESIDENT;
         load.form             = Form::ABSENT;
         l.is_resident[e.id()] = 1;
         ++l.n_resident;
         ++l.stats.loads;
-        l.stats.prefetch_loads += e.unasked; // also where a layer came to need it meanwhile
-        e.unasked = e.unwanted = false;
+        l.stats.prefetch_loads += e.unasked(); // a layer that came to need it meanwhile has counted it
         value_changed(e);
         if (compressed) {
             load.there = load.damaged ? 0 : STORED_PARTS;

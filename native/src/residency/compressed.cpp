@@ -91,7 +91,7 @@ void Table::keep_parts(Expert & e, Form form) {
 
 // All stored parts of an expert are there, or those that its pool has: its rank says what stays.
 void Table::settle_parts(Expert & e) {
-    const bool comes = (e.guessed || e.read_ahead) && !e.in_use; // the use that it is for has not been counted
+    const bool comes = e.read_ahead() && !e.in_use; // the use that it is for has not been counted
     keep_parts(e, e.pinned ? Form::FULL : pools.form_of(e.layer(), e.id(), comes));
     trim_pools();
 }

@@ -11,6 +11,24 @@
 
 namespace pyorch {
 
+// Where an expert is. Only the table moves it from one state to another.
+enum class State : uint8_t {
+    ABSENT,
+    LOADING,
+    ABANDONED, // loading, but nobody wants it any more: its load ends with the request under way
+    RESIDENT,  // in the form that kernels compute with
+};
+
+// Why an expert has memory: what it was read for, and once a layer used it, that. So it says who may take the memory.
+enum class ReadFor : uint8_t {
+    DEMAND,   // a layer computes with it, or it is pinned
+    SCAN,     // only ever used by wide batches
+    ORDER,    // read ahead by name, not used yet
+    PROMPT,   // the same for a prompt's next layer
+    GUESS,    // read ahead on a guess, for the next pass of its layer
+    DEFERRED, // others stood in for it, and nothing else was to be read
+};
+
 struct Expert {
     static constexpr uint32_t FAILED = 1u << 31;
 
@@ -19,34 +37,50 @@ struct Expert {
     std::atomic<uint32_t> ready{ 0 };
     const char *          addr[PYORCH_MAX_ROLES] = {};
 
-    Load         load;                       // its layer and id; and while it is loading, all of that
-    Slot         slot;                       // its memory, from the beginning of its load
-    Form         form        = Form::ABSENT; // that it is resident in, for kernels to compute with
+    Load         load; // its layer and id; and while it is loading, all of that
+    Slot         slot; // its memory, from the beginning of its load
+    State        state       = State::ABSENT;
+    ReadFor      read_for    = ReadFor::DEMAND;
+    const void * guessed_for = nullptr;      // of a guess: the context whose pass is still to come
     Form         kept        = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
     bool         pinned      = false;
-    bool         scanned     = false;   // only ever used by wide batches
-    bool         changed     = false;   // since its keys were last computed, see Table::value_changed
-    bool         read_ahead  = false;   // and not used yet
-    bool         unasked     = false;   // its load began before a layer needed it, and is not counted yet
-    bool         guessed     = false;   // read ahead on a guess, for the next pass of its layer
-    const void * guessed_for = nullptr; // by this context
-    bool         elsewhere   = false;   // another server computes it now: it is not read ahead here
-    bool         above       = false;   // a tier above has it, or is getting it: it goes first here
-    bool         displaced   = false;   // had to go since its layer last came
-    bool         unwanted    = false;   // that pass went without it: its load ends with the request under way
-    int          in_use      = 0;       // by running layers
-    uint64_t     uses        = 0;       // that were counted: hits and misses
+    bool         changed     = false; // since its keys were last computed, see Table::value_changed
+    bool         elsewhere   = false; // another server computes it now: it is not read ahead here
+    bool         above       = false; // a tier above has it, or is getting it: it goes first here
+    bool         displaced   = false; // had to go since its layer last came
+    int          in_use      = 0;     // by running layers
+    uint64_t     uses        = 0;     // that were counted: hits and misses
     Usage        usage;
     std::string  error; // why it is FAILED
 
     int  layer() const { return load.layer; }
     int  id() const { return load.expert; }
-    bool loading() const { return load.form != Form::ABSENT; }
-    bool resident() const { return form != Form::ABSENT; }
-    bool absent() const { return !loading() && !resident(); }
+    bool absent() const { return state == State::ABSENT; }
+    bool loading() const { return state == State::LOADING || state == State::ABANDONED; }
+    bool resident() const { return state == State::RESIDENT; }
+
+    // Its load began before a layer needed it, and none did since.
+    bool unasked() const {
+        return read_for == ReadFor::ORDER || read_for == ReadFor::PROMPT || read_for == ReadFor::GUESS;
+    }
+
+    // The use that it was read ahead for is still to come.
+    bool read_ahead() const { return unasked() && (read_for != ReadFor::GUESS || guessed_for); }
+    bool guessed() const { return read_for == ReadFor::GUESS && guessed_for; }
+    bool scanned() const { return read_for == ReadFor::SCAN || read_for == ReadFor::PROMPT; }
 
     // Whether something was read ahead that would be lost now.
-    bool read_in_vain() const { return read_ahead && (resident() || load.read > 0 || load.in_flight > 0); }
+    bool read_in_vain() const { return read_ahead() && (resident() || load.read > 0 || load.in_flight > 0); }
+
+    // Not for a wide batch alone.
+    void not_scanned() {
+        read_for = read_for == ReadFor::SCAN ? ReadFor::DEMAND :
+            read_for == ReadFor::PROMPT      ? ReadFor::ORDER :
+                                               read_for;
+    }
+
+    // Somebody wants it after all.
+    void wanted() { state = state == State::ABANDONED ? State::LOADING : state; }
     bool failed() const { return ready.load(std::memory_order_relaxed) & FAILED; }
 };
 

@@ -33,7 +33,7 @@ void Table::for_each(int il, const int32_t * experts, int n, Change change) {
 
 void Table::prefetch(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Layer &, Expert & e) {
-        e.unwanted = false; // a guess that was given up is an order now
+        e.wanted(); // a guess that was given up is an order now
         if (e.absent()) {
             // What was asked for by name counts as a use now, else it would be the next to go.
             used(e);
@@ -98,10 +98,10 @@ void Table::pin(int il, const int32_t * experts, int n) {
             if (e.pinned) {
                 continue;
             }
-            e.pinned   = true;
-            e.unwanted = false;
+            e.pinned = true;
+            e.wanted();
             ++layers[layer].n_pinned;
-            e.scanned = false;
+            e.not_scanned();
             value_changed(e);
             if (e.absent()) {
                 ordered.push_front(&e);

@@ -13,12 +13,14 @@ namespace pyorch {
 // their class never do; so it moves where a class lacks it lastingly, and not with every expert.
 static constexpr int REBALANCE = 16;
 
-bool Table::start_load(Expert & e) {
+bool Table::start_load(Expert & e, ReadFor read_for) {
     Layer & l = layer_of(e);
     e.slot    = bank->take(l.size_class);
     if (!e.slot) {
         return false;
     }
+    e.state      = State::LOADING;
+    e.read_for   = read_for;
     e.load.form  = COMPUTABLE;
     e.load.slot  = e.slot;
     e.usage.came = now;
@@ -34,21 +36,18 @@ void Table::drop(Expert & e) {
         e.slot = {};
     }
     unstage(e.load);
-    if (e.guessed) {
+    if (e.guessed_for) {
         l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id()));
         l.stats.prefetch_wasted += e.read_in_vain();
+        e.guessed_for = nullptr;
     }
     l.n_loaded -= !e.absent();
     l.n_resident -= e.resident();
     l.is_resident[e.id()] = 0;
     e.ready.store(0, std::memory_order_relaxed);
-    e.form       = Form::ABSENT;
-    e.load.form  = Form::ABSENT;
-    e.read_ahead = false;
-    e.unasked    = false;
-    e.guessed    = false;
-    e.unwanted   = false;
-    e.scanned    = false;
+    e.state     = State::ABSENT;
+    e.load.form = Form::ABSENT;
+    e.read_for  = ReadFor::DEMAND;
     value_changed(e);
 }
 
@@ -62,14 +61,12 @@ void Table::evict(Expert & e) {
 
 // Whether it goes before all others, whatever its value. What a pool has too is there to be computed with now; to get
 // it again costs little. What a tier above has is not asked for here.
-bool Table::passes(const Expert & e) {
-    return e.scanned || e.above || (e.kept != Form::ABSENT && !e.guessed && !e.read_ahead);
-}
+bool Table::passes(const Expert & e) { return e.scanned() || e.above || (e.kept != Form::ABSENT && !e.read_ahead()); }
 
 // It counts as used now.
 void Table::used(Expert & e) {
     policy->used(e.usage, now);
-    e.scanned = false;
+    e.not_scanned();
     layer_of(e).fresh.push_back(e.id());
     value_changed(e);
 }
@@ -118,10 +115,10 @@ double Table::worth(const Layer & l, double value) const {
 
 void Table::compute_keys(const Expert & e) {
     const bool   free  = e.resident() && !e.in_use && !e.pinned;
-    const bool   waits = e.read_ahead;
+    const bool   waits = e.read_ahead();
     const double key   = !free ? Victims::NEVER :
         passes(e)              ? Victims::SCANNED :
-        e.guessed              ? Victims::GUESSED :
+        e.guessed()            ? Victims::GUESSED :
                                  value_of(e);
     // What passes has to be read no more than before. Guesses would else take the memory of experts that are full only.
     const bool fresh = is_fresh(e) && !passes(e);
@@ -134,7 +131,7 @@ void Table::compute_keys(const Expert & e) {
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         const bool may_go = e.kept == form && !e.load.staged;
         // What was read ahead is worth little until it is used: it would go before that, and be read again.
-        const double worth = e.guessed || e.read_ahead ? Victims::GUESSED : value_of(e);
+        const double worth = e.read_ahead() ? Victims::GUESSED : value_of(e);
         pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? worth : Victims::NEVER);
     }
 }
@@ -244,9 +241,9 @@ bool Table::drop_queued() {
     };
     Load * load = loads.find_queued([&](const Load & load) { return load.in_flight == 0 && may_go(load); });
     if (!load) {
-        load = loads.find_queued([&](const Load & load) { return expert_of(load).guessed && may_go(load); });
+        load = loads.find_queued([&](const Load & load) { return expert_of(load).guessed() && may_go(load); });
         if (load) {
-            expert_of(*load).unwanted = true;
+            expert_of(*load).state = State::ABANDONED;
         }
         return false;
     }

@@ -102,7 +102,7 @@ int Table::layer_index(int il) const {
 }
 
 void Table::hold(Expert & e) {
-    e.unwanted = false;
+    e.wanted();
     if (e.in_use++ == 0) {
         ++n_in_use;
         value_changed(e);
@@ -129,7 +129,7 @@ void Table::count_regret(Layer & l, const Demand & demand) {
 
 void Table::count_seconds(const Layer & l, const Expert & e) {
     const double rate = loads.bytes_per_second();
-    if (rate > 0 && (e.absent() || e.guessed)) {
+    if (rate > 0 && (e.absent() || e.guessed())) {
         const double   free  = (1 - loads.cpu_share()) / rate;
         const uint64_t bytes = e.kept == Form::COMPRESSED ? 0 : l.read_bytes;
         reads.absent += free * (double) bytes;
@@ -185,12 +185,12 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
             l.stats.sm_hits += e.kept == Form::SM_ONLY;
             l.stats.e_hits += e.kept == Form::E_ONLY;
         }
-        if (e.read_ahead) {
+        if (e.read_ahead()) {
             ++l.stats.prefetch_hits;
             l.stats.prefetch_late += e.loading();
-            e.read_ahead = false;
         }
-        e.scanned = scan && (e.scanned || e.absent());
+        l.stats.prefetch_loads += e.loading() && e.unasked();
+        e.read_for = scan && e.scanned() ? ReadFor::SCAN : ReadFor::DEMAND;
     }
     for (int id : before) {
         value_changed(l.experts[id]);
@@ -271,9 +271,6 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         count_uses(layer, demand, streamed);
         settle(owner.context, layer);
     }
-    for (int id : streamed) {
-        l.experts[id].scanned &= !l.experts[id].absent(); // it stays absent
-    }
     const int n_frames = streamed.empty() ? 0 : window(layer);
     if (!absent.empty() || n_frames > 0) {
         const int over = l.n_loaded + (int) absent.size() - l.max;
@@ -290,7 +287,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     std::vector<Load *> started;
     for (Expert * e : absent) {
-        if (start_load(*e)) {
+        if (start_load(*e, demand.scans() ? ReadFor::SCAN : ReadFor::DEMAND)) {
             started.push_back(&e->load);
         } else {
             error    = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);

@@ -240,8 +240,8 @@ private:
         const void *              forecast_for = nullptr;
         uint64_t                  last_pass    = 0;
         std::vector<int>          fresh        = {};    // experts that were used or asked for by name since then
-        std::vector<int>          guessed      = {};    // experts with the flag
-        std::vector<int>          displaced    = {};    // the same
+        std::vector<int>          guessed      = {};    // experts with a guess whose pass is to come
+        std::vector<int>          displaced    = {};    // experts with the flag
         bool                      changed      = false; // the same for all of its experts
         std::vector<uint8_t>      is_resident;          // by expert
         pyorch_stats              stats = {};
@@ -373,7 +373,7 @@ private:
     void         give_frames(Stream & s);
     void         close_stream(Owner & owner);
 
-    bool        start_load(Expert & e);
+    bool        start_load(Expert & e, ReadFor read_for);
     void        drop(Expert & e);
     void        evict(Expert & e);
     static bool passes(const Expert & e);
