@@ -80,6 +80,7 @@ enum {
     PYORCH_NEEDS_BUDDIES         = 256,  // pyorch_set_buddies
     PYORCH_NEEDS_FUTURE          = 512,  // what comes: only a replay knows
     PYORCH_NEEDS_GHOSTS          = 1024, // pyorch_set_ghosts
+    PYORCH_NEEDS_REPLAY          = 2048, // a replay: it is there to be compared with
 };
 
 typedef struct pyorch_choice {
@@ -236,6 +237,8 @@ typedef enum pyorch_policy {
     PYORCH_FINEMOE     = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
     PYORCH_BELADY      = 3, // needed last goes first: in a replay, which knows
     PYORCH_LEARNED     = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
+
+    // For replays alone, to be compared with.
     PYORCH_BANDIT      = 5, // least frequently used goes first, fading as fast as lately hit most often
     PYORCH_LEAST_STALE = 6, // not used by its layer's last pass goes first, of the layer whose turn comes last
     PYORCH_FIFO        = 7, // what came into memory first goes first

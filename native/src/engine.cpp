@@ -5,6 +5,7 @@
 #include "base/cpu_backend.h"
 #include "loading/readers.h"
 #include "model/layout.h"
+#include "replay/policies/replay_policies.h"
 #include "replay/simulated.h"
 
 #include "ggml-backend.h"
@@ -77,7 +78,8 @@ uint64_t pyorch_engine::kernels() const {
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
         simulated(config.simulated != 0), config(config),
-        table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config),
+        table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config,
+            config.simulated ? pyorch::replay_policies() : pyorch::policy_list()),
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {

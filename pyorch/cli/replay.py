@@ -70,7 +70,7 @@ class Report:
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    from pyorch.library.choices import policies, predictors
+    from pyorch.library.choices import listed, policies, predictors
 
     parser = add_command(
         subparsers, "replay", summary,
@@ -87,7 +87,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "--states")
     parser.description += (
         f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
-        "the future. Nothing is read ahead unless --prefetch says so."
+        f"the future; the policies {listed(policies().compared, 'and')} are there to be compared with. Nothing is read "
+        "ahead unless --prefetch says so."
     )
     add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
                  defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none",

@@ -40,7 +40,7 @@ class Choice:
 
 
 class Choices(Mapping[str, Choice]):
-    """All choices of one kind, by name, in the library's order. What needs to know the future is for a replay."""
+    """All choices of one kind, by name, in the library's order. Some are for replays."""
 
     def __init__(self, what: str, choices: Iterable[Choice]) -> None:
         self.what = what
@@ -57,13 +57,18 @@ class Choices(Mapping[str, Choice]):
 
     @property
     def present(self) -> tuple[str, ...]:
-        """The names of those that do without the future."""
-        return tuple(name for name, choice in self.items() if Needs.FUTURE not in choice.needs)
+        """The names of those that are not for replays alone."""
+        return tuple(name for name, choice in self.items() if not choice.needs & (Needs.FUTURE | Needs.REPLAY))
 
     @property
     def foreseeing(self) -> tuple[str, ...]:
-        """The names of the others."""
+        """The names of those that need to know the future."""
         return self.needing(Needs.FUTURE)
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The names of those that exist to be compared with."""
+        return self.needing(Needs.REPLAY)
 
     @property
     def executable(self) -> tuple[str, ...]:
@@ -77,16 +82,18 @@ class Choices(Mapping[str, Choice]):
         """The name of the choice with this value, None where there is none."""
         return next((name for name, choice in self.items() if choice.value == value), None)
 
-    def choose(self, name: str, knows_future: bool = False, also: tuple[str, ...] = ()) -> Choice:
-        """PyorchError for a name that is not known, or that needs to know the future where nobody does.
+    def choose(self, name: str, in_replay: bool = False, also: tuple[str, ...] = ()) -> Choice:
+        """PyorchError for a name that is not known, or that is for replays alone where none asks.
 
         also: other names that the sentence offers.
         """
         choice = self.get(name)
         if choice is None:
             raise PyorchError(f'{self.what} "{name}" is not known: use {listed((*also, *self.present))}')
-        if Needs.FUTURE in choice.needs and not knows_future:
+        if Needs.FUTURE in choice.needs and not in_replay:
             raise PyorchError(f'{self.what} "{name}" needs to know the future: only pyorch replay does')
+        if Needs.REPLAY in choice.needs and not in_replay:
+            raise PyorchError(f'{self.what} "{name}" is there to be compared with: only pyorch replay takes it')
         return choice
 
 

@@ -218,7 +218,7 @@ def _checked(
         name = best_predictor(predictor_file or PredictorFile())
     distance = prefetch.distance or (predictor_file.distance if predictor_file else None) or DISTANCE
     prefetch = Prefetch(name, distance, prefetch.min_precision)
-    needs = predictors().choose(name, knows_future=True).needs
+    needs = predictors().choose(name, in_replay=True).needs
     if Needs.FUTURE & needs:
         prefetch = Prefetch(name, distance, 0.0)
         check_prefetch(Prefetch(NONE, distance), len(model_map.layers))

@@ -256,7 +256,7 @@ def test_a_name_with_line_breaks_and_what_terminals_obey_stays_in_its_line(
 
 
 def test_an_unknown_policy(small_moe: Path) -> None:
-    with pytest.raises(Exception, match='policy "random" is not known: use lru, lfu, finemoe, learned, bandit'):
+    with pytest.raises(Exception, match='policy "random" is not known: use lru, lfu, finemoe or learned'):
         load(small_moe, budget="50%", policy="random")
 
 

@@ -89,7 +89,7 @@ def test_a_context_for_which_the_device_has_no_memory_is_refused_and_spares_the_
 def test_limits_and_policies_may_change_while_layers_are_computed(
     small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], expected: np.ndarray
 ) -> None:
-    rng, policies = np.random.default_rng(0), ("lru", "lfu", "learned", "marking", "bandit", "fifo")
+    rng, policies = np.random.default_rng(0), ("lru", "lfu", "learned", "finemoe")
     for vram_budget, misses in (("15%", "upload"), ("80%", "processor")):
         with small_model(small_moe, "30%", prefetch="none", device=device.name, vram_budget=vram_budget,
                          device_misses=misses) as model, context(model) as it, ThreadPoolExecutor(1) as thread:

@@ -174,7 +174,10 @@ def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
         assert model.layers[3].settings == pyorch.LayerSettings()
 
 
-@pytest.mark.parametrize(("what", "name"), [("prefetch", "oracle"), ("policy", "belady")])
-def test_what_knows_the_future_is_for_replays(small_moe: Path, what: str, name: str):
-    with pytest.raises(pyorch.PyorchError, match=f'"{name}" needs to know the future'):
+@pytest.mark.parametrize(("what", "name", "why"), [
+    ("prefetch", "oracle", "needs to know the future"), ("policy", "belady", "needs to know the future"),
+    ("policy", "bandit", "is there to be compared with"),
+])
+def test_what_is_for_replays_is_refused(small_moe: Path, what: str, name: str, why: str):
+    with pytest.raises(pyorch.PyorchError, match=f'"{name}" {why}: only pyorch replay'):
         pyorch.load(small_moe, budget="30%", n_ctx=64, **{what: name})

@@ -122,6 +122,7 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
     ({"budget": "auto"}, "needs a size"),
     ({"policy": "newest"}, 'policy "newest" is not known'),
     ({"policy": "belady"}, "know the future"),
+    ({"policy": "fifo"}, "there to be compared with"),
     ({"prefetch": "stars"}, 'predictor "stars" is not known'),
     ({"prefetch": "next-router:99"}, "99 is not from 1 to"),
     ({"pin": {"99": [1]}}, "layer 99 has no routed experts"),
@@ -131,7 +132,7 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
     ({"substitution": "buddies"}, "no buddy lists"),
     # Nothing is changed where one of them cannot be.
     ({"budget": "70%", "policy": "newest"}, 'policy "newest" is not known'),
-    ({"policy": "fifo", "pin": {str(il): list(range(30)) for il in range(8)}}, "budget"),
+    ({"policy": "lfu", "pin": {str(il): list(range(30)) for il in range(8)}}, "budget"),
 ])
 def test_a_setting_that_cannot_be_is_refused_and_nothing_changes(server: ServerProcess, body: object, sentence: str):
     before = residency(server)["settings"]

@@ -94,7 +94,7 @@ def test_replay_counts_what_an_engine_counts(small_moe: Path, model_map: ModelMa
 @pytest.mark.parametrize(("policy", "budget", "vram_budget", "misses", "ahead"), [
     ("lru", "50%", "20%", "processor", 0), ("learned", "50%", "20%", "processor", 2),
     ("lfu", "25%", "30%", "upload", 0), ("lfu", "100%", "30%", "upload", 2),
-    ("marking", "100%", "40%", "auto:20GB/s:8GB/s:8GB/s:99GB/s:99GB/s", 0), ("fifo", "100%", "100%", "processor", 0),
+    ("finemoe", "100%", "40%", "auto:20GB/s:8GB/s:8GB/s:99GB/s:99GB/s", 0), ("lru", "100%", "100%", "processor", 0),
 ])
 def test_replay_counts_what_an_engine_with_a_device_counts(
     small_moe: Path, model_map: ModelMap, device: DeviceProcess, policy: str, budget: str, vram_budget: str,
@@ -457,6 +457,8 @@ def test_an_engine_that_runs_a_model_knows_no_future(model_map: ModelMap, small_
     with Engine(model_map, "50%") as engine:
         with pytest.raises(PyorchError, match="only pyorch replay does"):
             engine.set_policy("belady")
+        with pytest.raises(PyorchError, match='"marking" is there to be compared with: only pyorch replay takes it'):
+            engine.set_policy("marking")
         with pytest.raises(PyorchError, match="only pyorch replay does"):
             engine.set_prefetch("oracle")
     assert main(["run", str(small_moe), "-p", "x", "--prefetch", "oracle", "--budget", "50%"]) == 2

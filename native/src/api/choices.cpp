@@ -2,6 +2,7 @@
 
 #include "base/status.h"
 #include "prediction/predictor_list.h"
+#include "replay/policies/replay_policies.h"
 
 #include <algorithm>
 #include <array>
@@ -17,20 +18,11 @@ pyorch_choice choice(int32_t value, const char * name, const char * description,
 }
 
 std::vector<pyorch_choice> policies() {
-    return {
-        choice(PYORCH_LRU, "lru", "the least recently used expert goes first"),
-        choice(PYORCH_LFU, "lfu", "the least frequently used goes first, and old uses fade"),
-        choice(PYORCH_FINEMOE, "finemoe",
-            "the least frequently used goes first, but before it those that no predictor names", NOTHING,
-            PYORCH_NEEDS_FORECASTS),
-        choice(PYORCH_BELADY, "belady", "what is needed last goes first", PYORCH_NEEDS_FUTURE),
-        choice(PYORCH_LEARNED, "learned", "what will be used latest goes first, as learned while decoding"),
-        choice(PYORCH_BANDIT, "bandit", "as lfu, with the fading that lately hit most often"),
-        choice(PYORCH_LEAST_STALE, "least-stale",
-            "what the last token did not use goes first, of the layer whose turn comes last"),
-        choice(PYORCH_FIFO, "fifo", "what came into memory first goes first, to compare with"),
-        choice(PYORCH_MARKING, "marking", "at random, of what was not used since all others were, to compare with"),
-    };
+    std::vector<pyorch_choice> list;
+    for (const PolicyEntry & p : replay_policies()) {
+        list.push_back(choice(p.kind, p.name, p.description, p.needs, p.uses));
+    }
+    return list;
 }
 
 std::vector<pyorch_choice> predictors() {
@@ -114,7 +106,7 @@ const std::vector<pyorch_choice> & choices(int32_t which) {
     return lists[which];
 }
 
-const pyorch_choice & checked_choice(int32_t which, int32_t value, bool knows_future) {
+const pyorch_choice & checked_choice(int32_t which, int32_t value, bool in_replay) {
     static const char * const names[] = {
         "eviction policy",
         "predictor",
@@ -131,9 +123,13 @@ const pyorch_choice & checked_choice(int32_t which, int32_t value, bool knows_fu
     if (found == list.end()) {
         throw Failure(PYORCH_INVALID, format("unknown %s %d", names[which], value));
     }
-    if ((found->needs & PYORCH_NEEDS_FUTURE) && !knows_future) {
+    if ((found->needs & PYORCH_NEEDS_FUTURE) && !in_replay) {
         throw Failure(PYORCH_INVALID,
             format("the %s %s needs to know the future: only a replay does", names[which], found->name));
+    }
+    if ((found->needs & PYORCH_NEEDS_REPLAY) && !in_replay) {
+        throw Failure(PYORCH_INVALID,
+            format("the %s %s is there to be compared with: only a replay takes it", names[which], found->name));
     }
     return *found;
 }

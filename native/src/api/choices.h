@@ -11,7 +11,7 @@ namespace pyorch {
 // In the order of their values. Throws Failure for a list that does not exist.
 const std::vector<pyorch_choice> & choices(int32_t which);
 
-// The choice with that value; throws Failure where there is none, or it needs to know the future and nobody here does.
-const pyorch_choice & checked_choice(int32_t which, int32_t value, bool knows_future = false);
+// The choice with that value; throws Failure where there is none, or it is for replays and this is none.
+const pyorch_choice & checked_choice(int32_t which, int32_t value, bool in_replay = false);
 
 } // namespace pyorch

@@ -1,6 +1,7 @@
 #include "replay/simulated_cache.h"
 
 #include "base/status.h"
+#include "replay/policies/replay_policies.h"
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +39,8 @@ pyorch_config simulated(pyorch_config config) {
 } // namespace
 
 SimulatedCache::SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed) :
-        table(map, bank_of(map, config), open_source(map, simulated(config)), simulated_codec, simulated(config)),
+        table(map, bank_of(map, config), open_source(map, simulated(config)), simulated_codec, simulated(config),
+            replay_policies()),
         disk(disk_of(map, read_layers, seed)),
         reader(table.loader(), disk, { 1, INFINITY }, [this](double ended) { now = std::max(now, ended); }) {}
 

@@ -1,6 +1,7 @@
 #include "replay/simulated_device.h"
 
 #include "banks/device_pools.h"
+#include "replay/policies/replay_policies.h"
 
 #include <algorithm>
 
@@ -28,7 +29,8 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     for (const DevicePool & pool : form_device_pools(table.map, (double) slots_bytes / (double) all, pool_of)) {
         n_slots.push_back(pool.n_slots);
     }
-    seats = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, (pyorch_policy) config.device_policy);
+    seats = std::make_unique<DeviceTable>(
+        n_experts, pool_of, n_slots, (pyorch_policy) config.device_policy, replay_policies());
     seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses,
         DeviceRates::of(config.device_rates), expert_bytes);
     if (ahead > 0 && slots_bytes < all) {

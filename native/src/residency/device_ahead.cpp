@@ -31,8 +31,8 @@ void DeviceTable::set_ahead(int n) {
         n_slots.push_back(pool.n_slots);
     }
     const size_t n_layers = layers.size();
-    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers), { n_experts, pool_of, n_slots, kind }, -1,
-        {}, std::vector<std::vector<int>>(n_layers) });
+    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers),
+        { n_experts, pool_of, n_slots, kind, *policies }, -1, {}, std::vector<std::vector<int>>(n_layers) });
     ahead->without.set_misses(misses, rates, expert_bytes);
     ahead->pause = FIRST_PAUSE * n_layers;
     keep_slots();

@@ -10,8 +10,9 @@
 namespace pyorch {
 
 DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
-    const std::vector<int> & n_slots, pyorch_policy which) :
-        pools(n_slots.size()), kind(which), policy(make_policy(which, (int) n_experts.size())), victims(n_experts) {
+    const std::vector<int> & n_slots, pyorch_policy which, const Policies & known) :
+        pools(n_slots.size()), policies(&known), kind(which),
+        policy(find_policy(known, which).make((int) n_experts.size())), victims(n_experts) {
     for (size_t layer = 0; layer < n_experts.size(); ++layer) {
         layers.push_back({ pool_of[layer], std::vector<Seated>(n_experts[layer]), 0, n_experts[layer] });
         pools[pool_of[layer]].layers.push_back((int) layer);
@@ -28,7 +29,7 @@ DeviceTable::~DeviceTable() = default;
 
 void DeviceTable::set_policy(pyorch_policy which) {
     kind   = which;
-    policy = make_policy(which, (int) layers.size());
+    policy = find_policy(*policies, which).make((int) layers.size());
     if (DeviceTable * without = without_guests()) {
         without->set_policy(which);
     }

@@ -26,7 +26,7 @@
 #pragma once
 
 #include "banks/device_rates.h"
-#include "residency/eviction.h"
+#include "residency/policies/policy_list.h"
 #include "residency/guesses.h"
 #include "residency/victims.h"
 
@@ -70,9 +70,9 @@ public:
     static constexpr int NONE       = -1;
     static constexpr int MOST_AHEAD = 64; // experts of forecasts a layer
 
-    // pool_of: by layer; n_slots: by pool.
+    // pool_of: by layer; n_slots: by pool. policies: that can be chosen. Throws Failure for another one.
     DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,
-        pyorch_policy policy);
+        pyorch_policy policy, const Policies & policies = policy_list());
     ~DeviceTable();
 
     // From now on. What a Learner says has to be told anew.
@@ -193,6 +193,7 @@ private:
 
     std::vector<Layer>              layers;
     std::vector<Pool>               pools;
+    const Policies *                policies;
     pyorch_policy                   kind;
     std::unique_ptr<EvictionPolicy> policy;
     Victims                         victims;

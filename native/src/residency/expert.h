@@ -3,7 +3,7 @@
 #pragma once
 
 #include "loading/loader.h"
-#include "residency/eviction.h"
+#include "residency/policies/policy.h"
 
 #include <atomic>
 #include <string>

@@ -21,8 +21,9 @@ LearnerSizes Table::learner_sizes() const {
 
 // REQUIRES: both mutexes
 void Table::make_learner_of(pyorch_policy which) {
-    learner = make_learner(which, learner_sizes());
-    learns  = learner != nullptr;
+    const PolicyEntry & entry = find_policy(policies, which);
+    learner                   = entry.make_learner ? entry.make_learner(learner_sizes()) : nullptr;
+    learns                    = learner != nullptr;
     visits.clear();
     has_visits = false;
     publish_all();

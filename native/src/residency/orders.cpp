@@ -180,7 +180,7 @@ void Table::set_budget(uint64_t bytes) {
 void Table::set_policy(pyorch_policy which) {
     std::lock_guard<std::mutex> learning_lock(learning);
     std::lock_guard<std::mutex> lock(mutex);
-    policy = make_policy(which, (int) layers.size());
+    policy = find_policy(policies, which).make((int) layers.size());
     make_learner_of(which);
     for (Layer & l : layers) {
         values_changed(l);

@@ -1,6 +1,6 @@
 #include "residency/pools.h"
 
-#include "residency/eviction.h"
+#include "residency/policies/policy.h"
 
 #include <algorithm>
 #include <cmath>

@@ -38,8 +38,10 @@ static uint64_t mean_read_bytes(const MoeLayer & layer) {
 }
 
 Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
-    const pyorch_config & config) :
-        map(map_), policy(make_policy((pyorch_policy) config.policy, (int) map.layers.size())), bank(std::move(bank_)),
+    const pyorch_config & config, const Policies & policies) :
+        map(map_), policies(policies),
+        policy(find_policy(policies, (pyorch_policy) config.policy).make((int) map.layers.size())),
+        bank(std::move(bank_)),
         loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes, mutex, *this),
         layers(map.layers.size()), victims(n_experts(map)), pools(map), n_executed((int) map.layers.size()) {
     measure_turns();

@@ -29,7 +29,8 @@
 #include "loading/loader.h"
 #include "residency/expert.h"
 #include "residency/guesses.h"
-#include "residency/learned_value.h"
+#include "residency/policies/learned_value.h"
+#include "residency/policies/policy_list.h"
 #include "residency/pools.h"
 #include "residency/stream.h"
 #include "residency/victims.h"
@@ -63,9 +64,10 @@ struct Demand {
 
 class Table : private Loader::Orders {
 public:
-    // The bank brings the budget. Throws Failure: PYORCH_BUDGET below the map's floor.
+    // The bank brings the budget. policies: that can be chosen. Throws Failure: PYORCH_BUDGET below the map's floor,
+    // PYORCH_INVALID for a policy that is none of them.
     Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, Codecs codecs,
-        const pyorch_config & config);
+        const pyorch_config & config, const Policies & policies = policy_list());
     ~Table() override; // REQUIRES: no reader is left
 
     // For the compute threads.
@@ -269,6 +271,7 @@ private:
     };
 
     std::unordered_map<int, int>    layer_by_il;
+    const Policies &                policies;
     std::unique_ptr<EvictionPolicy> policy;
 
     // What visits teach takes arithmetic, which is done under a mutex of its own, taken before the other: by a compute

@@ -1,6 +1,7 @@
 // Who is in the slots of a device: claims about native/src/residency/device_table.h.
 
 #include "check.h"
+#include "replay/policies/replay_policies.h"
 #include "residency/device_table.h"
 
 #include <algorithm>
@@ -77,7 +78,7 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
 
 void what_is_only_newer_takes_no_place() {
     for (pyorch_policy policy : { PYORCH_LRU, PYORCH_FIFO, PYORCH_MARKING, PYORCH_LEAST_STALE }) {
-        DeviceTable                         t = { { 8 }, { 0 }, { 2 }, policy };
+        DeviceTable                         t = { { 8 }, { 0 }, { 2 }, policy, replay_policies() };
         const std::vector<int>              rows(8, 1);
         const std::vector<std::vector<int>> tokens = { { 0, 1 }, { 2 }, { 3 }, { 4 }, { 5, 6 } };
         for (const std::vector<int> & token : tokens) {
@@ -149,7 +150,7 @@ void what_did_not_come_leaves_its_slot() {
 // What is there of a table in which each layer's two experts of a token come, by a policy.
 std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & tokens,
     const std::vector<std::vector<double>> & learned = {}) {
-    DeviceTable            t = { { 8 }, { 0 }, { 3 }, policy };
+    DeviceTable            t = { { 8 }, { 0 }, { 3 }, policy, replay_policies() };
     const std::vector<int> rows(8, 1);
     for (size_t i = 0; i < tokens.size(); ++i) {
         const DevicePass pass = t.pass(0, { tokens[i], tokens[i], rows, 2 }, learned.empty() ? nullptr : &learned[i]);

@@ -38,7 +38,7 @@ static void the_index_finds_what_a_search_of_all_finds() {
 }
 
 static void values_keep_the_order_of_faded_frequencies_at_any_time() {
-    const auto   policy    = make_policy(PYORCH_LFU, 4);
+    const auto   policy    = find_policy(policy_list(), PYORCH_LFU).make(4);
     const double half_life = 32.0 * 4;
     std::mt19937 rng(2);
     struct Faded {
@@ -188,8 +188,8 @@ static void what_a_tier_above_has_goes_first_and_not_before_it_must() {
 }
 
 static void what_is_there_stays_unless_another_is_clearly_better() {
-    const auto lfu = make_policy(PYORCH_LFU, 1), learned = make_policy(PYORCH_LEARNED, 1);
-    const auto lru = make_policy(PYORCH_LRU, 1);
+    const auto policy = [](pyorch_policy kind) { return find_policy(policy_list(), kind).make(1); };
+    const auto lfu = policy(PYORCH_LFU), learned = policy(PYORCH_LEARNED), lru = policy(PYORCH_LRU);
     Usage      once, thrice;
     lfu->used(once, 1);
     for (int i = 0; i < 3; ++i) {
@@ -199,6 +199,27 @@ static void what_is_there_stays_unless_another_is_clearly_better() {
     lfu->used(once, 1);
     CHECK(lfu->settled(lfu->value(once, 0, false)) > lfu->value(thrice, 0, false));
     CHECK(learned->settled(0.2) > 0.7 && learned->settled(0.2) < 0.9 && lru->settled(7) == 7);
+}
+
+static void a_policy_that_is_not_known_is_refused() {
+    House house(2, 0.5);
+    for (const auto policy : { PYORCH_FIFO, (pyorch_policy) 99 }) {
+        bool refused = false;
+        try {
+            find_policy(policy_list(), policy);
+        } catch (const Failure & failure) {
+            refused = failure.status == PYORCH_INVALID;
+        }
+        CHECK(refused);
+    }
+    bool refused = false;
+    try {
+        house.table.set_policy((pyorch_policy) 99);
+    } catch (const Failure & failure) {
+        refused = failure.status == PYORCH_INVALID;
+    }
+    CHECK(refused);
+    house.table.set_policy(PYORCH_FIFO); // this table is a replay's
 }
 
 int main(int argc, char ** argv) {
@@ -214,5 +235,6 @@ int main(int argc, char ** argv) {
             experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
             what_a_tier_above_has_goes_first_and_not_before_it_must,
             what_is_there_stays_unless_another_is_clearly_better,
+            a_policy_that_is_not_known_is_refused,
         });
 }

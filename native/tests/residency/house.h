@@ -6,6 +6,7 @@
 #include "synthetic.h"
 
 #include "banks/host_bank.h"
+#include "replay/policies/replay_policies.h"
 #include "residency/table.h"
 
 namespace pyorch {
@@ -21,7 +22,7 @@ struct House {
     House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = plain_codec, int n_used = 0) :
             map(synthetic_map(path, n_layers, N_EXPERT, rows, n_used)),
             table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr),
-                std::move(codecs), config(share, policy)),
+                std::move(codecs), config(share, policy), replay_policies()),
             reader(table.loader()) {}
 
     House(int n_layers, double share, pyorch_policy policy = PYORCH_LRU) :

@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> _Given:
             raise PyorchError(f'strategies are compared at a size or a share of the experts, and not at "{budget}"')
     chosen = listed(args, "policy") or caching.POLICIES
     for policy in chosen:
-        policies().choose(policy, knows_future=True)
+        policies().choose(policy, in_replay=True)
     try:
         batches = tuple(dict.fromkeys(map(whole(1, 256), args.batch.split(","))))
     except argparse.ArgumentTypeError as error:

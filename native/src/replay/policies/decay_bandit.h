@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "residency/eviction.h"
+#include "residency/policies/policy.h"
 #include "residency/victims.h"
 
 namespace pyorch {

@@ -22,7 +22,7 @@ struct Usage {
     uint64_t last_use = 0;
     double   heat     = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
     double   learned  = 0;          // what a Learner said of it last
-    double   mark     = 0;          // of the policy marking
+    double   mark     = 0;          // what a policy notes of it beside that
     uint64_t came     = 0;          // when it got its memory
     uint64_t next_use = UINT64_MAX; // the truth, where it is known: in a replay
 };
@@ -60,9 +60,6 @@ public:
     virtual bool counts_turns() const { return false; }
 };
 
-// n_moe_layers: layers that one token passes, the unit in which old uses fade.
-std::unique_ptr<EvictionPolicy> make_policy(pyorch_policy policy, int n_moe_layers);
-
 // A layer was routed for a narrow ubatch, not a prompt's.
 struct Visit {
     const void *     context;
@@ -96,11 +93,25 @@ struct LearnerSizes {
     int                   n_used;     // by a token in a layer
 };
 
-// Null where the policy learns nothing.
-std::unique_ptr<Learner> make_learner(pyorch_policy policy, const LearnerSizes & sizes);
+// A policy as it is chosen.
+struct PolicyEntry {
+    pyorch_policy kind;
+    const char *  name;
+    unsigned      needs; // PYORCH_NEEDS_*: who lacks one of them cannot take it
+    unsigned      uses;  // PYORCH_NEEDS_*: of what makes it better
+    const char *  description;
+
+    // n_moe_layers: layers that one token passes, the unit in which old uses fade.
+    std::unique_ptr<EvictionPolicy> (*make)(int n_moe_layers);
+
+    // Null: it learns nothing.
+    std::unique_ptr<Learner> (*make_learner)(const LearnerSizes & sizes) = nullptr;
+};
+
+using Policies = std::vector<PolicyEntry>;
 
 // log2(2^heat + 1), with all heat fading: how Usage::heat changes when an expert is used. fading: the time in
 // half-lives.
-double fading_use(double heat, double fading);
+inline double fading_use(double heat, double fading) { return std::log2(std::exp2(heat - fading) + 1) + fading; }
 
 } // namespace pyorch

@@ -1,4 +1,4 @@
-#include "residency/decay_bandit.h"
+#include "replay/policies/decay_bandit.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "residency/learned_value.h"
+#include "residency/policies/learned_value.h"
 
 #include <algorithm>
 #include <cstring>

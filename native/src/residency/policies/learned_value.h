@@ -20,7 +20,7 @@
 
 #pragma once
 
-#include "residency/eviction.h"
+#include "residency/policies/policy.h"
 
 #include <array>
 #include <unordered_map>
