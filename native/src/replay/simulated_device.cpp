@@ -123,7 +123,7 @@ DevicePass SimulatedDevice::begin(
         Visit seen  = visit;
         seen.budget = slots_bytes;
         table.learn_visit(seen, [&](int of, const std::vector<double> & values) {
-            of == layer ? (void) (learned = values) : seats->set_learned(of, values);
+            of == layer ? (void) (learned = values) : seats->values.set_learned(of, values);
         });
     }
     DevicePass pass =

@@ -8,14 +8,7 @@ namespace pyorch {
 
 void Table::set_executed(const std::vector<int> & executed) {
     std::lock_guard<std::mutex> lock(mutex);
-    n_executed = 0;
-    for (int i = 0; i < (int) layers.size(); ++i) {
-        layers[i].position = n_executed;
-        layers[i].executed = std::binary_search(executed.begin(), executed.end(), i);
-        n_executed += layers[i].executed;
-    }
-    n_executed = std::max(n_executed, 1);
-    measure_turns();
+    values.set_executed(executed);
 }
 
 void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
@@ -31,22 +24,9 @@ void Table::set_above(int layer, const std::vector<uint8_t> & there) {
         Expert & e = layers[layer].experts[id];
         if (e.above != (there[id] != 0)) {
             e.above = there[id] != 0;
-            value_changed(e);
+            changed(e);
         }
     }
-}
-
-// The layer that a decode passes after this one, -1 after the last.
-int Table::next_executed(int layer) const {
-    do {
-        ++layer;
-    } while (layer < (int) layers.size() && !layers[layer].executed);
-    return layer < (int) layers.size() ? layer : -1;
-}
-
-// How far a layer lies behind another in the cycle of those that a decode passes; 0 for itself.
-int Table::layers_between(int from, int to) const {
-    return ((layers[to].position - layers[from].position) % n_executed + n_executed) % n_executed;
 }
 
 void Table::want_layer_ahead(int layer) {
@@ -55,7 +35,7 @@ void Table::want_layer_ahead(int layer) {
         return;
     }
     Layer &   l = layers[layer];
-    const int n = capacity_beside_window(layer) - l.n_loaded; // more of them would go again before they are needed
+    const int n = capacity_beside_window(layer) - order.n(layer); // more of them would go again before they are needed
     for (int id = 0; id < l.n_expert && (int) prompt.size() < n; ++id) {
         if (l.experts[id].absent() && !l.experts[id].elsewhere && !l.experts[id].above) {
             prompt.push_back(&l.experts[id]);
@@ -68,8 +48,7 @@ void Table::want_layer_ahead(int layer) {
 bool Table::next_ahead(std::deque<Expert *> & wanted, bool scan) {
     while (!wanted.empty()) {
         Expert & e = *wanted.front();
-        Layer &  l = layer_of(e);
-        if (!e.absent() || e.in_use > 0 || (l.n_loaded >= l.max && !e.pinned)) {
+        if (!e.absent() || e.in_use > 0 || (order.n(e.layer()) >= values.max(e.layer()) && !e.pinned)) {
             wanted.pop_front(); // there, or demanded, or one too many
             continue;
         }
@@ -99,14 +78,14 @@ bool Table::has_passed(const void * context, int layer, int from) {
     if (since < 0 || at < 0) {
         return false;
     }
-    const int distance = layers_between(since, layer);
-    return layers_between(since, at) >= (distance ? distance : n_executed);
+    const int distance = values.layers_between(since, layer);
+    return values.layers_between(since, at) >= (distance ? distance : values.n_executed());
 }
 
 void Table::want(const void * context, int layer, int from, std::vector<Want> & wants) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        const bool                  counts = layers[layer].executed && !has_passed(context, layer, from);
+        const bool                  counts = values.is_executed(layer) && !has_passed(context, layer, from);
         std::vector<Guess>          wanted;
         for (Want & w : wants) {
             const Expert & e = layers[layer].experts[w.expert];
@@ -125,27 +104,18 @@ void Table::expect(const void * context, int layer, int from, const std::vector<
     if (has_passed(context, layer, from)) {
         return;
     }
-    Layer & l      = layers[layer];
-    l.probability  = probability;
-    l.forecast     = true;
-    l.forecast_for = context;
-    if (policy->takes_forecasts()) {
-        values_changed(l);
-    }
+    layers[layer].forecast_for = context;
+    values.forecast(layer, probability);
 }
 
 void Table::foresee(int layer, int expert, uint64_t next_use) {
     std::lock_guard<std::mutex> lock(mutex);
-    layers[layer].experts[expert].usage.next_use = next_use;
-    value_changed(layers[layer].experts[expert]);
+    values.foresee(layer, expert, next_use);
 }
 
-void Table::end_forecast(Layer & l) {
-    l.probability.assign(l.n_expert, 1.0f / l.n_expert);
-    l.forecast = false;
-    if (policy->takes_forecasts()) {
-        values_changed(l);
-    }
+void Table::end_forecast(int layer) {
+    layers[layer].forecast_for = nullptr;
+    values.end_forecast(layer);
 }
 
 // What was read for this pass of the context is in use now, or was read in vain.
@@ -166,7 +136,7 @@ void Table::settle_guessed(Layer & l, const void * context) {
         }
         e.guessed_for = nullptr;
         end_unwanted(e);
-        value_changed(e);
+        changed(e);
     }
 }
 
@@ -186,8 +156,8 @@ void Table::settle(const void * context, int layer) {
     guesses.settle(context, layer);
     Layer & l = layers[layer];
     settle_guessed(l, context);
-    if (l.forecast && l.forecast_for == context) {
-        end_forecast(l);
+    if (l.forecast_for == context) {
+        end_forecast(layer);
     }
 }
 
@@ -197,14 +167,14 @@ bool Table::next_guess() {
     while (!guesses.empty()) {
         const auto [context, layer, guess] = guesses.take_best([&](const void * context, int layer) {
             const auto passage = passages.find(context);
-            return passage == passages.end() ? 1 : std::max(1, layers_between(passage->second.at, layer));
+            return passage == passages.end() ? 1 : std::max(1, values.layers_between(passage->second.at, layer));
         });
         Layer &  l                         = layers[layer];
         Expert & e                         = l.experts[guess.expert];
-        if (!e.absent() || e.above || e.in_use > 0 || l.n_loaded >= l.max) {
+        if (!e.absent() || e.above || e.in_use > 0 || order.n(layer) >= values.max(layer)) {
             continue;
         }
-        const float probability = l.probability[e.id()];
+        const float probability = values.probability(layer)[e.id()];
         if (!make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) ||
             !start_load(e, ReadFor::GUESS)) {
             continue;
@@ -234,12 +204,11 @@ void Table::defer(int layer, const std::vector<int> & experts) {
 bool Table::next_deferred() {
     while (!deferred.empty()) {
         Expert & e = *deferred.front();
-        Layer &  l = layer_of(e);
         deferred.pop_front();
-        if (!e.absent() || e.in_use > 0 || l.n_loaded >= l.max) {
+        if (!e.absent() || e.in_use > 0 || order.n(e.layer()) >= values.max(e.layer())) {
             continue;
         }
-        const Victim gain = { &e, 1, worth(l, value_of(e)) };
+        const Victim gain = { e.layer(), e.id(), 1, values.worth(e.layer(), values.value(e.layer(), e.id())) };
         if (make_room(e.layer(), 1, FOR_GUESS, INFINITY, gain) && start_load(e, ReadFor::DEFERRED)) {
             loads.guess(e.load);
             return true;
@@ -324,7 +293,7 @@ void Table::expert_finished(Expert & e) {
         ++l.n_resident;
         ++l.stats.loads;
         l.stats.prefetch_loads += e.unasked(); // a layer that came to need it meanwhile has counted it
-        value_changed(e);
+        changed(e);
         if (compressed) {
             load.there = load.damaged ? 0 : STORED_PARTS;
             unstage(load);

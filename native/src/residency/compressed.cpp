@@ -49,7 +49,7 @@ Staged Table::stage(Load & load) {
     }
     load.staged = true;
     if (!load.stream) {
-        value_changed(expert_of(load)); // its pool cannot give up what it has of it now
+        changed(expert_of(load)); // its pool cannot give up what it has of it now
     }
     return Staged::YES;
 }
@@ -86,7 +86,7 @@ void Table::keep_parts(Expert & e, Form form) {
     give_parts(e.load, ~parts_of(form));
     e.kept = stored_form(e.load.there);
     pools.bytes(e.kept) += bytes_of(layer, e.kept);
-    value_changed(e);
+    changed(e);
 }
 
 // All stored parts of an expert are there, or those that its pool has: its rank says what stays.
@@ -103,9 +103,9 @@ Expert * Table::least_stored(Form form) {
     double   value  = 0;
     for (int i = 0; i < (int) layers.size(); ++i) {
         const Victims::Least least = pools.victims(form).least(i, FOR_DEMAND);
-        if (least.expert >= 0 && (!victim || worth(layers[i], least.key) < value)) {
+        if (least.expert >= 0 && (!victim || values.worth(i, least.key) < value)) {
             victim = &layers[i].experts[least.expert];
-            value  = worth(layers[i], least.key);
+            value  = values.worth(i, least.key);
         }
     }
     return victim;
@@ -146,15 +146,15 @@ void Table::widen(int layer, const Demand & demand) {
     const Layer & l = layers[layer];
     const auto    unheld =
         std::count_if(demand.experts.begin(), demand.experts.end(), [&](int id) { return !l.experts[id].pinned; });
-    const uint64_t others = reserved_bytes - std::max(l.min, l.n_pinned) * l.slot_bytes;
+    const uint64_t others = reserved_bytes - std::max(values.min(layer), l.n_pinned) * l.slot_bytes;
     width.next            = std::max(width.next, others + (l.n_pinned + (uint64_t) unheld) * l.slot_bytes);
-    const bool ends       = now >= width.begin + WIDTH_TOKENS * layers.size();
+    const bool ends       = values.now() >= width.begin + WIDTH_TOKENS * layers.size();
     if (width.next > width.most || (ends && width.next < width.most)) {
         width.most = width.next;
         divide_budget(bank->budget());
     }
     if (ends) {
-        width = { width.most, 0, now };
+        width = { width.most, 0, values.now() };
     }
 }
 
@@ -179,7 +179,7 @@ void Table::set_uses(int il, const double * uses, int n) {
     if (!std::all_of(uses, uses + n, [](double it) { return it >= 0 && std::isfinite(it); })) {
         throw Failure(PYORCH_INVALID, format("uses of experts of layer %d are no numbers from 0 on", il));
     }
-    pools.begin_with(layer, uses, now);
+    pools.begin_with(layer, uses, values.now());
 }
 
 void Table::set_pools(const PoolShares & wanted) {

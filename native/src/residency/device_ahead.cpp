@@ -19,20 +19,17 @@ constexpr int MOST_KEPT = 4; // a fourth
 
 } // namespace
 
-DeviceTable * DeviceTable::without_guests() const { return ahead ? &ahead->without : nullptr; }
-
 void DeviceTable::set_ahead(int n) {
-    std::vector<int> n_experts, pool_of, n_slots;
+    std::vector<int> pool_of, n_slots;
     for (const Layer & l : layers) {
-        n_experts.push_back((int) l.experts.size());
         pool_of.push_back(l.pool);
     }
     for (const Pool & pool : pools) {
         n_slots.push_back(pool.n_slots);
     }
     const size_t n_layers = layers.size();
-    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers),
-        { n_experts, pool_of, n_slots, kind, *policies }, -1, {}, std::vector<std::vector<int>>(n_layers) });
+    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers), { values, pool_of, n_slots }, -1, {},
+        std::vector<std::vector<int>>(n_layers) });
     ahead->without.set_misses(misses, rates, expert_bytes);
     ahead->pause = FIRST_PAUSE * n_layers;
     keep_slots();
@@ -44,8 +41,7 @@ void DeviceTable::keep_slots() {
         const int most = std::min(LAYERS_WITH_GUESTS * ahead->n, pool.n_slots / MOST_KEPT);
         while (pool.n_kept < most) {
             if (pool.free.empty()) {
-                const Seat passing = least_of(pool, NONE, false, true);
-                const Seat goes    = passing.expert != NONE ? passing : least_of(pool, NONE, false, false);
+                const Seat goes = goes_first(pool, NONE, false);
                 if (goes.expert == NONE) {
                     break; // all are held
                 }
@@ -203,9 +199,9 @@ void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vecto
     a.coming[layer] = pass.behind;
     if (a.keeps && a.gained < -LOSS) {
         give_up_slots();
-        a.until = now + a.pause;
+        a.until = values.now() + a.pause;
         a.pause *= 4;
-    } else if (!a.keeps && now >= a.until) {
+    } else if (!a.keeps && values.now() >= a.until) {
         keep_slots();
         a.gained = 0;
     }

@@ -4,18 +4,28 @@
 #include "residency/table.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 namespace pyorch {
 
 DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
-    const std::vector<int> & n_slots, pyorch_policy which, const Policies & known) :
-        pools(n_slots.size()), policies(&known), kind(which),
-        policy(find_policy(known, which).make((int) n_experts.size())), victims(n_experts) {
-    for (size_t layer = 0; layer < n_experts.size(); ++layer) {
-        layers.push_back({ pool_of[layer], std::vector<Seated>(n_experts[layer]), 0, n_experts[layer] });
-        pools[pool_of[layer]].layers.push_back((int) layer);
+    const std::vector<int> & n_slots, pyorch_policy policy, const Policies & policies) :
+        own_values(std::make_unique<Values>(n_experts, DEVICE, policies, policy)), values(*own_values),
+        eviction(values) {
+    seat(pool_of, n_slots);
+}
+
+DeviceTable::DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots) :
+        values(values), eviction(values) {
+    seat(pool_of, n_slots);
+}
+
+DeviceTable::~DeviceTable() = default;
+
+void DeviceTable::seat(const std::vector<int> & pool_of, const std::vector<int> & n_slots) {
+    pools.resize(n_slots.size());
+    for (int layer = 0; layer < values.n_layers(); ++layer) {
+        layers.push_back({ pool_of[layer], std::vector<Seated>(values.n_experts(layer)) });
+        pools[pool_of[layer]].layers.push_back(layer);
     }
     for (size_t pool = 0; pool < pools.size(); ++pool) {
         pools[pool].n_slots = n_slots[pool];
@@ -25,103 +35,36 @@ DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<i
     }
 }
 
-DeviceTable::~DeviceTable() = default;
-
-void DeviceTable::set_policy(pyorch_policy which) {
-    kind   = which;
-    policy = find_policy(*policies, which).make((int) layers.size());
-    if (DeviceTable * without = without_guests()) {
-        without->set_policy(which);
-    }
-    for (int layer = 0; layer < (int) layers.size(); ++layer) {
-        for (int expert = 0; expert < (int) layers[layer].experts.size(); ++expert) {
-            changed(layer, expert);
-        }
-    }
-}
-
-void DeviceTable::set_learned(int layer, const std::vector<double> & values) {
-    if (DeviceTable * without = without_guests()) {
-        without->set_learned(layer, values);
-    }
-    for (int expert = 0; expert < (int) layers[layer].experts.size(); ++expert) {
-        layers[layer].experts[expert].usage.learned = values[expert];
-        changed(layer, expert);
-    }
-}
-
-void DeviceTable::foresee(int layer, int expert, uint64_t next_use) {
-    if (DeviceTable * without = without_guests()) {
-        without->foresee(layer, expert, next_use);
-    }
-    layers[layer].experts[expert].usage.next_use = next_use;
-    changed(layer, expert);
-}
-
 void DeviceTable::set_limits(int layer, int min, int max) {
-    if (DeviceTable * without = without_guests()) {
-        without->set_limits(layer, min, max);
+    values.set_limits(layer, min, max);
+    shrink_layer(layer);
+}
+
+void DeviceTable::shrink_layer(int layer) {
+    if (ahead) {
+        ahead->without.shrink_layer(layer);
     }
-    Layer & l = layers[layer];
-    l.min     = min;
-    l.max     = max;
-    while (l.n_seated > max) {
-        const Seat passing = least_of(pools[l.pool], layer, true, true);
-        const Seat goes    = passing.expert != NONE ? passing : least_of(pools[l.pool], layer, true, false);
+    while (eviction.n(layer) > values.max(layer)) {
+        const Seat goes = goes_first(pools[layers[layer].pool], layer, true);
         if (goes.expert == NONE) {
             return;
         }
-        ++l.counts.evictions;
+        ++layers[layer].counts.evictions;
         give(layer, goes.expert);
     }
 }
 
-// A value by itself: of no forecast, and wherever the layer is in the cycle of layers.
-double DeviceTable::value(int layer, const Seated & expert) const {
-    const Layer & l     = layers[layer];
-    const bool    fresh = expert.usage.last_use > 0 && expert.usage.last_use >= l.last_pass;
-    const auto    none  = 1.0f / (float) l.experts.size();
-    return std::max(policy->value(expert.usage, none, fresh), std::numeric_limits<double>::lowest());
-}
-
-// What a value in a layer counts among those in others, see EvictionPolicy::counts_turns.
-double DeviceTable::worth(int layer, double value) const {
-    if (!policy->counts_turns()) {
-        return value;
-    }
-    const int n     = (int) layers.size();
-    const int ahead = (layer - at_layer + n - 1) % n + 1;
-    return value / std::sqrt((double) ahead);
-}
-
-void DeviceTable::changed(int layer, int expert) {
-    const Seated & e = layers[layer].experts[expert];
-    if (e.slot != NONE) {
-        const bool stays = e.holds > 0 || e.coming || e.guest_of || e.passing;
-        victims.set(layer, expert, FOR_DEMAND, stays ? Victims::NEVER : value(layer, e));
-    }
-}
-
 void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
-    Layer &          l = layers[layer];
-    std::vector<int> before;
-    before.swap(l.fresh);
-    l.last_pass = ++now;
-    at_layer    = layer;
+    if (counts_uses()) {
+        values.passes(layer);
+    }
     for (int expert : asked) {
-        Seated & e = l.experts[expert];
-        policy->used(e.usage, now);
-        if (policy->by_recency()) {
-            e.usage.heat = fading_use(e.usage.heat, (double) now / (HEAT_HALF_LIFE_TOKENS * (double) layers.size()));
+        if (counts_uses()) {
+            values.used(layer, expert);
         }
-        if (e.passing) {
+        if (layers[layer].experts[expert].passing) {
             stays(layer, expert);
         }
-        changed(layer, expert);
-        l.fresh.push_back(expert);
-    }
-    for (int expert : before) {
-        changed(layer, expert);
     }
 }
 
@@ -159,8 +102,8 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     if (!scan) {
         count_uses(layer, demand.asked);
     }
-    if (learned) {
-        set_learned(layer, *learned);
+    if (learned && counts_uses()) {
+        values.set_learned(layer, *learned);
     }
     Layer &          l    = layers[layer];
     DevicePass       pass = { std::vector<int>(l.experts.size(), NONE) };
@@ -243,9 +186,9 @@ void DeviceTable::unhold(int layer, int expert) {
 }
 
 void DeviceTable::move(int layer, int expert, int slot) {
-    Layer & l              = layers[layer];
-    l.experts[expert].slot = slot;
-    l.n_seated += slot != NONE ? 1 : -1;
+    layers[layer].experts[expert].slot = slot;
+    slot != NONE ? eviction.came(layer) : eviction.went(layer);
+    changed(layer, expert);
     mark_moved(layer);
 }
 
@@ -262,6 +205,7 @@ void DeviceTable::stays(int layer, int expert) {
     passing.erase(std::find_if(passing.begin(), passing.end(),
         [&](const Seat & seat) { return seat.layer == layer && seat.expert == expert; }));
     layers[layer].experts[expert].passing = false;
+    changed(layer, expert);
     mark_moved(layer);
 }
 
@@ -282,46 +226,41 @@ void DeviceTable::give(int layer, int expert) {
         stays(layer, expert);
     }
     move(layer, expert, NONE);
-    victims.set(layer, expert, FOR_DEMAND, Victims::NEVER);
 }
 
-// Who would go of a pool for an expert of a layer, NONE: of none: of those that pass through the first, of the others
-// the least valuable. of_layer: of that layer alone. expert NONE: nobody can.
-DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer, bool passing) {
-    const auto keeps = [&](int each) {
-        return each != layer && (of_layer || layers[each].n_seated <= layers[each].min);
-    };
-    if (passing) {
-        for (const Seat & seat : pool.passing) {
-            const Seated & e = layers[seat.layer].experts[seat.expert];
-            if (!keeps(seat.layer) && e.holds == 0 && !e.coming) {
-                return seat;
-            }
+// Of those that pass through, the first of a pool that may go for an expert of a layer (NONE: for anything). of_layer:
+// of that layer alone. expert NONE: nobody can.
+DeviceTable::Seat DeviceTable::first_passing(const Pool & pool, int layer, bool of_layer) const {
+    for (const Seat & seat : pool.passing) {
+        const Seated & e     = layers[seat.layer].experts[seat.expert];
+        const bool     keeps = seat.layer != layer && (of_layer || eviction.n(seat.layer) <= values.min(seat.layer));
+        if (!keeps && e.holds == 0 && !e.coming) {
+            return seat;
         }
-        return { NONE, NONE };
     }
-    Seat   found  = { NONE, NONE };
-    double lowest = Victims::NEVER;
+    return { NONE, NONE };
+}
+
+// The least valuable of the others.
+DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer) {
+    eviction.update([&](Victims & victims, int of, int expert) {
+        const Seated & e      = layers[of].experts[expert];
+        const bool     may_go = e.slot != NONE && e.holds == 0 && !e.coming && !e.guest_of && !e.passing;
+        victims.set(of, expert, FOR_DEMAND, may_go ? values.value(of, expert) : Victims::NEVER);
+    });
+    Victim least;
     for (int each : pool.layers) {
-        if (keeps(each)) {
-            continue;
-        }
-        const Victims::Least here = victims.least(each, FOR_DEMAND);
-        const double         kept = here.expert >= 0 ? worth(each, policy->settled(here.key)) : Victims::NEVER;
-        if (kept < lowest) {
-            found  = { each, here.expert };
-            lowest = kept;
+        const Victim victim = !of_layer || each == layer ? eviction.first(each, layer, FOR_DEMAND) : Victim();
+        if (victim && (!least || victim < least)) {
+            least = victim;
         }
     }
-    return found;
+    return { least.layer, least.expert };
 }
 
-// Clearly: see EvictionPolicy.
-bool DeviceTable::is_worth_more(int layer, const Seated & expert, const Seat & seat) {
-    constexpr double TWICE = 1; // of logarithms
-    const Seated &   there = layers[seat.layer].experts[seat.expert];
-    return worth(seat.layer, policy->settled(value(seat.layer, there))) < worth(layer, value(layer, expert)) &&
-        (!policy->by_recency() || expert.usage.heat > there.usage.heat + TWICE);
+DeviceTable::Seat DeviceTable::goes_first(const Pool & pool, int layer, bool of_layer) {
+    const Seat passing = first_passing(pool, layer, of_layer);
+    return passing.expert != NONE ? passing : least_of(pool, layer, of_layer);
 }
 
 // So that an expert can have a slot for good; false: there is none that it is worth.
@@ -329,22 +268,26 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     Layer &    l    = layers[layer];
     Seated &   e    = l.experts[expert];
     Pool &     pool = pools[l.pool];
-    const bool full = l.n_seated >= l.max; // it takes the place of another one of its layer
-    e.usage.came    = now;                 // if it comes: it is worth what it will be then
-    took            = full || pool.free.empty();
+    const bool full = eviction.n(layer) >= values.max(layer); // it takes the place of another one of its layer
+    if (counts_uses()) {
+        values.came(layer, expert); // if it comes: it is worth what it will be then
+    }
+    took = full || pool.free.empty();
     if (took) {
-        const Seat least    = least_of(pool, layer, full, false);
-        const bool worth_it = least.expert == NONE || is_worth_more(layer, e, least);
+        const Seat least    = least_of(pool, layer, full);
+        const bool worth_it = least.expert == NONE || values.is_worth_more(layer, expert, least.layer, least.expert);
         if (!must && !worth_it) {
             return false;
         }
-        const Seat passing = least_of(pool, layer, full, true);
+        const Seat passing = first_passing(pool, layer, full);
         const Seat goes    = passing.expert != NONE ? passing : least;
         if (goes.expert == NONE) {
             return false;
         }
         ++layers[goes.layer].counts.evictions;
-        policy->evicted(layers[goes.layer].experts[goes.expert].usage);
+        if (counts_uses()) {
+            values.evicted(goes.layer, goes.expert);
+        }
         give(goes.layer, goes.expert);
         // No more pass through than one layer needs: after a prompt, all may have.
         if (!worth_it && pool.passing.size() < std::max<size_t>(n_needed, 1)) {

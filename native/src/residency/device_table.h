@@ -21,14 +21,13 @@
 //     absent --ordered--> coming --arrived--> there, for that pass --it is over--> absent
 //                                                 \--admitted, its slot too--> there
 //
-// Values are those of the policies of host memory (eviction.h), of uses that are counted here.
+// Values, limits and who goes first are those of host memory (values.h), of uses that are counted here.
 
 #pragma once
 
 #include "banks/device_rates.h"
-#include "residency/policies/policy_list.h"
+#include "residency/eviction_order.h"
 #include "residency/guesses.h"
-#include "residency/victims.h"
 
 #include <memory>
 #include <vector>
@@ -75,17 +74,7 @@ public:
         pyorch_policy policy, const Policies & policies = policy_list());
     ~DeviceTable();
 
-    // From now on. What a Learner says has to be told anew.
-    void set_policy(pyorch_policy policy);
-
-    // What a Learner says: values[n_expert].
-    void set_learned(int layer, const std::vector<double> & values);
-
-    // In a replay: when an expert will be used next (see Usage).
-    void foresee(int layer, int expert, uint64_t next_use);
-
-    // Of a layer's experts at least `min` stay while there are so many, and no more than `max` come; what is more and
-    // not held goes.
+    // Of the layer's limits: what is more than its most and not held goes.
     // REQUIRES: 0 <= min <= max, and the minima of a pool leave a slot.
     void set_limits(int layer, int min, int max);
 
@@ -159,7 +148,6 @@ private:
     struct Ahead;
 
     struct Seated {
-        Usage        usage;
         int          slot     = NONE;
         int          holds    = 0;
         bool         coming   = false;
@@ -169,14 +157,9 @@ private:
     struct Layer {
         int                 pool;
         std::vector<Seated> experts;
-        int                 min = 0;
-        int                 max;
-        int                 n_seated  = 0; // there or coming
-        int                 n_there   = 0;
-        uint64_t            last_pass = 0;
-        std::vector<int>    fresh     = {}; // experts that were used then
-        bool                moved     = false;
-        DeviceCounts        counts    = {};
+        int                 n_there = 0;
+        bool                moved   = false;
+        DeviceCounts        counts  = {};
     };
     struct Seat {
         int layer;
@@ -191,42 +174,48 @@ private:
         std::vector<Seat> passing = {}; // the first to come first
     };
 
-    std::vector<Layer>              layers;
-    std::vector<Pool>               pools;
-    const Policies *                policies;
-    pyorch_policy                   kind;
-    std::unique_ptr<EvictionPolicy> policy;
-    Victims                         victims;
-    uint64_t                        now      = 0; // layers that came
-    int                             at_layer = 0; // that came last
-    size_t                          n_needed = 0; // experts that it needs
-    std::vector<int>                moved;        // layers with the flag
-    pyorch_device_misses            misses = PYORCH_PROCESSOR;
-    DeviceRates                     rates;
-    std::vector<uint64_t>           expert_bytes; // by layer
-    std::unique_ptr<Ahead>          ahead;        // null: no guests
+    const std::unique_ptr<Values> own_values; // null: those of the table that this one is compared with
 
-    int    n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
-    void   move(int layer, int expert, int slot);
-    void   count_uses(int layer, const std::vector<int> & asked);
-    void   changed(int layer, int expert);
-    void   mark_moved(int layer);
-    void   stays(int layer, int expert);
-    Seat   least_of(const Pool & pool, int layer, bool of_layer, bool passing);
-    bool   is_worth_more(int layer, const Seated & expert, const Seat & there);
-    double value(int layer, const Seated & expert) const;
-    double worth(int layer, double value) const;
-    bool   make_room(int layer, int expert, bool must, bool & took);
-    bool   admit_guest(int layer, int expert, bool & took);
-    void   give(int layer, int expert);
-    void   give_kept(Pool & pool, int slot);
-    void   keep_slots();
-    void   give_up_slots();
+public:
+    // Of the experts, whoever is there: policy, uses, limits.
+    Values & values;
 
-    DeviceTable * without_guests() const; // see Ahead; null: there are none here either
-    void          estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
-    void          judge(int layer, const DeviceDemand & demand);
-    void          weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
+private:
+    EvictionOrder          eviction;
+    std::vector<Layer>     layers;
+    std::vector<Pool>      pools;
+    size_t                 n_needed = 0; // experts of the layer that came last
+    std::vector<int>       moved;        // layers with the flag
+    pyorch_device_misses   misses = PYORCH_PROCESSOR;
+    DeviceRates            rates;
+    std::vector<uint64_t>  expert_bytes; // by layer
+    std::unique_ptr<Ahead> ahead;        // null: no guests
+
+    // With the values of another table, which alone counts uses: see Ahead.
+    DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots);
+
+    int  n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
+    void move(int layer, int expert, int slot);
+    void count_uses(int layer, const std::vector<int> & asked);
+    void changed(int layer, int expert) { eviction.changed(layer, expert); }
+    bool counts_uses() const { return own_values != nullptr; }
+    void seat(const std::vector<int> & pool_of, const std::vector<int> & n_slots);
+    void mark_moved(int layer);
+    void stays(int layer, int expert);
+    Seat least_of(const Pool & pool, int layer, bool of_layer);
+    Seat first_passing(const Pool & pool, int layer, bool of_layer) const;
+    Seat goes_first(const Pool & pool, int layer, bool of_layer);
+    void shrink_layer(int layer);
+    bool make_room(int layer, int expert, bool must, bool & took);
+    bool admit_guest(int layer, int expert, bool & took);
+    void give(int layer, int expert);
+    void give_kept(Pool & pool, int slot);
+    void keep_slots();
+    void give_up_slots();
+
+    void estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
+    void judge(int layer, const DeviceDemand & demand);
+    void weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
 };
 
 } // namespace pyorch

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "loading/loader.h"
-#include "residency/policies/policy.h"
 
 #include <atomic>
 #include <string>
@@ -44,14 +43,12 @@ struct Expert {
     const void * guessed_for = nullptr;      // of a guess: the context whose pass is still to come
     Form         kept        = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
     bool         pinned      = false;
-    bool         changed     = false; // since its keys were last computed, see Table::value_changed
     bool         elsewhere   = false; // another server computes it now: it is not read ahead here
     bool         above       = false; // a tier above has it, or is getting it: it goes first here
     bool         displaced   = false; // had to go since its layer last came
     int          in_use      = 0;     // by running layers
     uint64_t     uses        = 0;     // that were counted: hits and misses
-    Usage        usage;
-    std::string  error; // why it is FAILED
+    std::string  error;               // why it is FAILED
 
     int  layer() const { return load.layer; }
     int  id() const { return load.expert; }

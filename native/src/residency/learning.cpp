@@ -20,10 +20,10 @@ LearnerSizes Table::learner_sizes() const {
 }
 
 // REQUIRES: both mutexes
-void Table::make_learner_of(pyorch_policy which) {
-    const PolicyEntry & entry = find_policy(policies, which);
-    learner                   = entry.make_learner ? entry.make_learner(learner_sizes()) : nullptr;
-    learns                    = learner != nullptr;
+void Table::make_learner_of() {
+    const auto make = values.chosen().make_learner;
+    learner         = make ? make(learner_sizes()) : nullptr;
+    learns          = learner != nullptr;
     visits.clear();
     has_visits = false;
     publish_all();
@@ -79,14 +79,7 @@ void Table::learn() {
 }
 
 // REQUIRES: both mutexes
-void Table::publish(int layer) {
-    Layer &      l      = layers[layer];
-    const auto & values = learner->values(layer);
-    for (int id = 0; id < l.n_expert; ++id) {
-        l.experts[id].usage.learned = values[id];
-    }
-    values_changed(l);
-}
+void Table::publish(int layer) { values.set_learned(layer, learner->values(layer)); }
 
 // REQUIRES: both mutexes
 void Table::publish_all() {

@@ -45,8 +45,8 @@ void Table::prefetch(int il, const int32_t * experts, int n) {
 // Experts of each layer that eviction cannot take.
 std::vector<int> Table::reserved() const {
     std::vector<int> n;
-    for (const auto & l : layers) {
-        n.push_back(std::max(l.min, l.n_pinned));
+    for (int layer = 0; layer < (int) layers.size(); ++layer) {
+        n.push_back(std::max(values.min(layer), layers[layer].n_pinned));
     }
     return n;
 }
@@ -102,7 +102,7 @@ void Table::pin(int il, const int32_t * experts, int n) {
             e.wanted();
             ++layers[layer].n_pinned;
             e.not_scanned();
-            value_changed(e);
+            changed(e);
             if (e.absent()) {
                 ordered.push_front(&e);
             }
@@ -180,35 +180,30 @@ void Table::set_budget(uint64_t bytes) {
 void Table::set_policy(pyorch_policy which) {
     std::lock_guard<std::mutex> learning_lock(learning);
     std::lock_guard<std::mutex> lock(mutex);
-    policy = find_policy(policies, which).make((int) layers.size());
-    make_learner_of(which);
-    for (Layer & l : layers) {
-        values_changed(l);
-    }
+    values.set_policy(which);
+    make_learner_of();
 }
 
 void Table::set_layer_limits(int il, int min, int max) {
     std::unique_lock<std::mutex> lock(mutex);
-    Layer &                      l = layers[layer_index(il)];
-    if (min < 0 || max > l.n_expert || min > max) {
+    const int                    layer    = layer_index(il);
+    const int                    n_expert = layers[layer].n_expert;
+    if (min < 0 || max > n_expert || min > max) {
         throw Failure(PYORCH_INVALID,
-            format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, l.n_expert, min, max));
+            format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, n_expert, min, max));
     }
-    std::vector<int> n_reserved    = reserved();
-    n_reserved[&l - layers.data()] = std::max(n_reserved[&l - layers.data()], min);
-    const uint64_t most            = needed_budget(n_reserved);
+    std::vector<int> n_reserved = reserved();
+    n_reserved[layer]           = std::max(n_reserved[layer], min);
+    const uint64_t most         = needed_budget(n_reserved);
     if (most > most_for_full()) {
         throw Failure(PYORCH_BUDGET,
             format("a minimum of %d experts in layer %d needs a budget of %s, it is %s", min, il,
                 mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
     }
-    l.min = min;
-    l.max = max;
+    values.set_limits(layer, min, max);
     reserve();
     divide_budget(bank->budget());
-    if (l.n_loaded > max) {
-        shrink_layer((int) (&l - layers.data()), l.n_loaded - max);
-    }
+    shrink_layer(layer, order.n(layer) - max);
     lock.unlock();
     space.notify_all();
     loads.wake();

@@ -49,7 +49,7 @@ int Table::window(int layer) const { return map.floor_experts(map.layers[layer])
 // Experts of a layer that can be in memory at once, beside what is reserved in the others.
 int Table::capacity(int layer) const {
     const Layer &  l      = layers[layer];
-    const uint64_t others = reserved_bytes - std::max(l.min, l.n_pinned) * l.slot_bytes;
+    const uint64_t others = reserved_bytes - std::max(values.min(layer), l.n_pinned) * l.slot_bytes;
     return (int) std::min<uint64_t>(l.n_expert, (bank->matrices_budget() - others) / l.slot_bytes);
 }
 

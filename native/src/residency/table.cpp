@@ -39,12 +39,10 @@ static uint64_t mean_read_bytes(const MoeLayer & layer) {
 
 Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
     const pyorch_config & config, const Policies & policies) :
-        map(map_), policies(policies),
-        policy(find_policy(policies, (pyorch_policy) config.policy).make((int) map.layers.size())),
-        bank(std::move(bank_)),
+        map(map_), bank(std::move(bank_)),
         loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes, mutex, *this),
-        layers(map.layers.size()), victims(n_experts(map)), pools(map), n_executed((int) map.layers.size()) {
-    measure_turns();
+        layers(map.layers.size()), values(n_experts(map), HOST, policies, (pyorch_policy) config.policy), order(values),
+        pools(map) {
     if (bank->budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET,
             format("budget %s is below the floor of %s (twice the experts of a token, and one)",
@@ -54,16 +52,13 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         Layer & layer                 = layers[i];
         layer_by_il[map.layers[i].il] = (int) i;
         layer.n_expert                = map.layers[i].n_expert;
-        layer.max                     = layer.n_expert;
         layer.size_class              = bank->size_class((int) i, PART_MATRICES);
         layer.slot_bytes              = map.layers[i].slot_bytes();
         layer.read_bytes              = mean_read_bytes(map.layers[i]);
-        layer.position                = (int) i;
         layer.passes.resize(map.layers[i].tensors.size());
         std::iota(layer.passes.begin(), layer.passes.end(), 0);
         layer.experts = std::make_unique<Expert[]>(layer.n_expert);
         layer.is_resident.resize(layer.n_expert);
-        layer.probability.assign(layer.n_expert, 1.0f / layer.n_expert);
         pressure.resize(std::max(pressure.size(), (size_t) layer.size_class + 1));
         for (int id = 0; id < layer.n_expert; ++id) {
             Expert & e    = layer.experts[id];
@@ -77,7 +72,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
     bank->on_give_up([this](char * slot) { loads.given_up(slot); });
     std::copy(std::begin(config.pool_shares), std::end(config.pool_shares), shares.begin() + (int) Form::FULL);
     divide_budget(bank->budget());
-    make_learner_of((pyorch_policy) config.policy);
+    make_learner_of();
     if (zeros_size) {
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -107,14 +102,14 @@ void Table::hold(Expert & e) {
     e.wanted();
     if (e.in_use++ == 0) {
         ++n_in_use;
-        value_changed(e);
+        changed(e);
     }
 }
 
 void Table::unhold(Expert & e) {
     if (--e.in_use == 0) {
         --n_in_use;
-        value_changed(e);
+        changed(e);
     }
 }
 
@@ -159,18 +154,14 @@ Table::ReadSeconds Table::read_seconds() {
 void Table::count_uses(int layer, const Demand & demand, const std::vector<int> & streamed) {
     Layer &    l    = layers[layer];
     const bool scan = demand.scans();
-    ++now;
-    at_layer = layer;
+    values.passes(layer);
     ++totals.layer_passes;
     totals.tokens += demand.own ? demand.n_tokens : 0;
 
-    std::vector<int> before;
-    before.swap(l.fresh);
-    l.last_pass = now;
     if (!scan) {
         for (int id : demand.asked) {
             used(l.experts[id]);
-            pools.used(layer, id, now);
+            pools.used(layer, id, values.now());
         }
     }
     count_regret(l, demand);
@@ -193,9 +184,6 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
         }
         l.stats.prefetch_loads += e.loading() && e.unasked();
         e.read_for = scan && e.scanned() ? ReadFor::SCAN : ReadFor::DEMAND;
-    }
-    for (int id : before) {
-        value_changed(l.experts[id]);
     }
 }
 
@@ -227,7 +215,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 
     // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
     if (demand.scans() && (int) demand.experts.size() * 4 >= layers[layer].n_expert * 3) {
-        want_layer_ahead(next_executed(layer));
+        want_layer_ahead(values.next_executed(layer));
     }
     note_visit(owner, layer, demand);
     lock.unlock();
@@ -275,7 +263,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     const int n_frames = streamed.empty() ? 0 : window(layer);
     if (!absent.empty() || n_frames > 0) {
-        const int over = l.n_loaded + (int) absent.size() - l.max;
+        const int over = order.n(layer) + (int) absent.size() - values.max(layer);
         if (over > 0) {
             shrink_layer(layer, over);
         }
@@ -350,10 +338,10 @@ void Table::forget(Owner & owner) {
         release_held(owner, ignored);
         guesses.forget(owner.context);
         passages.erase(owner.context);
-        for (Layer & l : layers) {
-            settle_guessed(l, owner.context);
-            if (l.forecast && l.forecast_for == owner.context) {
-                end_forecast(l);
+        for (int layer = 0; layer < (int) layers.size(); ++layer) {
+            settle_guessed(layers[layer], owner.context);
+            if (layers[layer].forecast_for == owner.context) {
+                end_forecast(layer);
             }
         }
         if (is_idle()) {

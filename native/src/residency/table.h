@@ -27,13 +27,12 @@
 
 #include "banks/bank.h"
 #include "loading/loader.h"
+#include "residency/eviction_order.h"
 #include "residency/expert.h"
 #include "residency/guesses.h"
 #include "residency/policies/learned_value.h"
-#include "residency/policies/policy_list.h"
 #include "residency/pools.h"
 #include "residency/stream.h"
-#include "residency/victims.h"
 
 #include <atomic>
 #include <climits>
@@ -226,26 +225,16 @@ private:
     struct Layer {
         std::unique_ptr<Expert[]> experts;
         int                       n_expert;
-        int                       n_loaded   = 0; // loading or resident
         int                       n_resident = 0;
         int                       n_pinned   = 0;
-        int                       min        = 0;
-        int                       max;
-        int                       size_class; // of an expert that kernels can compute with
-        uint64_t                  slot_bytes; // of it
-        uint64_t                  read_bytes; // that are read for it, on average
-        std::vector<int>          passes;     // roles, in the order in which the kernels go through them
-        bool                      executed = true;
-        int                       position;    // among those that are executed
-        std::vector<float>        probability; // by expert, with which its next pass needs them; all the same, but
-        bool                      forecast     = false; // for a forecast
-        const void *              forecast_for = nullptr;
-        uint64_t                  last_pass    = 0;
-        std::vector<int>          fresh        = {};    // experts that were used or asked for by name since then
-        std::vector<int>          guessed      = {};    // experts with a guess whose pass is to come
-        std::vector<int>          displaced    = {};    // experts with the flag
-        bool                      changed      = false; // the same for all of its experts
-        std::vector<uint8_t>      is_resident;          // by expert
+        int                       size_class;             // of an expert that kernels can compute with
+        uint64_t                  slot_bytes;             // of it
+        uint64_t                  read_bytes;             // that are read for it, on average
+        std::vector<int>          passes;                 // roles, in the order in which the kernels go through them
+        const void *              forecast_for = nullptr; // the context whose forecast it is
+        std::vector<int>          guessed      = {};      // experts with a guess whose pass is to come
+        std::vector<int>          displaced    = {};      // experts with the flag
+        std::vector<uint8_t>      is_resident;            // by expert
         pyorch_stats              stats = {};
     };
 
@@ -263,16 +252,7 @@ private:
         uint64_t begin = 0; // in layers computed
     };
 
-    struct Victim {
-        Expert * expert = nullptr;
-        int      tier;  // lower ones go first
-        double   value; // so do lower ones within a tier
-        bool     operator<(const Victim & o) const { return tier != o.tier ? tier < o.tier : value < o.value; }
-    };
-
-    std::unordered_map<int, int>    layer_by_il;
-    const Policies &                policies;
-    std::unique_ptr<EvictionPolicy> policy;
+    std::unordered_map<int, int> layer_by_il;
 
     // What visits teach takes arithmetic, which is done under a mutex of its own, taken before the other: by a compute
     // thread that would sleep for a read, and at the latest by the layer that comes next.
@@ -290,31 +270,26 @@ private:
     Loader                  loads;
 
     std::vector<Layer>                        layers;
-    Victims                                   victims;
+    Values                                    values;
+    EvictionOrder                             order;
     Pools                                     pools;
     PoolShares                                shares = ALL_FULL;
-    Width                                     width; // of what comes: the pool of full experts has room for it
-    std::vector<Expert *>                     changed_experts; // with the flag
-    std::vector<Layer *>                      changed_layers;
+    Width                                     width;    // of what comes: the pool of full experts has room for it
     std::vector<int>                          pressure; // by size class: see choose_victim
     std::deque<Expert *>                      ordered;  // by name, to be read ahead; memory is not allocated yet
     std::deque<Expert *>                      prompt;   // the same, for the prompt that is being read
     Guesses                                   guesses;
-    std::deque<Expert *>                      deferred; // see defer()
-    std::vector<std::unique_ptr<Stream>>      streams;  // closed ones too, while a reader is at work for them
-    std::unordered_map<const void *, Passage> passages; // by context
-    int                                       n_executed;
-    int                                       at_layer = 0; // that came last
-    std::vector<double> nearness;           // by layers until its turn: what a policy that counts turns multiplies with
-    uint64_t            n_arrived      = 0; // layers that came to acquire(), served in that order
-    uint64_t            n_served       = 0;
-    uint64_t            reserved_bytes = 0; // of what eviction may not take: pinned experts and layers' minima
-    int                 n_in_use       = 0; // experts that are held, and windows
-    uint64_t            now            = 0; // layers computed
-    Rate                regret;             // of evictions: the expert was asked for when its layer next came
-    double              read_share = 0.5;   // of a guess when its pass comes, fading mean
-    ReadSeconds         reads      = {};    // see read_seconds()
-    std::string         error;
+    std::deque<Expert *>                      deferred;      // see defer()
+    std::vector<std::unique_ptr<Stream>>      streams;       // closed ones too, while a reader is at work for them
+    std::unordered_map<const void *, Passage> passages;      // by context
+    uint64_t                                  n_arrived = 0; // layers that came to acquire(), served in that order
+    uint64_t                                  n_served  = 0;
+    uint64_t    reserved_bytes = 0; // of what eviction may not take: pinned experts and layers' minima
+    int         n_in_use       = 0; // experts that are held, and windows
+    Rate        regret;             // of evictions: the expert was asked for when its layer next came
+    double      read_share = 0.5;   // of a guess when its pass comes, fading mean
+    ReadSeconds reads      = {};    // see read_seconds()
+    std::string error;
 
     int          n_waiting  = 0; // compute threads asleep in address()
     uint64_t     wait_begin = 0;
@@ -355,7 +330,7 @@ private:
 
     LearnerSizes   learner_sizes() const;
     LearnedValue & learned_value();
-    void           make_learner_of(pyorch_policy which);
+    void           make_learner_of();
     uint64_t       scarce_bytes();
     void           note_visit(const Owner & owner, int layer, const Demand & demand);
     void           learn();
@@ -390,17 +365,12 @@ private:
     void        trim_pools();
     void        widen(int layer, const Demand & demand);
     void        divide_budget(uint64_t bytes);
+    void        changed(const Expert & e) { order.changed(e.layer(), e.id()); }
     void        used(Expert & e);
-    void        value_changed(Expert & e);
-    void        values_changed(Layer & l);
-    void        compute_keys(const Expert & e);
-    bool        is_fresh(const Expert & e) const;
-    double      value_of(const Expert & e) const;
-    double      worth(const Layer & l, double value) const;
-    void        measure_turns();
+    void        compute_keys(Victims & victims, const Expert & e);
     void        compute_changed_keys();
     bool        make_room(
-        int layer, int n, Purpose purpose, float more_likely_than, const Victim & below = { nullptr, INT_MAX, 0 });
+        int layer, int n, Purpose purpose, float more_likely_than, const Victim & below = { -1, -1, INT_MAX, 0 });
     Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
     bool   drop_queued();
     void   shrink_layer(int layer, int n);
@@ -410,13 +380,11 @@ private:
     bool next_guess();
     bool next_deferred();
     bool has_passed(const void * context, int layer, int from);
-    int  layers_between(int from, int to) const;
     void settle(const void * context, int layer);
     void settle_guessed(Layer & l, const void * context);
     void end_unwanted(Expert & e);
-    void end_forecast(Layer & l);
+    void end_forecast(int layer);
     void want_layer_ahead(int layer);
-    int  next_executed(int layer) const;
     bool is_idle() const;
 
     // Asleep for memory: what goes for it must not be taken for anything else before it wakes.

@@ -202,7 +202,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     for (const auto & [layer, values] : learned) {
         own = layer == batch.layer ? &values : own;
         if (layer != batch.layer) {
-            seats->set_learned(layer, values);
+            seats->values.set_learned(layer, values);
         }
     }
     std::vector<int> rows(batch.n_expert);
@@ -232,7 +232,7 @@ void DeviceTier::set_policy(pyorch_policy which) {
     std::lock_guard<std::mutex> lock(mutex);
     policy = which;
     if (seats) {
-        seats->set_policy(which);
+        seats->values.set_policy(which);
     }
 }
 

@@ -1,0 +1,144 @@
+#include "residency/values.h"
+
+#include "residency/eviction_order.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace pyorch {
+
+Values::Values(const std::vector<int> & n_experts, Tier tier, const Policies & policies, pyorch_policy which) :
+        tier(tier), policies(policies), n_executed_((int) n_experts.size()) {
+    for (int n : n_experts) {
+        layers.push_back({ std::vector<Usage>(n), std::vector<float>(n, 1.0f / (float) n), (int) layers.size(), n });
+    }
+    measure_turns();
+    set_policy(which);
+}
+
+void Values::set_policy(pyorch_policy which) {
+    entry  = &find_policy(policies, which);
+    policy = entry->make(n_layers());
+    for (int layer = 0; layer < n_layers(); ++layer) {
+        changed(layer);
+    }
+}
+
+void Values::set_learned(int layer, const std::vector<double> & values) {
+    for (int expert = 0; expert < n_experts(layer); ++expert) {
+        layers[layer].usage[expert].learned = values[expert];
+    }
+    changed(layer);
+}
+
+void Values::foresee(int layer, int expert, uint64_t next_use) {
+    layers[layer].usage[expert].next_use = next_use;
+    changed(layer, expert);
+}
+
+void Values::set_executed(const std::vector<int> & executed) {
+    n_executed_ = 0;
+    for (int layer = 0; layer < n_layers(); ++layer) {
+        layers[layer].position = n_executed_;
+        layers[layer].executed = std::binary_search(executed.begin(), executed.end(), layer);
+        n_executed_ += layers[layer].executed;
+    }
+    n_executed_ = std::max(n_executed_, 1);
+    measure_turns();
+}
+
+void Values::set_limits(int layer, int min, int max) {
+    layers[layer].min = min;
+    layers[layer].max = max;
+}
+
+void Values::passes(int layer) {
+    for (int expert : layers[layer].fresh) {
+        changed(layer, expert);
+    }
+    layers[layer].fresh.clear();
+    layers[layer].last_pass = ++now_;
+    at_layer                = layer;
+}
+
+void Values::used(int layer, int expert) {
+    Usage & usage = layers[layer].usage[expert];
+    policy->used(usage, now_);
+    if (tier.may_refuse && policy->by_recency()) {
+        usage.heat = fading_use(usage.heat, (double) now_ / (HEAT_HALF_LIFE_TOKENS * (double) layers.size()));
+    }
+    layers[layer].fresh.push_back(expert);
+    changed(layer, expert);
+}
+
+void Values::forecast(int layer, const std::vector<float> & probability) {
+    layers[layer].probability = probability;
+    layers[layer].forecast    = true;
+    if (policy->takes_forecasts()) {
+        changed(layer);
+    }
+}
+
+void Values::end_forecast(int layer) {
+    layers[layer].probability.assign(n_experts(layer), 1.0f / (float) n_experts(layer));
+    layers[layer].forecast = false;
+    if (policy->takes_forecasts()) {
+        changed(layer);
+    }
+}
+
+double Values::value(int layer, int expert) const {
+    const Layer & l = layers[layer];
+    return std::max(policy->value(l.usage[expert], l.probability[expert], is_fresh(layer, expert)),
+        std::numeric_limits<double>::lowest());
+}
+
+// How near the turn of a layer is, as policies count it: 1 / root(d).
+void Values::measure_turns() {
+    nearness.assign(n_executed_ + 1, 0);
+    for (int d = 1; d <= n_executed_; ++d) {
+        nearness[d] = 1 / std::sqrt((double) d);
+    }
+}
+
+double Values::worth(int layer, double value) const {
+    if (!policy->counts_turns()) {
+        return value;
+    }
+    const Layer & l     = layers[layer];
+    const int     ahead = l.position - layers[at_layer].position;
+    return l.executed ? value * nearness[ahead > 0 ? ahead : ahead + n_executed_] : 0;
+}
+
+bool Values::is_worth_more(int layer, int expert, int layer_there, int expert_there) const {
+    constexpr double TWICE = 1; // of logarithms
+    return worth_there(layer_there, value(layer_there, expert_there)) < worth(layer, value(layer, expert)) &&
+        (!policy->by_recency() ||
+            layers[layer].usage[expert].heat > layers[layer_there].usage[expert_there].heat + TWICE);
+}
+
+int Values::next_executed(int layer) const {
+    do {
+        ++layer;
+    } while (layer < n_layers() && !layers[layer].executed);
+    return layer < n_layers() ? layer : -1;
+}
+
+int Values::layers_between(int from, int to) const {
+    return ((layers[to].position - layers[from].position) % n_executed_ + n_executed_) % n_executed_;
+}
+
+void Values::changed(int layer, int expert) {
+    for (EvictionOrder * order : orders) {
+        order->changed(layer, expert);
+    }
+}
+
+void Values::changed(int layer) {
+    for (EvictionOrder * order : orders) {
+        order->changed(layer);
+    }
+}
+
+} // namespace pyorch

@@ -1,0 +1,142 @@
+// What experts are worth in one memory: how they were used, what a policy makes of that, and how many of a layer's
+// experts have a place there in any case, or at most.
+//
+// Host memory and a device have the same policies, values and limits. What differs on purpose is a Tier, and that a
+// device is told no forecasts: they are made as time allows, and what it computes must not depend on that.
+//
+// Values know nobody's place. Whoever fills a memory has an order of eviction for that (eviction_order.h), or two, where
+// two ways to fill it are compared; each hears of every value that changes.
+
+#pragma once
+
+#include "residency/policies/policy_list.h"
+
+#include <memory>
+#include <vector>
+
+namespace pyorch {
+
+class EvictionOrder;
+
+// A kind of memory.
+struct Tier {
+    // An expert need not come: what lacks it computes elsewhere. Then it comes only where it is clearly worth more than
+    // what must go (EvictionPolicy::settled, by_recency). Host memory has no choice: a layer that computes waits.
+    bool may_refuse;
+};
+
+inline constexpr Tier HOST   = { false };
+inline constexpr Tier DEVICE = { true };
+
+class Values {
+public:
+    // policies: that can be chosen. Throws Failure for another one, as set_policy() does.
+    Values(const std::vector<int> & n_experts, Tier tier, const Policies & policies, pyorch_policy policy);
+
+    Values(const Values &)             = delete;
+    Values & operator=(const Values &) = delete;
+
+    int                 n_layers() const { return (int) layers.size(); }
+    int                 n_experts(int layer) const { return (int) layers[layer].usage.size(); }
+    const PolicyEntry & chosen() const { return *entry; }
+
+    // From now on. What a Learner says has to be told anew.
+    void set_policy(pyorch_policy policy);
+
+    // What a Learner says: values[n_expert].
+    void set_learned(int layer, const std::vector<double> & values);
+
+    // For a replay: when an expert will be used next, in layers that came (see Usage).
+    void foresee(int layer, int expert, uint64_t next_use);
+
+    // The layers that a token passes, ascending; all, until told. A layer that none passes has no turn.
+    void set_executed(const std::vector<int> & executed);
+
+    // Of a layer's experts `min` stay while there are so many, and no more than `max` come.
+    void set_limits(int layer, int min, int max);
+    int  min(int layer) const { return layers[layer].min; }
+    int  max(int layer) const { return layers[layer].max; }
+
+    // A layer comes. What it used the last time is not fresh any more.
+    void passes(int layer);
+
+    // An expert counts as used now.
+    void used(int layer, int expert);
+
+    // It got memory; it went, as the least valuable.
+    void came(int layer, int expert) { layers[layer].usage[expert].came = now_; }
+
+    void evicted(int layer, int expert) { policy->evicted(layers[layer].usage[expert]); }
+
+    // probability[n_expert]: with which the next pass of the layer needs each expert, until it is over.
+    void forecast(int layer, const std::vector<float> & probability);
+    void end_forecast(int layer);
+    bool has_forecast(int layer) const { return layers[layer].forecast; }
+
+    // 1 / n_expert for all of them while there is no forecast.
+    const std::vector<float> & probability(int layer) const { return layers[layer].probability; }
+
+    // The last pass of its layer used it, or it was asked for by name since then.
+    bool is_fresh(int layer, int expert) const {
+        const Usage & usage = layers[layer].usage[expert];
+        return usage.last_use > 0 && usage.last_use >= layers[layer].last_pass;
+    }
+
+    // Among its layer's, finite: the lowest goes first.
+    double value(int layer, int expert) const;
+
+    // What a value in a layer counts now among those in others.
+    double worth(int layer, double value) const;
+
+    // The same of an expert that is there.
+    double worth_there(int layer, double value) const {
+        return worth(layer, tier.may_refuse ? policy->settled(value) : value);
+    }
+
+    // Whether an expert is clearly worth more than another one that is there.
+    bool is_worth_more(int layer, int expert, int layer_there, int expert_there) const;
+
+    uint64_t now() const { return now_; } // layers that came
+
+    int  n_executed() const { return n_executed_; }
+    bool is_executed(int layer) const { return layers[layer].executed; }
+    int  position(int layer) const { return layers[layer].position; } // among those that are executed
+
+    // The layer that a token passes after this one, -1 after the last.
+    int next_executed(int layer) const;
+
+    // How far a layer lies behind another in the cycle of those that a token passes; 0 for itself.
+    int layers_between(int from, int to) const;
+
+private:
+    friend class EvictionOrder; // attaches itself
+
+    struct Layer {
+        std::vector<Usage> usage;
+        std::vector<float> probability;
+        int                position;
+        int                max;
+        int                min       = 0;
+        bool               forecast  = false;
+        bool               executed  = true;
+        uint64_t           last_pass = 0;
+        std::vector<int>   fresh     = {}; // experts that were used or asked for by name since then
+    };
+
+    const Tier                      tier;
+    const Policies &                policies;
+    const PolicyEntry *             entry;
+    std::unique_ptr<EvictionPolicy> policy;
+    std::vector<Layer>              layers;
+    std::vector<EvictionOrder *>    orders;
+    std::vector<double> nearness; // by layers until its turn: what a policy that counts turns multiplies with
+    int                 n_executed_;
+    int                 at_layer = 0; // that came last
+    uint64_t            now_     = 0;
+
+    void measure_turns();
+    void changed(int layer, int expert);
+    void changed(int layer);
+};
+
+} // namespace pyorch
