@@ -132,4 +132,12 @@ void give_part_slots(const std::vector<MoeLayer> & layers, std::vector<std::shar
     }
 }
 
+uint64_t stored_bytes(const MoeLayer & layer, Form form) {
+    uint64_t bytes = 0;
+    for (Part part : { PART_E, PART_SM }) {
+        bytes += parts_of(form) & bit_of(part) ? slot_bytes(layer, part) : 0;
+    }
+    return bytes;
+}
+
 } // namespace pyorch

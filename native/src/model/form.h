@@ -49,6 +49,9 @@ constexpr Form stored_form(uint32_t parts) {
                                                     Form::ABSENT;
 }
 
+// Memory of the stored parts that a form keeps of an expert.
+uint64_t stored_bytes(const MoeLayer & layer, Form form);
+
 // Whether the experts of a layer come by way of stored parts.
 inline bool is_compressed(const MoeLayer & layer) { return layer.pack && layer.pack->compressed; }
 

@@ -4,8 +4,8 @@
 // guessed: a table without guests is played the same layers. As long as the one with guests has had no fewer hits than
 // that, but for LOSS, it keeps its slots; else it gives them up and tries again after a pause, each four times as long
 // as the one before. So over n layers guests cost at most some LOSS log4(n) hits, whatever is forecast. Layers of
-// prompts do not count: nothing is forecast for them. Both have the same values (what a policy notes of experts that come
-// and go, as fifo and marking do, is noted of the table with guests).
+// prompts do not count: nothing is forecast for them. Both have the same values (what a policy notes of experts that
+// come and go, as fifo and marking do, is noted of the table with guests).
 //
 // What they cost the link, is an upload for each: of forecasts whose like was wrong more often than the predictor is
 // asked for, nothing comes. That is counted for all that was absent, whether it came or not, so that it may come again.

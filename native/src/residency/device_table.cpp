@@ -10,12 +10,12 @@ namespace pyorch {
 DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
     const std::vector<int> & n_slots, pyorch_policy policy, const Policies & policies) :
         own_values(std::make_unique<Values>(n_experts, DEVICE, policies, policy)), values(*own_values),
-        eviction(values) {
+        eviction(values, keys()) {
     seat(pool_of, n_slots);
 }
 
 DeviceTable::DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots) :
-        values(values), eviction(values) {
+        values(values), eviction(values, keys()) {
     seat(pool_of, n_slots);
 }
 
@@ -33,6 +33,14 @@ void DeviceTable::seat(const std::vector<int> & pool_of, const std::vector<int> 
             pools[pool].free.push_back(slot);
         }
     }
+}
+
+EvictionOrder::SetKeys DeviceTable::keys() {
+    return [this](Victims & victims, int layer, int expert) {
+        const Seated & e      = layers[layer].experts[expert];
+        const bool     may_go = e.slot != NONE && e.holds == 0 && !e.coming && !e.guest_of && !e.passing;
+        victims.set(layer, expert, FOR_DEMAND, may_go ? values.value(layer, expert) : Victims::NEVER);
+    };
 }
 
 void DeviceTable::set_limits(int layer, int min, int max) {
@@ -243,11 +251,6 @@ DeviceTable::Seat DeviceTable::first_passing(const Pool & pool, int layer, bool 
 
 // The least valuable of the others.
 DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer) {
-    eviction.update([&](Victims & victims, int of, int expert) {
-        const Seated & e      = layers[of].experts[expert];
-        const bool     may_go = e.slot != NONE && e.holds == 0 && !e.coming && !e.guest_of && !e.passing;
-        victims.set(of, expert, FOR_DEMAND, may_go ? values.value(of, expert) : Victims::NEVER);
-    });
     Victim least;
     for (int each : pool.layers) {
         const Victim victim = !of_layer || each == layer ? eviction.first(each, layer, FOR_DEMAND) : Victim();
@@ -268,7 +271,7 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     Layer &    l    = layers[layer];
     Seated &   e    = l.experts[expert];
     Pool &     pool = pools[l.pool];
-    const bool full = eviction.n(layer) >= values.max(layer); // it takes the place of another one of its layer
+    const bool full = eviction.is_full(layer); // it takes the place of another one of its layer
     if (counts_uses()) {
         values.came(layer, expert); // if it comes: it is worth what it will be then
     }

@@ -206,12 +206,13 @@ private:
     Seat first_passing(const Pool & pool, int layer, bool of_layer) const;
     Seat goes_first(const Pool & pool, int layer, bool of_layer);
     void shrink_layer(int layer);
-    bool make_room(int layer, int expert, bool must, bool & took);
-    bool admit_guest(int layer, int expert, bool & took);
-    void give(int layer, int expert);
-    void give_kept(Pool & pool, int slot);
-    void keep_slots();
-    void give_up_slots();
+    EvictionOrder::SetKeys keys();
+    bool                   make_room(int layer, int expert, bool must, bool & took);
+    bool                   admit_guest(int layer, int expert, bool & took);
+    void                   give(int layer, int expert);
+    void                   give_kept(Pool & pool, int slot);
+    void                   keep_slots();
+    void                   give_up_slots();
 
     void estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
     void judge(int layer, const DeviceDemand & demand);

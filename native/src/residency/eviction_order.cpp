@@ -12,7 +12,8 @@ static std::vector<int> n_experts(const Values & values) {
     return n;
 }
 
-EvictionOrder::EvictionOrder(Values & values) : values(values), victims(n_experts(values)), layers(values.n_layers()) {
+EvictionOrder::EvictionOrder(Values & values, SetKeys set_keys) :
+        values(values), set_keys(std::move(set_keys)), victims(n_experts(values)), layers(values.n_layers()) {
     for (int layer = 0; layer < values.n_layers(); ++layer) {
         layers[layer].changed.resize(values.n_experts(layer));
     }
@@ -21,7 +22,23 @@ EvictionOrder::EvictionOrder(Values & values) : values(values), victims(n_expert
 
 EvictionOrder::~EvictionOrder() { values.orders.erase(std::find(values.orders.begin(), values.orders.end(), this)); }
 
+void EvictionOrder::set_changed_keys() {
+    for (int layer : changed_layers) {
+        layers[layer].all_changed = false;
+        for (int expert = 0; expert < values.n_experts(layer); ++expert) {
+            set_keys(victims, layer, expert);
+        }
+    }
+    for (const auto & [layer, expert] : changed_experts) {
+        layers[layer].changed[expert] = 0;
+        set_keys(victims, layer, expert);
+    }
+    changed_layers.clear();
+    changed_experts.clear();
+}
+
 Victim EvictionOrder::first(int layer, int for_layer, Purpose purpose, float more_likely_than) {
+    update();
     // A layer that runs gives up its own for its own: its minimum is there again once they are.
     if (layers[layer].n <= values.min(layer) && !(layer == for_layer && purpose == FOR_DEMAND)) {
         return {};

@@ -10,6 +10,7 @@
 #include "residency/victims.h"
 
 #include <cmath>
+#include <functional>
 #include <utility>
 #include <vector>
 
@@ -28,18 +29,25 @@ struct Victim {
 
 class EvictionOrder {
 public:
-    explicit EvictionOrder(Values & values); // that outlives it
+    // Sets the keys of an expert.
+    using SetKeys = std::function<void(Victims & victims, int layer, int expert)>;
+
+    // values: that outlive it.
+    EvictionOrder(Values & values, SetKeys set_keys);
     ~EvictionOrder();
 
     EvictionOrder(const EvictionOrder &)             = delete;
     EvictionOrder & operator=(const EvictionOrder &) = delete;
 
-    // An expert came, or begins to; it went.
+    // An expert of the layer came, or begins to; it went.
     void came(int layer) { ++layers[layer].n; }
 
     void went(int layer) { --layers[layer].n; }
 
     int n(int layer) const { return layers[layer].n; } // that came and did not go
+
+    // Whether no more may come: it has its most.
+    bool is_full(int layer) const { return n(layer) >= values.max(layer); }
 
     // When an expert goes, or whether it may, has changed.
     void changed(int layer, int expert) {
@@ -56,21 +64,11 @@ public:
         }
     }
 
-    // Calls set_keys(victims, layer, expert) for each expert that changed. REQUIRED before first() sees the changes.
-    template <typename SetKeys>
-    void update(SetKeys set_keys) {
-        for (int layer : changed_layers) {
-            layers[layer].all_changed = false;
-            for (int expert = 0; expert < values.n_experts(layer); ++expert) {
-                set_keys(victims, layer, expert);
-            }
+    // Sets the keys of what changed. first() does so itself.
+    void update() {
+        if (!changed_layers.empty() || !changed_experts.empty()) {
+            set_changed_keys();
         }
-        for (const auto & [layer, expert] : changed_experts) {
-            layers[layer].changed[expert] = 0;
-            set_keys(victims, layer, expert);
-        }
-        changed_layers.clear();
-        changed_experts.clear();
     }
 
     // The expert of a layer that goes first for one of for_layer (-1: for anything), and is not forecast with a higher
@@ -85,10 +83,13 @@ private:
     };
 
     Values &                         values;
+    const SetKeys                    set_keys;
     Victims                          victims;
     std::vector<Layer>               layers;
     std::vector<std::pair<int, int>> changed_experts; // with the flag
     std::vector<int>                 changed_layers;
+
+    void set_changed_keys();
 };
 
 } // namespace pyorch

@@ -1,6 +1,6 @@
-// How the table takes memory from some experts and gives it to others.
+#include "residency/room.h"
 
-#include "residency/table.h"
+#include "base/status.h"
 
 #include <algorithm>
 
@@ -11,103 +11,43 @@ namespace pyorch {
 // their class never do; so it moves where a class lacks it lastingly, and not with every expert.
 static constexpr int REBALANCE = 16;
 
-bool Table::start_load(Expert & e, ReadFor read_for) {
-    Layer & l = layer_of(e);
-    e.slot    = bank->take(l.size_class);
-    if (!e.slot) {
-        return false;
+// What came at once within so many tokens says how much may come at once.
+static constexpr uint64_t WIDTH_TOKENS = 64;
+
+Room::Room(const ModelMap & map, Bank & bank, Residents & residents, Values & values, EvictionOrder & order,
+    StoredParts & stored, Loader & loads, const PoolShares & shares) :
+        map(map), bank(bank), residents(residents), values(values), order(order), stored(stored), loads(loads),
+        shares(shares), displaced(residents.n_layers()) {
+    if (bank.budget() < map.floor_bytes()) {
+        throw Failure(PYORCH_BUDGET,
+            format("budget %s is below the floor of %s (twice the experts of a token, and one)",
+                mebibytes(bank.budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
     }
-    e.state     = State::LOADING;
-    e.read_for  = read_for;
-    e.load.form = COMPUTABLE;
-    e.load.slot = e.slot;
-    values.came(e.layer(), e.id());
-    order.came(e.layer());
-    e.ready.store(0, std::memory_order_relaxed);
-    return true;
+    for (int layer = 0; layer < residents.n_layers(); ++layer) {
+        pressure.resize(std::max(pressure.size(), (size_t) residents[layer].size_class + 1));
+    }
+    divide_budget(bank.budget());
 }
 
-void Table::drop(Expert & e) {
-    Layer & l = layer_of(e);
-    if (e.slot) {
-        bank->give(e.slot);
-        e.slot = {};
-    }
-    unstage(e.load);
-    if (e.guessed_for) {
-        l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id()));
-        l.stats.prefetch_wasted += e.read_in_vain();
-        e.guessed_for = nullptr;
-    }
-    if (!e.absent()) {
-        order.went(e.layer());
-    }
-    l.n_resident -= e.resident();
-    l.is_resident[e.id()] = 0;
-    e.ready.store(0, std::memory_order_relaxed);
-    e.state     = State::ABSENT;
-    e.load.form = Form::ABSENT;
-    e.read_for  = ReadFor::DEMAND;
-    changed(e);
-}
-
-void Table::evict(Expert & e) {
-    ++layer_of(e).stats.evictions;
-    if (!passes(e)) {
+void Room::evict(Expert & e) {
+    ++residents.layer_of(e).stats.evictions;
+    if (!Residents::passes(e)) {
         values.evicted(e.layer(), e.id());
     }
-    drop(e);
-}
-
-// Whether it goes before all others, whatever its value. What a pool has too is there to be computed with now; to get
-// it again costs little. What a tier above has is not asked for here.
-bool Table::passes(const Expert & e) { return e.scanned() || e.above || (e.kept != Form::ABSENT && !e.read_ahead()); }
-
-// It counts as used now.
-void Table::used(Expert & e) {
-    e.not_scanned();
-    values.used(e.layer(), e.id());
-}
-
-void Table::compute_keys(Victims & victims, const Expert & e) {
-    const bool   free  = e.resident() && !e.in_use && !e.pinned;
-    const bool   waits = e.read_ahead();
-    const double key   = !free ? Victims::NEVER :
-        passes(e)              ? Victims::SCANNED :
-        e.guessed()            ? Victims::GUESSED :
-                                 values.value(e.layer(), e.id());
-    // What passes has to be read no more than before. Guesses would else take the memory of experts that are full only.
-    const bool fresh = values.is_fresh(e.layer(), e.id()) && !passes(e);
-    victims.set(e.layer(), e.id(), FOR_DEMAND, key);
-    victims.set(e.layer(), e.id(), FOR_ORDER, waits ? Victims::NEVER : key);
-    victims.set(e.layer(), e.id(), FOR_GUESS, waits || fresh ? Victims::NEVER : key);
-    if (!pools.any()) {
-        return;
-    }
-    for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
-        const bool may_go = e.kept == form && !e.load.staged;
-        // What was read ahead is worth little until it is used: it would go before that, and be read again.
-        const double worth = e.read_ahead() ? Victims::GUESSED : values.value(e.layer(), e.id());
-        pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? worth : Victims::NEVER);
-    }
-}
-
-void Table::compute_changed_keys() {
-    order.update([&](Victims & victims, int layer, int id) { compute_keys(victims, layers[layer].experts[id]); });
+    residents.drop(e);
 }
 
 // The least valuable expert that may go for one of the layer (-1: for anything), and is not forecast with a higher
 // probability. One of the layer's own size class is preferred.
-Victim Table::choose_victim(int layer, Purpose purpose, float more_likely_than) {
-    const int cls = layer < 0 ? -1 : layers[layer].size_class;
+Victim Room::choose_victim(int layer, Purpose purpose, float more_likely_than) {
+    const int cls = layer < 0 ? -1 : residents[layer].size_class;
     Victim    any, own;
-    compute_changed_keys();
-    for (int i = 0; i < (int) layers.size(); ++i) {
+    for (int i = 0; i < residents.n_layers(); ++i) {
         const Victim victim = order.first(i, layer, purpose, more_likely_than);
         if (victim && (!any || victim < any)) {
             any = victim;
         }
-        if (victim && layers[i].size_class == cls && (!own || victim < own)) {
+        if (victim && residents[i].size_class == cls && (!own || victim < own)) {
             own = victim;
         }
     }
@@ -115,7 +55,7 @@ Victim Table::choose_victim(int layer, Purpose purpose, float more_likely_than) 
         return any;
     }
     int & pushes = pressure[cls];
-    int & pushed = pressure[layers[any.layer].size_class];
+    int & pushed = pressure[residents[any.layer].size_class];
     if (pushes < REBALANCE) {
         ++pushes;
         pushed = std::max(pushed - 1, -REBALANCE);
@@ -124,21 +64,17 @@ Victim Table::choose_victim(int layer, Purpose purpose, float more_likely_than) 
     return any;
 }
 
-// Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet goes
-// only for demand; what was used in the last pass of its layer not for a guess. False if what is left is in use: the
-// caller waits and tries again.
-bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than, const Victim & below) {
-    const Layer & l     = layers[layer];
-    uint64_t      moved = 0; // bytes from other classes
-    while (!bank->fits(l.size_class, n)) {
+bool Room::make_room(int layer, int n, Purpose purpose, float more_likely_than, const Victim & below) {
+    const auto & l     = residents[layer];
+    uint64_t     moved = 0; // bytes from other classes
+    while (!bank.fits(l.size_class, n)) {
         const Victim victim = choose_victim(layer, purpose, more_likely_than);
         if (victim && victim < below) {
-            Layer &  gives = layers[victim.layer];
-            Expert & e     = gives.experts[victim.expert];
-            evict(e);
-            if (!e.displaced) {
-                e.displaced = true;
-                gives.displaced.push_back(victim.expert);
+            const auto &       gives = residents[victim.layer];
+            std::vector<int> & gone  = displaced[victim.layer];
+            evict(residents.expert(victim.layer, victim.expert));
+            if (std::find(gone.begin(), gone.end(), victim.expert) == gone.end()) {
+                gone.push_back(victim.expert);
             }
             moved += gives.size_class != l.size_class ? gives.slot_bytes : 0;
             if (moved >= l.slot_bytes) {
@@ -149,51 +85,188 @@ bool Table::make_room(int layer, int n, Purpose purpose, float more_likely_than,
             break;
         }
     }
-    return bank->fits(l.size_class, n);
+    return bank.fits(l.size_class, n);
 }
 
 // Takes back a load that nobody waits for and no reader works on, for what is needed now. False if there is none; a
 // guess that a reader works on ends with that request.
-bool Table::drop_queued() {
+bool Room::drop_queued() {
     const auto may_go = [&](const Load & load) {
-        const Expert & e = expert_of(load);
-        return !load.stream && !e.in_use && !e.pinned && order.n(e.layer()) > values.min(e.layer());
+        const Expert & e = residents.expert_of(load);
+        return !load.stream && !e.in_use && !e.pinned && order.n(load.layer) > values.min(load.layer);
     };
     Load * load = loads.find_queued([&](const Load & load) { return load.in_flight == 0 && may_go(load); });
     if (!load) {
-        load = loads.find_queued([&](const Load & load) { return expert_of(load).guessed() && may_go(load); });
+        load =
+            loads.find_queued([&](const Load & load) { return residents.expert_of(load).guessed() && may_go(load); });
         if (load) {
-            expert_of(*load).state = State::ABANDONED;
+            residents.expert_of(*load).state = State::ABANDONED;
         }
         return false;
     }
     loads.take_back(*load);
-    drop(expert_of(*load));
+    residents.drop(residents.expert_of(*load));
     return true;
 }
 
-// Under a budget that was lowered: what nobody holds goes at once, what running layers hold when they end.
-void Table::keep_budget() {
-    while (bank->matrices_taken() > bank->matrices_budget()) {
+void Room::keep_budget() {
+    while (bank.matrices_taken() > bank.matrices_budget()) {
         const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
         if (victim) {
-            evict(layers[victim.layer].experts[victim.expert]);
+            evict(residents.expert(victim.layer, victim.expert));
         } else if (!drop_queued()) {
             break;
         }
     }
 }
 
-// Evicts n experts of one layer, the least valuable first, as far as it can.
-void Table::shrink_layer(int layer, int n) {
-    for (; n > 0; --n) {
-        compute_changed_keys();
+// The least valuable of the layer go, as far as they can.
+void Room::make_room_within(int layer, int n) {
+    for (int over = order.n(layer) + n - values.max(layer); over > 0; --over) {
         const Victim victim = order.first(layer, layer, FOR_DEMAND);
         if (!victim) {
             return;
         }
-        evict(layers[layer].experts[victim.expert]);
+        evict(residents.expert(layer, victim.expert));
     }
+}
+
+int Room::capacity(int layer) const {
+    const auto &   l      = residents[layer];
+    const uint64_t others = reserved_bytes - std::max(values.min(layer), l.n_pinned) * l.slot_bytes;
+    return (int) std::min<uint64_t>(l.n_expert, (bank.matrices_budget() - others) / l.slot_bytes);
+}
+
+int Room::capacity_beside_window(int layer) const {
+    const int n = capacity(layer);
+    return n == residents[layer].n_expert ? n : n - window(layer);
+}
+
+bool Room::fits(int layer, const std::vector<int> & experts) const {
+    const auto n_unpinned =
+        std::count_if(experts.begin(), experts.end(), [&](int id) { return !residents.expert(layer, id).pinned; });
+    return residents[layer].n_pinned + n_unpinned <= capacity(layer);
+}
+
+void Room::widen(int layer, const Demand & demand) {
+    if (!stored.pools.any() || (demand.scans() && !demand.continues)) { // a prompt
+        return;
+    }
+    const auto & l      = residents[layer];
+    const auto   unheld = std::count_if(
+        demand.experts.begin(), demand.experts.end(), [&](int id) { return !residents.expert(layer, id).pinned; });
+    const uint64_t others = reserved_bytes - std::max(values.min(layer), l.n_pinned) * l.slot_bytes;
+    width.next            = std::max(width.next, others + (l.n_pinned + (uint64_t) unheld) * l.slot_bytes);
+    const bool ends       = values.now() >= width.begin + WIDTH_TOKENS * residents.n_layers();
+    if (width.next > width.most || (ends && width.next < width.most)) {
+        width.most = width.next;
+        divide_budget(bank.budget());
+    }
+    if (ends) {
+        width = { width.most, 0, values.now() };
+    }
+}
+
+// A wide batch needs all: it says nothing.
+void Room::count_regret(int layer, const Demand & demand) {
+    for (int id : displaced[layer]) {
+        if (!demand.scans()) {
+            missed.add(std::binary_search(demand.experts.begin(), demand.experts.end(), id));
+        }
+    }
+    displaced[layer].clear();
+}
+
+// Experts of each layer that eviction cannot take.
+std::vector<int> Room::reserved() const {
+    std::vector<int> n;
+    for (int layer = 0; layer < residents.n_layers(); ++layer) {
+        n.push_back(std::max(values.min(layer), residents[layer].n_pinned));
+    }
+    return n;
+}
+
+void Room::reserve() {
+    const std::vector<int> n = reserved();
+    reserved_bytes           = 0;
+    for (int layer = 0; layer < residents.n_layers(); ++layer) {
+        reserved_bytes += n[layer] * residents[layer].slot_bytes;
+    }
+    divide_budget(bank.budget());
+}
+
+// The budget that lets every layer run, whole or through its window, beside what is reserved.
+uint64_t Room::needed_budget(const std::vector<int> & reserved) const {
+    uint64_t all  = 0;
+    uint64_t most = 0;
+    for (int i = 0; i < residents.n_layers(); ++i) {
+        all += reserved[i] * residents[i].slot_bytes;
+    }
+    for (int i = 0; i < residents.n_layers(); ++i) {
+        const auto & l = residents[i];
+        most           = std::max(most, all + std::min(window(i), l.n_expert - reserved[i]) * l.slot_bytes);
+    }
+    return most;
+}
+
+// What full experts can have of the budget: pools give way to them, but for the least through which experts come.
+uint64_t Room::most_for_full() const { return bank.budget() - stored.least(); }
+
+void Room::check_pins(int layer, int n_pins) const {
+    std::vector<int> n_reserved = reserved();
+    n_reserved[layer]           = std::max(n_reserved[layer], residents[layer].n_pinned + n_pins);
+    const uint64_t most         = needed_budget(n_reserved);
+    if (most > most_for_full()) {
+        throw Failure(PYORCH_BUDGET,
+            format("pinning %d experts of layer %d needs a budget of %s, it is %s", n_pins, map.layers[layer].il,
+                mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
+    }
+}
+
+void Room::set_limits(int layer, int min, int max) {
+    const int il       = map.layers[layer].il;
+    const int n_expert = residents[layer].n_expert;
+    if (min < 0 || max > n_expert || min > max) {
+        throw Failure(PYORCH_INVALID,
+            format("limits of layer %d must be 0 <= min <= max <= %d, not %d and %d", il, n_expert, min, max));
+    }
+    std::vector<int> n_reserved = reserved();
+    n_reserved[layer]           = std::max(n_reserved[layer], min);
+    const uint64_t most         = needed_budget(n_reserved);
+    if (most > most_for_full()) {
+        throw Failure(PYORCH_BUDGET,
+            format("a minimum of %d experts in layer %d needs a budget of %s, it is %s", min, il,
+                mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
+    }
+    values.set_limits(layer, min, max);
+    reserve();
+    make_room_within(layer, 0);
+}
+
+void Room::set_budget(uint64_t bytes) {
+    bytes               = std::min(bytes, map.slots_bytes());
+    const uint64_t most = needed_budget(reserved()) + stored.least();
+    if (bytes < most) {
+        throw Failure(PYORCH_BUDGET,
+            format("budget %s is below the %s that the largest layer needs beside what is reserved",
+                mebibytes(bytes).c_str(), mebibytes(most).c_str()));
+    }
+    divide_budget(bytes);
+}
+
+void Room::set_shares(const PoolShares & wanted) {
+    shares = wanted;
+    divide_budget(bank.budget());
+}
+
+// REQUIRES: the budget is enough for what is reserved
+void Room::divide_budget(uint64_t bytes) {
+    const uint64_t needed  = needed_budget(reserved());
+    const uint64_t at_once = std::min(width.most, bytes - stored.least());
+    stored.pools.divide(bytes, std::max(needed, at_once), shares, at_once > needed ? at_once : 0);
+    bank.set_budget(bytes, stored.pools.stored_limit());
+    stored.trim();
+    keep_budget();
 }
 
 } // namespace pyorch

@@ -17,7 +17,7 @@ uint8_t flags_of(const Expert & e) {
 
 void Table::get_residency(int il, uint8_t * mask, int n) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer &                     l = layers[layer_index(il)];
+    const auto &                l = residents[layer_index(il)];
     if (n != l.n_expert) {
         throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, l.n_expert, n));
     }
@@ -28,28 +28,29 @@ void Table::get_residency(int il, uint8_t * mask, int n) {
 
 void Table::get_snapshot(pyorch_snapshot & out) {
     std::lock_guard<std::mutex> lock(mutex);
-    int                         widest = 0;
-    for (const Layer & l : layers) {
-        widest = std::max(widest, l.n_expert);
+    const int                   n_layers = residents.n_layers();
+    int                         widest   = 0;
+    for (int layer = 0; layer < n_layers; ++layer) {
+        widest = std::max(widest, residents[layer].n_expert);
     }
     out.stats = stats_of(-1);
     if (out.flags) {
-        if (out.n_layers != (int) layers.size() || out.n_expert != widest) {
+        if (out.n_layers != n_layers || out.n_expert != widest) {
             throw Failure(PYORCH_INVALID,
-                format("the model has %zu layers of up to %d experts, the snapshot %d of %d", layers.size(), widest,
+                format("the model has %d layers of up to %d experts, the snapshot %d of %d", n_layers, widest,
                     out.n_layers, out.n_expert));
         }
-        for (size_t i = 0; i < layers.size(); ++i) {
-            const Layer & l = layers[i];
+        for (int i = 0; i < n_layers; ++i) {
+            const auto & l = residents[i];
             for (int id = 0; id < widest; ++id) {
                 out.flags[i * widest + id] = id < l.n_expert ? flags_of(l.experts[id]) : 0;
                 out.uses[i * widest + id]  = id < l.n_expert ? l.experts[id].uses : 0;
             }
-            out.layers[i]             = stats_of((int) i);
+            out.layers[i]             = stats_of(i);
             out.layers[i].struct_size = sizeof(pyorch_stats);
         }
     }
-    out.n_layers = (int) layers.size();
+    out.n_layers = n_layers;
     out.n_expert = widest;
 }
 
@@ -66,16 +67,16 @@ pyorch_stats Table::stats_of(int only) {
         out.decoded_bytes = loads.bytes_decoded();
         out.decode_ns     = loads.decode_ns();
         for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
-            out.stored_bytes += pools.bytes(form);
+            out.stored_bytes += stored.pools.bytes(form);
         }
     } else {
-        out.stall_ns = layers[only].stats.stall_ns;
+        out.stall_ns = residents[only].stats.stall_ns;
     }
-    for (size_t i = 0; i < layers.size(); ++i) {
-        if (only >= 0 && (int) i != only) {
+    for (int i = 0; i < residents.n_layers(); ++i) {
+        if (only >= 0 && i != only) {
             continue;
         }
-        const Layer & l = layers[i];
+        const auto & l = residents[i];
         out.hits += l.stats.hits;
         out.misses += l.stats.misses;
         out.compressed_hits += l.stats.compressed_hits;
@@ -87,7 +88,7 @@ pyorch_stats Table::stats_of(int only) {
         out.prefetch_late += l.stats.prefetch_late;
         out.prefetch_wasted += l.stats.prefetch_wasted;
         out.evictions += l.stats.evictions;
-        out.bytes_read += loads.bytes_read((int) i);
+        out.bytes_read += loads.bytes_read(i);
         out.resident_experts += l.n_resident;
         out.resident_bytes += l.n_resident * l.slot_bytes;
     }
@@ -102,8 +103,9 @@ void Table::reset_stats() {
     totals = {};
     bank->reset_peak();
     loads.reset_stats();
-    for (auto & l : layers) {
-        l.stats = {};
+    for (int layer = 0; layer < residents.n_layers(); ++layer) {
+        auto & l = residents[layer];
+        l.stats  = {};
         for (int id = 0; id < l.n_expert; ++id) {
             l.experts[id].uses = 0;
         }

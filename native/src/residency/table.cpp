@@ -1,5 +1,3 @@
-// What the compute threads ask of the table: holding experts, and their addresses.
-
 #include "residency/table.h"
 
 #include "loading/readers.h"
@@ -7,8 +5,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
-#include <numeric>
 #include <sys/mman.h>
 
 namespace pyorch {
@@ -26,53 +24,41 @@ static std::vector<int> n_experts(const ModelMap & map) {
     return n;
 }
 
-static uint64_t mean_read_bytes(const MoeLayer & layer) {
-    if (!is_compressed(layer)) {
-        return layer.slot_bytes();
+static LearnerSizes learner_sizes(const ModelMap & map) {
+    LearnerSizes sizes = { n_experts(map), {}, map.n_expert_used };
+    for (const auto & layer : map.layers) {
+        sizes.slot_bytes.push_back(layer.slot_bytes());
     }
-    uint64_t bytes = 0;
-    for (const auto & of_part : layer.pack->part_bytes) {
-        bytes = std::accumulate(of_part.begin(), of_part.end(), bytes);
-    }
-    return bytes / layer.n_expert;
+    return sizes;
+}
+
+static PoolShares shares_of(const pyorch_config & config) {
+    PoolShares shares = ALL_FULL;
+    std::copy(std::begin(config.pool_shares), std::end(config.pool_shares), shares.begin() + (int) Form::FULL);
+    return shares;
 }
 
 Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
     const pyorch_config & config, const Policies & policies) :
         map(map_), bank(std::move(bank_)),
         loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes, mutex, *this),
-        layers(map.layers.size()), values(n_experts(map), HOST, policies, (pyorch_policy) config.policy), order(values),
-        pools(map) {
-    if (bank->budget() < map.floor_bytes()) {
-        throw Failure(PYORCH_BUDGET,
-            format("budget %s is below the floor of %s (twice the experts of a token, and one)",
-                mebibytes(bank->budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
-    }
-    for (size_t i = 0; i < layers.size(); ++i) {
-        Layer & layer                 = layers[i];
+        values(n_experts(map), HOST, policies, (pyorch_policy) config.policy),
+        order(values,
+            [this](Victims & victims, int layer, int id) {
+                residents.set_keys(victims, layer, id);
+                stored.set_keys(residents.expert(layer, id));
+            }),
+        residents(map, *bank, values, order), stored(map, *bank, residents, values, order),
+        room(map, *bank, residents, values, order, stored, loads, shares_of(config)),
+        ahead(residents, values, order, room, loads), streams(map, *bank, residents, loads),
+        learning(learner_sizes(map), values, mutex) {
+    for (size_t i = 0; i < map.layers.size(); ++i) {
         layer_by_il[map.layers[i].il] = (int) i;
-        layer.n_expert                = map.layers[i].n_expert;
-        layer.size_class              = bank->size_class((int) i, PART_MATRICES);
-        layer.slot_bytes              = map.layers[i].slot_bytes();
-        layer.read_bytes              = mean_read_bytes(map.layers[i]);
-        layer.passes.resize(map.layers[i].tensors.size());
-        std::iota(layer.passes.begin(), layer.passes.end(), 0);
-        layer.experts = std::make_unique<Expert[]>(layer.n_expert);
-        layer.is_resident.resize(layer.n_expert);
-        pressure.resize(std::max(pressure.size(), (size_t) layer.size_class + 1));
-        for (int id = 0; id < layer.n_expert; ++id) {
-            Expert & e    = layer.experts[id];
-            e.load.layer  = (int) i;
-            e.load.expert = id;
-        }
         for (const auto & t : map.layers[i].tensors) {
             zeros_size = std::max(zeros_size, t.stride);
         }
     }
     bank->on_give_up([this](char * slot) { loads.given_up(slot); });
-    std::copy(std::begin(config.pool_shares), std::end(config.pool_shares), shares.begin() + (int) Form::FULL);
-    divide_budget(bank->budget());
-    make_learner_of();
     if (zeros_size) {
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -98,33 +84,27 @@ int Table::layer_index(int il) const {
     return layer->second;
 }
 
-void Table::hold(Expert & e) {
-    e.wanted();
-    if (e.in_use++ == 0) {
-        ++n_in_use;
-        changed(e);
+// Sleeps until something is there that the compute threads need, and decodes while there is something to decode.
+template <typename Condition>
+void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there) {
+    if (n_waiting++ == 0) {
+        wait_begin = clock_ns();
+        wait_layer = layer;
     }
-}
-
-void Table::unhold(Expert & e) {
-    if (--e.in_use == 0) {
-        --n_in_use;
-        changed(e);
-    }
-}
-
-// What had to go since the layer last came was missed, or not. A wide batch needs all: it says nothing.
-void Table::count_regret(Layer & l, const Demand & demand) {
-    for (int id : l.displaced) {
-        l.experts[id].displaced = false;
-        if (!demand.scans()) {
-            regret.add(std::binary_search(demand.experts.begin(), demand.experts.end(), id));
+    while (!there()) {
+        if (!loads.decode_next(lock)) {
+            arrived.wait(lock);
         }
     }
-    l.displaced.clear();
+    if (--n_waiting == 0) {
+        const uint64_t waited = clock_ns() - wait_begin;
+        totals.stall_ns += waited;
+        residents[wait_layer].stats.stall_ns += waited;
+    }
 }
 
-void Table::count_seconds(const Layer & l, const Expert & e) {
+// What a layer waits for, or would but for guesses.
+void Table::count_seconds(const Residents::Layer & l, const Expert & e) {
     const double rate = loads.bytes_per_second();
     if (rate > 0 && (e.absent() || e.guessed())) {
         const double   free  = (1 - loads.cpu_share()) / rate;
@@ -136,11 +116,12 @@ void Table::count_seconds(const Layer & l, const Expert & e) {
 
 double Table::break_even() {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto                  bytes   = (double) layers[0].read_bytes;
+    const auto                  bytes   = (double) residents[0].read_bytes;
     const double                request = std::min((double) GUESS_BYTES, bytes / (double) map.layers[0].tensors.size());
     const double                rest    = 0.5 * request / bytes;
     // p * share = cpu * share + regret + (1 - p) * rest
-    return std::min(1.0, (loads.cpu_share() * read_share + regret.value() + rest) / (read_share + rest));
+    const double share = ahead.read_share();
+    return std::min(1.0, (loads.cpu_share() * share + room.regret() + rest) / (share + rest));
 }
 
 Table::ReadSeconds Table::read_seconds() {
@@ -152,7 +133,7 @@ Table::ReadSeconds Table::read_seconds() {
 // expert stands in for it: else what is never computed with would never seem worth having.
 // streamed: ascending, of what it computes with; that comes without what pools have of it.
 void Table::count_uses(int layer, const Demand & demand, const std::vector<int> & streamed) {
-    Layer &    l    = layers[layer];
+    auto &     l    = residents[layer];
     const bool scan = demand.scans();
     values.passes(layer);
     ++totals.layer_passes;
@@ -160,12 +141,12 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
 
     if (!scan) {
         for (int id : demand.asked) {
-            used(l.experts[id]);
-            pools.used(layer, id, values.now());
+            residents.used(l.experts[id]);
+            stored.pools.used(layer, id, values.now());
         }
     }
-    count_regret(l, demand);
-    read_share += (1 - read_share) / 20000; // where no guess pays, one is tried now and then
+    room.count_regret(layer, demand);
+    ahead.fade_read_share();
     for (int id : demand.experts) {
         Expert & e = l.experts[id];
         if (!scan) {
@@ -188,10 +169,7 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
 }
 
 void Table::acquire(Owner & owner, int layer, const Demand & demand) {
-    if (has_visits) {
-        std::lock_guard<std::mutex> learning_lock(learning);
-        learn();
-    }
+    learning.learn();
     std::unique_lock<std::mutex> lock(mutex);
 
     // A decode that was aborted inside a layer never reached its release.
@@ -200,7 +178,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
         release_held(owner, ignored);
         space.notify_all();
     }
-    widen(layer, demand);
+    room.widen(layer, demand);
 
     // Who waits holds nothing, so nobody waits for who waits. Who came first is served first, else a layer that needs
     // much would wait for ever beside contexts that need little.
@@ -214,8 +192,8 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     }
 
     // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
-    if (demand.scans() && (int) demand.experts.size() * 4 >= layers[layer].n_expert * 3) {
-        want_layer_ahead(values.next_executed(layer));
+    if (demand.scans() && (int) demand.experts.size() * 4 >= residents[layer].n_expert * 3) {
+        ahead.want_layer(values.next_executed(layer));
     }
     note_visit(owner, layer, demand);
     lock.unlock();
@@ -226,7 +204,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 // fit beside what others hold. Of a layer that would not fit alone, what is there is held, and the rest streamed.
 // counted: the uses have been counted.
 bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted) {
-    Layer & l = layers[layer];
+    auto & l = residents[layer];
     for (int id : demand.experts) {
         if (l.experts[id].in_use == 0 && l.experts[id].failed()) {
             return false; // for an earlier decode, whose last read has not ended
@@ -235,8 +213,8 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
 
     const int n_unpinned = (int) std::count_if(
         demand.experts.begin(), demand.experts.end(), [&](int id) { return !l.experts[id].pinned; });
-    const bool fits  = l.n_pinned + n_unpinned <= capacity(layer);
-    int        spare = fits ? n_unpinned : capacity_beside_window(layer) - l.n_pinned;
+    const bool fits  = l.n_pinned + n_unpinned <= room.capacity(layer);
+    int        spare = fits ? n_unpinned : room.capacity_beside_window(layer) - l.n_pinned;
 
     std::vector<Expert *> absent;
     std::vector<Load *>   loading;
@@ -248,8 +226,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
             continue;
         }
         spare -= !e.pinned;
-        hold(e);
-        owner.held.push_back(&e);
+        share(e, owner);
         if (e.absent() && !e.failed()) { // else another context holds it, for which there was no memory: both fail
             absent.push_back(&e);
         } else if (e.loading()) {
@@ -259,17 +236,14 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     if (!counted) {
         counted = true;
         count_uses(layer, demand, streamed);
-        settle(owner.context, layer);
+        ahead.settle(owner.context, layer);
     }
-    const int n_frames = streamed.empty() ? 0 : window(layer);
+    const int n_frames = streamed.empty() ? 0 : room.window(layer);
     if (!absent.empty() || n_frames > 0) {
-        const int over = order.n(layer) + (int) absent.size() - values.max(layer);
-        if (over > 0) {
-            shrink_layer(layer, over);
-        }
-        if (!make_room(layer, (int) absent.size() + n_frames, FOR_DEMAND, INFINITY)) {
+        room.make_room_within(layer, (int) absent.size());
+        if (!room.make_room(layer, (int) absent.size() + n_frames, FOR_DEMAND)) {
             for (Expert * e : owner.held) {
-                unhold(*e);
+                residents.unhold(*e);
             }
             owner.held.clear();
             return false;
@@ -277,7 +251,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     std::vector<Load *> started;
     for (Expert * e : absent) {
-        if (start_load(*e, demand.scans() ? ReadFor::SCAN : ReadFor::DEMAND)) {
+        if (residents.start_load(*e, demand.scans() ? ReadFor::SCAN : ReadFor::DEMAND)) {
             started.push_back(&e->load);
         } else {
             error    = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);
@@ -287,7 +261,8 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     loads.demand(started, loading);
     if (!streamed.empty()) {
-        open_stream(owner, layer, streamed);
+        streams.open(owner, layer, streamed, n_frames);
+        error = owner.stream->error.empty() ? error : owner.stream->error;
     }
     return true;
 }
@@ -295,15 +270,15 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
 void Table::release_held(Owner & owner, bool & failed) {
     failed = false;
     for (Expert * e : owner.held) {
-        unhold(*e);
+        residents.unhold(*e);
         if (e->failed()) {
             failed      = true;
             owner.error = e->error;
             if (e->in_use == 0 && e->load.ended()) {
-                drop(*e);
+                residents.drop(*e);
             }
         } else if (e->kept != Form::ABSENT && e->resident()) {
-            settle_parts(*e); // it has another rank now
+            stored.settle(*e); // it has another rank now
         }
     }
     owner.held.clear();
@@ -312,9 +287,9 @@ void Table::release_held(Owner & owner, bool & failed) {
             failed      = true;
             owner.error = owner.stream->error;
         }
-        close_stream(owner);
+        streams.close(owner);
     }
-    keep_budget();
+    room.keep_budget();
 }
 
 bool Table::release(Owner & owner) {
@@ -330,20 +305,12 @@ bool Table::release(Owner & owner) {
 }
 
 void Table::forget(Owner & owner) {
+    learning.forget(owner.context);
     {
-        std::lock_guard<std::mutex> learning_lock(learning);
         std::lock_guard<std::mutex> lock(mutex);
-        forget_visits(owner.context);
-        bool ignored;
+        bool                        ignored;
         release_held(owner, ignored);
-        guesses.forget(owner.context);
-        passages.erase(owner.context);
-        for (int layer = 0; layer < (int) layers.size(); ++layer) {
-            settle_guessed(layers[layer], owner.context);
-            if (layers[layer].forecast_for == owner.context) {
-                end_forecast(layer);
-            }
-        }
+        ahead.forget(owner.context);
         if (is_idle()) {
             idle.notify_all();
         }
@@ -356,7 +323,7 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
     if (owner.stream && owner.stream->place_of[expert] >= 0) {
         return pass_by(*owner.stream, expert, role, wait, thread, owner.n_threads);
     }
-    Expert &       e   = layers[layer].experts[expert];
+    Expert &       e   = residents.expert(layer, expert);
     const uint32_t bit = 1u << role;
 
     uint32_t ready = e.ready.load(std::memory_order_acquire);
@@ -366,12 +333,7 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
     if (!wait && !(ready & Expert::FAILED)) {
         return nullptr;
     }
-    if (has_visits) {
-        std::unique_lock<std::mutex> learning_lock(learning, std::try_to_lock);
-        if (learning_lock) {
-            learn();
-        }
-    }
+    learning.try_learn();
     std::unique_lock<std::mutex> lock(mutex);
     wait_for_arrival(lock, layer, [&] {
         ready = e.ready.load(std::memory_order_acquire);
@@ -380,49 +342,49 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
     return ready & bit ? e.addr[role] : zeros;
 }
 
+const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads) {
+    std::unique_lock<std::mutex> lock(mutex);
+    const int64_t                number = streams.ask(s, expert, role, thread, n_threads);
+    const char *                 there  = Streams::address(s, number);
+    if (!there && wait && s.error.empty()) {
+        wait_for_arrival(lock, s.layer, [&] { return (there = Streams::address(s, number)) || !s.error.empty(); });
+    }
+    return there || s.error.empty() ? there : zeros;
+}
+
 bool Table::fits(int layer, const std::vector<int> & experts) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer &               l = layers[layer];
-    const auto                  n_unpinned =
-        std::count_if(experts.begin(), experts.end(), [&](int id) { return !l.experts[id].pinned; });
-    return l.n_pinned + n_unpinned <= capacity(layer);
+    return room.fits(layer, experts);
+}
+
+bool Table::share(Expert & e, Owner & other) {
+    residents.hold(e);
+    other.held.push_back(&e);
+    return true;
 }
 
 bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
     std::lock_guard<std::mutex> lock(mutex);
-    Expert &                    e = layers[layer].experts[expert];
-    if (std::find(owner.held.begin(), owner.held.end(), &e) == owner.held.end()) {
-        return false;
-    }
-    hold(e);
-    other.held.push_back(&e);
-    return true;
+    Expert &                    e = residents.expert(layer, expert);
+    return std::find(owner.held.begin(), owner.held.end(), &e) != owner.held.end() && share(e, other);
 }
 
 bool Table::share_resident(int layer, int expert, Owner & other) {
     std::lock_guard<std::mutex> lock(mutex);
-    Expert &                    e = layers[layer].experts[expert];
-    if (!e.resident() || e.failed()) {
-        return false;
-    }
-    hold(e);
-    other.held.push_back(&e);
-    return true;
+    Expert &                    e = residents.expert(layer, expert);
+    return e.resident() && !e.failed() && share(e, other);
 }
 
 void Table::unshare(Owner & other) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        bool                        ignored;
+    change([&] {
+        bool ignored;
         release_held(other, ignored);
-    }
-    space.notify_all();
-    loads.wake();
+    });
 }
 
 void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer &               l = layers[layer];
+    const auto &                l = residents[layer];
     mask                          = l.is_resident;
     if (loading) {
         loading->resize(l.n_expert);
@@ -444,8 +406,269 @@ bool Table::read_time(int layer, double & queued, double & expert) {
         return false;
     }
     queued = (double) loads.bytes_demanded() / rate;
-    expert = (double) layers[layer].read_bytes / rate;
+    expert = (double) residents[layer].read_bytes / rate;
     return true;
+}
+
+void Table::set_executed(const std::vector<int> & executed) {
+    std::lock_guard<std::mutex> lock(mutex);
+    values.set_executed(executed);
+}
+
+void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int id = 0; id < residents[layer].n_expert; ++id) {
+        residents.expert(layer, id).elsewhere = elsewhere[id];
+    }
+}
+
+void Table::set_above(int layer, const std::vector<uint8_t> & there) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int id = 0; id < residents[layer].n_expert; ++id) {
+        Expert & e = residents.expert(layer, id);
+        if (e.above != (there[id] != 0)) {
+            e.above = there[id] != 0;
+            residents.changed(e);
+        }
+    }
+}
+
+void Table::want(const void * context, int layer, int from, std::vector<Want> & wants) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        ahead.want(context, layer, from, wants);
+    }
+    loads.wake();
+}
+
+void Table::expect(const void * context, int layer, int from, const std::vector<float> & probability) {
+    std::lock_guard<std::mutex> lock(mutex);
+    ahead.expect(context, layer, from, probability);
+}
+
+void Table::defer(int layer, const std::vector<int> & experts) {
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        ahead.defer(layer, experts);
+    }
+    loads.wake();
+}
+
+void Table::foresee(int layer, int expert, uint64_t next_use) {
+    std::lock_guard<std::mutex> lock(mutex);
+    values.foresee(layer, expert, next_use);
+}
+
+bool Table::order_ahead() { return !layer_waits() && ahead.start_order(); }
+
+bool Table::order_guess() {
+    const bool did = !layer_waits() && ahead.start_guess();
+    if (!did && is_idle()) {
+        idle.notify_all();
+    }
+    return did;
+}
+
+Staged Table::stage(Load & load) { return stored.stage(load); }
+
+void Table::published(Load & load, int role, const char * address) {
+    if (load.stream) {
+        load.stream->frame_of(load).address = address;
+        return;
+    }
+    Expert & e   = residents.expert_of(load);
+    e.addr[role] = address;
+    e.ready.fetch_or(1u << role, std::memory_order_release);
+}
+
+void Table::failed(Load & load, const std::string & sentence) {
+    error = sentence;
+    if (load.stream) {
+        load.stream->error = sentence;
+        return;
+    }
+    residents.expert_of(load).error = sentence;
+    residents.expert_of(load).ready.fetch_or(Expert::FAILED, std::memory_order_release);
+}
+
+void Table::finished(Load & load) {
+    const bool lets_go = load.in_flight == 0;
+    if (load.stream) {
+        streams.finished(load);
+    } else {
+        expert_finished(residents.expert_of(load));
+    }
+    room.keep_budget();
+    if (lets_go) {
+        space.notify_all();
+        loads.wake(); // a reader sleeps where a decode thread ends this: there may be memory now for what waits
+    }
+    if (n_waiting > 0) {
+        arrived.notify_all();
+    }
+    if (is_idle()) {
+        idle.notify_all();
+    }
+}
+
+// Who waits for a matrix decodes meanwhile.
+void Table::decodable() {
+    if (n_waiting > 0) {
+        arrived.notify_all();
+    }
+    idle.notify_all(); // wait_idle()
+}
+
+void Table::expert_finished(Expert & e) {
+    Load &     load       = e.load;
+    const bool compressed = is_compressed(map.layers[e.layer()]);
+    if (load.ended() && load.failed && compressed) {
+        stored.keep(e, Form::ABSENT); // others may wait for that memory
+    }
+    if (load.ended() && !load.failed) {
+        residents.arrived(e);
+        if (compressed) {
+            load.there = load.damaged ? 0 : STORED_PARTS;
+            residents.unstage(load);
+            stored.settle(e);
+        }
+    } else if (load.ended() && e.in_use == 0) {
+        residents.drop(e);
+    } else {
+        ahead.end_abandoned(e);
+    }
+}
+
+// Changes the named experts of a layer, or none of them if one does not exist.
+template <typename Change>
+void Table::for_each(int il, const int32_t * experts, int n, Change change_expert) {
+    change([&] {
+        const int layer = layer_index(il);
+        for (int i = 0; i < n; ++i) {
+            residents.checked(layer, experts[i]);
+        }
+        for (int i = 0; i < n; ++i) {
+            change_expert(residents[layer], residents.expert(layer, experts[i]));
+        }
+    });
+}
+
+void Table::prefetch(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Residents::Layer &, Expert & e) {
+        e.wanted(); // a guess that was given up is an order now
+        if (e.absent()) {
+            // What was asked for by name counts as a use now, else it would be the next to go.
+            residents.used(e);
+            ahead.order_by_name(e);
+        }
+    });
+}
+
+void Table::pin(int il, const int32_t * experts, int n) {
+    change([&] {
+        const int         layer = layer_index(il);
+        std::vector<bool> also(residents[layer].n_expert);
+        for (int i = 0; i < n; ++i) {
+            const Expert & e = residents.checked(layer, experts[i]);
+            also[e.id()]     = !e.pinned;
+        }
+        room.check_pins(layer, (int) std::count(also.begin(), also.end(), true));
+        for (int i = n - 1; i >= 0; --i) {
+            Expert & e = residents.expert(layer, experts[i]);
+            if (e.pinned) {
+                continue;
+            }
+            residents.pin(e);
+            if (e.absent()) {
+                ahead.order_first(e);
+            }
+        }
+        room.reserve();
+    });
+}
+
+void Table::offer(int il, int expert, const void * bytes, uint64_t size) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int                   layer = layer_index(il);
+    const MoeLayer &            of    = map.layers[layer];
+    const Expert &              e     = residents.checked(layer, expert);
+    uint64_t                    all   = 0;
+    for (int role = 0; role < (int) of.tensors.size(); ++role) {
+        all += in_model(of, role, expert).bytes;
+    }
+    if (size != all) {
+        throw Failure(PYORCH_INVALID,
+            format("an expert of layer %d has %llu bytes, not %llu", il, (unsigned long long) all,
+                (unsigned long long) size));
+    }
+    if (e.absent() && !of.pack) {
+        loads.offer(layer, expert, std::vector<char>((const char *) bytes, (const char *) bytes + size));
+    }
+}
+
+void Table::unpin(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Residents::Layer &, Expert & e) {
+        if (e.pinned) {
+            residents.unpin(e);
+        }
+    });
+    change([&] { room.reserve(); }); // pools may have memory again
+}
+
+void Table::evict(int il, const int32_t * experts, int n) {
+    for_each(il, experts, n, [&](Residents::Layer & l, Expert & e) {
+        if (e.resident() && !e.in_use && !e.pinned) {
+            ++l.stats.evictions;
+            residents.drop(e);
+        }
+        if (e.kept != Form::ABSENT && !e.load.staged) {
+            stored.keep(e, Form::ABSENT);
+        }
+    });
+}
+
+void Table::set_budget(uint64_t bytes) {
+    change([&] { room.set_budget(bytes); });
+}
+
+void Table::set_pools(const PoolShares & shares) {
+    change([&] { room.set_shares(shares); });
+}
+
+void Table::set_layer_limits(int il, int min, int max) {
+    change([&] { room.set_limits(layer_index(il), min, max); });
+}
+
+void Table::set_policy(pyorch_policy policy) {
+    learning.change_policy([&] { values.set_policy(policy); });
+}
+
+void Table::set_uses(int il, const double * uses, int n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int                   layer    = layer_index(il);
+    const int                   n_expert = residents[layer].n_expert;
+    if (n != n_expert) {
+        throw Failure(PYORCH_INVALID, format("uses of %d experts were given, layer %d has %d", n, il, n_expert));
+    }
+    if (!std::all_of(uses, uses + n, [](double count) { return count >= 0 && std::isfinite(count); })) {
+        throw Failure(PYORCH_INVALID, format("uses of experts of layer %d are no numbers from 0 on", il));
+    }
+    stored.pools.begin_with(layer, uses, values.now());
+}
+
+// The budget, where it is one: 0 where all experts fit.
+uint64_t Table::scarce_bytes() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return bank->budget() < map.slots_bytes() ? bank->matrices_budget() : 0;
+}
+
+// A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.
+// Where all experts fit none goes.
+void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
+    if (learning.learns() && !demand.scans() && !demand.asked.empty() && bank->budget() < map.slots_bytes()) {
+        learning.note({ owner.context, layer, demand.continues, bank->matrices_budget(),
+            demand.learned ? std::vector<int>() : demand.asked });
+    }
 }
 
 } // namespace pyorch

@@ -1,23 +1,20 @@
-// The residency table: which experts are in memory, in which form and where, and who uses them.
+// The residency table: what layers, the prefetcher, readers and everybody else ask of host memory, under one mutex.
 //
-// Only the table moves an expert from one state to another, and takes and gives its memory. One mutex guards
-// everything but the two fields of an expert that the kernels read; it is never held across I/O or compute.
+// It is made of parts that know nothing of threads; each says what holds in it:
 //
-// Life of an expert:
+//     residents.h     who is in memory, in which state, and who holds it
+//     room.h          the budget, and what goes when something else comes
+//     stored_parts.h  what stays of compressed experts
+//     read_ahead.h    what is read before a layer needs it
+//     streams.h       layers that do not fit into memory whole
+//     learning.h      what visits of layers teach, under a mutex of its own
 //
-//     absent --start_load--> loading --its last request ends--> resident in a form --drop--> absent
+// One mutex guards all of them but the two fields of an expert that the kernels read; it is never held across I/O or
+// compute.
 //
-// That is about what kernels compute with. Beside it, stored parts of a compressed expert may be in memory (pools.h): a
-// load has them all, and when it ends, those that the expert's pool wants stay.
-//
-// A layer that runs holds its experts (in_use) from acquire() to release(); what is held or pinned is
-// never dropped. A layer gets all its experts at once, or holds none and waits for others to release theirs; so
-// contexts that share an engine cannot wait for each other in a circle. What does not fit into the budget at all is
-// streamed: the layer gets a window, through which the rest passes (stream.h).
-//
-// What is read ahead gets its memory only when a reader has nothing better to do, and what is read on a guess only when
-// no reader has anything to do. A guess whose pass went without it is abandoned: the request under way ends, and no
-// other is begun.
+// A layer that runs holds its experts (in_use) from acquire() to release(). A layer gets all its experts at once, or
+// holds none and waits for others to release theirs; so contexts that share an engine cannot wait for each other in a
+// circle. What does not fit into the budget at all is streamed: the layer gets a window, through which the rest passes.
 //
 // Nothing that a layer of a token asks for costs more in a model with more layers or experts, but for a comparison for
 // each layer where memory is needed: what is looked up by expert is an array, what is sought is an index (victims.h,
@@ -27,17 +24,12 @@
 
 #include "banks/bank.h"
 #include "loading/loader.h"
-#include "residency/eviction_order.h"
-#include "residency/expert.h"
-#include "residency/guesses.h"
-#include "residency/policies/learned_value.h"
-#include "residency/pools.h"
-#include "residency/stream.h"
+#include "residency/learning.h"
+#include "residency/read_ahead.h"
+#include "residency/room.h"
+#include "residency/streams.h"
 
-#include <atomic>
-#include <climits>
 #include <condition_variable>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -45,21 +37,6 @@
 #include <vector>
 
 namespace pyorch {
-
-// What a layer needs for one ubatch. Experts ascending, each once.
-struct Demand {
-    // A batch this wide is a prompt: it touches most experts once, and says little about which ones decoding will need.
-    static constexpr int SCAN_TOKENS = 8;
-
-    const std::vector<int> & experts; // that it computes with: they are held
-    const std::vector<int> & asked;   // that its router chose: they count as used, whatever took their place
-    int                      n_tokens;
-    bool                     continues = false; // see Visit
-    bool                     own       = true;  // its tokens are this server's: no other one asked
-    bool                     learned   = false; // learn_visit() was told of it
-
-    bool scans() const { return n_tokens >= SCAN_TOKENS; }
-};
 
 class Table : private Loader::Orders {
 public:
@@ -121,12 +98,7 @@ public:
 
     // For the prefetcher.
 
-    struct Want {
-        int    expert;
-        double probability;
-        bool   wanted; // in: read it, if it is absent
-        bool   absent; // out
-    };
+    using Want = ReadAhead::Want;
 
     // What the next pass of a context through a layer will probably need, as was known when its layer `from` came (-1:
     // when its ubatch began); replaces what was wanted for it before. Read behind all demand and only while nothing
@@ -179,13 +151,10 @@ public:
     void set_uses(int il, const double * uses, int n); // see pyorch_set_uses
     void set_policy(pyorch_policy policy);
 
-    // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
+    // See Learning.
     template <typename Use>
     void with_learned(Use use) {
-        std::lock_guard<std::mutex> learning_lock(learning);
-        use(learned_value());
-        std::lock_guard<std::mutex> lock(mutex);
-        publish_all();
+        learning.with_learned(use);
     }
 
     // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is
@@ -193,19 +162,8 @@ public:
     // something else now; never, where the policy learns nothing.
     template <typename Use>
     void learn_visit(Visit visit, Use use) {
-        std::lock_guard<std::mutex> learning_lock(learning);
-        if (!learner) {
-            return;
-        }
-        learn();
         visit.budget += scarce_bytes();
-        learner->visit(visit);
-        const bool all = learner->all_changed();
-        for (int layer = all ? 0 : visit.layer; layer < (all ? (int) layers.size() : visit.layer + 1); ++layer) {
-            use(layer, learner->values(layer));
-        }
-        std::lock_guard<std::mutex> lock(mutex);
-        all ? publish_all() : publish(visit.layer);
+        learning.visit(visit, use);
     }
 
     void        set_layer_limits(int il, int min, int max);
@@ -222,46 +180,8 @@ public:
     const ModelMap map;
 
 private:
-    struct Layer {
-        std::unique_ptr<Expert[]> experts;
-        int                       n_expert;
-        int                       n_resident = 0;
-        int                       n_pinned   = 0;
-        int                       size_class;             // of an expert that kernels can compute with
-        uint64_t                  slot_bytes;             // of it
-        uint64_t                  read_bytes;             // that are read for it, on average
-        std::vector<int>          passes;                 // roles, in the order in which the kernels go through them
-        const void *              forecast_for = nullptr; // the context whose forecast it is
-        std::vector<int>          guessed      = {};      // experts with a guess whose pass is to come
-        std::vector<int>          displaced    = {};      // experts with the flag
-        std::vector<uint8_t>      is_resident;            // by expert
-        pyorch_stats              stats = {};
-    };
-
-    // Where a context is. Others are elsewhere.
-    struct Passage {
-        int at   = -1; // the layer that it last acquired
-        int last = -1; // that it ever acquired: those that a decode does not pass come behind it
-    };
-
-    // Bytes of full experts that a layer of a decode computes with at once, and what is reserved in the others: the
-    // most lately. Where they do not fit, a layer is streamed, and what pools have of its experts is of no use to it.
-    struct Width {
-        uint64_t most  = 0;
-        uint64_t next  = 0; // the most since `begin`
-        uint64_t begin = 0; // in layers computed
-    };
-
     std::unordered_map<int, int> layer_by_il;
-
-    // What visits teach takes arithmetic, which is done under a mutex of its own, taken before the other: by a compute
-    // thread that would sleep for a read, and at the latest by the layer that comes next.
-    std::mutex               learning;
-    std::unique_ptr<Learner> learner; // guarded by it; null where the policy learns nothing
-    bool                     learns;  // guarded by the mutex of the table, as are
-    std::deque<Visit>        visits;  // that nothing was learned from yet; without experts: only to be published
-    std::atomic<bool>        has_visits{ false };
-    std::unique_ptr<Bank>    bank;
+    std::unique_ptr<Bank>        bank;
 
     std::mutex              mutex;
     std::condition_variable arrived; // for compute threads: a matrix
@@ -269,26 +189,18 @@ private:
     std::condition_variable idle;
     Loader                  loads;
 
-    std::vector<Layer>                        layers;
-    Values                                    values;
-    EvictionOrder                             order;
-    Pools                                     pools;
-    PoolShares                                shares = ALL_FULL;
-    Width                                     width;    // of what comes: the pool of full experts has room for it
-    std::vector<int>                          pressure; // by size class: see choose_victim
-    std::deque<Expert *>                      ordered;  // by name, to be read ahead; memory is not allocated yet
-    std::deque<Expert *>                      prompt;   // the same, for the prompt that is being read
-    Guesses                                   guesses;
-    std::deque<Expert *>                      deferred;      // see defer()
-    std::vector<std::unique_ptr<Stream>>      streams;       // closed ones too, while a reader is at work for them
-    std::unordered_map<const void *, Passage> passages;      // by context
-    uint64_t                                  n_arrived = 0; // layers that came to acquire(), served in that order
-    uint64_t                                  n_served  = 0;
-    uint64_t    reserved_bytes = 0; // of what eviction may not take: pinned experts and layers' minima
-    int         n_in_use       = 0; // experts that are held, and windows
-    Rate        regret;             // of evictions: the expert was asked for when its layer next came
-    double      read_share = 0.5;   // of a guess when its pass comes, fading mean
-    ReadSeconds reads      = {};    // see read_seconds()
+    Values        values;
+    EvictionOrder order;
+    Residents     residents;
+    StoredParts   stored;
+    Room          room;
+    ReadAhead     ahead;
+    Streams       streams;
+    Learning      learning;
+
+    uint64_t    n_arrived = 0; // layers that came to acquire(), served in that order
+    uint64_t    n_served  = 0;
+    ReadSeconds reads     = {}; // see read_seconds()
     std::string error;
 
     int          n_waiting  = 0; // compute threads asleep in address()
@@ -299,10 +211,18 @@ private:
     char *   zeros      = nullptr;
     uint64_t zeros_size = 0;
 
-    Layer &         layer_of(const Expert & e) { return layers[e.layer()]; }
     static uint64_t clock_ns();
-    Expert &        expert_of(const Load & load) { return layers[load.layer].experts[load.expert]; }
-    Expert &        expert_at(int layer, int32_t id);
+
+    // Calls ask() under the mutex. It may have changed what is to be read, or what memory there is.
+    template <typename Ask>
+    void change(Ask ask) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            ask();
+        }
+        space.notify_all();
+        loads.wake();
+    }
 
     template <typename Change>
     void for_each(int il, const int32_t * experts, int n, Change change);
@@ -318,101 +238,25 @@ private:
 
     void expert_finished(Expert & e);
 
-    void hold(Expert & e);
-    void unhold(Expert & e);
+    bool share(Expert & e, Owner & other);
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     void release_held(Owner & owner, bool & failed);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
-    void count_regret(Layer & l, const Demand & demand);
-    void count_seconds(const Layer & l, const Expert & e);
+    void count_seconds(const Residents::Layer & l, const Expert & e);
 
     pyorch_stats stats_of(int only);
-
-    LearnerSizes   learner_sizes() const;
-    LearnedValue & learned_value();
-    void           make_learner_of();
-    uint64_t       scarce_bytes();
-    void           note_visit(const Owner & owner, int layer, const Demand & demand);
-    void           learn();
-    void           publish(int layer);
-    void           publish_all();
-    void           forget_visits(const void * context);
+    uint64_t     scarce_bytes();
+    void         note_visit(const Owner & owner, int layer, const Demand & demand);
 
     template <typename Condition>
     void wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there);
 
-    int          window(int layer) const;
-    int          capacity(int layer) const;
-    int          capacity_beside_window(int layer) const;
-    void         open_stream(Owner & owner, int layer, const std::vector<int> & experts);
-    void         fill(Stream & s);
     const char * pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads);
-    void         passed_by(Load & load);
-    void         give_frames(Stream & s);
-    void         close_stream(Owner & owner);
 
-    bool        start_load(Expert & e, ReadFor read_for);
-    void        drop(Expert & e);
-    void        evict(Expert & e);
-    static bool passes(const Expert & e);
-    void        give_parts(Load & load, uint32_t parts);
-    void        unstage(Load & load);
-    void        keep_parts(Expert & e, Form form);
-    void        settle_parts(Expert & e);
-    uint64_t    stored_room() const;
-    Expert *    least_stored();
-    Expert *    least_stored(Form form);
-    void        trim_pools();
-    void        widen(int layer, const Demand & demand);
-    void        divide_budget(uint64_t bytes);
-    void        changed(const Expert & e) { order.changed(e.layer(), e.id()); }
-    void        used(Expert & e);
-    void        compute_keys(Victims & victims, const Expert & e);
-    void        compute_changed_keys();
-    bool        make_room(
-        int layer, int n, Purpose purpose, float more_likely_than, const Victim & below = { -1, -1, INT_MAX, 0 });
-    Victim choose_victim(int layer, Purpose purpose, float more_likely_than);
-    bool   drop_queued();
-    void   shrink_layer(int layer, int n);
-    void   keep_budget();
-
-    bool next_ahead(std::deque<Expert *> & wanted, bool scan);
-    bool next_guess();
-    bool next_deferred();
-    bool has_passed(const void * context, int layer, int from);
-    void settle(const void * context, int layer);
-    void settle_guessed(Layer & l, const void * context);
-    void end_unwanted(Expert & e);
-    void end_forecast(int layer);
-    void want_layer_ahead(int layer);
-    bool is_idle() const;
+    bool is_idle() const { return loads.idle() && ahead.is_idle(); }
 
     // Asleep for memory: what goes for it must not be taken for anything else before it wakes.
     bool layer_waits() const { return n_served != n_arrived; }
-
-    void             reserve();
-    std::vector<int> reserved() const;
-    uint64_t         needed_budget(const std::vector<int> & reserved) const;
-    uint64_t         most_for_full() const;
 };
-
-// Sleeps until something is there that the compute threads need, and decodes while there is something to decode.
-template <typename Condition>
-void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there) {
-    if (n_waiting++ == 0) {
-        wait_begin = clock_ns();
-        wait_layer = layer;
-    }
-    while (!there()) {
-        if (!loads.decode_next(lock)) {
-            arrived.wait(lock);
-        }
-    }
-    if (--n_waiting == 0) {
-        const uint64_t waited = clock_ns() - wait_begin;
-        totals.stall_ns += waited;
-        layers[wait_layer].stats.stall_ns += waited;
-    }
-}
 
 } // namespace pyorch

@@ -1,0 +1,101 @@
+// Learning: what visits of layers teach a policy, for the values of experts.
+//
+// It takes arithmetic, which is done under a mutex of its own, taken before that of the table: by a compute thread that
+// would sleep for a read, and at the latest by the layer that comes next. A thread of its own for it was measured: to
+// wake it costs a compute thread more than to do the arithmetic itself, and where a layer misses an expert, which is
+// where memory is taken from others, compute threads have the time of the read.
+
+#pragma once
+
+#include "residency/policies/learned_value.h"
+#include "residency/values.h"
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+
+namespace pyorch {
+
+class Learning {
+public:
+    // mutex: of the table, which guards the values.
+    Learning(const LearnerSizes & sizes, Values & values, std::mutex & mutex);
+
+    // Another policy was chosen. From what `choose` does on, nothing of the last one is left.
+    template <typename Choose>
+    void change_policy(Choose choose) {
+        std::lock_guard<std::mutex> learning_lock(learning);
+        std::lock_guard<std::mutex> lock(mutex);
+        choose();
+        make_learner();
+    }
+
+    // Notes a visit; without experts, what was learned from it is only to be published: its layer comes. REQUIRES: the
+    // mutex of the table
+    void note(Visit visit);
+    bool learns() const { return learner_learns; } // the same
+
+    // Learns from all visits that were noted.
+    void learn() {
+        if (has_visits) {
+            std::lock_guard<std::mutex> learning_lock(learning);
+            learn_all();
+        }
+    }
+
+    // The same, unless another thread does.
+    void try_learn() {
+        std::unique_lock<std::mutex> learning_lock(learning, std::defer_lock);
+        if (has_visits && learning_lock.try_lock()) {
+            learn_all();
+        }
+    }
+
+    // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
+    template <typename Use>
+    void with_learned(Use use) {
+        std::lock_guard<std::mutex> learning_lock(learning);
+        use(learned_value());
+        std::lock_guard<std::mutex> lock(mutex);
+        publish_all();
+    }
+
+    // Learns from a visit now. Calls use(layer, values) for each layer of which the Learner says something else now.
+    template <typename Use>
+    void visit(const Visit & visit, Use use) {
+        std::lock_guard<std::mutex> learning_lock(learning);
+        if (!learner) {
+            return;
+        }
+        learn_all();
+        learner->visit(visit);
+        const bool all = learner->all_changed();
+        for (int layer = all ? 0 : visit.layer; layer < (all ? values.n_layers() : visit.layer + 1); ++layer) {
+            use(layer, learner->values(layer));
+        }
+        std::lock_guard<std::mutex> lock(mutex);
+        all ? publish_all() : publish(visit.layer);
+    }
+
+    // The context is gone.
+    void forget(const void * context);
+
+private:
+    const LearnerSizes       sizes;
+    Values &                 values;
+    std::mutex &             mutex;
+    std::mutex               learning;
+    std::unique_ptr<Learner> learner;                // guarded by it; null where the policy learns nothing
+    bool                     learner_learns = false; // guarded by the mutex of the table, as are
+    std::deque<Visit>        visits;                 // that nothing was learned from yet
+    std::atomic<bool>        has_visits{ false };
+
+    void           make_learner();
+    LearnedValue & learned_value();
+    void           learn_all();
+    void           publish(int layer) { values.set_learned(layer, learner->values(layer)); }
+    void           publish_all();
+};
+
+} // namespace pyorch

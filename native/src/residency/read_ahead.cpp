@@ -1,0 +1,187 @@
+#include "residency/read_ahead.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+ReadAhead::ReadAhead(Residents & residents, Values & values, EvictionOrder & order, Room & room, Loader & loads) :
+        residents(residents), values(values), order(order), room(room), loads(loads),
+        forecast_for(residents.n_layers()) {}
+
+void ReadAhead::want_layer(int layer) {
+    prompt.clear();
+    if (layer < 0) {
+        return;
+    }
+    const int n = room.capacity_beside_window(layer) - order.n(layer); // more of them would go before they are needed
+    for (int id = 0; id < residents[layer].n_expert && (int) prompt.size() < n; ++id) {
+        Expert & e = residents.expert(layer, id);
+        if (e.absent() && !e.elsewhere && !e.above) {
+            prompt.push_back(&e);
+        }
+    }
+}
+
+// The first that is wanted. What is pinned gets its memory like a demand. scan: for a prompt.
+bool ReadAhead::next(std::deque<Expert *> & wanted, bool scan) {
+    while (!wanted.empty()) {
+        Expert & e = *wanted.front();
+        if (!e.absent() || e.in_use > 0 || (order.is_full(e.layer()) && !e.pinned)) {
+            wanted.pop_front(); // there, or demanded, or one too many
+            continue;
+        }
+        const bool fits = room.make_room(e.layer(), 1, e.pinned ? FOR_DEMAND : FOR_ORDER);
+        if (!fits || !residents.start_load(e, e.pinned ? ReadFor::DEMAND : scan ? ReadFor::PROMPT : ReadFor::ORDER)) {
+            if (residents.n_in_use() > 0 || (e.pinned && !fits && !loads.idle())) {
+                return false; // a running layer or a read will let go of memory
+            }
+            wanted.pop_front();
+            continue;
+        }
+        wanted.pop_front();
+        loads.read_ahead(e.load);
+        return true;
+    }
+    return false;
+}
+
+// Whether the pass of a context that a forecast is of has come, if it was made when the context's layer `from` came.
+bool ReadAhead::has_passed(const void * context, int layer, int from) const {
+    const auto passage = passages.find(context);
+    if (passage == passages.end()) {
+        return false;
+    }
+    const auto [at, last] = passage->second;
+    const int since       = from < 0 ? last : from;
+    if (since < 0 || at < 0) {
+        return false;
+    }
+    const int distance = values.layers_between(since, layer);
+    return values.layers_between(since, at) >= (distance ? distance : values.n_executed());
+}
+
+void ReadAhead::want(const void * context, int layer, int from, std::vector<Want> & wants) {
+    const bool         counts = values.is_executed(layer) && !has_passed(context, layer, from);
+    std::vector<Guess> wanted;
+    for (Want & w : wants) {
+        const Expert & e = residents.expert(layer, w.expert);
+        w.absent         = e.absent() && !e.elsewhere && !e.above;
+        if (w.absent && w.wanted && counts) {
+            wanted.push_back({ w.expert, w.probability });
+        }
+    }
+    guesses.replace(context, layer, std::move(wanted));
+}
+
+void ReadAhead::expect(const void * context, int layer, int from, const std::vector<float> & probability) {
+    if (!has_passed(context, layer, from)) {
+        forecast_for[layer] = context;
+        values.forecast(layer, probability);
+    }
+}
+
+void ReadAhead::end_forecast(int layer, const void * context) {
+    if (forecast_for[layer] == context) {
+        forecast_for[layer] = nullptr;
+        values.end_forecast(layer);
+    }
+}
+
+// What was read for this pass of the context is in use now, or was read in vain.
+void ReadAhead::settle_guessed(int layer, const void * context) {
+    auto &           l = residents[layer];
+    std::vector<int> unsettled;
+    unsettled.swap(l.guessed);
+    for (int id : unsettled) {
+        Expert & e = l.experts[id];
+        if (e.guessed_for != context && !e.in_use) {
+            l.guessed.push_back(id);
+            continue;
+        }
+        const double share = e.loading() ? std::min(1.0, (double) e.load.read / (double) l.read_bytes) : 1;
+        share_read += (share - share_read) / 50;
+        if (!e.in_use) {
+            l.stats.prefetch_wasted += e.read_in_vain();
+            e.state = e.loading() && !e.pinned ? State::ABANDONED : e.state;
+        }
+        e.guessed_for = nullptr;
+        end_abandoned(e);
+        residents.changed(e);
+    }
+}
+
+void ReadAhead::end_abandoned(Expert & e) {
+    if (e.state == State::ABANDONED && e.load.in_flight == 0) {
+        loads.take_back(e.load);
+        residents.drop(e);
+    }
+}
+
+void ReadAhead::settle(const void * context, int layer) {
+    Passage & passage = passages[context];
+    passage.at        = layer;
+    passage.last      = std::max(passage.last, layer);
+    guesses.settle(context, layer);
+    settle_guessed(layer, context);
+    end_forecast(layer, context);
+}
+
+void ReadAhead::forget(const void * context) {
+    guesses.forget(context);
+    passages.erase(context);
+    for (int layer = 0; layer < residents.n_layers(); ++layer) {
+        settle_guessed(layer, context);
+        end_forecast(layer, context);
+    }
+}
+
+// The best guess: that with the highest probability over distance (FineMoE section 4.5; there, the probability is that
+// of the map found, here how often such guesses came true).
+bool ReadAhead::next_guess() {
+    while (!guesses.empty()) {
+        const auto [context, layer, guess] = guesses.take_best([&](const void * context, int layer) {
+            const auto passage = passages.find(context);
+            return passage == passages.end() ? 1 : std::max(1, values.layers_between(passage->second.at, layer));
+        });
+        Expert & e                         = residents.expert(layer, guess.expert);
+        if (!e.absent() || e.above || e.in_use > 0 || order.is_full(layer)) {
+            continue;
+        }
+        const float probability = values.probability(layer)[e.id()];
+        if (!room.make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) ||
+            !residents.start_load(e, ReadFor::GUESS)) {
+            continue;
+        }
+        residents.guess_for(e, context);
+        loads.guess(e.load);
+        return true;
+    }
+    return false;
+}
+
+void ReadAhead::defer(int layer, const std::vector<int> & experts) {
+    deferred.erase(std::remove_if(deferred.begin(), deferred.end(), [&](Expert * e) { return e->layer() == layer; }),
+        deferred.end());
+    for (int id : experts) {
+        deferred.push_back(&residents.expert(layer, id));
+    }
+}
+
+// An expert that others stood in for. Otherwise what is absent would stay so: nobody demands it.
+bool ReadAhead::next_deferred() {
+    while (!deferred.empty()) {
+        Expert & e = *deferred.front();
+        deferred.pop_front();
+        if (!e.absent() || e.in_use > 0 || order.is_full(e.layer())) {
+            continue;
+        }
+        const Victim gain = { e.layer(), e.id(), 1, values.worth(e.layer(), values.value(e.layer(), e.id())) };
+        if (room.make_room(e.layer(), 1, FOR_GUESS, INFINITY, gain) && residents.start_load(e, ReadFor::DEFERRED)) {
+            loads.guess(e.load);
+            return true;
+        }
+    }
+    return false;
+}
+
+} // namespace pyorch

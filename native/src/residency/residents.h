@@ -1,0 +1,108 @@
+// Who is in host memory, why, and who holds it.
+//
+// Only Residents moves an expert from one state to another, and takes and gives its memory. Who calls it has the mutex
+// of the table; kernels read two fields of an expert without it.
+//
+// Life of an expert:
+//
+//     absent --start_load--> loading --its last request ends--> resident in a form --drop--> absent
+//
+// That is about what kernels compute with. Beside it, stored parts of a compressed expert may be in memory
+// (stored_parts.h): a load has them all, and when it ends, those that the expert's pool wants stay.
+//
+// What is held or pinned is never dropped. A load that ends with the request under way, because nobody wants it any
+// more, is abandoned, until somebody does want it, or it is dropped.
+
+#pragma once
+
+#include "banks/bank.h"
+#include "residency/eviction_order.h"
+#include "residency/expert.h"
+
+#include <memory>
+#include <vector>
+
+namespace pyorch {
+
+class Residents {
+public:
+    struct Layer {
+        std::unique_ptr<Expert[]> experts;
+        int                       n_expert;
+        int                       n_resident = 0;
+        int                       n_pinned   = 0;
+        int                       size_class;  // of an expert that kernels can compute with
+        uint64_t                  slot_bytes;  // of it
+        uint64_t                  read_bytes;  // that are read for it, on average
+        std::vector<int>          guessed;     // experts with a guess whose pass is to come
+        std::vector<uint8_t>      is_resident; // by expert
+        pyorch_stats              stats = {};
+    };
+
+    Residents(const ModelMap & map, Bank & bank, Values & values, EvictionOrder & order);
+
+    int n_layers() const { return (int) layers.size(); }
+
+    Layer &        operator[](int layer) { return layers[layer]; }
+    const Layer &  operator[](int layer) const { return layers[layer]; }
+    Layer &        layer_of(const Expert & e) { return layers[e.layer()]; }
+    Expert &       expert(int layer, int id) { return layers[layer].experts[id]; }
+    const Expert & expert(int layer, int id) const { return layers[layer].experts[id]; }
+    Expert &       expert_of(const Load & load) { return expert(load.layer, load.expert); }
+
+    // Throws Failure where the layer has no such expert.
+    Expert & checked(int layer, int32_t id);
+
+    // Experts that are held, and windows of streams.
+    int n_in_use() const { return n_held; }
+
+    void hold(Expert & e);
+    void unhold(Expert & e);
+    void hold_window() { ++n_held; }
+    void unhold_window() { --n_held; }
+
+    void pin(Expert & e);
+    void unpin(Expert & e);
+
+    // Gives an absent expert its memory, for read_for. False: there is none.
+    bool start_load(Expert & e, ReadFor read_for);
+
+    // All its matrices are there.
+    void arrived(Expert & e);
+
+    // REQUIRES: no reader works on it, and none of its requests is queued
+    void drop(Expert & e);
+
+    // It counts as used now.
+    void used(Expert & e);
+
+    // Notes that an expert is read on a guess for the next pass of a context through its layer.
+    void guess_for(Expert & e, const void * context);
+
+    // Slots of stored parts go back; what lay there is not there any more.
+    void give_parts(Load & load, uint32_t parts);
+
+    // A load is over, or is given up: what it did not bring in whole goes.
+    void unstage(Load & load);
+
+    // Whether an expert goes before all others, whatever its value. What a pool has too is there to be computed with
+    // now; to get it again costs little. What a tier above has is not asked for here.
+    static bool passes(const Expert & e) {
+        return e.scanned() || e.above || (e.kept != Form::ABSENT && !e.read_ahead());
+    }
+
+    // Says when an expert may go, for the order of eviction.
+    void set_keys(Victims & victims, int layer, int id) const;
+
+    void changed(const Expert & e) { order.changed(e.layer(), e.id()); }
+
+private:
+    const ModelMap &   map;
+    Bank &             bank;
+    Values &           values;
+    EvictionOrder &    order;
+    std::vector<Layer> layers;
+    int                n_held = 0;
+};
+
+} // namespace pyorch

@@ -1,0 +1,121 @@
+#include "residency/stored_parts.h"
+
+#include <algorithm>
+
+namespace pyorch {
+
+StoredParts::StoredParts(const ModelMap & map, Bank & bank, Residents & residents, Values & values,
+    EvictionOrder & order) : pools(map), map(map), bank(bank), residents(residents), values(values), order(order) {}
+
+// Bytes that can be taken for stored parts. The least that loads need is there whatever full experts still have.
+uint64_t StoredParts::room() const {
+    const auto     left = [&](uint64_t limit) { return limit > bank.stored_taken() ? limit - bank.stored_taken() : 0; };
+    const uint64_t matrices = std::min(bank.budget(), bank.matrices_taken());
+    return std::min(left(pools.stored_limit()), std::max(left(bank.budget() - matrices), left(least())));
+}
+
+// What is read ahead leaves room for another: a layer that comes then need not wait for the end of a guess.
+Staged StoredParts::stage(Load & load) {
+    const bool is_ahead = !load.stream && residents.expert_of(load).in_use == 0 && !residents.expert_of(load).pinned;
+    const auto needed   = [&] { // the victim below may be this expert
+        uint64_t bytes = is_ahead ? map.parts_bytes() : 0;
+        for (Part part : { PART_E, PART_SM }) {
+            bytes += load.there & bit_of(part) ? 0 : slot_bytes(map.layers[load.layer], part);
+        }
+        return bytes;
+    };
+    while (needed() > room()) {
+        // Full experts still have memory that is not theirs any more: the pools wait for it, loads do not.
+        Expert * victim = bank.matrices_taken() > bank.matrices_budget() ? least_valuable() : nullptr;
+        if (!victim) {
+            return Staged::LATER;
+        }
+        keep(*victim, Form::ABSENT);
+    }
+    for (Part part : { PART_E, PART_SM }) {
+        const int size_class = bank.size_class(load.layer, part);
+        if ((load.there & bit_of(part)) || size_class < 0) {
+            continue;
+        }
+        load.parts[part] = bank.take(size_class);
+        if (!load.parts[part]) {
+            residents.give_parts(load, ~load.there);
+            return Staged::NEVER;
+        }
+    }
+    load.staged = true;
+    if (!load.stream) {
+        residents.changed(residents.expert_of(load)); // its pool cannot give up what it has of it now
+    }
+    return Staged::YES;
+}
+
+void StoredParts::keep(Expert & e, Form form) {
+    const MoeLayer & layer = map.layers[e.layer()];
+    pools.bytes(e.kept) -= stored_bytes(layer, e.kept);
+    residents.give_parts(e.load, ~parts_of(form));
+    e.kept = stored_form(e.load.there);
+    pools.bytes(e.kept) += stored_bytes(layer, e.kept);
+    residents.changed(e);
+}
+
+void StoredParts::settle(Expert & e) {
+    const bool comes = e.read_ahead() && !e.in_use; // the use that it is for has not been counted
+    keep(e, e.pinned ? Form::FULL : pools.form_of(e.layer(), e.id(), comes));
+    trim();
+}
+
+// The least valuable expert of a pool that no load is at work with.
+Expert * StoredParts::least_valuable(Form form) {
+    order.update();
+    Expert * victim = nullptr;
+    double   value  = 0;
+    for (int i = 0; i < residents.n_layers(); ++i) {
+        const Victims::Least least = pools.victims(form).least(i, FOR_DEMAND);
+        if (least.expert >= 0 && (!victim || values.worth(i, least.key) < value)) {
+            victim = &residents.expert(i, least.expert);
+            value  = values.worth(i, least.key);
+        }
+    }
+    return victim;
+}
+
+// The same of any pool, the last one first.
+Expert * StoredParts::least_valuable() {
+    for (const Form form : { Form::E_ONLY, Form::SM_ONLY, Form::COMPRESSED }) {
+        if (Expert * victim = least_valuable(form)) {
+            return victim;
+        }
+    }
+    return nullptr;
+}
+
+// What leaves a pool goes to the next one that takes a part of it: that costs no reading.
+void StoredParts::trim() {
+    for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
+        while (pools.any() && pools.bytes(form) > pools.limit(form)) {
+            Expert * victim = least_valuable(form);
+            if (!victim) {
+                break;
+            }
+            keep(*victim,
+                form != Form::COMPRESSED           ? Form::ABSENT :
+                    pools.limit(Form::SM_ONLY) > 0 ? Form::SM_ONLY :
+                                                     Form::E_ONLY);
+        }
+    }
+}
+
+void StoredParts::set_keys(const Expert & e) {
+    if (!pools.any()) {
+        return;
+    }
+    for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
+        const bool may_go = e.kept == form && !e.load.staged;
+        // What was read ahead is worth little until it is used: it would go before that, and be read again.
+        const double worth = e.read_ahead() ? Victims::GUESSED : values.value(e.layer(), e.id());
+        pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? worth : Victims::NEVER);
+    }
+}
+
+} // namespace pyorch
