@@ -113,9 +113,9 @@ DevicePass SimulatedDevice::begin(
                 pass.uploads.push_back(expert);
             }
         }
-        seats->counts(layer).hits += experts.size() - pass.uploads.size();
-        seats->counts(layer).misses += pass.uploads.size();
-        seats->counts(layer).computed += experts.size() - pass.uploads.size();
+        seats->counts(layer).device_hits += experts.size() - pass.uploads.size();
+        seats->counts(layer).device_misses += pass.uploads.size();
+        seats->counts(layer).device_computed += experts.size() - pass.uploads.size();
         return pass;
     }
     std::vector<double> learned;
@@ -133,7 +133,7 @@ DevicePass SimulatedDevice::begin(
             held.push_back(expert);
         }
     }
-    seats->counts(layer).computed += held.size();
+    seats->counts(layer).device_computed += held.size();
     seats->tell_moved([&](int of, const std::vector<uint8_t> & known) { table.set_above(of, known); });
     return pass;
 }
@@ -155,7 +155,7 @@ double SimulatedDevice::bring(const Owner & owner, const DevicePass & pass, doub
             seats->hold(layer, expert);
             held.push_back(expert);
         }
-        seats->counts(layer).computed += came[expert];
+        seats->counts(layer).device_computed += came[expert];
     }
     for (int expert : pass.behind) {
         if (!passes_by(expert)) {
@@ -173,15 +173,15 @@ void SimulatedDevice::reset_counts() {
 
 void SimulatedDevice::add_counts(pyorch_replay_result & result) const {
     for (size_t of = 0; of < coming.size(); ++of) {
-        const DeviceCounts & counts = seats->counts((int) of);
-        result.device_hits += (int64_t) counts.hits;
-        result.device_misses += (int64_t) counts.misses;
-        result.device_computed += (int64_t) counts.computed;
-        result.device_loads += (int64_t) counts.loads;
-        result.device_evictions += (int64_t) counts.evictions;
-        result.device_ahead += (int64_t) counts.ahead;
-        result.device_ahead_hits += (int64_t) counts.ahead_hits;
-        result.device_ahead_late += (int64_t) counts.ahead_late;
+        const pyorch_stats & counts = seats->counts((int) of);
+        result.device_hits += (int64_t) counts.device_hits;
+        result.device_misses += (int64_t) counts.device_misses;
+        result.device_computed += (int64_t) counts.device_computed;
+        result.device_loads += (int64_t) counts.device_loads;
+        result.device_evictions += (int64_t) counts.device_evictions;
+        result.device_ahead += (int64_t) counts.device_ahead;
+        result.device_ahead_hits += (int64_t) counts.device_ahead_hits;
+        result.device_ahead_late += (int64_t) counts.device_ahead_late;
     }
     result.device_bytes = (int64_t) bytes;
 }

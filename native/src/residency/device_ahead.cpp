@@ -45,7 +45,7 @@ void DeviceTable::keep_slots() {
                 if (goes.expert == NONE) {
                     break; // all are held
                 }
-                ++layers[goes.layer].counts.evictions;
+                ++layers[goes.layer].counts.device_evictions;
                 give(goes.layer, goes.expert);
             }
             pool.kept.push_back(pool.free.back());
@@ -96,7 +96,7 @@ std::vector<int> DeviceTable::order(
             e.coming   = true;
             e.guest_of = context;
             pool.kept.pop_back();
-            ++l.counts.ahead;
+            ++l.counts.device_ahead;
             orders.guests.push_back(it.expert);
             made.push_back(it.expert);
         }

@@ -57,7 +57,7 @@ void DeviceTable::shrink_layer(int layer) {
         if (goes.expert == NONE) {
             return;
         }
-        ++layers[layer].counts.evictions;
+        ++layers[layer].counts.device_evictions;
         give(layer, goes.expert);
     }
 }
@@ -131,10 +131,10 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
         pass.slots[expert] != NONE ? hold(layer, expert) : pass.uploads.push_back(expert);
     }
     const int n_hits = (int) (demand.experts.size() - lacking.size());
-    l.counts.hits += n_hits;
-    l.counts.misses += lacking.size();
-    l.counts.ahead_hits += guests.size();
-    l.counts.ahead_late += pass.uploads.size();
+    l.counts.device_hits += n_hits;
+    l.counts.device_misses += lacking.size();
+    l.counts.device_ahead_hits += guests.size();
+    l.counts.device_ahead_late += pass.uploads.size();
     if (demand.stays) {
         lacking.clear();
     }
@@ -287,7 +287,7 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
         if (goes.expert == NONE) {
             return false;
         }
-        ++layers[goes.layer].counts.evictions;
+        ++layers[goes.layer].counts.device_evictions;
         if (counts_uses()) {
             values.evicted(goes.layer, goes.expert);
         }
@@ -317,7 +317,7 @@ void DeviceTable::arrived(int layer, int expert) {
     Seated & e = l.experts[expert];
     e.coming   = false;
     l.n_there += !e.guest_of;
-    ++l.counts.loads;
+    ++l.counts.device_loads;
     changed(layer, expert);
 }
 

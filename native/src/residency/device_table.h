@@ -26,6 +26,7 @@
 #pragma once
 
 #include "banks/device_rates.h"
+#include "residency/counters.h"
 #include "residency/eviction_order.h"
 #include "residency/guesses.h"
 
@@ -33,18 +34,6 @@
 #include <vector>
 
 namespace pyorch {
-
-// What was counted for a layer.
-struct DeviceCounts {
-    uint64_t hits       = 0; // uses of experts that were there
-    uint64_t misses     = 0; // of all others
-    uint64_t computed   = 0; // of those that were computed there
-    uint64_t loads      = 0; // experts that came
-    uint64_t evictions  = 0;
-    uint64_t ahead      = 0; // experts that came, or were to come, for a forecast
-    uint64_t ahead_hits = 0; // of them, those that their layer used: they are among the hits
-    uint64_t ahead_late = 0; // of these, those that had not come when it began
-};
 
 // What a layer needs that comes, for one ubatch.
 struct DeviceDemand {
@@ -141,7 +130,8 @@ public:
     // Slots of its pool that are kept for guests.
     int n_kept(int layer) const { return pools[layers[layer].pool].n_kept; }
 
-    DeviceCounts & counts(int layer) { return layers[layer].counts; }
+    // What was counted of a layer: device_hits and so on, but for bytes and times.
+    pyorch_stats & counts(int layer) { return layers[layer].counts; }
     void           reset_counts();
 
 private:
@@ -159,7 +149,7 @@ private:
         std::vector<Seated> experts;
         int                 n_there = 0;
         bool                moved   = false;
-        DeviceCounts        counts  = {};
+        pyorch_stats        counts  = {};
     };
     struct Seat {
         int layer;
@@ -194,26 +184,28 @@ private:
     // With the values of another table, which alone counts uses: see Ahead.
     DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots);
 
-    int  n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
-    void move(int layer, int expert, int slot);
-    void count_uses(int layer, const std::vector<int> & asked);
-    void changed(int layer, int expert) { eviction.changed(layer, expert); }
+    EvictionOrder::SetKeys keys();
+
     bool counts_uses() const { return own_values != nullptr; }
+    void changed(int layer, int expert) { eviction.changed(layer, expert); }
     void seat(const std::vector<int> & pool_of, const std::vector<int> & n_slots);
+    int  n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
+    void count_uses(int layer, const std::vector<int> & asked);
+    void move(int layer, int expert, int slot);
     void mark_moved(int layer);
     void stays(int layer, int expert);
-    Seat least_of(const Pool & pool, int layer, bool of_layer);
+    void give(int layer, int expert);
     Seat first_passing(const Pool & pool, int layer, bool of_layer) const;
+    Seat least_of(const Pool & pool, int layer, bool of_layer);
     Seat goes_first(const Pool & pool, int layer, bool of_layer);
     void shrink_layer(int layer);
-    EvictionOrder::SetKeys keys();
-    bool                   make_room(int layer, int expert, bool must, bool & took);
-    bool                   admit_guest(int layer, int expert, bool & took);
-    void                   give(int layer, int expert);
-    void                   give_kept(Pool & pool, int slot);
-    void                   keep_slots();
-    void                   give_up_slots();
+    bool make_room(int layer, int expert, bool must, bool & took);
 
+    // Of guests: device_ahead.cpp.
+    bool admit_guest(int layer, int expert, bool & took);
+    void give_kept(Pool & pool, int slot);
+    void keep_slots();
+    void give_up_slots();
     void estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
     void judge(int layer, const DeviceDemand & demand);
     void weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);

@@ -69,25 +69,13 @@ pyorch_stats Table::stats_of(int only) {
         for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
             out.stored_bytes += stored.pools.bytes(form);
         }
-    } else {
-        out.stall_ns = residents[only].stats.stall_ns;
     }
     for (int i = 0; i < residents.n_layers(); ++i) {
         if (only >= 0 && i != only) {
             continue;
         }
         const auto & l = residents[i];
-        out.hits += l.stats.hits;
-        out.misses += l.stats.misses;
-        out.compressed_hits += l.stats.compressed_hits;
-        out.sm_hits += l.stats.sm_hits;
-        out.e_hits += l.stats.e_hits;
-        out.loads += l.stats.loads;
-        out.prefetch_loads += l.stats.prefetch_loads;
-        out.prefetch_hits += l.stats.prefetch_hits;
-        out.prefetch_late += l.stats.prefetch_late;
-        out.prefetch_wasted += l.stats.prefetch_wasted;
-        out.evictions += l.stats.evictions;
+        add(out, l.stats);
         out.bytes_read += loads.bytes_read(i);
         out.resident_experts += l.n_resident;
         out.resident_bytes += l.n_resident * l.slot_bytes;
@@ -120,11 +108,6 @@ void Table::wait_idle() {
             idle.wait(lock);
         }
     }
-}
-
-std::string Table::last_error() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return error;
 }
 
 } // namespace pyorch

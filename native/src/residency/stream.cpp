@@ -1,6 +1,9 @@
 #include "residency/stream.h"
 
+#include "base/status.h"
+
 #include <algorithm>
+#include <numeric>
 
 namespace pyorch {
 
@@ -37,6 +40,119 @@ bool Stream::ask(int role, int place, const void * thread, int n_threads) {
         passed = std::max(passed, number(last));
     }
     return as_thought;
+}
+
+Streams::Streams(const ModelMap & map, Bank & bank, Residents & residents, Loader & loads) :
+        map(map), bank(bank), residents(residents), loads(loads) {
+    for (const MoeLayer & layer : map.layers) {
+        passes.emplace_back(layer.tensors.size());
+        std::iota(passes.back().begin(), passes.back().end(), 0);
+    }
+}
+
+void Streams::open(Owner & owner, int layer, const std::vector<int> & experts, int window) {
+    auto s     = std::make_unique<Stream>();
+    s->layer   = layer;
+    s->experts = experts;
+    s->roles   = passes[layer];
+    s->place_of.assign(residents[layer].n_expert, -1);
+    for (size_t i = 0; i < experts.size(); ++i) {
+        s->place_of[experts[i]] = (int) i;
+    }
+    s->frames = std::vector<Stream::Frame>(std::min<int64_t>(window, s->n_matrices()));
+    for (Stream::Frame & frame : s->frames) {
+        frame.load.layer  = layer;
+        frame.load.slot   = bank.take(residents[layer].size_class);
+        frame.load.stream = s.get();
+        if (!frame.load.slot) {
+            s->error = format("out of memory for experts of layer %d", map.layers[layer].il);
+        }
+    }
+    residents.hold_window();
+    owner.stream = s.get();
+    streams.push_back(std::move(s));
+    fill(*owner.stream);
+}
+
+// Begins to read what the window has room for.
+void Streams::fill(Stream & s) {
+    std::vector<Load *> started;
+    while (s.error.empty() && s.begun < std::min(s.n_matrices(), s.passed + (int64_t) s.frames.size())) {
+        Stream::Frame & frame = s.frame(s.begun);
+        if (!frame.load.ended()) {
+            break; // of what is not wanted any more; its end comes here again
+        }
+        frame.number      = s.begun;
+        frame.address     = nullptr;
+        frame.load.form   = COMPUTABLE;
+        frame.load.expert = s.experts[s.begun % s.experts.size()];
+        frame.load.roles  = 1u << s.roles[s.begun / s.experts.size()];
+        started.push_back(&frame.load);
+        ++s.begun;
+    }
+    if (!started.empty()) {
+        loads.demand(started, {});
+        loads.wake();
+    }
+}
+
+int64_t Streams::ask(Stream & s, int expert, int role, const void * thread, int n_threads) {
+    const int place = s.place_of[expert];
+    if (!s.ask(role, place, thread, n_threads)) {
+        passes[s.layer] = s.roles;
+        s.begun         = s.passed;
+        for (Stream::Frame & frame : s.frames) {
+            loads.take_back(frame.load);
+            if (frame.load.ended()) {
+                residents.unstage(frame.load);
+            }
+            frame.number = -1;
+        }
+    }
+    fill(s);
+    return s.number(place);
+}
+
+void Streams::finished(Load & load) {
+    Stream & s = *load.stream;
+    if (!load.ended()) {
+        return;
+    }
+    residents.unstage(load);
+    if (!s.closed) {
+        residents[s.layer].stats.loads += !load.failed && load.roles == 1u << s.roles.back();
+        fill(s);
+    } else {
+        give_frames(s); // and the load goes with them
+    }
+}
+
+// Of a stream that is closed: its slots, but for those that a reader works on. With the last one it goes.
+void Streams::give_frames(Stream & s) {
+    bool any = false;
+    for (Stream::Frame & frame : s.frames) {
+        if (frame.load.slot && frame.load.ended()) {
+            residents.unstage(frame.load);
+            bank.give(frame.load.slot);
+            frame.load.slot = {};
+        }
+        any |= (bool) frame.load.slot;
+    }
+    if (!any) {
+        streams.erase(
+            std::find_if(streams.begin(), streams.end(), [&](const auto & each) { return each.get() == &s; }));
+    }
+}
+
+void Streams::close(Owner & owner) {
+    Stream & s   = *owner.stream;
+    owner.stream = nullptr;
+    s.closed     = true;
+    residents.unhold_window();
+    for (Stream::Frame & frame : s.frames) {
+        loads.take_back(frame.load);
+    }
+    give_frames(s);
 }
 
 } // namespace pyorch

@@ -97,9 +97,7 @@ void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Con
         }
     }
     if (--n_waiting == 0) {
-        const uint64_t waited = clock_ns() - wait_begin;
-        totals.stall_ns += waited;
-        residents[wait_layer].stats.stall_ns += waited;
+        residents[wait_layer].stats.stall_ns += clock_ns() - wait_begin;
     }
 }
 
@@ -122,11 +120,6 @@ double Table::break_even() {
     // p * share = cpu * share + regret + (1 - p) * rest
     const double share = ahead.read_share();
     return std::min(1.0, (loads.cpu_share() * share + room.regret() + rest) / (share + rest));
-}
-
-Table::ReadSeconds Table::read_seconds() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return reads;
 }
 
 // A layer comes. What it computes with is held: hits and misses. What its router asked for is used, even where another
@@ -294,29 +287,23 @@ void Table::release_held(Owner & owner, bool & failed) {
 
 bool Table::release(Owner & owner) {
     bool failed;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
+    change([&] {
         release_held(owner, failed);
         totals.failures += failed;
-    }
-    space.notify_all();
-    loads.wake();
+    });
     return !failed;
 }
 
 void Table::forget(Owner & owner) {
     learning.forget(owner.context);
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        bool                        ignored;
+    change([&] {
+        bool ignored;
         release_held(owner, ignored);
         ahead.forget(owner.context);
         if (is_idle()) {
             idle.notify_all();
         }
-    }
-    space.notify_all();
-    loads.wake();
+    });
 }
 
 const char * Table::address(const Owner & owner, int layer, int expert, int role, bool wait, const void * thread) {
@@ -350,11 +337,6 @@ const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const v
         wait_for_arrival(lock, s.layer, [&] { return (there = Streams::address(s, number)) || !s.error.empty(); });
     }
     return there || s.error.empty() ? there : zeros;
-}
-
-bool Table::fits(int layer, const std::vector<int> & experts) {
-    std::lock_guard<std::mutex> lock(mutex);
-    return room.fits(layer, experts);
 }
 
 bool Table::share(Expert & e, Owner & other) {
@@ -394,11 +376,6 @@ void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t
     }
 }
 
-double Table::read_bytes_per_second() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return loads.bytes_per_second();
-}
-
 bool Table::read_time(int layer, double & queued, double & expert) {
     std::lock_guard<std::mutex> lock(mutex);
     const double                rate = loads.bytes_per_second();
@@ -408,11 +385,6 @@ bool Table::read_time(int layer, double & queued, double & expert) {
     queued = (double) loads.bytes_demanded() / rate;
     expert = (double) residents[layer].read_bytes / rate;
     return true;
-}
-
-void Table::set_executed(const std::vector<int> & executed) {
-    std::lock_guard<std::mutex> lock(mutex);
-    values.set_executed(executed);
 }
 
 void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
@@ -434,29 +406,13 @@ void Table::set_above(int layer, const std::vector<uint8_t> & there) {
 }
 
 void Table::want(const void * context, int layer, int from, std::vector<Want> & wants) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        ahead.want(context, layer, from, wants);
-    }
+    locked([&] { ahead.want(context, layer, from, wants); });
     loads.wake();
-}
-
-void Table::expect(const void * context, int layer, int from, const std::vector<float> & probability) {
-    std::lock_guard<std::mutex> lock(mutex);
-    ahead.expect(context, layer, from, probability);
 }
 
 void Table::defer(int layer, const std::vector<int> & experts) {
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        ahead.defer(layer, experts);
-    }
+    locked([&] { ahead.defer(layer, experts); });
     loads.wake();
-}
-
-void Table::foresee(int layer, int expert, uint64_t next_use) {
-    std::lock_guard<std::mutex> lock(mutex);
-    values.foresee(layer, expert, next_use);
 }
 
 bool Table::order_ahead() { return !layer_waits() && ahead.start_order(); }
@@ -627,22 +583,6 @@ void Table::evict(int il, const int32_t * experts, int n) {
     });
 }
 
-void Table::set_budget(uint64_t bytes) {
-    change([&] { room.set_budget(bytes); });
-}
-
-void Table::set_pools(const PoolShares & shares) {
-    change([&] { room.set_shares(shares); });
-}
-
-void Table::set_layer_limits(int il, int min, int max) {
-    change([&] { room.set_limits(layer_index(il), min, max); });
-}
-
-void Table::set_policy(pyorch_policy policy) {
-    learning.change_policy([&] { values.set_policy(policy); });
-}
-
 void Table::set_uses(int il, const double * uses, int n) {
     std::lock_guard<std::mutex> lock(mutex);
     const int                   layer    = layer_index(il);
@@ -658,8 +598,7 @@ void Table::set_uses(int il, const double * uses, int n) {
 
 // The budget, where it is one: 0 where all experts fit.
 uint64_t Table::scarce_bytes() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return bank->budget() < map.slots_bytes() ? bank->matrices_budget() : 0;
+    return locked([&] { return bank->budget() < map.slots_bytes() ? bank->matrices_budget() : 0; });
 }
 
 // A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.

@@ -6,7 +6,7 @@
 //     room.h          the budget, and what goes when something else comes
 //     stored_parts.h  what stays of compressed experts
 //     read_ahead.h    what is read before a layer needs it
-//     streams.h       layers that do not fit into memory whole
+//     stream.h        layers that do not fit into memory whole
 //     learning.h      what visits of layers teach, under a mutex of its own
 //
 // One mutex guards all of them but the two fields of an expert that the kernels read; it is never held across I/O or
@@ -27,12 +27,13 @@
 #include "residency/learning.h"
 #include "residency/read_ahead.h"
 #include "residency/room.h"
-#include "residency/streams.h"
+#include "residency/stream.h"
 
 #include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -78,7 +79,9 @@ public:
 
     // Whether these fit into memory together, beside what is reserved in other layers: else some of them are streamed,
     // and which, depends on what is there.
-    bool fits(int layer, const std::vector<int> & experts);
+    bool fits(int layer, const std::vector<int> & experts) {
+        return locked([&] { return room.fits(layer, experts); });
+    }
 
     // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.
     bool readable(const char * address) const { return address != zeros; }
@@ -87,7 +90,9 @@ public:
     void resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading = nullptr);
 
     // Of one reader, lately; 0 before the first read.
-    double read_bytes_per_second();
+    double read_bytes_per_second() {
+        return locked([&] { return loads.bytes_per_second(); });
+    }
 
     // For an absent expert of the layer, in seconds: until what is demanded is read, and for the expert itself. False
     // before the first read.
@@ -119,14 +124,20 @@ public:
         double absent; // experts that were absent, or would have been but for guesses
         double saved;  // of them, what had been read on guesses by then
     };
-    ReadSeconds read_seconds();
+    ReadSeconds read_seconds() {
+        return locked([&] { return reads; });
+    }
 
     // probability[n_expert]: with which that pass will need each expert of the layer. Ignored if it has come meanwhile.
-    void expect(const void * context, int layer, int from, const std::vector<float> & probability);
+    void expect(const void * context, int layer, int from, const std::vector<float> & probability) {
+        locked([&] { ahead.expect(context, layer, from, probability); });
+    }
 
     // For whoever knows the graph: the layers that a decode passes, ascending; all, until told. Others are not read
     // ahead, neither for a prompt nor on a guess.
-    void set_executed(const std::vector<int> & layers);
+    void set_executed(const std::vector<int> & layers) {
+        locked([&] { values.set_executed(layers); });
+    }
 
     // elsewhere[n_expert]: nonzero for experts of the layer that another server computes now. They are read here only
     // if a layer needs them after all, or by name.
@@ -137,7 +148,9 @@ public:
     void set_above(int layer, const std::vector<uint8_t> & there);
 
     // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
-    void foresee(int layer, int expert, uint64_t next_use);
+    void foresee(int layer, int expert, uint64_t next_use) {
+        locked([&] { values.foresee(layer, expert, next_use); });
+    }
 
     // For everybody else. Layers are given by il; throws Failure.
 
@@ -146,10 +159,23 @@ public:
     void offer(int il, int expert, const void * bytes, uint64_t size); // see pyorch_offer
     void unpin(int il, const int32_t * experts, int n);
     void evict(int il, const int32_t * experts, int n);
-    void set_budget(uint64_t bytes);
-    void set_pools(const PoolShares & shares);         // by form, their sum is 1; only compressed experts have forms
+    void set_budget(uint64_t bytes) {
+        change([&] { room.set_budget(bytes); });
+    }
+
+    void set_pools(const PoolShares & shares) {
+        change([&] { room.set_shares(shares); });
+    } // see Room::set_shares
+
+    void set_layer_limits(int il, int min, int max) {
+        change([&] { room.set_limits(layer_index(il), min, max); });
+    }
+
     void set_uses(int il, const double * uses, int n); // see pyorch_set_uses
-    void set_policy(pyorch_policy policy);
+
+    void set_policy(pyorch_policy policy) {
+        learning.change_policy([&] { values.set_policy(policy); });
+    }
 
     // See Learning.
     template <typename Use>
@@ -166,13 +192,14 @@ public:
         learning.visit(visit, use);
     }
 
-    void        set_layer_limits(int il, int min, int max);
     void        get_residency(int il, uint8_t * mask, int n);
     void        get_stats(int il, pyorch_stats & stats);
     void        get_snapshot(pyorch_snapshot & snapshot); // see pyorch_get_snapshot
     void        reset_stats();
     void        wait_idle();
-    std::string last_error();
+    std::string last_error() {
+        return locked([&] { return error; });
+    }
 
     // Index into the layers with experts.
     int layer_index(int il) const;
@@ -213,13 +240,16 @@ private:
 
     static uint64_t clock_ns();
 
-    // Calls ask() under the mutex. It may have changed what is to be read, or what memory there is.
+    template <typename Ask>
+    std::invoke_result_t<Ask> locked(Ask ask) {
+        std::lock_guard<std::mutex> lock(mutex);
+        return ask();
+    }
+
+    // The same of what may change what is to be read, or what memory there is.
     template <typename Ask>
     void change(Ask ask) {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            ask();
-        }
+        locked(ask);
         space.notify_all();
         loads.wake();
     }

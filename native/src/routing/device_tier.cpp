@@ -272,13 +272,13 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
             hold.experts.push_back(expert);
         }
     }
-    DeviceCounts & counts = seats->counts(batch.layer);
+    pyorch_stats & counts = seats->counts(batch.layer);
     if (!areas->begin(&hold, batch.layer, experts, slots, batch.uploads)) {
-        counts.misses += experts.size();
+        counts.device_misses += experts.size();
         return;
     }
-    counts.misses += batch.uploads.size();
-    counts.hits += experts.size() - batch.uploads.size();
+    counts.device_misses += batch.uploads.size();
+    counts.device_hits += experts.size() - batch.uploads.size();
     batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
     for (int expert : experts) {
         batch.device_slots[expert] = expert;
@@ -383,7 +383,7 @@ void DeviceTier::arrive(
 
 void DeviceTier::count_computed(const RoutedBatch & batch) {
     std::lock_guard<std::mutex> lock(mutex);
-    seats->counts(batch.layer).computed += std::count_if(
+    seats->counts(batch.layer).device_computed += std::count_if(
         batch.device_slots.begin(), batch.device_slots.end(), [](int slot) { return slot != DeviceTable::NONE; });
 }
 
@@ -462,17 +462,10 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
         if (only >= 0 && layer != only) {
             continue;
         }
-        const DeviceCounts & counts = seats->counts(layer);
-        stats.device_hits += counts.hits;
-        stats.device_misses += counts.misses;
-        stats.device_computed += counts.computed;
-        stats.device_loads += counts.loads;
-        stats.device_evictions += counts.evictions;
-        stats.device_ahead += counts.ahead;
-        stats.device_ahead_hits += counts.ahead_hits;
-        stats.device_ahead_late += counts.ahead_late;
+        const pyorch_stats & counts = seats->counts(layer);
+        add(stats, counts);
         stats.device_experts += seats->n_there(layer);
-        stats.device_bytes += counts.loads * table.map.layers[layer].expert_bytes();
+        stats.device_bytes += counts.device_loads * table.map.layers[layer].expert_bytes();
     }
     if (only < 0) {
         stats.device_bytes = bank.bytes_uploaded();

@@ -41,7 +41,7 @@ void the_least_valuable_of_all_layers_of_a_pool_goes() {
     bring(t, 0, 1);
     bring(t, 2, 2);
     bring(t, 0, 2);
-    CHECK(t.slot(1, 3) == DeviceTable::NONE && t.counts(1).evictions == 1);
+    CHECK(t.slot(1, 3) == DeviceTable::NONE && t.counts(1).device_evictions == 1);
     CHECK(t.slot(0, 0) != DeviceTable::NONE && t.slot(2, 2) != DeviceTable::NONE);
 }
 
@@ -72,7 +72,7 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
     t.arrived(2, 0);
     ask(t, 2, 1);
     CHECK(t.admit(2, 1, false, took) == DeviceTable::NONE);
-    CHECK(t.slot(2, 0) != DeviceTable::NONE && t.counts(2).evictions == 0);
+    CHECK(t.slot(2, 0) != DeviceTable::NONE && t.counts(2).device_evictions == 0);
     CHECK(t.admit(2, 1, true, took) != DeviceTable::NONE && took);
 }
 
@@ -87,7 +87,7 @@ void what_is_only_newer_takes_no_place() {
             }
         }
         CHECK(t.slot(0, 0) == 0 || t.slot(0, 1) == 0);
-        CHECK(t.known(0, 0) && t.known(0, 1) && t.counts(0).evictions == 0);
+        CHECK(t.known(0, 0) && t.known(0, 1) && t.counts(0).device_evictions == 0);
     }
 }
 
@@ -142,7 +142,7 @@ void what_did_not_come_leaves_its_slot() {
     ask(t, 2, 0);
     const int slot = t.admit(2, 0, true, took);
     t.abandon(2, 0);
-    CHECK(!t.known(2, 0) && t.n_there(2) == 0 && t.counts(2).loads == 0);
+    CHECK(!t.known(2, 0) && t.n_there(2) == 0 && t.counts(2).device_loads == 0);
     ask(t, 2, 1);
     CHECK(t.admit(2, 1, false, took) == slot && !took);
 }
@@ -300,9 +300,9 @@ void a_guest_serves_the_pass_that_it_came_for() {
             guests.pass(expert);
         }
         guests.pass(20, { { 20, 0, 1 } }, late);
-        DeviceCounts & counts = guests.table.counts(0);
-        CHECK(counts.ahead == 1 && counts.ahead_hits == 1 && counts.ahead_late == late);
-        CHECK(counts.hits == 13 + 1 && counts.evictions == 0); // all others had been worth two uses
+        pyorch_stats & counts = guests.table.counts(0);
+        CHECK(counts.device_ahead == 1 && counts.device_ahead_hits == 1 && counts.device_ahead_late == late);
+        CHECK(counts.device_hits == 13 + 1 && counts.device_evictions == 0); // all others had been worth two uses
         CHECK(guests.table.coming_to(0, 20) != DeviceTable::NONE && guests.table.slot(0, 20) == DeviceTable::NONE);
         guests.pass(0);
         CHECK(!guests.table.known(0, 20) && guests.table.n_there(0) == 13);
@@ -318,16 +318,17 @@ void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
         guests.pass(20, { { 20, 0, 1 } });
         guests.pass(0);
     }
-    DeviceCounts & counts = guests.table.counts(0);
-    CHECK(counts.evictions == 1 && guests.table.slot(0, 20) != DeviceTable::NONE && guests.table.n_there(0) == 13);
-    const uint64_t loads = counts.loads;
+    pyorch_stats & counts = guests.table.counts(0);
+    CHECK(
+        counts.device_evictions == 1 && guests.table.slot(0, 20) != DeviceTable::NONE && guests.table.n_there(0) == 13);
+    const uint64_t loads = counts.device_loads;
     std::set<int>  slots;
     for (int expert = 0; expert < 32; ++expert) {
         slots.insert(guests.table.coming_to(0, expert));
     }
     CHECK(slots.size() == 13 + 1 && guests.table.n_kept(0) == 3); // and NONE
     guests.pass(20, { { 20, 0, 1 } });                            // it is there: nothing is ordered
-    CHECK(counts.loads == loads);
+    CHECK(counts.device_loads == loads);
 }
 
 void another_contexts_guest_is_not_computed_with() {
@@ -341,7 +342,7 @@ void another_contexts_guest_is_not_computed_with() {
     CHECK(t.pass(0, { asked, asked, rows, 1, &b }).slots[5] == DeviceTable::NONE);
     CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
     const DevicePass pass = t.pass(0, { asked, asked, rows, 1, &a });
-    CHECK(pass.slots[5] != DeviceTable::NONE && t.counts(0).ahead_hits == 1);
+    CHECK(pass.slots[5] != DeviceTable::NONE && t.counts(0).device_ahead_hits == 1);
     CHECK(pass.guests.empty()); // a slot was free for it
 }
 
@@ -375,10 +376,11 @@ void guests_cost_no_hits_whatever_is_forecast() {
             with.pass(expert, { { right ? expert : 31, 0, 1 } });
             without.pass(expert);
         }
-        const DeviceCounts &found = with.table.counts(0), &all = without.table.counts(0);
-        CHECK(all.hits > 5000 && all.misses > 500);
-        CHECK(right ? found.misses < all.misses / 20 : found.hits + 4 * 80 > all.hits);
-        CHECK(right ? found.ahead_hits == found.ahead : found.ahead < 10 && found.ahead_hits == 0);
+        const pyorch_stats &found = with.table.counts(0), &all = without.table.counts(0);
+        CHECK(all.device_hits > 5000 && all.device_misses > 500);
+        CHECK(right ? found.device_misses < all.device_misses / 20 : found.device_hits + 4 * 80 > all.device_hits);
+        CHECK(right ? found.device_ahead_hits == found.device_ahead :
+                      found.device_ahead < 10 && found.device_ahead_hits == 0);
         CHECK(with.table.n_kept(0) == (right ? 3 : 0));
     }
 }
