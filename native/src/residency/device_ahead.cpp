@@ -84,21 +84,21 @@ std::vector<int> DeviceTable::order(
         most = (int) std::min<double>(most, ahead->computing * rates.upload / (double) expert_bytes[layer]);
     }
     std::vector<int> made;
-    for (const ForecastExpert & it : forecast) {
-        Seated & e = l.experts[it.expert];
+    for (const ForecastExpert & named : forecast) {
+        Seated & e = l.experts[named.expert];
         if (e.slot != NONE) {
             continue;
         }
-        orders.noted.push_back(it);
+        orders.noted.push_back(named);
         if ((int) orders.guests.size() < most && !pool.kept.empty() &&
-            ahead->rate(layer, it, (int) l.experts.size()).value() >= precision) {
+            ahead->rate(layer, named, (int) l.experts.size()).value() >= precision) {
             e.slot     = pool.kept.back();
             e.coming   = true;
             e.guest_of = context;
             pool.kept.pop_back();
             ++l.counts.device_ahead;
-            orders.guests.push_back(it.expert);
-            made.push_back(it.expert);
+            orders.guests.push_back(named.expert);
+            made.push_back(named.expert);
         }
     }
     return made;
@@ -164,17 +164,17 @@ void DeviceTable::judge(int layer, const DeviceDemand & demand) {
     if (found == ahead->orders.end()) {
         return;
     }
-    for (const ForecastExpert & it : found->second.noted) {
-        const bool came_true = std::binary_search(demand.asked.begin(), demand.asked.end(), it.expert);
+    for (const ForecastExpert & named : found->second.noted) {
+        const bool came_true = std::binary_search(demand.asked.begin(), demand.asked.end(), named.expert);
         if (demand.n_tokens < Demand::SCAN_TOKENS) {
-            ahead->rate(layer, it, (int) layers[layer].experts.size()).add(came_true);
+            ahead->rate(layer, named, (int) layers[layer].experts.size()).add(came_true);
         }
     }
     ahead->orders.erase(found);
 }
 
 // The table without guests gets the same layer.
-void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits) {
+void DeviceTable::weigh(int layer, const DeviceDemand & demand, int n_hits) {
     Ahead &       a = *ahead;
     DeviceTable & t = a.without;
     for (int expert : a.held) {
@@ -183,7 +183,7 @@ void DeviceTable::weigh(int layer, const DeviceDemand & demand, const std::vecto
     for (int expert : a.coming[layer]) {
         t.arrived(layer, expert);
     }
-    const DevicePass pass = t.pass(layer, demand, learned);
+    const DevicePass pass = t.pass(layer, demand);
     a.at_layer            = layer;
     a.held.clear();
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(a.held),

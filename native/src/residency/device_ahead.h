@@ -45,9 +45,9 @@ struct DeviceTable::Ahead {
     uint64_t                                       until     = 0; // the pause lasts
     double                                         computing = 0; // estimate: seconds of the layer that came last
 
-    Rate & rate(int layer, const ForecastExpert & it, int n_expert) {
+    Rate & rate(int layer, const ForecastExpert & named, int n_expert) {
         std::vector<Rate> & rates = came_true[layer];
-        const size_t        at    = (size_t) std::max(it.distance - 1, 0) * n_expert + it.rank;
+        const size_t        at    = (size_t) std::max(named.distance - 1, 0) * n_expert + named.rank;
         rates.resize(std::max(rates.size(), at + 1), Rate(0.5));
         return rates[at];
     }

@@ -172,7 +172,7 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     }
     if (ahead) {
         judge(layer, demand);
-        weigh(layer, demand, learned, n_hits);
+        weigh(layer, demand, n_hits);
     }
     return pass;
 }

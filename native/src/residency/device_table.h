@@ -208,7 +208,7 @@ private:
     void give_up_slots();
     void estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
     void judge(int layer, const DeviceDemand & demand);
-    void weigh(int layer, const DeviceDemand & demand, const std::vector<double> * learned, int n_hits);
+    void weigh(int layer, const DeviceDemand & demand, int n_hits);
 };
 
 } // namespace pyorch

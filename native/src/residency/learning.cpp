@@ -15,7 +15,6 @@ Learning::Learning(const LearnerSizes & sizes, Values & values, std::mutex & mut
 void Learning::make_learner() {
     const auto make = values.chosen().make_learner;
     learner         = make ? make(sizes) : nullptr;
-    learner_learns  = learner != nullptr;
     visits.clear();
     has_visits = false;
     publish_all();

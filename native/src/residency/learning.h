@@ -34,7 +34,7 @@ public:
     // Notes a visit; without experts, what was learned from it is only to be published: its layer comes. REQUIRES: the
     // mutex of the table
     void note(Visit visit);
-    bool learns() const { return learner_learns; } // the same
+    bool learns() const { return values.chosen().make_learner != nullptr; } // the same
 
     // Learns from all visits that were noted.
     void learn() {
@@ -86,9 +86,8 @@ private:
     Values &                 values;
     std::mutex &             mutex;
     std::mutex               learning;
-    std::unique_ptr<Learner> learner;                // guarded by it; null where the policy learns nothing
-    bool                     learner_learns = false; // guarded by the mutex of the table, as are
-    std::deque<Visit>        visits;                 // that nothing was learned from yet
+    std::unique_ptr<Learner> learner; // guarded by it; null where the policy learns nothing
+    std::deque<Visit>        visits;  // that nothing was learned from yet; guarded by the mutex of the table
     std::atomic<bool>        has_visits{ false };
 
     void           make_learner();

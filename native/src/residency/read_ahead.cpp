@@ -4,10 +4,6 @@
 
 namespace pyorch {
 
-ReadAhead::ReadAhead(Residents & residents, Values & values, EvictionOrder & order, Room & room, Loader & loads) :
-        residents(residents), values(values), order(order), room(room), loads(loads),
-        forecast_for(residents.n_layers()) {}
-
 void ReadAhead::want_layer(int layer) {
     prompt.clear();
     if (layer < 0) {

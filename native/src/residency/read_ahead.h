@@ -25,7 +25,8 @@ public:
         bool   absent; // out
     };
 
-    ReadAhead(Residents & residents, Values & values, EvictionOrder & order, Room & room, Loader & loads);
+    ReadAhead(Residents & residents, Room & room, Loader & loads) :
+            residents(residents), room(room), loads(loads), forecast_for(residents.n_layers()) {}
 
     // Start the load of an expert, if there is one and memory for it.
     bool start_order() { return next(ordered, false) || next(prompt, true); }
@@ -66,8 +67,8 @@ private:
     };
 
     Residents &                               residents;
-    Values &                                  values;
-    EvictionOrder &                           order;
+    Values &                                  values = residents.values;
+    EvictionOrder &                           order  = residents.order;
     Room &                                    room;
     Loader &                                  loads;
     std::deque<Expert *>                      ordered;

@@ -42,6 +42,11 @@ public:
 
     Residents(const ModelMap & map, Bank & bank, Values & values, EvictionOrder & order);
 
+    const ModelMap & map;
+    Bank &           bank;
+    Values &         values;
+    EvictionOrder &  order;
+
     int n_layers() const { return (int) layers.size(); }
 
     Layer &        operator[](int layer) { return layers[layer]; }
@@ -98,10 +103,6 @@ public:
     void changed(const Expert & e) { order.changed(e.layer(), e.id()); }
 
 private:
-    const ModelMap &   map;
-    Bank &             bank;
-    Values &           values;
-    EvictionOrder &    order;
     std::vector<Layer> layers;
     int                n_held = 0;
 };

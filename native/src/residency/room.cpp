@@ -14,10 +14,8 @@ static constexpr int REBALANCE = 16;
 // What came at once within so many tokens says how much may come at once.
 static constexpr uint64_t WIDTH_TOKENS = 64;
 
-Room::Room(const ModelMap & map, Bank & bank, Residents & residents, Values & values, EvictionOrder & order,
-    StoredParts & stored, Loader & loads, const PoolShares & shares) :
-        map(map), bank(bank), residents(residents), values(values), order(order), stored(stored), loads(loads),
-        shares(shares), displaced(residents.n_layers()) {
+Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares) :
+        residents(residents), stored(stored), loads(loads), shares(shares), displaced(residents.n_layers()) {
     if (bank.budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET,
             format("budget %s is below the floor of %s (twice the experts of a token, and one)",

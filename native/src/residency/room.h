@@ -22,8 +22,7 @@ namespace pyorch {
 class Room {
 public:
     // Throws Failure: PYORCH_BUDGET below the map's floor.
-    Room(const ModelMap & map, Bank & bank, Residents & residents, Values & values, EvictionOrder & order,
-        StoredParts & stored, Loader & loads, const PoolShares & shares);
+    Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares);
 
     // Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet
     // goes only for demand; what was used in the last pass of its layer not for a guess. False if what is left is in
@@ -78,11 +77,11 @@ private:
         uint64_t begin = 0; // in layers computed
     };
 
-    const ModelMap &              map;
-    Bank &                        bank;
     Residents &                   residents;
-    Values &                      values;
-    EvictionOrder &               order;
+    const ModelMap &              map    = residents.map;
+    Bank &                        bank   = residents.bank;
+    Values &                      values = residents.values;
+    EvictionOrder &               order  = residents.order;
     StoredParts &                 stored;
     Loader &                      loads;
     PoolShares                    shares;

@@ -4,9 +4,6 @@
 
 namespace pyorch {
 
-StoredParts::StoredParts(const ModelMap & map, Bank & bank, Residents & residents, Values & values,
-    EvictionOrder & order) : pools(map), map(map), bank(bank), residents(residents), values(values), order(order) {}
-
 // Bytes that can be taken for stored parts. The least that loads need is there whatever full experts still have.
 uint64_t StoredParts::room() const {
     const auto     left = [&](uint64_t limit) { return limit > bank.stored_taken() ? limit - bank.stored_taken() : 0; };

@@ -13,7 +13,7 @@ namespace pyorch {
 
 class StoredParts {
 public:
-    StoredParts(const ModelMap & map, Bank & bank, Residents & residents, Values & values, EvictionOrder & order);
+    explicit StoredParts(Residents & residents) : pools(residents.map), residents(residents) {}
 
     Pools pools;
 
@@ -37,11 +37,11 @@ public:
     void set_keys(const Expert & e);
 
 private:
-    const ModelMap & map;
-    Bank &           bank;
     Residents &      residents;
-    Values &         values;
-    EvictionOrder &  order;
+    const ModelMap & map    = residents.map;
+    Bank &           bank   = residents.bank;
+    Values &         values = residents.values;
+    EvictionOrder &  order  = residents.order;
 
     uint64_t room() const;
     Expert * least_valuable(Form form);

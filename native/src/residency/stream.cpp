@@ -42,8 +42,7 @@ bool Stream::ask(int role, int place, const void * thread, int n_threads) {
     return as_thought;
 }
 
-Streams::Streams(const ModelMap & map, Bank & bank, Residents & residents, Loader & loads) :
-        map(map), bank(bank), residents(residents), loads(loads) {
+Streams::Streams(Residents & residents, Loader & loads) : residents(residents), loads(loads) {
     for (const MoeLayer & layer : map.layers) {
         passes.emplace_back(layer.tensors.size());
         std::iota(passes.back().begin(), passes.back().end(), 0);

@@ -57,7 +57,7 @@ struct Stream {
 // All of them: their windows, and what is read into them.
 class Streams {
 public:
-    Streams(const ModelMap & map, Bank & bank, Residents & residents, Loader & loads);
+    Streams(Residents & residents, Loader & loads);
 
     // A layer of owner begins to pass these experts through a window of so many slots. Where the system has no memory
     // for one, stream->error says so.
@@ -80,9 +80,9 @@ public:
     void close(Owner & owner);
 
 private:
-    const ModelMap &                     map;
-    Bank &                               bank;
     Residents &                          residents;
+    const ModelMap &                     map  = residents.map;
+    Bank &                               bank = residents.bank;
     Loader &                             loads;
     std::vector<std::vector<int>>        passes;  // by layer: roles, in the order in which the kernels go through them
     std::vector<std::unique_ptr<Stream>> streams; // closed ones too, while a reader is at work for them

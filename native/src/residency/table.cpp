@@ -48,10 +48,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
                 residents.set_keys(victims, layer, id);
                 stored.set_keys(residents.expert(layer, id));
             }),
-        residents(map, *bank, values, order), stored(map, *bank, residents, values, order),
-        room(map, *bank, residents, values, order, stored, loads, shares_of(config)),
-        ahead(residents, values, order, room, loads), streams(map, *bank, residents, loads),
-        learning(learner_sizes(map), values, mutex) {
+        residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
+        ahead(residents, room, loads), streams(residents, loads), learning(learner_sizes(map), values, mutex) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         layer_by_il[map.layers[i].il] = (int) i;
         for (const auto & t : map.layers[i].tensors) {
@@ -504,13 +502,13 @@ void Table::for_each(int il, const int32_t * experts, int n, Change change_exper
             residents.checked(layer, experts[i]);
         }
         for (int i = 0; i < n; ++i) {
-            change_expert(residents[layer], residents.expert(layer, experts[i]));
+            change_expert(residents.expert(layer, experts[i]));
         }
     });
 }
 
 void Table::prefetch(int il, const int32_t * experts, int n) {
-    for_each(il, experts, n, [&](Residents::Layer &, Expert & e) {
+    for_each(il, experts, n, [&](Expert & e) {
         e.wanted(); // a guess that was given up is an order now
         if (e.absent()) {
             // What was asked for by name counts as a use now, else it would be the next to go.
@@ -563,7 +561,7 @@ void Table::offer(int il, int expert, const void * bytes, uint64_t size) {
 }
 
 void Table::unpin(int il, const int32_t * experts, int n) {
-    for_each(il, experts, n, [&](Residents::Layer &, Expert & e) {
+    for_each(il, experts, n, [&](Expert & e) {
         if (e.pinned) {
             residents.unpin(e);
         }
@@ -572,9 +570,9 @@ void Table::unpin(int il, const int32_t * experts, int n) {
 }
 
 void Table::evict(int il, const int32_t * experts, int n) {
-    for_each(il, experts, n, [&](Residents::Layer & l, Expert & e) {
+    for_each(il, experts, n, [&](Expert & e) {
         if (e.resident() && !e.in_use && !e.pinned) {
-            ++l.stats.evictions;
+            ++residents.layer_of(e).stats.evictions;
             residents.drop(e);
         }
         if (e.kept != Form::ABSENT && !e.load.staged) {
