@@ -2,6 +2,7 @@
 #include "api/choices.h"
 #include "api/handles.h"
 #include "api/structs.h"
+#include "base/counters.h"
 
 #include <algorithm>
 #include <numeric>
@@ -171,7 +172,7 @@ pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il,
         const int                  only = il < 0 ? -1 : engine->table.layer_index(il);
         for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
             if (only < 0 || layer == only) {
-                add(sum, engine->routing.substitutions.counts(layer));
+                add_counts(sum, engine->routing.substitutions.counts(layer));
             }
         }
         write_struct(counts, "pyorch_substitution_counts", sum);

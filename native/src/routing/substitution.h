@@ -1,15 +1,16 @@
 // Another expert in place of an absent one (BuddyMoE, section 3.1 and algorithm 1). Lossy, off by default.
 //
 // Between router and experts, token by token, the gates in the paper's order: token activating entropy
-// (eq. 1) and probability margin, the share of absent experts in the micro-batch (eq. 2), then the choice
-// of a buddy by priority (eq. 3). Nothing here knows of llama.cpp or of the residency table: what is
+// (eq. 1) and probability margin, the share of absent experts in the micro-batch (eq. 2; substitute/gates.h), the order
+// of its slots (substitute/order.h), then the choice of a buddy by priority (eq. 3; substitute/choose.h), and what that
+// makes of its weights (substitute/account.h). Nothing here knows of llama.cpp or of the residency table: what is
 // resident comes in as a mask, so the same routing with the same mask always ends alike.
 
 #pragma once
 
 #include "pyorch.h"
 #include "routing/ghosts.h"
-#include "routing/routed_batch.h"
+#include "routing/substitute/choose.h"
 
 #include <algorithm>
 #include <atomic>
@@ -20,24 +21,6 @@
 
 namespace pyorch {
 
-// Peers of each expert, most similar first.
-struct BuddyLists {
-    int                  k_max = 0;
-    std::vector<int32_t> ids;   // [n_expert][k_max], -1 after the last
-    std::vector<float>   q;     // [n_expert][k_max] eq. 4
-    std::vector<float>   scale; // [n_expert][k_max] factor of the buddy's output, nan: unknown. May be empty
-    std::vector<float>
-        error; // [n_expert][k_max] what is left then of the squared output, 1: all. nan: unknown. May be empty
-    std::vector<uint8_t> hops; // [n_expert] to where the expert is. Empty: none where it is HERE, one AT_PEER
-};
-
-// What a mask of residents says of an expert.
-enum : uint8_t {
-    ABSENT  = 0,
-    HERE    = 1,
-    AT_PEER = 2, // another server computes it, a hop away
-};
-
 // Nothing is substituted, every gate is off.
 pyorch_substitution default_substitution();
 
@@ -45,8 +28,6 @@ pyorch_substitution default_substitution();
 // ghosts: null where there are none, and then none computes.
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
     const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);
-
-void add(pyorch_substitution_counts & to, const pyorch_substitution_counts & from);
 
 // Chooses beta so that what is read stays within a budget of bytes for each pass of a layer: more is
 // substituted while more is read than that.

@@ -1,0 +1,26 @@
+// Structs of counters, as they cross the API: their size, and behind it numbers of 64 bits. So whatever is counted is
+// added up without being named again.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace pyorch {
+
+template <typename Counts>
+void add_counts(Counts & to, const Counts & from) {
+    static_assert(std::is_trivially_copyable_v<Counts> && sizeof(Counts) % sizeof(uint64_t) == 0);
+    constexpr size_t N = sizeof(Counts) / sizeof(uint64_t);
+    uint64_t         sum[N], more[N];
+    memcpy(sum, &to, sizeof(Counts));
+    memcpy(more, &from, sizeof(Counts));
+    for (size_t i = 1; i < N; ++i) { // behind struct_size
+        sum[i] += more[i];
+    }
+    memcpy(&to, sum, sizeof(Counts));
+}
+
+} // namespace pyorch

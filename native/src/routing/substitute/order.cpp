@@ -1,0 +1,34 @@
+#include "routing/substitute/order.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace pyorch {
+
+SlotOrder::SlotOrder(const pyorch_substitution & settings, const Errors & errors, int n_used) :
+        settings(settings), errors(errors), order(n_used), by_weight(n_used), sacred(n_used) {}
+
+const std::vector<int> & SlotOrder::of(const int32_t * experts, const float * weights) {
+    std::iota(order.begin(), order.end(), 0); // as the router ranks them
+    if (settings.order == PYORCH_ORDER_WEIGHT || settings.sacred > 0) {
+        // Of equal weights, the one that the router ranks lower is the lighter one.
+        by_weight.assign(order.rbegin(), order.rend());
+        std::stable_sort(by_weight.begin(), by_weight.end(), [&](int a, int b) { return weights[a] < weights[b]; });
+    }
+    const int n_used = (int) order.size();
+    std::fill(sacred.begin(), sacred.end(), 0);
+    for (int i = 0; i < std::min(settings.sacred, n_used); ++i) {
+        sacred[by_weight[n_used - 1 - i]] = 1;
+    }
+    if (settings.order == PYORCH_ORDER_WEIGHT) {
+        order = by_weight;
+    }
+    if (errors.automatic) { // what is missed least goes first, as far as max_error reaches
+        std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+            return errors.without_buddy(experts[a], weights[a]) < errors.without_buddy(experts[b], weights[b]);
+        });
+    }
+    return order;
+}
+
+} // namespace pyorch
