@@ -81,15 +81,8 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
         if (!engine->server) {
             throw Failure(PYORCH_INVALID, "it does not listen: pyorch_listen begins that");
         }
-        const ServedCounts counts = engine->server->listener.counts();
-        pyorch_served      out    = {};
-        out.connections           = counts.connections;
-        out.refused               = counts.refused;
-        out.requests              = counts.requests;
-        out.failed                = counts.failed;
-        out.slots                 = counts.slots;
-        out.compute_ns            = counts.compute_ns;
-        out.buffer_bytes          = engine->server->worker.buffer_bytes();
+        pyorch_served out = engine->server->listener.counts();
+        out.buffer_bytes  = engine->server->worker.buffer_bytes();
         copy_text(out.error, engine->server->listener.error());
         write_struct(served, "pyorch_served", out);
     });
@@ -118,17 +111,10 @@ pyorch_status pyorch_disconnect(pyorch_engine * engine, int32_t peer) {
 
 pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_info * info) {
     return guarded([&] {
-        const auto       asked  = engine->remote.peer(peer);
-        const PeerCounts counts = asked->counts();
-        pyorch_peer_info out    = {};
-        out.joined              = asked->joined();
-        out.same_kernels        = asked->same_kernels();
-        out.requests            = counts.requests;
-        out.failed              = counts.failed;
-        out.slots               = counts.slots;
-        out.bytes_sent          = counts.bytes_sent;
-        out.bytes_received      = counts.bytes_received;
-        out.times_lost          = counts.times_lost;
+        const auto       asked = engine->remote.peer(peer);
+        pyorch_peer_info out   = asked->counts();
+        out.joined             = asked->joined();
+        out.same_kernels       = asked->same_kernels();
         copy_text(out.error, asked->error());
         write_struct(info, "pyorch_peer_info", out);
     });
@@ -147,15 +133,7 @@ pyorch_status pyorch_set_placement(
 }
 
 pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_counts * counts) {
-    return guarded([&] {
-        const RemoteCounts   now = engine->remote.counts();
-        pyorch_remote_counts out = {};
-        out.slots                = now.slots;
-        out.fallback             = now.fallback;
-        out.wait_ns              = now.wait_ns;
-        out.read                 = now.read;
-        write_struct(counts, "pyorch_remote_counts", out);
-    });
+    return guarded([&] { write_struct(counts, "pyorch_remote_counts", engine->remote.counts()); });
 }
 
 pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed) {

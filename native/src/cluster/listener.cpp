@@ -62,7 +62,7 @@ Listener::~Listener() {
     }
 }
 
-ServedCounts Listener::counts() {
+pyorch_served Listener::counts() {
     std::lock_guard<std::mutex> lock(mutex);
     return counters;
 }

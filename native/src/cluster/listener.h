@@ -8,6 +8,7 @@
 
 #include "cluster/frames.h"
 #include "cluster/socket.h"
+#include "pyorch.h"
 
 #include <condition_variable>
 #include <deque>
@@ -29,15 +30,6 @@ struct ListenerConfig {
     std::vector<LayerShape> layers;
 };
 
-struct ServedCounts {
-    uint64_t connections = 0; // that joined
-    uint64_t refused     = 0; // that did not, or were cut off
-    uint64_t requests    = 0;
-    uint64_t failed      = 0; // of them
-    uint64_t slots       = 0;
-    uint64_t compute_ns  = 0;
-};
-
 class Listener {
 public:
     static constexpr int MAX_SESSIONS = 64;
@@ -51,9 +43,9 @@ public:
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
-    int          port() const { return port_of(listening); }
-    ServedCounts counts();
-    std::string  error(); // why it refused or cut off somebody last, "" if it never did
+    int           port() const { return port_of(listening); }
+    pyorch_served counts(); // without the rest
+    std::string   error();  // why it refused or cut off somebody last, "" if it never did
 
 private:
     struct Session {
@@ -80,7 +72,7 @@ private:
     bool                                stopping = false;
     std::list<std::shared_ptr<Session>> sessions;
     std::deque<Request>                 requests;
-    ServedCounts                        counters;
+    pyorch_served                       counters = {};
     std::string                         sentence;
 
     std::thread acceptor, worker;

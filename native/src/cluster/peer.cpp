@@ -56,7 +56,7 @@ std::string Peer::wait_joined() {
     return is_joined ? "" : sentence;
 }
 
-PeerCounts Peer::counts() {
+pyorch_peer_info Peer::counts() {
     std::lock_guard<std::mutex> lock(mutex);
     return counters;
 }

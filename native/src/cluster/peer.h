@@ -12,6 +12,7 @@
 
 #include "cluster/frames.h"
 #include "cluster/socket.h"
+#include "pyorch.h"
 
 #include <array>
 #include <atomic>
@@ -53,15 +54,6 @@ private:
     void settle(bool here);
 };
 
-struct PeerCounts {
-    uint64_t requests       = 0;
-    uint64_t slots          = 0;
-    uint64_t failed         = 0; // requests
-    uint64_t bytes_sent     = 0;
-    uint64_t bytes_received = 0;
-    uint64_t times_lost     = 0;
-};
-
 class Peer {
 public:
     // What is known of how long it takes is forgotten after so many times as long: so that trying again costs little.
@@ -88,9 +80,9 @@ public:
     // was not asked for much longer than that, and may have become faster.
     double answer_seconds(int n_slots);
 
-    bool        same_kernels() const { return has_same_kernels; }
-    PeerCounts  counts();
-    std::string error(); // why it was lost last, "" if it never was
+    bool             same_kernels() const { return has_same_kernels; }
+    pyorch_peer_info counts(); // without the rest
+    std::string      error();  // why it was lost last, "" if it never was
 
 private:
     struct Question {
@@ -122,7 +114,7 @@ private:
     std::map<uint64_t, Question> questions; // by id
     uint64_t                     last_id = 0;
     std::array<Pace, 17>         paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
-    PeerCounts                   counters;
+    pyorch_peer_info             counters = {};
     std::string                  sentence;
     bool                         has_tried = false;
 

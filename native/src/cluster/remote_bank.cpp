@@ -198,7 +198,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
     return rows;
 }
 
-RemoteCounts RemoteBank::counts() {
+pyorch_remote_counts RemoteBank::counts() {
     std::lock_guard<std::mutex> lock(mutex);
     return counters;
 }

@@ -19,14 +19,6 @@ struct RemoteRows {
     std::shared_ptr<Answer> answer;
 };
 
-// Since the beginning.
-struct RemoteCounts {
-    uint64_t slots    = 0; // that were sent
-    uint64_t read     = 0; // that were not, because reading their experts was estimated to be faster
-    uint64_t fallback = 0; // of them, those that were computed here after all
-    uint64_t wait_ns  = 0; // for answers
-};
-
 // How long experts of a layer would be read from the own disk, in seconds; unknown: they are not.
 struct ReadCost {
     double queued = 0; // before they are
@@ -77,8 +69,8 @@ public:
     // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
     void mark(int layer, std::vector<uint8_t> & mask);
 
-    RemoteCounts counts();
-    void         waited(uint64_t ns, uint64_t n_fallback);
+    pyorch_remote_counts counts();
+    void                 waited(uint64_t ns, uint64_t n_fallback);
 
 private:
     std::mutex                                 mutex;
@@ -86,7 +78,7 @@ private:
     std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
     std::atomic<bool>                          is_active{ false };
     std::atomic<bool>                          may_read{ false };
-    RemoteCounts                               counters;
+    pyorch_remote_counts                       counters = {};
 
     std::mutex telling; // so that nobody is told an older state last
     Changed    changed;

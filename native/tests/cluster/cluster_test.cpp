@@ -231,7 +231,7 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
         const float * row = rows[0].answer->rows.data() + slot * 4096;
         CHECK(memcmp(row, inputs.data() + slot / 2 * 4096, 4096 * sizeof(float)) == 0);
     }
-    const PeerCounts counts = bank.peer(peer)->counts();
+    const pyorch_peer_info counts = bank.peer(peer)->counts();
     CHECK(counts.bytes_sent < n_tokens * 4096 * sizeof(float) * 1.01); // a row that two experts want is in it once
     CHECK(counts.bytes_received > 2 * n_tokens * 4096 * sizeof(float));
 }
