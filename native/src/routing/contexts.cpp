@@ -13,9 +13,15 @@ std::map<const void *, std::unique_ptr<Context>> contexts;
 
 Context::Context(const void * id, Routing & routing) :
         id(id), routing(routing), owner{ id }, needs(graph_needs(routing)) {
-    for (int layer = 0; layer < (int) routing.table.map.layers.size(); ++layer) {
-        graph.push_back({ this, layer, false });
-        graph.push_back({ this, layer, true });
+    for (const MoeLayer & layer : routing.table.map.layers) {
+        for (const bool decode : { false, true }) {
+            GraphLayer at     = { this };
+            at.batch.layer    = (int) graph.size() / 2;
+            at.batch.il       = layer.il;
+            at.batch.decode   = decode;
+            at.batch.n_expert = layer.n_expert;
+            graph.push_back(std::move(at));
+        }
     }
 }
 

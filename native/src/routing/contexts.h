@@ -16,46 +16,22 @@ struct Context;
 // Where in which context a layer of a graph belongs; user data of the graph's nodes.
 struct GraphLayer {
     Context * context;
-    int       layer;  // index into the layers with experts
-    bool      decode; // one token of each sequence
 
-    // How the model makes weights of probabilities: see RoutedBatch.
-    bool normalized       = false;
-    bool softmax_selected = false;
-
-    const float * selection_bias = nullptr; // of the router, see RoutedBatch
-
-    std::list<std::vector<float>> copies = {}; // of that, where the router lies on a device
-
-    // Of the running ubatch, between the nodes of the layer: what the router asked for, and the weights of what is
-    // computed.
+    // Of the running ubatch, between the nodes of the layer; what it says of the layer and of its graph stands since
+    // that was built. requested, weights: its arrays.
+    RoutedBatch          batch     = {};
     std::vector<int32_t> requested = {};
     std::vector<float>   weights   = {};
 
-    // Slots of it that ghosts compute and that are left out, and the expert with which nothing is computed, -1: none.
-    // See RoutedBatch. jobs: what ghosts compute, for threads to share.
-    std::vector<int>                  ghosts      = {};
-    std::vector<GhostJob>             jobs        = {};
-    std::vector<int>                  dropped     = {};
-    std::shared_ptr<const GhostLayer> ghost_layer = {};
-    int                               hole        = -1;
-
-    // What other servers compute of it.
-    bool                    portable  = false; // they can
-    std::vector<uint8_t>    elsewhere = {};    // by expert: this one does not; empty: all are computed here
-    std::vector<RemoteRows> remote    = {};
+    std::list<std::vector<float>> copies = {}; // of the router's selection bias, where it lies on a device
+    std::vector<GhostJob>         jobs   = {}; // what ghosts compute of the batch, for threads to share
 
     // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
     // outputs.
-    unsigned             needs        = GRAPH_ALL; // of the graph: see graph_needs.h
-    int                  n_embd       = 0;
-    int                  n_used       = 0;
-    bool                 on_device    = false; // it takes part
-    bool                 alone        = false; // no row of the layer is the processor's
-    bool                 through_area = false; // with all experts of the layer
-    bool                 may_repeat   = false; // a token may name a slot twice: kernels compute each row by itself
-    std::vector<int32_t> device_slots = {};
-    std::vector<int32_t> joined_rows  = {};
+    unsigned             needs       = GRAPH_ALL; // of the graph: see graph_needs.h
+    bool                 may_repeat  = false;     // a token may name a slot twice: kernels compute each row by itself
+    std::vector<int32_t> slot_rows   = {};
+    std::vector<int32_t> joined_rows = {};
 
     // What goes between host memory and the device only where the processor computes a row: the router's inputs,
     // and where its rows are wanted there. null: they go with the graph.

@@ -2,7 +2,6 @@
 
 #include "base/notice.h"
 #include "base/status.h"
-#include "routing/expert_recipe.h"
 
 #include "ggml-backend.h"
 #include "ggml.h"
@@ -11,7 +10,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <map>
 #include <string>
 
 namespace pyorch {
@@ -24,7 +22,7 @@ void copy_numbers(ggml_tensor * to, const std::vector<int32_t> & numbers) {
 // [n_used, n_tokens] each, after the route node of their layer
 void slots_op(ggml_tensor * slots, int ith, int, void * user) {
     if (ith == 0) {
-        copy_numbers(slots, ((const GraphLayer *) user)->device_slots);
+        copy_numbers(slots, ((const GraphLayer *) user)->slot_rows);
     }
 }
 
@@ -40,7 +38,7 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
     const ggml_tensor * outputs = rows->src[2];
     const size_t        n       = g.landing ? g.joined_rows.size() : 0;
     const auto          next    = [&](size_t row) {
-        while (row < n && g.joined_rows[row] < g.n_used) {
+        while (row < n && g.joined_rows[row] < g.batch.n_used) {
             ++row;
         }
         return row;
@@ -71,34 +69,32 @@ void last_rows_op(ggml_tensor * rows, int ith, int nth, void * user) {
     }
 }
 
-// Copies the nodes that depend on the experts' matrices. All others serve both ways.
+// Copies the nodes that the experts' matrices go into. All others serve both ways.
 class ChainCopier {
 public:
-    // slots [n_used, n_tokens]: of the bank, or of an area.
-    ChainCopier(const llama_moe_route & route, const DeviceTier & tier, const GraphLayer & layer, ggml_tensor * slots) :
-            route(route), tier(tier), layer(layer.layer), in_area(layer.through_area), slots(slots) {}
-
-    ggml_tensor * copy(ggml_tensor * t) {
-        const auto found = copies.find(t);
-        return found != copies.end() ? found->second : copies[t] = depends(t) ? make(t) : t;
+    // slots [n_used, n_tokens]: of the bank, or of an area. Throws Failure where rows are mixed.
+    ChainCopier(const ExpertGraph & graph, const DeviceTier & tier, bool in_area, ggml_tensor * slots) :
+            graph(graph), tier(tier), in_area(in_area), slots(slots) {
+        for (const ExpertNode & node : graph.nodes) {
+            copies.push_back(node.by_experts ? make(node) : nullptr);
+        }
     }
 
-    // Once all are copied: the processor's way reads the router's inputs from there, and nothing else of them. False:
-    // it needs them otherwise, and stays as it is.
+    ggml_tensor * outputs() const { return copies.back(); }
+
+    // The processor's way reads the router's inputs from there, and nothing else of them. False: it needs them
+    // otherwise, and stays as it is.
     bool redirect_inputs(ggml_tensor * from) {
         std::vector<ggml_tensor *> readers;
-        for (const auto & [original, copied] : copies) {
-            if (copied == original) {
-                continue;
-            }
-            for (int i = 0; i < GGML_MAX_SRC; ++i) {
-                if (!original->src[i] || !is_inputs(original->src[i])) {
+        for (const ExpertNode & node : graph.nodes) {
+            for (int i = 0; i < GGML_MAX_SRC && node.by_experts; ++i) {
+                if (node.sources[i] < 0 || graph.nodes[node.sources[i]].kind != ExpertNode::INPUTS) {
                     continue;
                 }
-                if (!is_experts(original) || i != 1) {
+                if (!graph.is_experts(node.tensor) || i != 1) {
                     return false;
                 }
-                readers.push_back(original);
+                readers.push_back(node.tensor);
             }
         }
         for (ggml_tensor * reader : readers) {
@@ -109,10 +105,10 @@ public:
 
     // The same for the processor's weights: it reads what lies on the device in host memory.
     void redirect_weights(HostCopies & to) {
-        for (const auto & [original, copied] : copies) {
-            for (int i = 0; i < GGML_MAX_SRC && copied != original; ++i) {
-                ggml_tensor *& source = original->src[i];
-                if (source && source->op == GGML_OP_NONE && !(is_experts(original) && i == 0)) {
+        for (const ExpertNode & node : graph.nodes) {
+            for (int i = 0; i < GGML_MAX_SRC && node.by_experts; ++i) {
+                ggml_tensor *& source = node.tensor->src[i];
+                if (source && source->op == GGML_OP_NONE && !(graph.is_experts(node.tensor) && i == 0)) {
                     source = to.of(source);
                 }
             }
@@ -120,68 +116,35 @@ public:
     }
 
 private:
-    const llama_moe_route &                route;
-    const DeviceTier &                     tier;
-    const int                              layer;
-    const bool                             in_area;
-    ggml_tensor * const                    slots;
-    std::map<ggml_tensor *, ggml_tensor *> copies;
-    std::map<const ggml_tensor *, bool>    dependent;
+    const ExpertGraph &        graph;
+    const DeviceTier &         tier;
+    const bool                 in_area;
+    ggml_tensor * const        slots;
+    std::vector<ggml_tensor *> copies; // by node; null: it serves both ways
 
-    bool is_inputs(const ggml_tensor * t) const {
-        return t == route.inp || (t->op == GGML_OP_RESHAPE && t->src[0] == route.inp);
-    }
-
-    bool is_experts(const ggml_tensor * t) const {
-        const ManagedTensor * m = t->op == GGML_OP_MUL_MAT_ID ? managed(t->src[0]) : nullptr;
-        return m && m->layer == layer;
-    }
-
-    // What lies before the router's choice is before all experts; and the graph is long.
-    bool depends(const ggml_tensor * t) {
-        if (t == route.inp || t == route.selected || t == route.weights || t->op == GGML_OP_NONE) {
-            return false;
+    ggml_tensor * make(const ExpertNode & node) {
+        if (!node.mixes.empty()) {
+            throw Failure(PYORCH_INVALID, node.mixes);
         }
-        const auto found = dependent.find(t);
-        if (found != dependent.end()) {
-            return found->second;
-        }
-        bool any = is_experts(t);
-        for (int i = 0; i < GGML_MAX_SRC && !any; ++i) {
-            any = t->src[i] && depends(t->src[i]);
-        }
-        return dependent[t] = any;
-    }
-
-    void check(const ggml_tensor * t) const {
-        if (t->ne[1] != route.selected->ne[0] || t->ne[2] != route.selected->ne[1] || t->ne[3] != 1) {
-            throw Failure(PYORCH_INVALID, format("%s has not a row for each expert of a token", ggml_get_name(t)));
-        }
-        if (t->op != GGML_OP_MUL_MAT_ID && t->op != GGML_OP_VIEW && !works_row_by_row(t->op)) {
-            throw Failure(
-                PYORCH_INVALID, format("%s (%s) is not known to work row by row", ggml_get_name(t), ggml_op_desc(t)));
-        }
-    }
-
-    ggml_tensor * make(ggml_tensor * t) {
-        check(t);
-        ggml_tensor * made;
-        if (t->op == GGML_OP_VIEW) {
-            ggml_tensor * of = t->src[0];
-            made             = ggml_view_3d(route.ctx, copy(of), t->ne[0], t->ne[1], t->ne[2], t->nb[1], t->nb[2],
-                t->view_offs - (of->view_src ? of->view_offs : 0));
+        const ggml_tensor * t   = node.tensor;
+        ggml_context *      ctx = graph.route.ctx;
+        ggml_tensor *       made;
+        if (node.kind == ExpertNode::VIEW) {
+            made = ggml_view_3d(
+                ctx, copies[node.sources[0]], t->ne[0], t->ne[1], t->ne[2], t->nb[1], t->nb[2], node.offset());
         } else if (t->view_src) {
             throw Failure(PYORCH_INVALID, format("%s is written in place", ggml_get_name(t)));
         } else {
-            made     = ggml_new_tensor_3d(route.ctx, t->type, t->ne[0], t->ne[1], t->ne[2]);
+            made     = ggml_new_tensor_3d(ctx, t->type, t->ne[0], t->ne[1], t->ne[2]);
             made->op = t->op;
             memcpy(made->op_params, t->op_params, sizeof(made->op_params));
             for (int i = 0; i < GGML_MAX_SRC; ++i) {
-                made->src[i] = t->src[i] ? copy(t->src[i]) : nullptr;
+                ggml_tensor * const copy = node.sources[i] < 0 ? nullptr : copies[node.sources[i]];
+                made->src[i]             = copy ? copy : t->src[i];
             }
-            if (is_experts(t)) {
+            if (graph.is_experts(t)) {
                 const int role = managed(t->src[0])->role;
-                made->src[0]   = in_area ? tier.area(layer, role) : tier.bank.slots(layer, role);
+                made->src[0]   = in_area ? tier.area(graph.layer, role) : tier.bank.slots(graph.layer, role);
                 made->src[2]   = slots;
             }
         }
@@ -216,8 +179,9 @@ ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
 // nothing overwrites: `slots`, and the weights where they are ours.
 ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & layer, ggml_tensor * slots) {
     const DeviceTier &  tier = *layer.context->routing.device;
-    const ggml_tensor * in   = layer.through_area ? tier.area(layer.layer, 0) : tier.bank.slots(layer.layer, 0);
-    ggml_tensor *       none = ggml_new_tensor_1d(route.ctx, GGML_TYPE_I32, 0);
+    const ggml_tensor * in =
+        layer.batch.through_area ? tier.area(layer.batch.layer, 0) : tier.bank.slots(layer.batch.layer, 0);
+    ggml_tensor * none = ggml_new_tensor_1d(route.ctx, GGML_TYPE_I32, 0);
     ggml_backend_tensor_alloc(in->buffer, none, in->data);
     ggml_format_name(none, "pyorch_beside-%d", route.il);
     ggml_set_input(none);
@@ -248,17 +212,15 @@ void say_off_device(const llama_moe_route & route, const std::string & why) {
 
 } // namespace
 
-ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * computed, GraphLayer & layer) {
-    DeviceTier & tier     = *layer.context->routing.device;
-    layer.on_device       = false;
-    layer.through_area    = tier.takes_area((int) route.selected->ne[1], route.decode);
-    layer.may_repeat      = may_repeat(route, tier.bank, layer.layer);
-    const int64_t n_least = layer.may_repeat ? 1 : route.selected->ne[0];
-    const int     n_slots = tier.bank.n_slots(layer.layer);
-    if (route.warmup) {
-        return nullptr;
-    }
-    if (!layer.through_area && n_slots < n_least) {
+ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
+    const llama_moe_route & route = graph.route;
+    DeviceTier &            tier  = *layer.context->routing.device;
+    layer.batch.on_device         = false;
+    layer.batch.through_area      = tier.takes_area((int) route.selected->ne[1], route.decode);
+    layer.may_repeat              = may_repeat(route, tier.bank, layer.batch.layer);
+    const int64_t n_least         = layer.may_repeat ? 1 : route.selected->ne[0];
+    const int     n_slots         = tier.bank.n_slots(layer.batch.layer);
+    if (!layer.batch.through_area && n_slots < n_least) {
         if (n_slots > 0 && route.selected->ne[1] == 1) {
             say_off_device(route, format("there is room for %d of them, and a token uses %d", n_slots, (int) n_least));
         }
@@ -266,14 +228,14 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
     }
     try {
         ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
-        ChainCopier   chain(route, tier, layer, slots);
-        ggml_tensor * there = chain.copy(computed);
-        layer.alone         = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
-        if (!layer.alone) {
+        ChainCopier   chain(graph, tier, layer.batch.through_area, slots);
+        ggml_tensor * there = chain.outputs();
+        layer.batch.alone   = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
+        if (!layer.batch.alone) {
             chain.redirect_weights(tier.host_copies);
         }
-        layer.on_device = true;
-        if (layer.alone) {
+        layer.batch.on_device = true;
+        if (layer.batch.alone) {
             return there;
         }
         if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
@@ -283,7 +245,7 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
         layer.beside = beside_device(route, layer, slots);
         return there;
     } catch (const Failure & failure) {
-        layer.alone = false;
+        layer.batch.alone = false;
         say_off_device(route, failure.what());
         return nullptr;
     }
@@ -292,7 +254,7 @@ ggml_tensor * add_device_chain(const llama_moe_route & route, ggml_tensor * comp
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
-    const bool last = layer.through_area && layer.context->layers.back() == layer.layer;
+    const bool last = layer.batch.through_area && layer.context->layers.back() == layer.batch.layer;
     if (!last && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
         layer.landing = layer.context->landing_of(ggml_nelements(released));
     }
@@ -313,8 +275,11 @@ ggml_tensor * join_device_rows(
     return ggml_get_rows(route.ctx, both, rows);
 }
 
-void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, int n_tokens,
-    const std::vector<int> & device_slots, int n_device_slots) {
+void set_device_rows(GraphLayer & layer, int n_device_slots) {
+    const RoutedBatch &      batch        = layer.batch;
+    const int                n_used       = batch.n_used;
+    const int                n_tokens     = batch.n_tokens;
+    const std::vector<int> & device_slots = batch.device_slots;
     // Slots that no row is in: so no kernel gets more rows for an expert than the model has, and none computes in
     // another way. With n in use, n_used of the first n + n_used are not, if there are so many.
     const auto           is_slot = [](int slot) { return slot >= 0; };
@@ -331,21 +296,21 @@ void set_device_rows(GraphLayer & layer, const int32_t * experts, int n_used, in
             idle.push_back(slot);
         }
     }
-    layer.device_slots.resize((size_t) n_used * n_tokens);
+    layer.slot_rows.resize((size_t) n_used * n_tokens);
     layer.joined_rows.resize((size_t) n_used * n_tokens);
-    auto ghost = layer.ghosts.begin();
+    auto ghost = batch.ghosts.begin();
     for (int begin = 0; begin < n_used * n_tokens; begin += n_used) {
-        int32_t * const slots = layer.device_slots.data() + begin;
+        int32_t * const slots = layer.slot_rows.data() + begin;
         int32_t * const rows  = layer.joined_rows.data() + begin;
         for (int i = 0; i < n_used; ++i) {
             // What a ghost computes stands in the processor's rows, whatever expert its slot names meanwhile.
-            const bool is_ghost = ghost != layer.ghosts.end() && *ghost == begin + i;
+            const bool is_ghost = ghost != batch.ghosts.end() && *ghost == begin + i;
             ghost += is_ghost;
-            slots[i] = is_ghost || device_slots.empty() ? -1 : device_slots[experts[begin + i]];
+            slots[i] = is_ghost || device_slots.empty() ? -1 : device_slots[batch.experts[begin + i]];
             // An expert that is named again, by a slot that is left out, is computed once.
             const int first = (int) (std::find(slots, slots + i, slots[i]) - slots);
             rows[i]         = slots[i] < 0 ? n_used + i : first;
-            slots[i]        = slots[i] >= 0 && first < i && !layer.alone ? -1 : slots[i];
+            slots[i]        = slots[i] >= 0 && first < i && !batch.alone ? -1 : slots[i];
         }
         // All other rows go through these, or where there are too few, through slots that the token does not use.
         size_t next = 0;

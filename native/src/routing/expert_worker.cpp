@@ -33,28 +33,29 @@ void ids_op(ggml_tensor * ids, int ith, int nth, void * user) {
     experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
     Context & context       = *job.layer.context;
     context.owner.n_threads = nth;
-    context.routing.table.acquire(context.owner, job.layer.layer, { experts, experts, job.rows.n_rows, false, false });
+    context.routing.table.acquire(
+        context.owner, job.layer.batch.layer, { experts, experts, job.rows.n_rows, false, false });
 }
 
 ggml_tensor * make_step(
     ggml_context * ctx, const ExpertRecipe::Step & step, const std::vector<ggml_tensor *> & made, Job & job) {
     const int64_t n_slots = job.rows.n_slots;
     switch (step.kind) {
-    case ExpertRecipe::LEAF: return step.leaf;
-    case ExpertRecipe::INPUTS:
-    case ExpertRecipe::WEIGHTS: {
-        const int64_t n = step.kind == ExpertRecipe::INPUTS ? step.n : 1;
+    case ExpertNode::LEAF: return step.leaf;
+    case ExpertNode::INPUTS:
+    case ExpertNode::WEIGHTS: {
+        const int64_t n = step.kind == ExpertNode::INPUTS ? step.n : 1;
         ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n, 1, n_slots);
         ggml_set_input(t);
         return t;
     }
-    case ExpertRecipe::IDS: {
+    case ExpertNode::IDS: {
         ggml_tensor * ids =
             ggml_custom_4d(ctx, GGML_TYPE_I32, 1, n_slots, 1, 1, nullptr, 0, ids_op, GGML_N_TASKS_MAX, &job);
         ids->extra = &job.layer;
         return ids;
     }
-    case ExpertRecipe::VIEW: {
+    case ExpertNode::VIEW: {
         ggml_tensor * of = made[step.sources[0]];
         return ggml_view_3d(ctx, of, step.n, 1, n_slots, of->nb[1], of->nb[2], step.offset);
     }
@@ -62,7 +63,7 @@ ggml_tensor * make_step(
         ggml_tensor * t = ggml_new_tensor_3d(ctx, step.type, step.n, 1, n_slots);
         t->op           = step.op;
         memcpy(t->op_params, step.params, sizeof(step.params));
-        for (size_t i = 0; i < step.sources.size(); ++i) {
+        for (int i = 0; i < GGML_MAX_SRC; ++i) {
             t->src[i] = step.sources[i] < 0 ? nullptr : made[step.sources[i]];
         }
         return t;
@@ -140,9 +141,9 @@ void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
         ggml_tensor *                                             weights = nullptr;
         for (const auto & step : recipe.steps) {
             made.push_back(make_step(ctx.get(), step, made, job));
-            if (step.kind == ExpertRecipe::INPUTS) {
+            if (step.kind == ExpertNode::INPUTS) {
                 inputs = made.back();
-            } else if (step.kind == ExpertRecipe::WEIGHTS) {
+            } else if (step.kind == ExpertNode::WEIGHTS) {
                 weights = made.back();
             }
         }

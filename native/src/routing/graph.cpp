@@ -39,21 +39,10 @@ void copy_ids(ggml_tensor * ids) {
     }
 }
 
-// What was decided for the ubatch before: nothing of it holds for this one.
-void forget_batch(GraphLayer & g) {
-    g.elsewhere.clear();
-    g.remote.clear();
-    g.ghosts.clear();
-    g.jobs.clear();
-    g.dropped.clear();
-    g.ghost_layer.reset();
-    g.hole = -1;
-}
-
 // Of all tokens, where the processor computes for any. Everything before the route node is computed by now, and the
 // device's way through the experts, behind it, keeps them. ids: of that node, to which they come where somebody looks.
 void fetch_inputs(GraphLayer & g, const ggml_tensor * ids) {
-    const auto by_processor = [&](int32_t row) { return row >= g.n_used; };
+    const auto by_processor = [&](int32_t row) { return row >= g.batch.n_used; };
     if (!g.device_inputs || std::none_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor)) {
         return;
     }
@@ -70,68 +59,46 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
     }
-    GraphLayer & g             = *(GraphLayer *) user;
+    GraphLayer &  g            = *(GraphLayer *) user;
+    RoutedBatch & batch        = g.batch;
     g.context->owner.n_threads = nth;
-    const MoeLayer & layer     = g.context->routing.table.map.layers[g.layer];
-    const int64_t    n_slots   = ggml_nelements(ids);
     copy_ids(ids);
     if (in_callback()) { // it would wait for itself
         failed       = true;
         decode_error = "a callback of an engine cannot decode: decode in another thread, or afterwards";
         return;
     }
-    g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + n_slots);
+    g.requested.assign((const int32_t *) ids->data, (const int32_t *) ids->data + ggml_nelements(ids));
     if (floats(ids, WEIGHTS)) {
-        g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + n_slots);
+        g.weights.assign(floats(ids, WEIGHTS), floats(ids, WEIGHTS) + ggml_nelements(ids));
     }
-    forget_batch(g);
-
-    RoutedBatch batch       = {};
-    batch.layer             = g.layer;
-    batch.il                = layer.il;
-    batch.decode            = g.decode;
+    batch.clear();
     batch.n_tokens          = (int) ids->ne[1];
-    batch.n_expert          = layer.n_expert;
     batch.n_used            = (int) ids->ne[0];
-    batch.n_embd            = g.n_embd;
-    batch.complete          = (g.needs & GRAPH_CHANGES) != 0;
     batch.requested         = g.requested.data();
     batch.requested_weights = floats(ids, WEIGHTS);
     batch.probs             = floats(ids, PROBS);
     batch.logits            = floats(ids, LOGITS);
-    batch.selection_bias    = g.selection_bias;
     batch.inputs            = floats(ids, INPUT);
     batch.residuals         = floats(ids, RESIDUAL);
-    batch.normalized        = g.normalized;
-    batch.softmax_selected  = g.softmax_selected;
     batch.experts           = (int32_t *) ids->data;
     batch.weights           = floats(ids, WEIGHTS) ? g.weights.data() : nullptr;
-    batch.portable          = g.portable;
-    batch.on_device         = g.on_device;
-    batch.alone             = g.alone;
-    batch.through_area      = g.through_area;
     run_stages(*g.context, batch);
-    g.elsewhere = std::move(batch.elsewhere);
-    g.remote    = std::move(batch.remote);
+    g.jobs.clear();
     if (!batch.ghosts.empty()) {
-        g.jobs = ghost_jobs(*batch.ghost_layer, g.requested.data(), batch.ghosts);
+        g.jobs = ghost_jobs(*batch.ghost_layer, batch.requested, batch.ghosts);
     }
-    g.ghosts      = std::move(batch.ghosts);
-    g.dropped     = std::move(batch.dropped);
-    g.ghost_layer = std::move(batch.ghost_layer);
-    g.hole        = batch.hole;
-    if (g.on_device) {
-        set_device_rows(g, batch.experts, batch.n_used, batch.n_tokens, batch.device_slots,
-            g.through_area ? layer.n_expert : g.context->routing.device->bank.n_slots(g.layer));
+    if (batch.on_device) {
+        set_device_rows(g, batch.through_area ? batch.n_expert : g.context->routing.device->bank.n_slots(batch.layer));
         for (size_t expert = 0; expert < batch.device_slots.size(); ++expert) {
             if (batch.device_slots[expert] >= 0) {
-                g.elsewhere.resize(batch.n_expert);
-                g.elsewhere[expert] = 1;
+                batch.elsewhere.resize(batch.n_expert);
+                batch.elsewhere[expert] = 1;
             }
         }
         fetch_inputs(g, ids);
     }
-    if (g.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
+    if (batch.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
         failed       = true;
         decode_error = g.context->owner.error;
     }
@@ -151,10 +118,11 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
         return;
     }
     GraphLayer & g = *(GraphLayer *) user;
-    forget_batch(g);
+    g.batch.clear();
+    g.jobs.clear();
     memset(ids->data, 0, ggml_nbytes(ids));
     const std::vector<int> one = { 0 }, nothing;
-    g.context->routing.table.acquire(g.context->owner, g.layer, { one, nothing, 1 });
+    g.context->routing.table.acquire(g.context->owner, g.batch.layer, { one, nothing, 1 });
 }
 
 // What a server did not answer is computed here. On another thread: this one computes a graph. "", or why it failed.
@@ -162,7 +130,7 @@ std::string compute_here(const GraphLayer & g, RemoteRows & remote) {
     Routing &          routing = g.context->routing;
     const auto &       layers  = routing.remote.layers;
     std::string        why;
-    std::vector<float> outputs(remote.slots.size() * layers[g.layer].n_out);
+    std::vector<float> outputs(remote.slots.size() * layers[g.batch.layer].n_out);
     std::thread([&] {
         try {
             const Frame & frame = *remote.frame;
@@ -188,7 +156,7 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     const auto  begin      = std::chrono::steady_clock::now();
     uint64_t    n_fallback = 0;
     std::string why;
-    for (RemoteRows & remote : g.remote) {
+    for (RemoteRows & remote : g.batch.remote) {
         if (!remote.answer->wait()) {
             n_fallback += remote.slots.size();
             why = compute_here(g, remote);
@@ -202,7 +170,7 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
             row += experts->ne[0];
         }
     }
-    g.remote.clear();
+    g.batch.remote.clear();
     const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
     g.context->routing.remote.waited((uint64_t) waited.count(), n_fallback);
     return why;
@@ -223,7 +191,7 @@ void ghosts_op(ggml_tensor * experts, int ith, int nth, void * user) {
             from.push_back((const float *) ((const char *) inputs->data + slot / n_used * inputs->nb[1]));
             to.push_back(row_of(experts, slot));
         }
-        g.ghost_layer->compute(g.jobs[i].expert, from, to);
+        g.batch.ghost_layer->compute(g.jobs[i].expert, from, to);
     }
 }
 
@@ -243,7 +211,7 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
         decode_error = g.context->owner.error;
         return;
     }
-    if (!g.remote.empty()) {
+    if (!g.batch.remote.empty()) {
         const std::string why = join_remote(g, experts);
         if (!why.empty()) {
             failed       = true;
@@ -254,11 +222,13 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if ((g.needs & GRAPH_CHANGES) && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
         ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
-        routing.calibration.add(g.layer, (const int32_t *) ids->data, ggml_nelements(ids),
+        routing.calibration.add(g.batch.layer, (const int32_t *) ids->data, ggml_nelements(ids),
             (const float *) experts->data, (int) experts->ne[0]);
     }
-    for (int slot : g.hole >= 0 ? g.dropped : std::vector<int>()) { // its weight is 0, and there may be anything
-        memset(row_of(experts, slot), 0, experts->ne[0] * sizeof(float));
+    if (g.batch.hole >= 0) {
+        for (int slot : g.batch.dropped) { // its weight is 0, and there may be anything
+            memset(row_of(experts, slot), 0, experts->ne[0] * sizeof(float));
+        }
     }
 }
 
@@ -268,10 +238,10 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) { return ggml_is_c
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
-    layer.needs         = route.warmup ? 0 : layer.context->needs;
-    layer.n_embd        = (int) route.inp->ne[0];
-    layer.n_used        = (int) route.selected->ne[0];
-    layer.alone         = false;
+    layer.needs          = route.warmup ? 0 : layer.context->needs;
+    layer.batch.n_embd   = (int) route.inp->ne[0];
+    layer.batch.complete = (layer.needs & GRAPH_CHANGES) != 0;
+    layer.batch.alone    = false;
     layer.device_inputs = layer.landing = layer.beside = nullptr;
     ggml_tensor * const residual                       = residual_of(route);
     const bool          wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));

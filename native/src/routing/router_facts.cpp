@@ -95,10 +95,10 @@ ggml_tensor * residual_of(const llama_moe_route & route) {
 }
 
 void read_weighting(const llama_moe_route & route, GraphLayer & layer) {
-    layer.softmax_selected = route.gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
-    layer.normalized       = route.norm_w || layer.softmax_selected;
+    layer.batch.softmax_selected = route.gating == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX_WEIGHT;
+    layer.batch.normalized       = route.norm_w || layer.batch.softmax_selected;
     if (layer.copies.empty()) {
-        layer.selection_bias = floats(route.selection_b, route.logits->ne[0], layer.copies);
+        layer.batch.selection_bias = floats(route.selection_b, route.logits->ne[0], layer.copies);
     }
 }
 

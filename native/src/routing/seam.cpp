@@ -81,7 +81,7 @@ const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
         return (const char *) src0->data + expert * src0->nb[2];
     }
     const GraphLayer * layer = layer_of(op->src[2]);
-    if (layer && (expert == layer->hole || (!layer->elsewhere.empty() && layer->elsewhere[expert]))) {
+    if (layer && (expert == layer->batch.hole || (!layer->batch.elsewhere.empty() && layer->batch.elsewhere[expert]))) {
         return op;
     }
     const Owner * owner = layer ? &layer->context->owner : &nobody;
@@ -165,13 +165,16 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
         return experts;
     }
     GraphLayer & layer = open_context(route->context, *m->routing).at(m->layer, route->decode);
-    if (!route->warmup) {
-        const LayerShape & shape = m->routing->remote.layers[m->layer];
-        layer.portable           = m->routing->recipes.learn(m->layer, *route, experts).empty() &&
-            route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
+    if (route->warmup) {
+        layer.batch.on_device = false;
+        return add_release(*route, experts, layer);
     }
-    ggml_tensor * there = m->routing->device ? add_device_chain(*route, experts, layer) : nullptr;
-    if (there && layer.alone) {
+    const ExpertGraph  graph(*route, m->layer, experts);
+    const LayerShape & shape = m->routing->remote.layers[m->layer];
+    layer.batch.portable =
+        m->routing->recipes.learn(graph).empty() && route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
+    ggml_tensor * there = m->routing->device ? add_device_chain(graph, layer) : nullptr;
+    if (there && layer.batch.alone) {
         return there;
     }
     ggml_tensor * released = add_release(*route, experts, layer);

@@ -14,30 +14,41 @@ constexpr int NONE   = DeviceTable::NONE;
 constexpr int N_USED = 3;
 
 // Of two tokens; experts 0, 1, 2 and 5 have slots.
-const std::vector<int32_t> experts      = { 1, 4, 3, 5, 4, 0 };
-const std::vector<int>     device_slots = { 0, 2, 7, NONE, NONE, 1 };
+std::vector<int32_t>   experts      = { 1, 4, 3, 5, 4, 0 };
+const std::vector<int> device_slots = { 0, 2, 7, NONE, NONE, 1 };
 
-GraphLayer layer() { return { nullptr, 0, false }; }
+GraphLayer layer(std::vector<int32_t> & named, int n_tokens = 1) {
+    GraphLayer g     = { nullptr };
+    g.batch.n_used   = N_USED;
+    g.batch.n_tokens = n_tokens;
+    g.batch.experts  = named.data();
+    return g;
+}
+
+void set_rows(GraphLayer & g, const std::vector<int> & slots, int n_device_slots) {
+    g.batch.device_slots = slots;
+    set_device_rows(g, n_device_slots);
+}
 
 void each_row_is_taken_from_the_side_that_computes_it() {
-    GraphLayer g = layer();
-    set_device_rows(g, experts.data(), N_USED, 2, device_slots, 8);
+    GraphLayer g = layer(experts, 2);
+    set_rows(g, device_slots, 8);
     CHECK(g.joined_rows == std::vector<int32_t>({ 0, 4, 5, 0, 4, 2 }));
     // The processor's go through slots that no other rows are in.
-    CHECK(g.device_slots == std::vector<int32_t>({ 2, 3, 4, 1, 3, 0 }));
-    g.ghosts = { 0 };
-    set_device_rows(g, experts.data(), N_USED, 2, device_slots, 8);
+    CHECK(g.slot_rows == std::vector<int32_t>({ 2, 3, 4, 1, 3, 0 }));
+    g.batch.ghosts = { 0 };
+    set_rows(g, device_slots, 8);
     CHECK(g.joined_rows == std::vector<int32_t>({ 3, 4, 5, 0, 4, 2 }));
-    set_device_rows(g, experts.data(), N_USED, 2, {}, 8);
+    set_rows(g, {}, 8);
     CHECK(g.joined_rows == std::vector<int32_t>({ 3, 4, 5, 3, 4, 5 }));
 }
 
 void no_token_names_a_slot_twice() {
     for (const auto & slots : { device_slots, std::vector<int>(), std::vector<int>({ 2, 0, NONE, NONE, NONE, 1 }) }) {
-        GraphLayer g = layer();
-        set_device_rows(g, experts.data(), N_USED, 2, slots, N_USED);
+        GraphLayer g = layer(experts, 2);
+        set_rows(g, slots, N_USED);
         for (int token = 0; token < 2; ++token) {
-            const auto begin = g.device_slots.begin() + token * N_USED;
+            const auto begin = g.slot_rows.begin() + token * N_USED;
             CHECK(std::set<int32_t>(begin, begin + N_USED).size() == N_USED);
             CHECK(*std::max_element(begin, begin + N_USED) < N_USED);
         }
@@ -45,22 +56,22 @@ void no_token_names_a_slot_twice() {
 }
 
 void an_expert_that_is_named_again_is_computed_once() {
-    GraphLayer                 g     = layer();
-    const std::vector<int32_t> twice = { 1, 0, 1 };
-    set_device_rows(g, twice.data(), N_USED, 1, device_slots, 8);
+    std::vector<int32_t> twice = { 1, 0, 1 };
+    GraphLayer           g     = layer(twice);
+    set_rows(g, device_slots, 8);
     CHECK(g.joined_rows == std::vector<int32_t>({ 0, 1, 0 }));
-    CHECK(g.device_slots == std::vector<int32_t>({ 2, 0, 3 }));
+    CHECK(g.slot_rows == std::vector<int32_t>({ 2, 0, 3 }));
 }
 
 void where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot() {
-    GraphLayer g                   = layer();
-    g.may_repeat                   = true;
-    const std::vector<int32_t> one = { 4, 0, 3 };
-    set_device_rows(g, one.data(), N_USED, 1, device_slots, 8);
-    CHECK(g.device_slots == std::vector<int32_t>({ 3, 0, 3 }));
+    std::vector<int32_t> one = { 4, 0, 3 };
+    GraphLayer           g   = layer(one);
+    g.may_repeat             = true;
+    set_rows(g, device_slots, 8);
+    CHECK(g.slot_rows == std::vector<int32_t>({ 3, 0, 3 }));
     CHECK(g.joined_rows == std::vector<int32_t>({ 3, 1, 5 }));
-    set_device_rows(g, one.data(), N_USED, 1, device_slots, 1); // there is no other
-    CHECK(g.device_slots == std::vector<int32_t>({ 0, 0, 0 }));
+    set_rows(g, device_slots, 1); // there is no other
+    CHECK(g.slot_rows == std::vector<int32_t>({ 0, 0, 0 }));
 }
 
 } // namespace

@@ -1,0 +1,103 @@
+#include "routing/expert_graph.h"
+
+#include "base/status.h"
+#include "routing/routing.h"
+
+#include "llama-moe.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace pyorch {
+namespace {
+
+// Operations that are no multiplication, and compute each row of their outputs from the same row of their sources. What
+// is not known here is refused: a graph that is made otherwise tomorrow must not be computed wrongly.
+bool works_row_by_row(ggml_op op) {
+    switch (op) {
+    case GGML_OP_ADD_ID:
+    case GGML_OP_ADD:
+    case GGML_OP_GLU:
+    case GGML_OP_UNARY:
+    case GGML_OP_MUL:
+    case GGML_OP_SCALE:
+    case GGML_OP_CLAMP:
+    case GGML_OP_SQR:
+    case GGML_OP_CONT: return true;
+    default: return false;
+    }
+}
+
+} // namespace
+
+size_t ExpertNode::offset() const {
+    const ggml_tensor * of = tensor->src[0];
+    return tensor->view_offs - (of->view_src ? of->view_offs : 0);
+}
+
+ExpertGraph::ExpertGraph(const llama_moe_route & route, int layer, ggml_tensor * outputs) : route(route), layer(layer) {
+    number_of(outputs);
+}
+
+bool ExpertGraph::is_inputs(const ggml_tensor * t) const {
+    return t == route.inp || (t->op == GGML_OP_RESHAPE && t->src[0] == route.inp);
+}
+
+bool ExpertGraph::is_experts(const ggml_tensor * t) const {
+    const ManagedTensor * m = t->op == GGML_OP_MUL_MAT_ID ? managed(t->src[0]) : nullptr;
+    return m && m->layer == layer;
+}
+
+int ExpertGraph::number_of(ggml_tensor * t) {
+    const ggml_tensor * const key   = is_inputs(t) ? route.inp : t; // as they are, and reshaped: one node
+    const auto                found = numbers.find(key);
+    if (found != numbers.end()) {
+        return found->second;
+    }
+    const ExpertNode::Kind kind = is_inputs(t) ? ExpertNode::INPUTS :
+        t == route.weights                     ? ExpertNode::WEIGHTS :
+        t == route.selected                    ? ExpertNode::IDS :
+        t->op == GGML_OP_NONE                  ? ExpertNode::LEAF :
+        t->op == GGML_OP_VIEW                  ? ExpertNode::VIEW :
+                                                 ExpertNode::NODE;
+    ExpertNode             node = { kind, t, {}, is_experts(t), "" };
+    std::fill(std::begin(node.sources), std::end(node.sources), -1);
+    if (kind == ExpertNode::VIEW || kind == ExpertNode::NODE) {
+        for (int i = 0; i < GGML_MAX_SRC; ++i) {
+            if (t->src[i]) {
+                node.sources[i] = number_of(t->src[i]);
+                node.by_experts |= nodes[node.sources[i]].by_experts;
+            }
+        }
+        node.mixes = why_mixed(node);
+    }
+    nodes.push_back(std::move(node));
+    return numbers[key] = (int) nodes.size() - 1;
+}
+
+// One row for each slot: [n, n_used, n_tokens].
+bool ExpertGraph::has_slots(const ggml_tensor * t) const {
+    return t->ne[1] == route.selected->ne[0] && t->ne[2] == route.selected->ne[1] && t->ne[3] == 1;
+}
+
+std::string ExpertGraph::why_mixed(const ExpertNode & node) const {
+    const ggml_tensor * t   = node.tensor;
+    const ggml_tensor * of  = t->src[0];
+    const char *        why = nullptr;
+    if (!has_slots(t) || (t->op == GGML_OP_VIEW && !has_slots(of))) {
+        why = "has not a row for each expert of a token";
+    } else if (t->op == GGML_OP_VIEW) {
+        const bool is_part = t->nb[1] == of->nb[1] && t->nb[2] == of->nb[2] &&
+            node.offset() + ggml_row_size(t->type, t->ne[0]) <= of->nb[1];
+        why = is_part ? nullptr : "is no part of each row";
+    } else if (t->op == GGML_OP_REPEAT) {
+        why = is_inputs(of) ? nullptr : "repeats something else than the inputs";
+    } else if (t->op == GGML_OP_MUL_MAT_ID || t->op == GGML_OP_ADD_ID) {
+        why = t->src[2] == route.selected ? nullptr : "takes what does not belong to the experts";
+    } else if (!works_row_by_row(t->op)) {
+        why = "is not known to work row by row";
+    }
+    return why ? format("%s (%s) %s", ggml_get_name(t), ggml_op_desc(t), why) : "";
+}
+
+} // namespace pyorch
