@@ -33,8 +33,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.description += (
         " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
-        "is most like the present token, and the predictor activation-matrix for the past request that is most like "
-        "the present one."
+        "is most like the present token; replays compare that with activation-matrix, which looks for the past "
+        "request that is most like the present one."
     )
     add_model(parser)
     parser.add_argument("trace", type=Path, metavar="FILE.trace",

@@ -87,8 +87,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "--states")
     parser.description += (
         f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
-        f"the future; the policies {listed(policies().compared, 'and')} are there to be compared with. Nothing is read "
-        "ahead unless --prefetch says so."
+        f"the future; the policies {listed(policies().compared, 'and')} and the predictors "
+        f"{listed(predictors().compared, 'and')} are there to be compared with. Nothing is read ahead unless --prefetch "
+        "says so."
     )
     add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
                  defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none",
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
                           "say its memory with --vram-budget")
     if args.device_ahead and any(p.predictor == AUTO for p in listed(args, "prefetch") or ()):
         raise PyorchError("--device-ahead uploads what a predictor names, at any time, and auto does as time allows: "
-                          "name a predictor, such as --prefetch next-router")
+                          "name a predictor, such as --prefetch quasi-hidden")
     vram_budget, misses = _device(args.vram_budget, args.device_misses)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or decoding is not None

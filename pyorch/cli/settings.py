@@ -109,7 +109,8 @@ def names() -> dict[str, str]:
 
     return {
         "policies": listed(policies().present), "policy": default_policy(), "predictors": listed(predictors().present),
-        "searching": listed(predictors().needing(Needs.HISTORY)), "executable": listed(predictors().executable),
+        "searching": listed(name for name in predictors().present if Needs.HISTORY & predictors()[name].needs),
+        "executable": listed(predictors().executable),
     }
 
 

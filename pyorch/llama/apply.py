@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from pyorch.sidecars.predictor import PredictorFile
 
 
-def check_prefetch(prefetch: Prefetch, n_layers: int) -> None:
-    """PyorchError for what a model with so many layers with routed experts cannot do."""
+def check_prefetch(prefetch: Prefetch, n_layers: int, in_replay: bool = False) -> None:
+    """PyorchError for what a model with so many layers with routed experts cannot do. in_replay: it is for one."""
     if prefetch.predictor != AUTO:
-        predictors().choose(prefetch.predictor, also=(AUTO,))
+        predictors().choose(prefetch.predictor, in_replay, also=(AUTO,))
     if prefetch.distance is not None and not 1 <= prefetch.distance <= n_layers:
         raise PyorchError(f"prefetch distance {prefetch.distance} is not from 1 to {n_layers}, the layers with experts")
     if prefetch.min_precision is not None and not 0 <= prefetch.min_precision <= 1:

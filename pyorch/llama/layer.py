@@ -24,7 +24,7 @@ class LayerSettings:
     Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
     while it runs; pinned ones stay. On a device min_on_device of them stay, and no more than max_on_device (None: no
     limit) come. substitution: what stands in for absent ones (lossy); None: nothing.
-    prefetch: what guesses them while earlier layers decode, such as "next-router:2:0.5"; None: as the model was loaded.
+    prefetch: what guesses them while earlier layers decode, such as "quasi-hidden:2:0.5"; None: as it was loaded.
     """
 
     min_experts: int = 0

@@ -255,7 +255,7 @@ class Model:
         """
         if self.engine is None or self.engine.history is None:
             raise PyorchError(
-                "no expert maps were collected: load the model with the prefetch expert-map or activation-matrix"
+                "no expert maps were collected: load the model with the prefetch expert-map"
             )
         self.engine.wait_idle()  # until the last token was learned from
         self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)

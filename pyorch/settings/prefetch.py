@@ -28,7 +28,7 @@ class Prefetch:
 
     @classmethod
     def parse(cls, text: str | Prefetch) -> Prefetch:
-        """From "auto", "none", or a predictor with, optionally, distance and precision: "next-router:2:0.5"."""
+        """From "auto", "none", or a predictor with, optionally, distance and precision: "quasi-hidden:2:0.5"."""
         if isinstance(text, Prefetch):
             return text
         if not isinstance(text, str):
@@ -40,7 +40,7 @@ class Prefetch:
             return cls(predictor, *(kind(number) for kind, number in zip((int, float), numbers)))
         except ValueError:
             raise PyorchError(f'prefetch "{text}" is not a predictor, or PREDICTOR:DISTANCE:PRECISION such as '
-                              "next-router:2:0.5") from None
+                              "quasi-hidden:2:0.5") from None
 
     def __str__(self) -> str:
         """What parse() reads, as short as may be."""

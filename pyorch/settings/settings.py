@@ -155,7 +155,7 @@ class Settings:
         names_experts = self.prefetch.predictor not in (PREFETCH_AUTO, PREFETCH_NONE)
         if self.device_ahead > 0 and (self.device == NONE or not names_experts):
             raise PyorchError("--device-ahead uploads what a predictor names, at any time: name a device with "
-                              "--device, and a predictor that is not auto, such as --prefetch next-router")
+                              "--device, and a predictor that is not auto, such as --prefetch quasi-hidden")
         if self.tuned is not None and (self.speculate or self.substitution is not None):
             raise PyorchError("a tuned setting is lossy, and so are the other options: give one of them")
 

@@ -217,13 +217,9 @@ def _checked(
     if name == AUTO:
         name = best_predictor(predictor_file or PredictorFile())
     distance = prefetch.distance or (predictor_file.distance if predictor_file else None) or DISTANCE
-    prefetch = Prefetch(name, distance, prefetch.min_precision)
     needs = predictors().choose(name, in_replay=True).needs
-    if Needs.FUTURE & needs:
-        prefetch = Prefetch(name, distance, 0.0)
-        check_prefetch(Prefetch(NONE, distance), len(model_map.layers))
-    else:
-        check_prefetch(prefetch, len(model_map.layers))
+    prefetch = Prefetch(name, distance, 0.0 if Needs.FUTURE & needs else prefetch.min_precision)
+    check_prefetch(prefetch, len(model_map.layers), in_replay=True)
     if tuple(layer.il for layer in model_map.layers[: len(recording.layers)]) != tuple(recording.layers):
         raise PyorchError(f"the recording has other layers than the {len(model_map.layers)} of {model_map.path} with "
                           "routed experts")

@@ -118,7 +118,7 @@ def test_a_device_has_columns_of_its_own_and_no_roofline_of_the_processor(
         decode_device_hit_rate=0.25, decode_device_bytes_per_token=MiB / 2, device_used_bytes=3 * MiB)])
     assert dict(zip(columns, row))["device hits"] == "25%"
     assert row[-2:] == ("0.5", "3") and columns[-2:] == ("uploaded MiB/token", "device MiB")
-    ahead = replace(plan.RESIDENT, settings=Settings(device="auto", prefetch="next-router", device_ahead=2))
+    ahead = replace(plan.RESIDENT, settings=Settings(device="auto", prefetch="quasi-hidden", device_ahead=2))
     columns, (row,) = table.table([replace(summarize(Results((), ()), ahead, None), n_rounds=1,
                                            decode_device_ahead_precision=0.75)])
     assert dict(zip(columns, row))["forecasts right"] == "75%"

@@ -56,7 +56,7 @@ def test_run_says_what_was_substituted(pyorch: Command, model: Path):
     assert "lossy" not in lossless.stderr and json.loads(pyorch(*run, "--json").stdout)["stats"]["substitution"] is None
 
 
-@pytest.mark.parametrize("setting", [("--lossy", "mode=random"), ("--speculate", "--prefetch", "next-router")])
+@pytest.mark.parametrize("setting", [("--lossy", "mode=random"), ("--speculate", "--prefetch", "quasi-hidden")])
 def test_verify_tells_the_cost_of_a_lossy_setting_and_that_bits_differ(
     pyorch: Command, model: Path, setting: tuple[str, ...]
 ):

@@ -78,7 +78,7 @@ def test_neither_do_a_busy_machine_and_what_is_guessed(small_moe: Path):
     busy = threading.Thread(target=spin)
     busy.start()
     try:
-        beside = Found(small_moe, Arrival(2.0), prefetch="next-router:1:0")
+        beside = Found(small_moe, Arrival(2.0), prefetch="quasi-hidden:1:0")
     finally:
         ended.set()
         busy.join()

@@ -118,7 +118,7 @@ def test_with_forecasts_that_upload_ahead_logits_are_those_of_the_model_that_is_
     small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray
 ) -> None:
     with small_model(small_moe, "100%", device=device.name, vram_budget="30%", device_misses="upload",
-                     prefetch="next-router:1", device_ahead=2) as model:
+                     prefetch="quasi-hidden:1", device_ahead=2) as model:
         made = logits(model, prompt_tokens)
         experts = model.stats().experts
         assert_same(made, expected, device, experts)

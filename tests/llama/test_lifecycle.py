@@ -46,7 +46,7 @@ def test_a_model_that_is_freed_leaves_no_routers_behind(small_moe: Path) -> None
             engine.router(3)
 
 
-@pytest.mark.parametrize("predictor", ["quasi-hidden", "expert-map", "previous-token"])
+@pytest.mark.parametrize("predictor", ["quasi-hidden", "expert-map"])
 def test_contexts_come_and_go_while_predictors_work(
     small_moe: Path, resident: Model, prompt_tokens: list[int], predictor: str
 ) -> None:

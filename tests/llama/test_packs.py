@@ -55,7 +55,7 @@ def logits(model: Model, tokens: list[int]) -> np.ndarray:
 def test_logits_are_those_of_the_resident_model(packed: Path, resident: Model, prompt_tokens: list[int]) -> None:
     expected = logits(resident, prompt_tokens)
     plain_slots = resident.map.info.slots_bytes
-    for options in ({}, {"direct_io": False}, {"reads": "threads:3"}, {"prefetch": "next-router:2:0"}):
+    for options in ({}, {"direct_io": False}, {"reads": "threads:3"}, {"prefetch": "quasi-hidden:2:0"}):
         with small_model(packed, "30%", **options) as model:
             assert model.map.pack == pack_of(packed)
             assert_same_bits(logits(model, prompt_tokens), expected)
@@ -98,7 +98,7 @@ def compressed_with(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize(("codec", "options"), [
-    ("table", {"pools": "1,0,0,0"}), ("zstd", {"pools": "0.5,0.5,0,0", "prefetch": "next-router:2:0"}),
+    ("table", {"pools": "1,0,0,0"}), ("zstd", {"pools": "0.5,0.5,0,0", "prefetch": "quasi-hidden:2:0"}),
     ("lz4", {"pools": "0.4,0.3,0.2,0.1", "budget": "60%", "policy": "learned", "reads": "threads:2"}),
     ("table", {"pools": "0,0,0.5,0.5", "budget": "14%"}),  # layers are streamed
 ])
@@ -127,8 +127,8 @@ def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
 
 _BUDGETS = ("14%", "20%", "30%", "45%", "60%", "80%", "100%")
 _WAYS = (
-    {"pools": "1,0,0,0", "prefetch": "none"}, {"pools": "0,1,0,0", "policy": "lru", "prefetch": "next-router:2:0"},
-    {"pools": "0,0,1,0", "direct_io": False}, {"pools": "0,0,0,1", "prefetch": "previous-token"},
+    {"pools": "1,0,0,0", "prefetch": "none"}, {"pools": "0,1,0,0", "policy": "lru", "prefetch": "quasi-hidden:2:0"},
+    {"pools": "0,0,1,0", "direct_io": False}, {"pools": "0,0,0,1", "prefetch": "quasi-hidden"},
     {"pools": "0.25,0.25,0.25,0.25", "policy": "learned", "prefetch": "quasi-hidden:2:0"},
     {"pools": "0.6,0,0.4,0", "policy": "lfu", "reads": "threads:2"}, {},
 )

@@ -135,7 +135,7 @@ def test_routers_that_cannot_be_are_refused(small_moe: Path) -> None:
 def test_a_router_that_cannot_be_applied_is_refused_by_name(zoo: Zoo, tmp_path: Path) -> None:
     path = tmp_path / "smallthinker.gguf"
     as_smallthinker(zoo.path("mixtral", "F32"), path)
-    for settings in (dict(prefetch="next-router"), dict(prefetch="quasi-hidden"), dict(prefetch="auto", speculate=True)):
+    for settings in (dict(prefetch="quasi-hidden"), dict(prefetch="auto", speculate=True)):
         with pytest.raises(PyorchError, match="layer 0 gets its choice of experts from another part of the model"):
             load(path, **settings)
     with load(path) as model:  # "auto" does without
@@ -143,6 +143,6 @@ def test_a_router_that_cannot_be_applied_is_refused_by_name(zoo: Zoo, tmp_path: 
             model.engine.set_prefetch("quasi-hidden")
         with pytest.raises(PyorchError, match="it cannot be speculated"):
             model.engine.set_speculation("decode")
-        model.engine.set_prefetch("previous-token")
+        model.engine.set_prefetch("none")
         with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
             assert np.isfinite(context.decode(tokens(4))).all()

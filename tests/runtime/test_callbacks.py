@@ -85,7 +85,7 @@ def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
     model: Model, prompt_tokens: list[int], kind: str
 ) -> None:
     seen: list[dict[str, str]] = []
-    model.engine.set_prefetch("previous-token")
+    model.engine.set_prefetch("quasi-hidden")
     with Context(model.llama.model, n_threads=1) as context:
         context.decode(prompt_tokens[:8])
         getattr(model.engine, kind)(

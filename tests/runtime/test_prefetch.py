@@ -45,8 +45,8 @@ def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_lo
         stats = model.stats().experts
         assert stats.peak_bytes <= stats.budget_bytes
         assert predictor != "none" or stats.prefetch_loads == 0
-        # On a busy machine guesses may come too late to be read; most of what previous-token guesses is still there.
-        while predictor not in ("none", "previous-token") and model.stats().experts.prefetch_loads == 0:
+        # On a busy machine guesses may come too late to be read.
+        while predictor != "none" and model.stats().experts.prefetch_loads == 0:
             assert decode(model).tobytes() == resident_logits
 
 
@@ -90,30 +90,15 @@ def assert_best(experts: np.ndarray, scores: np.ndarray) -> None:
     np.testing.assert_allclose(scores[experts], -np.sort(-scores)[: 2 * N_USED], atol=2e-2 * np.abs(scores).max())
 
 
-@pytest.mark.parametrize("distance", [1, 2])
-def test_next_router_predicts_as_numpy_does(small_moe: Path, distance: int):
-    with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
-        routings, predictions = watched(model, "next-router", distance)
-        for token, it in predictions:
-            assert 1 <= it.il - it.il_from <= distance
-            assert_best(it.experts, router(model, it.il) @ routings[token][it.il_from].inputs[0])
-
-
-def test_previous_token_predicts_what_the_layer_used_before(small_moe: Path):
-    with pyorch.load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
-        routings, predictions = watched(model, "previous-token", 1)
-        later = [(token, it) for token, it in predictions if it.il > 0 and token > 3]
-        assert len(later) > N_LAYERS
-        for token, it in later:  # a prediction that came late, on a busy machine, is that of a token before
-            assert it.experts.tolist() in [routings[earlier][it.il].experts[0].tolist() for earlier in range(token)]
-
-
 def test_an_engine_refuses_a_prefetch_that_cannot_be(small_moe: Path):
     with pyorch.load(small_moe, budget="50%", n_ctx=256) as model:
         with pytest.raises(pyorch.PyorchError, match="crystal-ball"):
             model.engine.set_prefetch("crystal-ball")
+        for name in predictors().compared:
+            with pytest.raises(pyorch.PyorchError, match=f'"{name}" is there to be compared with'):
+                model.engine.set_prefetch(name)
         with pytest.raises(pyorch.PyorchError, match="distance from 1 to 8"):
-            model.engine.set_prefetch("next-router", distance=0)
+            model.engine.set_prefetch("quasi-hidden", distance=0)
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,7 @@ def test_nothing_is_read_that_is_not_computed(model):
 def test_a_model_is_lossless_again_when_speculation_ends(model):
     tokens = tokens_of(model)
     before = decode(model, tokens)
-    model.speculate("next-router")
+    model.speculate("quasi-hidden")
     assert decode(model, tokens).tobytes() != before.tobytes()
     model.speculate(None)
     assert model.stats().speculation is None
@@ -117,8 +117,8 @@ def test_prompts_keep_to_their_routers_unless_asked(model):
 
 
 def test_what_cannot_be_executed_is_refused(model, small_moe: Path, capsys):
-    with pytest.raises(pyorch.PyorchError, match="previous-token.*no weights"):
-        model.speculate("previous-token")
+    with pytest.raises(pyorch.PyorchError, match="expert-map.*no weights"):
+        model.speculate("expert-map")
     with pytest.raises(pyorch.PyorchError, match="needs an estimator"):
         model.speculate("hybrid")
     command = ["run", str(small_moe), "-p", "x", "-n", "2", "--budget", "50%", "--ctx", "64", "--speculate"]

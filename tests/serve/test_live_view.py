@@ -44,7 +44,7 @@ def decoding(server: ServerProcess, key: str = "") -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
-    command = pyorch_serve(small_moe, "--budget", "30%", "--prefetch", "previous-token", "--threads", "1", "--",
+    command = pyorch_serve(small_moe, "--budget", "30%", "--prefetch", "quasi-hidden", "--threads", "1", "--",
                            "--context-shift", "--api-key", KEY)
     server = ServerProcess(command, tmp_path_factory.mktemp("server") / "log")
     yield server

@@ -80,9 +80,9 @@ def test_a_snapshot_is_one_reading_of_all_layers(server: ServerProcess):
 
 def test_settings_change_while_it_runs(server: ServerProcess):
     before = residency(server)["settings"]
-    changed = change(server, budget="60%", policy="lru", prefetch="previous-token:1", pin={"1": [3, 5]})
+    changed = change(server, budget="60%", policy="lru", prefetch="quasi-hidden:1", pin={"1": [3, 5]})
     assert changed["settings"]["budget"] > before["budget"]
-    assert (changed["settings"]["policy"], changed["settings"]["prefetch"]) == ("lru", "previous-token:1")
+    assert (changed["settings"]["policy"], changed["settings"]["prefetch"]) == ("lru", "quasi-hidden:1")
     pinned = changed["layers"][1]["states"]
     assert [i for i, flags in enumerate(pinned) if int(flags, 16) & lib.PYORCH_PINNED] == [3, 5]
     assert server.complete(PROMPT)
@@ -124,7 +124,7 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
     ({"policy": "belady"}, "know the future"),
     ({"policy": "fifo"}, "there to be compared with"),
     ({"prefetch": "stars"}, 'predictor "stars" is not known'),
-    ({"prefetch": "next-router:99"}, "99 is not from 1 to"),
+    ({"prefetch": "quasi-hidden:99"}, "99 is not from 1 to"),
     ({"pin": {"99": [1]}}, "layer 99 has no routed experts"),
     ({"pin": {"0": [9999]}}, "has experts 0 to"),
     ({"pin": [1]}, "pin is not understood"),

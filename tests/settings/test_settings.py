@@ -73,7 +73,7 @@ def test_no_flag_means_the_default_that_is_declared() -> None:
 
 @given(
     budget=st.sampled_from(["auto", "25%", "12.5%", "1.5GiB", "4096"]), policy=st.sampled_from([None, "lru", "lfu"]),
-    prefetch=st.sampled_from(["auto", "none", "next-router", "next-router:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),
+    prefetch=st.sampled_from(["auto", "none", "quasi-hidden", "expert-map:3", "hybrid:2:0.5", "quasi-hidden:1:0"]),
     reads=st.sampled_from(["auto", "threads:3", "io_uring:2:64KiB"]), direct_io=st.booleans(),
     n_ctx=st.integers(0, 9000),
     n_threads=st.integers(0, 64), buddies=st.sampled_from([None, "lists.gguf"]),

@@ -67,7 +67,7 @@ def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options:
     with pyorch.load(path, budget=budget, policy=policy, n_ctx=256, n_threads=1,
                      **{"prefetch": "none", **options}) as model:
         tokens = model.llama.tokenize(TEXT.read_bytes(), add_bos=False)[:n_tokens]
-        model.engine.set_observer(lambda it: seen.append((it.il, it.experts[0], it.weights[0])))
+        model.engine.set_observer(lambda it: seen.append((it.il, it.experts[0], it.weights[0], it.residuals[0])))
         model.reset_stats()
         with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
             for token in tokens:
@@ -75,9 +75,9 @@ def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options:
             model.engine.wait_idle()  # what is predicted from the last layer is ordered, too
         model.engine.set_observer(None)
         stats = model.engine.stats()
-    assert [il for il, _, _ in seen] == list(LAYERS) * n_tokens
-    experts, weights = (np.array([it[i] for it in seen]).reshape(n_tokens, N_LAYERS, N_USED) for i in (1, 2))
-    return stats, Recording(LAYERS, N_EXPERT, experts, weights, np.zeros(n_tokens))
+    assert [il for il, *_ in seen] == list(LAYERS) * n_tokens
+    experts, weights, states = (np.array([it[i] for it in seen]).reshape(n_tokens, N_LAYERS, -1) for i in (1, 2, 3))
+    return stats, Recording(LAYERS, N_EXPERT, experts, weights, np.zeros(n_tokens), states=states)
 
 
 @pytest.mark.parametrize("budget", ["25%", "50%"])
@@ -101,7 +101,7 @@ def test_replay_counts_what_an_engine_with_a_device_counts(
     misses: str, ahead: int,
 ) -> None:
     options = {"vram_budget": vram_budget, "device_misses": misses, "device_ahead": ahead,
-               "prefetch": Prefetch.parse("previous-token:1:0" if ahead else "none")}
+               "prefetch": Prefetch.parse("quasi-hidden:1:0" if ahead else "none")}
     real, routing = decode(small_moe, budget, policy, 60, device=device.name, **options)
     simulated = replay(model_map, routing, ReplaySettings(policy, budget=budget, **options)).stats
     # What is uploaded behind a layer is held in host memory until it is there, and something else may have to go.

@@ -75,10 +75,10 @@ public:
 // What a predictor wants to see of a layer, beside its experts and weights.
 enum PredictorNeeds : unsigned {
     NEEDS_NOTHING    = 0,
-    NEEDS_INPUTS     = 1,
+    NEEDS_INPUTS     = 1, // in a replay
     NEEDS_RESIDUALS  = 2, // or inputs, where there are none
     NEEDS_PROBS      = 4,
-    NEEDS_PREFILL    = 8, // layers of prompts too
+    NEEDS_PREFILL    = 8, // layers of prompts too; in a replay
     NEEDS_EMBEDDINGS = 16,
     NEEDS_ROUTERS    = 32, // applies them
 };
@@ -103,12 +103,9 @@ struct PredictionModel {
     std::shared_ptr<ExpertMaps>      maps;      // of past iterations and requests; this one grows
 };
 
-// distance: by layer, how many layers ahead it is guessed at most; 0: it is not.
+// distance: by layer, how many layers ahead it is guessed at most; 0: it is not. Null for a kind that predicts nothing,
+// or that only a replay can make.
 std::unique_ptr<Predictor> make_predictor(
     pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance);
-
-// How many layers after `from` comes `to`, of those in `layers`, or of the next token if it comes earlier: 1 to their
-// number. 0 where one of them is not among them.
-int layers_ahead(const std::vector<int> & layers, int from, int to);
 
 } // namespace pyorch

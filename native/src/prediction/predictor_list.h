@@ -1,4 +1,5 @@
-// The predictors there are: how users call them, what they need, and what makes one.
+// The predictors there are: how users call them, what they need, and what makes one. Those that exist to be compared
+// with are made by replays: replay/predictors/.
 
 #pragma once
 

@@ -42,8 +42,8 @@ void PrefetchPlanner::set_maps(std::shared_ptr<ExpertMaps> maps) {
     streams.clear();
 }
 
-void PrefetchPlanner::set_oracle(Oracle oracle_) {
-    oracle = std::move(oracle_);
+void PrefetchPlanner::set_maker(Maker maker_) {
+    maker = std::move(maker_);
     streams.clear();
 }
 
@@ -109,8 +109,10 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
         if (*std::max_element(distance.begin(), distance.end()) == 0) {
             continue;
         }
-        auto predictor = kind == PYORCH_PREDICT_ORACLE ? (oracle ? oracle(distance) : nullptr) :
-                                                         make_predictor((pyorch_predictor) kind, model, distance);
+        auto predictor = make_predictor((pyorch_predictor) kind, model, distance);
+        if (!predictor && maker) {
+            predictor = maker((pyorch_predictor) kind, model, distance);
+        }
         if (predictor) {
             stream.predictors.push_back({ (pyorch_predictor) kind, std::move(predictor) });
         }

@@ -77,7 +77,7 @@ void Prefetcher::drop_iteration() {
 }
 
 void Prefetcher::begin(const void * context, IterationBegin && it) {
-    const bool                   collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
+    const bool                   collecting = needs() & NEEDS_PROBS;
     const Table::ReadSeconds     now        = it.decode ? table.read_seconds() : Table::ReadSeconds{};
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic && it.decode) {
@@ -100,7 +100,7 @@ bool Prefetcher::wants(int & reach) {
     if (!active()) {
         return false;
     }
-    const bool   whole = needs() & (NEEDS_PROBS | NEEDS_PREFILL); // a predictor loses what misses a layer
+    const bool   whole = needs() & NEEDS_PROBS; // a predictor loses what misses a layer
     const double now   = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     std::lock_guard<std::mutex> lock(mutex);
     reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
@@ -108,7 +108,7 @@ bool Prefetcher::wants(int & reach) {
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {
-    const bool collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
+    const bool collecting = needs() & NEEDS_PROBS;
     {
         std::lock_guard<std::mutex> lock(mutex);
         if (count<RoutedLayer>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
@@ -141,7 +141,7 @@ void Prefetcher::wait_idle() {
 
 void Prefetcher::forget(const void * context) {
     // A predictor that collects is shown what waits for it, unless it is its thread that waits, in an observer.
-    const bool collecting = needs() & (NEEDS_PROBS | NEEDS_PREFILL);
+    const bool collecting = needs() & NEEDS_PROBS;
     if (!collecting || std::this_thread::get_id() == thread.get_id()) {
         std::lock_guard<std::mutex> lock(mutex);
         queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }),

@@ -1,5 +1,6 @@
 #include "replay/replay.h"
 
+#include "replay/predictors/compared.h"
 #include "replay/simulated.h"
 #include "replay/simulated_device.h"
 
@@ -45,7 +46,11 @@ public:
         }
         collect_uses();
         planner.set_layers(this, executed);
-        planner.set_oracle([this](const std::vector<int> & distance) { return oracle(distance); });
+        planner.set_maker(
+            [this](pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance) {
+                return kind == PYORCH_PREDICT_ORACLE ? std::make_unique<Oracle>(*this, distance) :
+                                                       make_compared(kind, model, distance);
+            });
         observer = planner.set_observer([this](const void * context, int from, const Forecast & it) {
             if (observer) {
                 observer(context, from, it);
@@ -62,7 +67,7 @@ public:
 
     ~Replay() {
         table.forget(owner);
-        planner.set_oracle({});
+        planner.set_maker({});
         planner.set_above({});
         planner.set_observer(std::move(observer));
         planner.forget(this);
@@ -162,10 +167,6 @@ private:
 
     const uint16_t * experts_of(int64_t token, int layer) const {
         return rec.experts + ((size_t) token * n_layers + layer) * rec.n_used;
-    }
-
-    std::unique_ptr<Predictor> oracle(const std::vector<int> & distance) const {
-        return std::make_unique<Oracle>(*this, distance);
     }
 
     void collect_uses() {

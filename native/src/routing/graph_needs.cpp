@@ -2,8 +2,6 @@
 
 #include "routing/device_tier.h"
 
-#include <utility>
-
 namespace pyorch {
 
 unsigned graph_needs(const Routing & routing) {
@@ -17,16 +15,13 @@ unsigned graph_needs(const Routing & routing) {
     }
     unsigned needs = GRAPH_PROCESSOR;
     if (routing.prefetcher.active()) {
-        constexpr std::pair<unsigned, unsigned> WANTED[] = {
-            { NEEDS_PROBS, GRAPH_PROBS },
-            { NEEDS_INPUTS, GRAPH_INPUTS },
-            { NEEDS_RESIDUALS, GRAPH_RESIDUALS },
-        };
+        const unsigned seen = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;
-        for (const auto & [by_predictor, by_graph] : WANTED) {
-            if (routing.prefetcher.needs() & by_predictor) {
-                needs |= by_graph;
-            }
+        if (seen & NEEDS_PROBS) {
+            needs |= GRAPH_PROBS;
+        }
+        if (seen & NEEDS_RESIDUALS) {
+            needs |= GRAPH_RESIDUALS;
         }
     }
     return needs;

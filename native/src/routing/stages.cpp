@@ -209,12 +209,11 @@ void predict(Context & context, RoutedBatch & batch) {
     int            reach      = INT_MAX;
     const bool     predicts   = (batch.decode || (needs & NEEDS_ROUTERS)) &&
         is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants(reach);
-    if (!speculates && !predicts && !(prefetcher.active() && !batch.decode && (needs & NEEDS_PREFILL))) {
+    if (!speculates && !predicts) {
         return;
     }
-    const bool states = (needs & (NEEDS_INPUTS | NEEDS_RESIDUALS)) != 0;
-    if (!batch.weights || (states && !batch.inputs && !batch.residuals) || ((needs & NEEDS_INPUTS) && !batch.inputs) ||
-        ((needs & NEEDS_PROBS) && !batch.probs)) {
+    const bool states = (needs & NEEDS_RESIDUALS) != 0;
+    if (!batch.weights || (states && !batch.inputs && !batch.residuals) || ((needs & NEEDS_PROBS) && !batch.probs)) {
         return; // it was chosen after the graph was made
     }
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
@@ -234,10 +233,9 @@ void predict(Context & context, RoutedBatch & batch) {
             layer.computed[s] = batch.requested[s];
         }
         layer.weights.assign(batch.weights, batch.weights + n_slots);
-        if ((needs & NEEDS_RESIDUALS) && batch.residuals) {
+        if (states && batch.residuals) {
             layer.residuals.assign(batch.residuals, batch.residuals + n_state);
-        }
-        if ((needs & NEEDS_INPUTS) || ((needs & NEEDS_RESIDUALS) && !batch.residuals)) {
+        } else if (states) {
             layer.inputs.assign(batch.inputs, batch.inputs + n_state);
         }
         if (needs & NEEDS_PROBS) {

@@ -383,6 +383,10 @@ static void test_a_tiny_recording_is_replayed_and_shows_its_predictions(calls c,
 
     config.simulated = 0;
     REFUSED(PYORCH_INVALID, "future", pyorch_engine_new(c.map, &config, &c.engine));
+    config.policy = PYORCH_LRU;
+    OK(pyorch_engine_new(c.map, &config, &c.engine));
+    REFUSED(PYORCH_INVALID, "compared", pyorch_set_prefetch(c.engine, PYORCH_PREDICT_PREVIOUS_TOKEN, 1, 0, 0));
+    OK(pyorch_engine_free(c.engine));
 }
 
 int main(int argc, char ** argv) {

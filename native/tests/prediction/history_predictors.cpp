@@ -13,17 +13,13 @@
 // "size N_MAPS N_REQUESTS".
 
 #include "prediction/expert_maps.h"
-#include "prediction/prediction.h"
+#include "prediction/predictors/predictors.h"
+#include "replay/predictors/compared.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
 #include <string>
-
-namespace pyorch {
-std::unique_ptr<Predictor> make_expert_map(const PredictionModel & model, const std::vector<int> & distance);
-std::unique_ptr<Predictor> make_activation_matrix(const PredictionModel & model, const std::vector<int> & distance);
-} // namespace pyorch
 
 template <typename T>
 static std::vector<T> read(size_t n) {

@@ -19,7 +19,18 @@
 
 using namespace pyorch;
 
-// Three layers of eight experts, of which a past request used the first in each.
+// Names the first expert of each layer of a token.
+class FirstExperts : public Predictor {
+    void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
+        for (int layer = 0; it.decode && layer < 3; ++layer) {
+            forecasts.push_back({ layer, layer + 1, 0, { 0 }, {}, {} });
+        }
+    }
+
+    void routed(const RoutedLayer &, std::vector<Forecast> &) override {}
+};
+
+// Three layers of eight experts.
 struct House {
     static constexpr int N_LAYERS = 3;
     static constexpr int N_EXPERT = 8;
@@ -29,16 +40,12 @@ struct House {
             table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr),
                 plain_codec, {}),
             reader(table.loader()), routers(N_LAYERS), prefetcher(table, routers) {
-        auto               history = std::make_shared<ExpertMaps>(N_LAYERS, N_EXPERT, 0, 4, 1, 4);
-        std::vector<float> counts(N_LAYERS * N_EXPERT);
-        for (int layer = 0; layer < N_LAYERS; ++layer) {
-            counts[layer * N_EXPERT] = 1;
-        }
-        CHECK(history->requests.add(counts.data()));
         prefetcher.change([&](PrefetchPlanner & planner) {
-            planner.set_maps(history);
+            planner.set_maker([](pyorch_predictor, const PredictionModel &, const std::vector<int> &) {
+                return std::make_unique<FirstExperts>();
+            });
             for (int layer = 0; layer < N_LAYERS; ++layer) {
-                planner.set(layer, { PYORCH_PREDICT_ACTIVATION_MATRIX, N_LAYERS, 0 });
+                planner.set(layer, { PYORCH_PREDICT_ORACLE, N_LAYERS, 0 });
             }
             planner.set_observer([this](const void *, int, const Forecast & it) { forecast.insert(it.layer); });
         });
@@ -83,7 +90,7 @@ static void routers_are_applied_as_far_ahead_as_there_is_time_for() {
     }
     house.prefetcher.change([&](PrefetchPlanner & planner) {
         for (int layer = 0; layer < House::N_LAYERS; ++layer) {
-            planner.set(layer, { PYORCH_PREDICT_NEXT_ROUTER, 2, 0 });
+            planner.set(layer, { PYORCH_PREDICT_QUASI_HIDDEN, 2, 0 });
         }
     });
     for (int reach : { 0, 1, INT_MAX }) {

@@ -14,6 +14,7 @@ from pyorch.cli.options import add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
+from pyorch.library.choices import predictors
 from pyorch.runtime import disk
 from pyorch.settings.budget import Budget
 from pyorch.sidecars import packs
@@ -188,7 +189,9 @@ def _measured(args: argparse.Namespace, given: _Given, evaluation, progress):
             args.model, args.data, given.budgets[0], given.contexts, args.decode, args.rounds, progress.update,
             n_threads=args.threads),
         overheads=measure.measure_overheads(
-            args.model, args.data, [row.predictor for row in evaluation.recalls], 8, progress.update, args.threads),
+            args.model, args.data,
+            [row.predictor for row in evaluation.recalls if row.predictor in predictors().present], 8, progress.update,
+            args.threads),
     )
 
 

@@ -288,7 +288,8 @@ def split(trace: Trace) -> tuple[TracePart, TracePart]:
 def recalls(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Recall]:
     """One layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
     found = []
-    ranked = [name for name in predictors().present if name not in (*_UNRANKED, *material.missing)]
+    left_out = {*_UNRANKED, *predictors().foreseeing, *material.missing}
+    ranked = [name for name in predictors() if name not in left_out]
     for done, predictor in enumerate(ranked):
         on_progress("recall", done, len(ranked))
         found.append(_recall(material, _guessed(material, store, predictor, 1), predictor, 1))

@@ -317,8 +317,8 @@ def test_measuring_decodes_on_demand_and_ahead(small_moe: Path, tmp_path: Path, 
     for it in rows:
         assert it.tpot_ms == pytest.approx(it.compute_ms + it.stall_ms) and 0 < it.hit_rate < 1
         assert it.bound_ms <= rows[0].tpot_ms
-    overheads = measure_overheads(model, [TEXT], ["next-router"], 1, quiet, 1)
-    assert overheads[0].predictor == "next-router" and overheads[0].tpot_ms > 0
+    overheads = measure_overheads(model, [TEXT], ["quasi-hidden"], 1, quiet, 1)
+    assert overheads[0].predictor == "quasi-hidden" and overheads[0].tpot_ms > 0
 
 
 @pytest.mark.parametrize("arguments, sentence", [

@@ -1,5 +1,5 @@
 #include "prediction/expert_maps.h"
-#include "prediction/predictors/predictors.h"
+#include "replay/predictors/compared.h"
 
 #include <algorithm>
 
@@ -10,7 +10,7 @@ namespace {
 // this request itself used.
 class ActivationMatrix : public Predictor {
 public:
-    ActivationMatrix(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, Distances distance) :
+    ActivationMatrix(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, std::vector<int> distance) :
             history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)),
             request(this->history->requests) {}
 
@@ -38,7 +38,7 @@ public:
 private:
     const std::shared_ptr<ExpertMaps> history;
     const std::vector<int>            n_expert;
-    const Distances                   distance;
+    const std::vector<int>            distance;
     ActivationMatrixSearch            request;
     int                               n_used = 1;
 
@@ -68,7 +68,7 @@ private:
 
 } // namespace
 
-std::unique_ptr<Predictor> make_activation_matrix(const PredictionModel & model, const Distances & distance) {
+std::unique_ptr<Predictor> make_activation_matrix(const PredictionModel & model, const std::vector<int> & distance) {
     return model.maps ? std::make_unique<ActivationMatrix>(model.maps, model.n_expert, distance) : nullptr;
 }
 

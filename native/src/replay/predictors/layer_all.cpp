@@ -1,4 +1,4 @@
-#include "prediction/predictors/predictors.h"
+#include "replay/predictors/compared.h"
 
 #include <numeric>
 
@@ -8,7 +8,7 @@ namespace {
 // Every expert of a layer ahead.
 class LayerAll : public Predictor {
 public:
-    LayerAll(const PredictionModel & model, const Distances & distance) :
+    LayerAll(const PredictionModel & model, const std::vector<int> & distance) :
             layers(model.layers), n_expert(model.n_expert), distance(distance) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
@@ -24,12 +24,12 @@ public:
 private:
     const std::vector<int> layers;
     const std::vector<int> n_expert;
-    const Distances        distance;
+    const std::vector<int> distance;
 };
 
 } // namespace
 
-std::unique_ptr<Predictor> make_layer_all(const PredictionModel & model, const Distances & distance) {
+std::unique_ptr<Predictor> make_layer_all(const PredictionModel & model, const std::vector<int> & distance) {
     return std::make_unique<LayerAll>(model, distance);
 }
 

@@ -1,4 +1,4 @@
-#include "prediction/predictors/predictors.h"
+#include "replay/predictors/compared.h"
 
 namespace pyorch {
 namespace {
@@ -6,7 +6,7 @@ namespace {
 // What the layer used for the previous token.
 class PreviousToken : public Predictor {
 public:
-    PreviousToken(const PredictionModel & model, const Distances & distance) :
+    PreviousToken(const PredictionModel & model, const std::vector<int> & distance) :
             layers(model.layers), distance(distance), last(distance.size()) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
@@ -25,13 +25,13 @@ public:
 
 private:
     const std::vector<int>   layers;
-    const Distances          distance;
+    const std::vector<int>   distance;
     std::vector<RoutedLayer> last;
 };
 
 } // namespace
 
-std::unique_ptr<Predictor> make_previous_token(const PredictionModel & model, const Distances & distance) {
+std::unique_ptr<Predictor> make_previous_token(const PredictionModel & model, const std::vector<int> & distance) {
     return std::make_unique<PreviousToken>(model, distance);
 }
 

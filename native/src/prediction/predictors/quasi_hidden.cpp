@@ -50,10 +50,12 @@ Forecast forecast_of(const Router & router, const float * logits, int layer, int
     };
 }
 
-// The routers of the layers ahead, applied to a guess of their input: early for the far ones, better for the near.
-class RouterAhead : public Predictor {
+// The routers of the layers ahead, applied to a guess of their input: early for the far ones, better for the near. The
+// guess: the residual after attention, plus what the selected experts give on average, normalized as the router ahead
+// has it (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router input.
+class QuasiHidden : public Predictor {
 public:
-    RouterAhead(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
+    QuasiHidden(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
 
     void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
         std::vector<int> reached;
@@ -96,9 +98,6 @@ public:
 protected:
     const PredictionModel model;
 
-    virtual std::vector<HiddenState> states_of(const RoutedLayer & it) = 0;   // by token
-    virtual bool                     needs_defaults() const { return false; } // of the layer that was routed
-
     // Of the router of layer `to` for inputs that were guessed behind `from`: logits[inputs.size()][n_expert].
     virtual void correct(int, int, const std::vector<CompactVector> &, float *) {}
 
@@ -107,7 +106,7 @@ private:
 
     // Memory answers while the first of it is computed with.
     void prefetch_what_is_read(const RoutedLayer & it, const std::vector<int> & reached) const {
-        const CompactMatrix * defaults = needs_defaults() ? model.defaults[it.layer].get() : nullptr;
+        const CompactMatrix * defaults = model.defaults[it.layer].get();
         for (size_t slot = 0; defaults && slot < it.computed.size(); ++slot) {
             defaults->prefetch(it.computed[slot], 1);
         }
@@ -118,30 +117,8 @@ private:
         }
         model.gates[reached.front()]->prefetch(0, 1);
     }
-};
 
-// This layer's router input: the residual stream changes slowly (Mixtral-Offloading).
-class NextRouter : public RouterAhead {
-    using RouterAhead::RouterAhead;
-
-    std::vector<HiddenState> states_of(const RoutedLayer & it) override {
-        std::vector<HiddenState> states(it.n_tokens);
-        for (int t = 0; t < it.n_tokens; ++t) {
-            states[t].n_embd = (int) it.inputs.size() / it.n_tokens;
-            states[t].input  = row(it.inputs, it.n_tokens, t, states[t].n_embd);
-        }
-        return states;
-    }
-};
-
-// The residual after attention, plus what the selected experts give on average, normalized as the router ahead has it
-// (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router input.
-class QuasiHidden : public RouterAhead {
-    using RouterAhead::RouterAhead;
-
-    bool needs_defaults() const override { return true; }
-
-    std::vector<HiddenState> states_of(const RoutedLayer & it) override {
+    std::vector<HiddenState> states_of(const RoutedLayer & it) const { // by token
         std::vector<HiddenState> states(it.n_tokens);
         const int                n_embd   = (int) std::max(it.residuals.size(), it.inputs.size()) / it.n_tokens;
         const CompactMatrix *    defaults = model.defaults[it.layer].get();
@@ -185,10 +162,6 @@ private:
 };
 
 } // namespace
-
-std::unique_ptr<Predictor> make_next_router(const PredictionModel & model, const Distances & distance) {
-    return std::make_unique<NextRouter>(model, distance);
-}
 
 std::unique_ptr<Predictor> make_quasi_hidden(const PredictionModel & model, const Distances & distance) {
     return std::make_unique<QuasiHidden>(model, distance);
