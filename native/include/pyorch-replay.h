@@ -1,4 +1,5 @@
-// Replay: what the table, a policy and a predictor would do with a recorded routing, in simulated time.
+// Replay: what the table, a policy and a predictor would do with a recorded routing, in simulated time; and what an
+// engine would do with what it is told is in memory, to evaluate it and to test its parts.
 //
 // The rules of pyorch.h hold: statuses, sizes of structs, declarations only below the guard.
 
@@ -10,6 +11,18 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+//
+// replay
+//
+
+// An engine for pyorch_replay, as pyorch_engine_new makes them: nothing is read, and no model can be loaded under it.
+// It has the policies and predictors, too, that know the future or exist to be compared with.
+pyorch_status pyorch_simulation_new(
+    const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine);
+
+// Copied. For such an engine, which has no graph.
+pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router);
 
 // Arrays are row-major by recorded token; L layers, the first n_layers of the engine's map: no token passes others.
 typedef struct pyorch_recording {
@@ -86,6 +99,51 @@ typedef struct pyorch_replay_result {
 pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * recording,
     const pyorch_replay_config * config, pyorch_replay_result * result, int32_t max_distance, int32_t n_ranks,
     uint64_t * right, uint64_t * total, double * ends);
+
+//
+// what counts as resident: of an engine that computes
+//
+
+// Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
+pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
+
+// From now on substitution takes for resident what would be in a cache with the budget and the policy of the engine, on
+// a machine where an expert is read in so many times the time in which a layer of a token computes: so what is computed
+// does not depend on how fast this machine reads or computes. The cache begins empty, nothing is guessed in it, and it
+// fills as layers are computed. seed: 0: reads take their bytes' time; else from half to one and a half of it, as
+// drawn. on 0: no longer. REQUIRES: nothing is being decoded.
+pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double read_layers, uint64_t seed);
+
+// These come into the simulated cache at once, as far as its budget reaches.
+pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
+
+// Of the simulated cache, as pyorch_get_stats; also zeroed by pyorch_reset_stats. PYORCH_INVALID where there is none.
+pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
+
+//
+// parts of an engine, asked by themselves
+//
+
+// What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
+// [n_tokens][n_used], the best first. Status as of pyorch_get_router.
+pyorch_status pyorch_apply_router(
+    pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights);
+
+// What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
+pyorch_status pyorch_estimate(
+    pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert);
+
+// What ghosts give: outputs[n][n_out] for inputs[n][n_in] of experts[n]. PYORCH_INVALID for one that has none.
+pyorch_status pyorch_apply_ghosts(
+    pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n, float * outputs);
+
+// What substitution would make of a routing; counts and changes nothing but experts and weights. A slot that a ghost
+// computes keeps both.
+// routing: its context and decode are not looked at; resident: [n_expert]; normalized, softmax_selected: how the
+// model makes weights of probs (see RoutedBatch).
+pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
+    int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
+    pyorch_substitution_counts * counts);
 
 #ifdef __cplusplus
 }

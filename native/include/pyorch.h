@@ -2,7 +2,11 @@
 //
 // The C API of libpyorch. A model map says where each routed expert of a GGUF lies; an engine keeps
 // a budgeted set of them resident while llama.cpp computes. Layers are named by llama.cpp's block
-// number il, experts by their index in the layer. pyorch-replay.h plays recorded routings.
+// number il, experts by their index in the layer.
+//
+// This header has what every program needs: models, budgets, what is read ahead, lossy settings, statistics. Beside it
+// lie pyorch-devices.h (devices above host memory), pyorch-cluster.h (servers that compute for each other) and
+// pyorch-replay.h (recorded routings in simulated time, and what only evaluations ask).
 //
 // Every function that returns pyorch_status leaves a sentence in pyorch_last_error() when it does
 // not return PYORCH_OK, and then has changed nothing. All functions may be called from any thread
@@ -49,7 +53,7 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 1 };
+enum { PYORCH_ABI = 2 };
 
 int32_t      pyorch_abi(void);            // the PYORCH_ABI that the library was compiled with
 const char * pyorch_version(void);        // "1.2.3"
@@ -263,16 +267,15 @@ typedef struct pyorch_config {
     int32_t  read_depth;       // requests under way at once, of threads one each; 0: 4, or as many threads as suit
                                // the processor
     int32_t        direct_io;  // nonzero, the default: O_DIRECT where files have it and experts are large enough
+    int32_t        reader;     // pyorch_reader; default PYORCH_READER_AUTO
     uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    int32_t        simulated; // nonzero: for pyorch_replay; nothing is read, and no model can be loaded under it
-    int32_t        reader;    // pyorch_reader; default PYORCH_READER_AUTO
     uint64_t       plain;     // nonzero: experts stay as they lie in the file; default: they are repacked when they
                               // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
     double   pool_shares[4];  // see pyorch_set_pools; default: all for full experts
     void *   device;          // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
-    uint64_t device_bytes;    // of its memory for them, default 0; see pyorch_set_device_budget
+    uint64_t device_bytes;    // of its memory for them, default 0; see pyorch-devices.h
     uint64_t device_misses;   // pyorch_device_misses; default PYORCH_PROCESSOR
     double   device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
     uint64_t device_ahead;    // so many experts that a predictor names are uploaded before their layer comes, at most
@@ -311,10 +314,6 @@ pyorch_status pyorch_decode_error(char * buf, size_t size);
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
 
-// Bytes of the device's memory for experts, at most; they are taken when the first context is made: PYORCH_INVALID
-// then. Where the device refuses so many, fewer are taken, and a line on stderr says it.
-pyorch_status pyorch_set_device_budget(pyorch_engine * engine, uint64_t bytes);
-
 // How the budget is divided among the forms in which experts of a compressed pack are kept: full, compressed, signs and
 // mantissas only, exponents only (ZipMoE, section 3.2: the pools F, C, S, E). shares[4]: 0 to 1, their sum is 1. Full
 // experts get what is pinned and what the largest layer needs beside that in any case. Of a model whose experts are not
@@ -346,31 +345,6 @@ pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learne
 pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * learned);
 
 //
-// devices
-//
-
-typedef struct pyorch_device_info {
-    uint64_t struct_size;
-    uint64_t free_bytes, total_bytes; // of its memory
-    char     name[64];
-    char     buffers[64]; // what llama.cpp calls its buffers
-    char     description[192];
-} pyorch_device_info;
-
-// A device (ggml_backend_dev_t) by its name in ggml's registry, such as CUDA0, "auto" for the first one that there is,
-// or "rpc:HOST:PORT" for that of a process which serves ggml's RPC there. It stays as long as the process.
-// PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
-pyorch_status pyorch_find_device(const char * name, void ** device);
-
-// How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a
-// second, of uploads, of the processor for the first row of an expert and for each further one, and the same of the
-// device. Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
-pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device, int32_t n_threads, double * rates);
-
-// A device of another process that is lost has no memory, 0 bytes, or PYORCH_IO is returned.
-pyorch_status pyorch_get_device(void * device, pyorch_device_info * info);
-
-//
 // disk
 //
 
@@ -396,10 +370,6 @@ pyorch_status pyorch_measure_disk(
 // Experts of a layer that eviction leaves (min), and that it may hold (max); a running layer may
 // exceed max for as long as it runs. Default 0 and n_expert.
 pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
-
-// The same of the layer's experts in slots of the device, once its memory was taken: min of them stay when others come,
-// and no more than max come, unless all experts of the model have slots. PYORCH_BUDGET where the minima leave no slot.
-pyorch_status pyorch_set_device_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
 
 enum {
     PYORCH_RESIDENT  = 1, // all matrices are there
@@ -430,50 +400,60 @@ pyorch_status pyorch_evict(pyorch_engine * engine, int32_t il, const int32_t * e
 // Wait until no prediction is being made, and no read is queued or running. Decodes meanwhile what is to be decoded.
 pyorch_status pyorch_wait_idle(pyorch_engine * engine);
 
+// A counter is one line here, in the part that it belongs to, and the line that counts: Python and /metrics take names
+// and sentences from this struct.
 typedef struct pyorch_stats {
     uint64_t struct_size;
-    uint64_t hits;            // (layer, expert) uses that found the expert resident
-    uint64_t misses;          // uses that had to wait for a read, or for the rest of one
-    uint64_t loads;           // experts read
-    uint64_t prefetch_loads;  // of them, read ahead
-    uint64_t prefetch_hits;   // experts read ahead and then used
-    uint64_t prefetch_late;   // of them, those that had not wholly arrived
-    uint64_t prefetch_wasted; // experts read ahead, in part at least, on a guess that did not come true
-    uint64_t evictions;
-    uint64_t bytes_read;
-    uint64_t read_ns;      // time with reads under way; of threads, the sum of their times
-    uint64_t stall_ns;     // time in which at least one compute thread slept for an expert
-    uint64_t failures;     // decodes failed
-    uint64_t layer_passes; // layers computed (per ubatch)
-    uint64_t tokens;       // tokens routed, summed over layers
-    uint64_t resident_experts;
-    uint64_t resident_bytes;
-    uint64_t used_bytes; // all expert memory now
-    uint64_t peak_bytes; // the most it ever was
-    uint64_t budget_bytes;
-    uint64_t compressed_hits; // misses, but all parts of the compressed expert were in memory: nothing was read for it;
-                              // of a layer that is streamed, what passes its window counts neither here nor below
-    uint64_t sm_hits;         // misses that found its signs and mantissas there
-    uint64_t e_hits;          // misses that found its exponents there
-    uint64_t stored_bytes;    // of parts of compressed experts that stay, now
-    uint64_t decoded_bytes;   // of compressed experts, as kernels compute with them
-    uint64_t decode_ns;       // that took, the sum over threads
-    uint64_t device_hits;     // uses that found the expert in the memory of the device: they are no hits above
-    uint64_t device_misses;   // all others
-    uint64_t device_computed; // uses that were computed there: hits, and what was uploaded for the layer at hand
-    uint64_t device_loads;    // experts that came into slots
-    uint64_t device_evictions;
-    uint64_t device_bytes;      // uploaded, into slots and for prompts
-    uint64_t device_upload_ns;  // that took, the sum over threads
-    uint64_t device_experts;    // there now
-    uint64_t device_used_bytes; // of its memory, for slots, areas and rows of the processor
-    uint64_t device_budget_bytes;
-    uint64_t device_ahead;      // experts that were to come before their layer, as a predictor named them
-    uint64_t device_ahead_hits; // of them, those that the layer used: they are hits
-    uint64_t device_ahead_late; // of these, those that it brought itself: nothing had come by then
+
+    // counters, of each layer too
+    uint64_t hits;              // uses of experts that found them in memory
+    uint64_t misses;            // uses of experts that had to wait for a read, or for the rest of one
+    uint64_t loads;             // experts read
+    uint64_t prefetch_loads;    // experts read ahead
+    uint64_t prefetch_hits;     // experts that were read ahead and then used
+    uint64_t prefetch_late;     // of these, those that had not wholly arrived
+    uint64_t prefetch_wasted;   // experts read ahead, in part at least, on a guess that did not come true
+    uint64_t evictions;         // experts that had to go for others
+    uint64_t bytes_read;        // bytes of experts read
+    uint64_t stall_ns;          // time in which at least one compute thread slept for an expert
+    uint64_t compressed_hits;   // misses that found all parts of the compressed expert in memory: nothing was read;
+                                // of a streamed layer, what passes its window counts neither here nor below
+    uint64_t sm_hits;           // misses that found the expert's signs and mantissas in memory
+    uint64_t e_hits;            // misses that found its exponents in memory
+    uint64_t device_hits;       // uses that found the expert in the memory of the device: they are no hits above
+    uint64_t device_misses;     // uses of all other experts
+    uint64_t device_computed;   // uses that the device computed: hits, and what was uploaded for the layer at hand
+    uint64_t device_loads;      // experts that came into slots of the device
+    uint64_t device_evictions;  // experts of the device that had to go for others
+    uint64_t device_bytes;      // bytes uploaded to the device, into slots and for prompts
+    uint64_t device_ahead;      // experts that forecasts ordered to the device before their layer
+    uint64_t device_ahead_hits; // of these, those that the layer used: they are hits of the device
+    uint64_t device_ahead_late; // of these, those that the layer brought itself: nothing had come by then
+
+    // gauges, of each layer too
+    uint64_t resident_experts; // experts in memory
+    uint64_t resident_bytes;   // bytes of the experts in memory
+    uint64_t device_experts;   // experts in slots of the device
+
+    // counters of the engine
+    uint64_t read_ns;          // time with reads under way; of threads, the sum of their times
+    uint64_t failures;         // decodes that failed
+    uint64_t layer_passes;     // layers computed, of each ubatch
+    uint64_t tokens;           // tokens routed, summed over layers
+    uint64_t decoded_bytes;    // bytes of compressed experts, as kernels compute with them, that were recovered
+    uint64_t decode_ns;        // time that recovering them took, summed over threads
+    uint64_t device_upload_ns; // time that uploads took, summed over threads
+
+    // gauges of the engine
+    uint64_t stored_bytes;        // memory of parts of compressed experts that stay
+    uint64_t used_bytes;          // memory that experts occupy
+    uint64_t peak_bytes;          // the most memory that experts ever occupied
+    uint64_t budget_bytes;        // memory that experts may occupy
+    uint64_t device_used_bytes;   // memory of the device that slots, areas and rows of the processor occupy
+    uint64_t device_budget_bytes; // memory of the device that they may occupy
 } pyorch_stats;
 
-// il -1: the whole engine. Of one layer: counters of uses, loads, evictions, stalls and residency only.
+// il -1: the whole engine.
 pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
 
 // All layers at one moment, in the order of il. Arrays are the caller's; n_expert: of the widest layer, rows of others
@@ -552,7 +532,7 @@ typedef struct pyorch_router {
     int32_t       n_embd;
     int32_t       n_used;
     int32_t       gating;        // pyorch_gating; default PYORCH_GATING_SOFTMAX
-    int32_t       n_groups;      // default 1
+    int32_t       n_groups;      // of consecutive experts, equally many in each; default 1
     int32_t       n_groups_used; // default 1
     int32_t       normalized;
     float         scale;          // default 1
@@ -565,17 +545,9 @@ typedef struct pyorch_router {
 
 pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size);
 
-// Copied. For a simulated engine, which has no graph.
-pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router);
-
-// The router as it is used. Arrays belong to the model that is loaded under the engine, or to a simulated engine.
-// PYORCH_INVALID where there is none: no context was made yet, or it cannot be applied.
+// The router as it is used. Arrays belong to the model that is loaded under the engine, or to the engine where
+// pyorch_set_router gave it. PYORCH_INVALID where there is none: no context was made yet, or it cannot be applied.
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router);
-
-// What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
-// [n_tokens][n_used], the best first. Status as of pyorch_get_router.
-pyorch_status pyorch_apply_router(
-    pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights);
 
 // Mean outputs of the experts of a layer, [n_expert][n_embd], for quasi-hidden states (Speculating Experts, section 3).
 // Copied, in 8 bits a value or 16.
@@ -607,10 +579,6 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
 
 // layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
-
-// What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
-pyorch_status pyorch_estimate(
-    pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert);
 
 // While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.
 pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on);
@@ -722,106 +690,6 @@ pyorch_status pyorch_history_search_request(
     const pyorch_history * history, const float * counts, int32_t * index, float * score);
 
 //
-// several servers: experts that others compute
-//
-
-// Servers that have the same model loaded compute experts for each other. One that listens answers all who know its
-// token; one that is connected sends it the rows of those experts that it has a place for there, and goes on with its
-// own meanwhile. The results are those of a single server, bit for bit where pyorch_peer_info.same_kernels says so.
-// What is lost with a server is computed here, from the model's file, and the request goes on.
-//
-// Numbers travel as they are, and so does the token: between machines that is for a network that nobody else listens
-// to, or for a process beside it that encrypts.
-
-typedef struct pyorch_listen_config {
-    uint64_t     struct_size;
-    const char * address;   // default "127.0.0.1"
-    const char * token;     // what others must know, 1 to 255 bytes
-    const char * model;     // fingerprint of the model, at most 127 bytes; others must have the same
-    int32_t      port;      // default 0: a free one
-    int32_t      n_threads; // that compute for others; default 1
-} pyorch_listen_config;
-
-pyorch_status pyorch_listen_config_default(pyorch_listen_config * config, uint64_t struct_size);
-
-// Answers other servers from now on. port: where it listens. A layer is computed once a context of the model was made.
-// Experts are held under the engine's budget. PYORCH_INVALID if it listens already.
-pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config * config, int32_t * port);
-
-// Ends that, and all connections; nothing where it does not listen.
-pyorch_status pyorch_stop_listening(pyorch_engine * engine);
-
-typedef struct pyorch_served {
-    uint64_t struct_size;
-    uint64_t connections; // that joined
-    uint64_t refused;     // that did not, or were cut off
-    uint64_t requests;
-    uint64_t failed; // of them
-    uint64_t slots;  // rows times experts that were computed
-    uint64_t compute_ns;
-    char     error[256];   // why somebody was refused last, "" if nobody was
-    uint64_t buffer_bytes; // of memory beside the engine's budget, to compute in
-} pyorch_served;
-
-// Since it listens. PYORCH_INVALID if it does not.
-pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served);
-
-typedef struct pyorch_peer_config {
-    uint64_t     struct_size;
-    const char * address;
-    const char * token;
-    const char * model; // fingerprint
-    int32_t      port;
-    int32_t      timeout_ms; // a server that is silent for so long is lost; default 2000
-} pyorch_peer_config;
-
-pyorch_status pyorch_peer_config_default(pyorch_peer_config * config, uint64_t struct_size);
-
-// Joins a server that listens, and whenever it is lost, again. peer: its number, from 0. PYORCH_IO with the reason
-// where it cannot be joined now.
-pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * config, int32_t * peer);
-
-// What it had a place for is computed here from now on. Its number is not used again.
-pyorch_status pyorch_disconnect(pyorch_engine * engine, int32_t peer);
-
-typedef struct pyorch_peer_info {
-    uint64_t struct_size;
-    int32_t  joined;       // nonzero: now
-    int32_t  same_kernels; // nonzero: results are the same, bit for bit
-    uint64_t requests;
-    uint64_t failed; // of them, those that were computed here after all
-    uint64_t slots;  // rows times experts that it was sent
-    uint64_t bytes_sent;
-    uint64_t bytes_received;
-    uint64_t times_lost;
-    char     error[256]; // why it was lost or failed last, "" if never
-} pyorch_peer_info;
-
-pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_info * info);
-
-// peers[n_expert][n_places]: who can compute each expert of the layer: numbers of pyorch_connect; -1 ends a list, and
-// where it is empty, this server does. Of several that are there, the one is asked that has least to do in the ubatch;
-// an expert that is resident here is computed here. At any time; a ubatch under way keeps to what it began with. A
-// layer whose graph does what other servers may not do, as with an adapter, is computed here all the same.
-pyorch_status pyorch_set_placement(
-    pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n_expert, int32_t n_places);
-
-typedef struct pyorch_remote_counts {
-    uint64_t struct_size;
-    uint64_t slots;    // that were sent
-    uint64_t fallback; // of them, those that no server answered: they were computed here
-    uint64_t wait_ns;  // that layers waited for answers, when their own experts were done
-    uint64_t read;     // that were not sent, because reading their experts was estimated to be faster
-} pyorch_remote_counts;
-
-pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_counts * counts);
-
-// allowed: nonzero: an expert that another server has is read from the own disk where that is estimated to be faster
-// than to ask, by how long answers and reads took lately. Until set, it is read only when no server is there that has
-// it.
-pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed);
-
-//
 // substitution: lossy, off until set
 //
 
@@ -895,29 +763,15 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
 pyorch_status pyorch_set_buddy_errors(
     pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const float * error);
 
-// Substitution takes exactly the experts of mask[n_expert] for resident, whatever is; NULL: those that are.
-pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t * mask, int32_t n);
-
-// From now on substitution takes for resident what would be in a cache with the budget and the policy of the engine, on
-// a machine where an expert is read in so many times the time in which a layer of a token computes: so what is computed
-// does not depend on how fast this machine reads or computes. The cache begins empty, nothing is guessed in it, and it
-// fills as layers are computed. seed: 0: reads take their bytes' time; else from half to one and a half of it, as
-// drawn. on 0: no longer. REQUIRES: nothing is being decoded.
-pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double read_layers, uint64_t seed);
-
-// These come into the simulated cache at once, as far as its budget reaches.
-pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
-
-// Of the simulated cache, as pyorch_get_stats; also zeroed by pyorch_reset_stats. PYORCH_INVALID where there is none.
-pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
-
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {
     uint64_t struct_size;
+
+    // counters, of each layer too
     uint64_t tokens;
     uint64_t lossy_tokens; // of them, those that got another expert or lost one
-    uint64_t substituted;  // slots
-    uint64_t dropped;      // slots
+    uint64_t substituted;  // slots that another expert stood in for
+    uint64_t dropped;      // slots that were left out
     uint64_t refused_tae;  // absent slots, by the first gate that refused
     uint64_t refused_margin;
     uint64_t refused_distribution;
@@ -959,18 +813,6 @@ pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size
 // Copies them, with 8 bits for each number. PYORCH_INVALID for ghosts of other experts. They are used where
 // pyorch_set_substitution says so.
 pyorch_status pyorch_set_ghosts(pyorch_engine * engine, int32_t il, const pyorch_ghosts * ghosts);
-
-// What ghosts give: outputs[n][n_out] for inputs[n][n_in] of experts[n]. PYORCH_INVALID for one that has none.
-pyorch_status pyorch_apply_ghosts(
-    pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n, float * outputs);
-
-// What substitution would make of a routing; counts and changes nothing but experts and weights. A slot that a ghost
-// computes keeps both.
-// routing: its context and decode are not looked at; resident: [n_expert]; normalized, softmax_selected: how the
-// model makes weights of probs (see RoutedBatch).
-pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
-    int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
-    pyorch_substitution_counts * counts);
 
 #ifdef __cplusplus
 }

@@ -12,9 +12,10 @@
 
 #include <algorithm>
 
-static std::unique_ptr<pyorch::Bank> make_bank(const pyorch::ModelMap & map, const pyorch_config & config) {
+static std::unique_ptr<pyorch::Bank> make_bank(
+    const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) {
     const uint64_t budget = std::min(config.budget_bytes, map.slots_bytes());
-    if (config.simulated) {
+    if (simulated) {
         return std::make_unique<pyorch::SimulatedBank>(map, budget);
     }
     return std::make_unique<pyorch::HostBank>(map, budget);
@@ -29,8 +30,8 @@ static bool repacks(const pyorch::ModelMap & map) {
     return false;
 }
 
-static pyorch::Codecs codecs_of(const pyorch::ModelMap & map, const pyorch_config & config) {
-    if (config.simulated) {
+static pyorch::Codecs codecs_of(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) {
+    if (simulated) {
         return pyorch::simulated_codec;
     }
     return config.plain || !repacks(map) ? pyorch::plain_codec : pyorch::repacking_codec;
@@ -76,10 +77,10 @@ uint64_t pyorch_engine::kernels() const {
     return pyorch::checksum(text.data(), text.size());
 }
 
-pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config) :
-        simulated(config.simulated != 0), config(config),
-        table(map, make_bank(map, config), pyorch::open_source(map, config), codecs_of(map, config), config,
-            config.simulated ? pyorch::replay_policies() : pyorch::policy_list()),
+pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) :
+        simulated(simulated), config(config),
+        table(map, make_bank(map, config, simulated), pyorch::open_source(map, config),
+            codecs_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {

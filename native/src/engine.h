@@ -17,7 +17,8 @@
 #include <unistd.h>
 
 struct pyorch_engine {
-    pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config);
+    // simulated: for replays; nothing is read, and no model can be loaded under it.
+    pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated);
     ~pyorch_engine();
 
     const pid_t        pid = getpid(); // a process that is forked from this one has none of the threads

@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import os
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any
+from typing import Any, NamedTuple
 
 from pyorch import _libs
 from pyorch.errors import BudgetError, FormatError, OutOfMemoryError, PyorchError
 
-ABI = 1  # PYORCH_ABI of the headers that this package is written for
+ABI = 2  # PYORCH_ABI of the headers that this package is written for
 
 
 def declared(library: str) -> Any:
-    """The ffi of a library, with what its headers declare: the build wrote that down (native/cmake/declarations.py),
-    for parsing them takes a tenth of a second."""
+    """What the headers of a library declare, `ffi` and `numbers`: the build wrote that down
+    (native/cmake/declarations.py), for parsing them takes a tenth of a second."""
     path = _libs.lib_dir() / f"{library}_declarations.py"
     if not path.is_file():
         raise ImportError(f"{path} is missing: {_TOGETHER}")
     spec = spec_from_file_location(path.stem, path)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ffi
+    return module
 
 
 def check_abi(path: str | os.PathLike[str]) -> None:
@@ -46,7 +46,8 @@ def string(pointer) -> str:
 
 _TOGETHER = "install package and library together, by `pip install .` or `make setup`"
 _path = _libs.lib_dir() / f"libpyorch{_libs._SUFFIX}"
-ffi = declared("pyorch")
+_declared = declared("pyorch")
+ffi = _declared.ffi
 check_abi(_path)
 lib = ffi.dlopen(str(_path))
 
@@ -62,6 +63,19 @@ def check(status: int) -> None:
     """Raises the PyorchError that a pyorch_status stands for; nothing for PYORCH_OK."""
     if status != lib.PYORCH_OK:
         raise _ERRORS.get(status, PyorchError)(string(lib.pyorch_last_error()))
+
+
+class Number(NamedTuple):
+    """A field of a struct of counters. part: the line above its part of the struct. text: its comment."""
+
+    name: str
+    part: str
+    text: str
+
+
+def numbers(struct: str) -> list[Number]:
+    """What a struct of counters has, such as "pyorch_stats", but for its size, in the order of the header."""
+    return [Number(*field) for field in _declared.numbers[struct] if field[0] != "struct_size"]
 
 
 def new(struct: str):

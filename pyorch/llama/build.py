@@ -23,9 +23,9 @@ def build(plan: EnginePlan) -> Engine | None:
         return None
     settings = plan.settings
     engine = Engine(
-        plan.map, plan.budget, settings.policy, plan.reads, settings.direct_io, settings.source, plain=plan.plain,
-        pools=plan.division.pools or Pools(), device=plan.device, device_bytes=plan.device_bytes,
-        device_misses=plan.device_misses, device_ahead=settings.device_ahead,
+        plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
+        device=plan.device, device_misses=plan.device_misses, device_bytes=plan.device_bytes, plain=plan.plain,
+        direct_io=settings.direct_io, device_ahead=settings.device_ahead,
     )
     try:
         set_uses(engine, plan.map, plan.uses)

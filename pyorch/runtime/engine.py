@@ -37,15 +37,13 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         budget: bytes, a share such as "40%", or a size such as "1.5GiB". BudgetError below the floor.
         policy: which expert goes first: one of pyorch.library.choices.policies(), None: default_policy() of them.
         reads: who reads, and how much at once.
-        direct_io: read around the page cache where the file system can.
         source: reads in place of the map's files.
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
-        plain: compute with experts as they lie in the file, not repacked for faster kernels (Role.layout).
         pools: how the budget is divided among the forms of compressed experts.
         device: computes with experts that lie in its memory; needs plain.
-        device_bytes: of its memory for them, at most; see set_device_budget.
         device_misses: what computes an expert that is not there; of auto, with its rates.
-        device_ahead: experts of a layer, at most, that a predictor's forecasts upload before the layer comes.
+        config: further fields of pyorch_config, as the header says them, such as plain: compute with experts as they
+            lie in the file, not repacked for faster kernels (Role.layout).
     """
 
     def __init__(
@@ -54,15 +52,12 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         budget: Budget | int | str,
         policy: str | None = None,
         reads: Reads | str = "auto",
-        direct_io: bool = True,
         source: Source | None = None,
         simulated: bool = False,
-        plain: bool = False,
         pools: Pools | str = Pools(),
         device: Device | None = None,
-        device_bytes: int = 0,
         device_misses: DeviceMisses = DeviceMisses(),
-        device_ahead: int = 0,
+        **config: int,
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
         self._observer = self._prediction_observer = ffi.NULL
@@ -70,20 +65,17 @@ class Engine(ResidencyCalls, PredictionCalls, SubstitutionCalls, RemoteCalls):
         self.history = None
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}  # by il
         how = Reads.parse(reads)
-        config = default(
+        raw = default(
             "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info),
-            reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes,
-            direct_io=direct_io, read=self._read, simulated=simulated, plain=plain,
-            pool_shares=Pools.parse(pools).shares, device_bytes=device_bytes,
-            device_misses=DEVICE_MISSES.index(device_misses.who), device_rates=device_misses.rates,
-            device_ahead=device_ahead,
+            reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes, read=self._read,
+            pool_shares=Pools.parse(pools).shares, device=device.handle if device is not None else ffi.NULL,
+            device_misses=DEVICE_MISSES.index(device_misses.who), device_rates=device_misses.rates, **config,
         )
-        if device is not None:
-            config.device = device.handle
         if policy is not None:
-            config.policy = policies().choose(policy, simulated).value
+            raw.policy = policies().choose(policy, simulated).value
         out = ffi.new("pyorch_engine **")
-        check(lib.pyorch_engine_new(model_map.handle, config, out))
+        make = lib.pyorch_simulation_new if simulated else lib.pyorch_engine_new
+        check(make(model_map.handle, raw, out))
         self._engine = out[0]
         self._pid = os.getpid()
 

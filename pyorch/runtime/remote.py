@@ -9,7 +9,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.bindings import array, check, default, ffi, lib, new, string
 from pyorch.library.numerics import np
 from pyorch.runtime.handle import EngineHandle
-from pyorch.runtime.statistics import read
+from pyorch.runtime.statistics import Counts, read
 
 LOOPBACK = "127.0.0.1"
 HERE = -1  # in a placement: this server computes the expert
@@ -51,19 +51,8 @@ class Peer:
     error: str
 
 
-@dataclass(frozen=True)
-class RemoteStats:
-    """Counters since the engine was made. The names are those of pyorch_remote_counts.
-
-    slots: that were sent; fallback: of them, those that were computed here because no answer came.
-    wait_ns: that layers waited for answers when their own experts were done. read: that were not sent, because reading
-    their experts from the own disk was estimated to be faster (allow_reads).
-    """
-
-    slots: int
-    fallback: int
-    wait_ns: int
-    read: int
+class RemoteStats(Counts, struct="pyorch_remote_counts"):
+    """Counters since the engine was made."""
 
 
 class RemoteCalls(EngineHandle):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from pyorch.library.bindings import numbers
 from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -13,51 +14,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Counters since the start or the last reset, and gauges. The names are those of pyorch_stats.
+def is_of_layers(part: str) -> bool:
+    """Whether the numbers of a part of a struct of pyorch.h are those of a single layer too."""
+    return part.endswith("of each layer too")
 
-    Of a single layer only uses, loads, evictions, stalls and residency are counted.
-    """
 
-    hits: int
-    misses: int
-    loads: int
-    prefetch_loads: int
-    prefetch_hits: int
-    prefetch_late: int
-    prefetch_wasted: int
-    evictions: int
-    bytes_read: int
-    read_ns: int
-    stall_ns: int
-    failures: int
-    layer_passes: int
-    tokens: int
-    resident_experts: int
-    resident_bytes: int
-    used_bytes: int
-    peak_bytes: int
-    budget_bytes: int
-    compressed_hits: int
-    sm_hits: int
-    e_hits: int
-    stored_bytes: int
-    decoded_bytes: int
-    decode_ns: int
-    device_hits: int
-    device_misses: int
-    device_computed: int
-    device_loads: int
-    device_evictions: int
-    device_bytes: int
-    device_upload_ns: int
-    device_experts: int
-    device_used_bytes: int
-    device_budget_bytes: int
-    device_ahead: int
-    device_ahead_hits: int
-    device_ahead_late: int
+class Counts:
+    """The numbers of a C struct, of which the header says what they are: frozen dataclasses of its fields."""
+
+    def __init_subclass__(cls, struct: str) -> None:
+        cls.__annotations__ = {number.name: int for number in numbers(struct)}
+        dataclass(frozen=True)(cls)
+
+    if TYPE_CHECKING:
+        def __init__(self, **values: int) -> None: ...
+        def __getattr__(self, name: str) -> int: ...
+
+
+class Stats(Counts, struct="pyorch_stats"):
+    """Counters since the start or the last reset, and gauges. Of a single layer, what the header counts of layers."""
 
     @property
     def hit_rate(self) -> float:
@@ -110,30 +85,12 @@ class Stats:
         return 1 - self.unused_loads / self.loads if self.loads else float("nan")
 
 
-@dataclass(frozen=True)
-class SubstitutionStats:
-    """What substitution did in the ubatches that it may touch. The names are those of pyorch_substitution_counts.
+class SubstitutionStats(Counts, struct="pyorch_substitution_counts"):
+    """What substitution did in the ubatches that it may touch.
 
     A slot is one of the experts of a token in a layer; tokens are counted once for each layer. on_their_way: changed
     slots whose experts were being read, so that it depends on the time that things take which slots were changed.
     """
-
-    tokens: int
-    lossy_tokens: int
-    substituted: int
-    dropped: int
-    refused_tae: int
-    refused_margin: int
-    refused_distribution: int
-    refused_rho: int
-    refused_buddies: int
-    rank_sum: int
-    absent: int
-    avoided: int
-    refused_sacred: int
-    ghosts: int
-    refused_error: int
-    on_their_way: int
 
     @property
     def changed(self) -> int:
@@ -147,17 +104,8 @@ class SubstitutionStats:
         return f"{self.substituted} expert slots substituted, {self.dropped} dropped{by_ghosts}{late}"
 
 
-@dataclass(frozen=True)
-class SpeculationStats:
-    """What layers executed in place of their routers' choice. The names are those of pyorch_speculation_counts.
-
-    tokens: of the ubatches concerned, counted once for each layer. slots: experts of tokens that were forecast;
-    right: of them, those that the router chose too.
-    """
-
-    tokens: int
-    slots: int
-    right: int
+class SpeculationStats(Counts, struct="pyorch_speculation_counts"):
+    """What layers executed in place of their routers' choice. tokens: counted once for each layer."""
 
 
 @dataclass(frozen=True)

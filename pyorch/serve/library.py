@@ -5,7 +5,7 @@ from __future__ import annotations
 from pyorch import _libs
 from pyorch.library.bindings import declared
 
-ffi = declared("pyorch_server")
+ffi = declared("pyorch_server").ffi
 lib = ffi.dlopen(str(_libs.lib_dir() / f"libpyorch-server{_libs._SUFFIX}"))
 
 

@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+from pyorch.library.bindings import numbers
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.statistics import Stats, SubstitutionStats
+from pyorch.runtime.statistics import Stats, SubstitutionStats, is_of_layers
 from pyorch.serve.routes import Answer, Request, refusal
 
-# Name, help, field of Stats or SubstitutionStats, factor; counters of the engine and of each layer.
-_COUNTERS = (
-    ("expert_hits", "Uses of experts that found them in memory.", "hits", 1),
-    ("expert_misses", "Uses of experts that had to wait for a read, or for the rest of one.", "misses", 1),
-    ("expert_loads", "Experts read.", "loads", 1),
-    ("expert_evictions", "Experts that had to go for others.", "evictions", 1),
-    ("read_bytes", "Bytes of experts read.", "bytes_read", 1),
-    ("stall_seconds", "Time in which a compute thread slept for an expert.", "stall_ns", 1e-9),
-    ("prefetch_loads", "Experts read ahead.", "prefetch_loads", 1),
-    ("prefetch_useful", "Experts that were read ahead and then used.", "prefetch_hits", 1),
-    ("prefetch_late", "Of the useful ones, those that had not wholly arrived.", "prefetch_late", 1),
-    ("prefetch_wasted", "Experts read ahead on a guess that did not come true.", "prefetch_wasted", 1),
-    ("substituted_slots", "Expert slots that another expert stood in for (lossy).", "substituted", 1),
-    ("dropped_slots", "Expert slots that were left out (lossy).", "dropped", 1),
-    ("ghost_slots", "Expert slots that ghosts computed (lossy).", "ghosts", 1),
-    ("on_their_way_slots", "Lossy expert slots whose experts were being read meanwhile.", "on_their_way", 1),
-)
-# Of experts on a device, where there is one.
-_DEVICE_COUNTERS = (
-    ("device_hits", "Uses of experts that found them in the memory of the device.", "device_hits", 1),
-    ("device_misses", "Uses of all other experts.", "device_misses", 1),
-    ("device_computed", "Uses of experts that the device computed.", "device_computed", 1),
-    ("device_loads", "Experts that came into slots of the device.", "device_loads", 1),
-    ("device_evictions", "Experts of the device that had to go for others.", "device_evictions", 1),
-    ("device_bytes", "Bytes of experts uploaded to the device.", "device_bytes", 1),
-    ("device_ahead", "Experts that forecasts ordered to the device before their layer.", "device_ahead", 1),
-    ("device_ahead_hits", "Of these, those that their layer used.", "device_ahead_hits", 1),
-    ("device_ahead_late", "Of these, those that had not come when it began.", "device_ahead_late", 1),
-)
-_DEVICE_GAUGES = (("device_experts", "Experts in slots of the device.", "device_experts"),)
-_GAUGES = (
-    ("resident_experts", "Experts in memory.", "resident_experts"),
-    ("resident_bytes", "Bytes of the experts in memory.", "resident_bytes"),
-)
-# Of the whole engine only.
-_ENGINE_COUNTERS = (
-    ("decode_failures", "Computations that failed.", "failures", 1),
-    ("layer_passes", "Layers computed.", "layer_passes", 1),
-)
-_ENGINE_GAUGES = (
-    ("budget_bytes", "Memory that experts may occupy.", "budget_bytes"),
-    ("used_bytes", "Memory that experts occupy.", "used_bytes"),
-    ("peak_bytes", "The most memory that experts ever occupied.", "peak_bytes"),
-)
+# Where a metric is not named as the number is in pyorch.h.
+_NAMES = {
+    "hits": "expert_hits", "misses": "expert_misses", "loads": "expert_loads", "evictions": "expert_evictions",
+    "bytes_read": "read_bytes", "prefetch_hits": "prefetch_useful", "failures": "decode_failures",
+    "tokens": "routed_tokens", "decode_ns": "decoding_ns", "substituted": "substituted_slots",
+    "dropped": "dropped_slots", "ghosts": "ghost_slots", "on_their_way": "on_their_way_slots",
+}
+_LOSSY = ("substituted", "dropped", "ghosts", "on_their_way")  # of those of pyorch_substitution_counts
 
-# The same, where there is a device.
-_DEVICE_ENGINE_COUNTERS = (("device_upload_seconds", "Time that uploads took, summed over threads.",
-                            "device_upload_ns", 1e-9),)
-_DEVICE_ENGINE_GAUGES = (
-    ("device_budget_bytes", "Memory of the device that experts may occupy.", "device_budget_bytes"),
-    ("device_used_bytes", "Memory of the device that experts occupy.", "device_used_bytes"),
-)
+
+@dataclass(frozen=True)
+class _Metric:
+    """source: a field of Stats or SubstitutionStats, which the factor brings into the metric's unit."""
+
+    name: str
+    text: str
+    source: str
+    factor: float
+    is_gauge: bool
+    of_layers: bool
+
+
+def _metrics(on_device: bool) -> Iterator[_Metric]:
+    found = [number for number in numbers("pyorch_stats") if on_device or not number.name.startswith("device_")]
+    found += [number._replace(text=f"lossy: {number.text}")
+              for number in numbers("pyorch_substitution_counts") if number.name in _LOSSY]
+    for source, part, text in found:
+        name = _NAMES.get(source, source)
+        in_seconds = name.endswith("_ns")
+        yield _Metric(f"{name.removesuffix('_ns')}_seconds" if in_seconds else name, f"{text[0].upper()}{text[1:]}.",
+                      source, 1e-9 if in_seconds else 1, part.startswith("gauges"), is_of_layers(part))
+
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -77,19 +59,14 @@ class _Collector:
         layers = [(str(il), (stats, engine.substitution_stats(il)))
                   for il, stats in zip(engine.n_expert, snapshot.layers)]
         whole = snapshot.stats, engine.substitution_stats()
-        on_device = snapshot.stats.device_budget_bytes > 0
-        kinds = [(CounterMetricFamily, *counter) for counter in _COUNTERS + (_DEVICE_COUNTERS if on_device else ())]
-        kinds += [(GaugeMetricFamily, *gauge, 1) for gauge in _GAUGES + (_DEVICE_GAUGES if on_device else ())]
-        for family, name, text, source, factor in kinds:
-            yield family(f"pyorch_{name}", text, value=_value(whole, source) * factor)
-            by_layer = family(f"pyorch_layer_{name}", f"{text} By layer.", labels=["layer"])
-            for il, counts in layers:
-                by_layer.add_metric([il], _value(counts, source) * factor)
-            yield by_layer
-        for name, text, source, factor in _ENGINE_COUNTERS + (_DEVICE_ENGINE_COUNTERS if on_device else ()):
-            yield CounterMetricFamily(f"pyorch_{name}", text, value=_value(whole, source) * factor)
-        for name, text, source in _ENGINE_GAUGES + (_DEVICE_ENGINE_GAUGES if on_device else ()):
-            yield GaugeMetricFamily(f"pyorch_{name}", text, value=_value(whole, source))
+        for metric in _metrics(snapshot.stats.device_budget_bytes > 0):
+            family = GaugeMetricFamily if metric.is_gauge else CounterMetricFamily
+            yield family(f"pyorch_{metric.name}", metric.text, value=_value(whole, metric.source) * metric.factor)
+            if metric.of_layers:
+                by_layer = family(f"pyorch_layer_{metric.name}", f"{metric.text} By layer.", labels=["layer"])
+                for il, counts in layers:
+                    by_layer.add_metric([il], _value(counts, metric.source) * metric.factor)
+                yield by_layer
 
 
 def _value(counts: tuple[Stats, SubstitutionStats], source: str) -> float:

@@ -11,21 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
+from pyorch.library.bindings import numbers
 from pyorch.library.choices import default_policy, policies, predictors
 from pyorch.llama.apply import apply_prefetch, apply_substitution, check_prefetch, find_buddies, find_ghosts
 from pyorch.llama.managed import ManagedModel
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.statistics import Stats
+from pyorch.runtime.statistics import Stats, is_of_layers
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import AUTO, Prefetch
 from pyorch.settings.substitution import Substitution
 
 # What a layer has of its own, in pyorch.runtime.statistics.Stats.
-LAYER_COUNTS = ("hits", "misses", "loads", "prefetch_loads", "prefetch_hits", "prefetch_late", "prefetch_wasted",
-                "evictions", "bytes_read", "stall_ns", "resident_experts", "resident_bytes", "device_hits",
-                "device_misses", "device_loads", "device_experts", "device_ahead", "device_ahead_hits")
+LAYER_COUNTS = [number.name for number in numbers("pyorch_stats") if is_of_layers(number.part)]
 
 _DIGITS = bytes.maketrans(bytes(range(32)), b"0123456789abcdefghijklmnopqrstuv")
 

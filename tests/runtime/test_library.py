@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 from importlib.metadata import version
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from pyorch.library.bindings import ABI, check_abi, lib, string
+from pyorch.library.bindings import ABI, check_abi, ffi, lib, numbers, string
+from pyorch.runtime.remote import RemoteStats
+from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats, read
 
 _SHORT_OF_MEMORY = """
 import resource
@@ -36,6 +39,25 @@ def test_the_package_is_written_for_the_headers_beside_the_library() -> None:
     assert string(lib.pyorch_version()) == version("pyorch")
     major, minor, patch = map(int, version("pyorch").split("."))
     assert lib.pyorch_version_number() == 10000 * major + 100 * minor + patch
+
+
+@pytest.mark.parametrize(("struct", "counts"), [
+    ("pyorch_stats", Stats), ("pyorch_substitution_counts", SubstitutionStats),
+    ("pyorch_speculation_counts", SpeculationStats), ("pyorch_remote_counts", RemoteStats),
+])
+def test_python_has_the_counters_of_the_header_as_the_compiler_lays_them_out(struct: str, counts: type) -> None:
+    names = [name for name, _ in ffi.typeof(struct).fields]
+    assert names == ["struct_size", *(number.name for number in numbers(struct))]
+    assert [field.name for field in dataclasses.fields(counts)] == names[1:]
+    raw = ffi.new(f"{struct} *", {name: value for value, name in enumerate(names)})
+    assert dataclasses.astuple(read(counts, raw)) == tuple(range(1, len(names)))
+
+
+def test_each_number_of_the_engine_stands_in_a_part_and_has_a_sentence() -> None:
+    parts = {number.part for number in numbers("pyorch_stats")}
+    assert parts == {f"{kind}{of}" for kind in ("counters", "gauges")
+                     for of in (" of the engine", ", of each layer too")}
+    assert all(number.text for number in numbers("pyorch_stats"))
 
 
 def test_a_library_of_another_abi_is_refused_in_a_sentence(tmp_path: Path) -> None:

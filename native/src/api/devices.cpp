@@ -3,6 +3,7 @@
 #include "api/handles.h"
 #include "banks/device.h"
 #include "banks/device_speed.h"
+#include "pyorch-devices.h"
 
 #include <algorithm>
 #include <cstdio>

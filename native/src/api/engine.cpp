@@ -2,6 +2,7 @@
 #include "api/choices.h"
 #include "api/handles.h"
 #include "api/structs.h"
+#include "pyorch-devices.h"
 #include "routing/seam.h"
 
 #include <algorithm>
@@ -61,6 +62,34 @@ void copy_sentence(const std::string & sentence, char * buf, size_t size) {
 }
 
 } // namespace
+
+pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * config, bool simulated) {
+    const pyorch_config given = read_struct(config, "pyorch_config", default_config());
+    checked_choice(PYORCH_CHOICES_POLICY, given.policy, simulated);
+    check_shares(given.pool_shares);
+    if (map->map.layers.empty()) {
+        throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
+    }
+    if (map->map.slim && !map->map.layers[0].pack && !simulated) {
+        throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
+    }
+    check_misses(given);
+    check_ahead(given);
+    if (given.device && !given.plain) {
+        throw Failure(
+            PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
+    }
+    for (const MoeLayer & layer : map->map.layers) {
+        if (given.plain && layer.pack && std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
+            throw Failure(PYORCH_INVALID,
+                format("experts are to be computed as they lie in the model, and %s holds them "
+                       "repacked",
+                    map->map.files[layer.pack->file].path.c_str()));
+        }
+    }
+    return new pyorch_engine(map->map, given, simulated);
+}
+
 } // namespace pyorch
 
 using namespace pyorch;
@@ -72,33 +101,7 @@ pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size
 }
 
 pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine) {
-    return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_config given = read_struct(config, "pyorch_config", default_config());
-        checked_choice(PYORCH_CHOICES_POLICY, given.policy, given.simulated != 0);
-        check_shares(given.pool_shares);
-        if (map->map.layers.empty()) {
-            throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
-        }
-        if (map->map.slim && !map->map.layers[0].pack && !given.simulated) {
-            throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
-        }
-        check_misses(given);
-        check_ahead(given);
-        if (given.device && !given.plain) {
-            throw Failure(
-                PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
-        }
-        for (const MoeLayer & layer : map->map.layers) {
-            if (given.plain && layer.pack &&
-                std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
-                throw Failure(PYORCH_INVALID,
-                    format("experts are to be computed as they lie in the model, and %s holds them "
-                           "repacked",
-                        map->map.files[layer.pack->file].path.c_str()));
-            }
-        }
-        *engine = new pyorch_engine(map->map, given);
-    });
+    return guarded_outside_callbacks(__func__, [&] { *engine = make_engine(map, config, false); });
 }
 
 pyorch_status pyorch_engine_free(pyorch_engine * engine) {

@@ -21,6 +21,9 @@ namespace pyorch {
 // What pyorch_config_default gives.
 pyorch_config default_config();
 
+// Checks what is given. simulated: for replays.
+pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * config, bool simulated);
+
 // Why nothing reads experts of a slim model without its pack.
 inline std::string lacks_experts(const ModelMap & map) {
     return format("%s is slim: its experts are in a pack, which must lie beside it", map.files[0].path.c_str());

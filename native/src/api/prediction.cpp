@@ -3,6 +3,7 @@
 #include "api/handles.h"
 #include "api/structs.h"
 #include "prediction/estimator.h"
+#include "pyorch-replay.h"
 
 #include <algorithm>
 
@@ -24,15 +25,6 @@ void check_width(int32_t n_embd) {
     if (n_embd < 1) {
         throw Failure(PYORCH_INVALID, format("an output of an expert cannot have %d values", n_embd));
     }
-}
-
-pyorch_router default_router() {
-    pyorch_router router = {};
-    router.gating        = PYORCH_GATING_SOFTMAX;
-    router.n_groups      = 1;
-    router.n_groups_used = 1;
-    router.scale         = 1;
-    return router;
 }
 
 // Where graphs were built, it is known whether their routers can be applied.
@@ -93,13 +85,13 @@ pyorch_status pyorch_check_routers(pyorch_engine * engine) {
 }
 
 pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size) {
-    return guarded([&] { write_default(router, struct_size, "pyorch_router", default_router()); });
+    return guarded([&] { write_default<pyorch_router>(router, struct_size, "pyorch_router", Router()); });
 }
 
 pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router) {
     return guarded_outside_callbacks(__func__, [&] {
-        const int           layer = engine->table.layer_index(il);
-        const pyorch_router r     = read_struct(router, "pyorch_router", default_router());
+        const int    layer = engine->table.layer_index(il);
+        const Router r(read_struct<pyorch_router>(router, "pyorch_router", Router()));
         check_experts(engine, layer, r.n_expert);
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "routers are set for simulated engines: others have those of the model");
@@ -111,46 +103,12 @@ pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch
                 format("a router cannot select %d of %d experts from %d of %d groups", r.n_used, r.n_expert,
                     r.n_groups_used, r.n_groups));
         }
-        engine->routers.set_copy(layer,
-            {
-                r.gate,
-                r.bias,
-                r.selection_bias,
-                r.norm,
-                r.eps,
-                (pyorch_gating) r.gating,
-                r.n_groups,
-                r.n_groups_used,
-                r.normalized != 0,
-                r.scale,
-                r.n_embd,
-                r.n_expert,
-                r.n_used,
-            });
+        engine->routers.set_copy(layer, r);
     });
 }
 
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router) {
-    return guarded([&] {
-        const Router r = router_at(engine, il);
-        write_struct(router, "pyorch_router",
-            pyorch_router{
-                sizeof(pyorch_router),
-                r.n_expert,
-                r.n_embd,
-                r.n_used,
-                r.gating,
-                r.n_groups,
-                r.n_groups_used,
-                r.normalized,
-                r.scale,
-                r.gate,
-                r.bias,
-                r.selection_bias,
-                r.norm,
-                r.eps,
-            });
-    });
+    return guarded([&] { write_struct<pyorch_router>(router, "pyorch_router", router_at(engine, il)); });
 }
 
 pyorch_status pyorch_apply_router(

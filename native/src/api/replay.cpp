@@ -24,6 +24,11 @@ pyorch_replay_config default_config() {
 
 extern "C" {
 
+pyorch_status pyorch_simulation_new(
+    const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine) {
+    return guarded_outside_callbacks(__func__, [&] { *engine = pyorch::make_engine(map, config, true); });
+}
+
 pyorch_status pyorch_recording_default(pyorch_recording * recording, uint64_t struct_size) {
     return guarded([&] { pyorch::write_default(recording, struct_size, "pyorch_recording", pyorch_recording{}); });
 }

@@ -1,6 +1,7 @@
 #include "api/api.h"
 #include "api/handles.h"
 #include "api/structs.h"
+#include "pyorch-devices.h"
 
 using namespace pyorch;
 

@@ -3,6 +3,7 @@
 #include "api/handles.h"
 #include "api/structs.h"
 #include "base/counters.h"
+#include "pyorch-replay.h"
 
 #include <algorithm>
 #include <numeric>

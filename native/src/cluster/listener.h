@@ -8,7 +8,7 @@
 
 #include "cluster/frames.h"
 #include "cluster/socket.h"
-#include "pyorch.h"
+#include "pyorch-cluster.h"
 
 #include <condition_variable>
 #include <deque>

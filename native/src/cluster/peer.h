@@ -12,7 +12,7 @@
 
 #include "cluster/frames.h"
 #include "cluster/socket.h"
-#include "pyorch.h"
+#include "pyorch-cluster.h"
 
 #include <array>
 #include <atomic>

@@ -32,7 +32,7 @@ ReadPlan plan_reads(const pyorch_config & config) {
     }
     // What comes out of the page cache is copied, which threads share.
     const bool suits    = config.direct_io || config.reader == PYORCH_READER_IO_URING;
-    bool       io_uring = config.reader != PYORCH_READER_THREADS && suits && !config.read && !config.simulated;
+    bool       io_uring = config.reader != PYORCH_READER_THREADS && suits && !config.read;
     if (io_uring && !Ring::open(1)) {
         if (config.reader == PYORCH_READER_IO_URING) {
             throw Failure(

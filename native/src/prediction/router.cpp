@@ -12,7 +12,7 @@ namespace {
 // llama.cpp's build_moe_ffn divides by no less, the least normal number of F16.
 constexpr float LEAST_SUM = 6.103515625e-5f;
 
-float gated(pyorch_gating gating, float logit) {
+float gated(int32_t gating, float logit) {
     switch (gating) {
     case PYORCH_GATING_SIGMOID: return 1 / (1 + std::exp(-logit));
     case PYORCH_GATING_SQRT_SOFTPLUS: return std::sqrt(logit > 20 ? logit : std::log1p(std::exp(logit)));
@@ -57,7 +57,7 @@ std::vector<int> top(const float * values, int n_values, int n) {
     return order;
 }
 
-bool known(pyorch_gating gating) { return gating >= PYORCH_GATING_SOFTMAX && gating <= PYORCH_GATING_SQRT_SOFTPLUS; }
+bool known(int32_t gating) { return gating >= PYORCH_GATING_SOFTMAX && gating <= PYORCH_GATING_SQRT_SOFTPLUS; }
 
 void apply_router(const Router & router, const float * input, std::vector<float> & logits) {
     const auto dot = cpu_backend().type_traits(GGML_TYPE_F32)->vec_dot;
@@ -105,7 +105,7 @@ Choice choose(const Router & router, const std::vector<float> & logits, int n_ex
     return choice;
 }
 
-void make_distribution(pyorch_gating gating, float * probs, int n_expert) {
+void make_distribution(int32_t gating, float * probs, int n_expert) {
     if (gating == PYORCH_GATING_SOFTMAX_SELECTED) {
         softmax(probs, n_expert);
         return;

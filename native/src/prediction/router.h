@@ -10,30 +10,19 @@
 
 namespace pyorch {
 
-// A router. The arrays are the model's own, or those of Routers::set_copy.
-//
-// logits = gate * input + bias, probabilities = gating(logits). Selected are the n_used experts with the highest
-// probability + selection_bias, from the n_groups_used groups in which the sum of the two highest is highest. Their
-// weights are their probabilities, divided by their sum if normalized, times scale.
-struct Router {
-    const float * gate           = nullptr; // [n_expert][n_embd]
-    const float * bias           = nullptr; // [n_expert] of the logits, or null
-    const float * selection_bias = nullptr; // [n_expert] for the choice only, or null
-    const float * norm           = nullptr; // [n_embd] of the RMS normalization that makes the input, or null
-    float         eps            = 0;       // of the same
-    pyorch_gating gating         = PYORCH_GATING_SOFTMAX;
-    int           n_groups       = 1; // of consecutive experts, equally many in each
-    int           n_groups_used  = 1;
-    bool          normalized     = false;
-    float         scale          = 1;
-    int           n_embd         = 0;
-    int           n_expert       = 0;
-    int           n_used         = 0;
+// As the API has it. The arrays are the model's own, or those of Routers::set_copy.
+struct Router : pyorch_router {
+    Router() : pyorch_router{} {
+        gating   = PYORCH_GATING_SOFTMAX;
+        n_groups = n_groups_used = 1;
+        scale                    = 1;
+    }
+    explicit Router(const pyorch_router & given) : pyorch_router(given) {}
 
     explicit operator bool() const { return gate != nullptr; }
 };
 
-bool known(pyorch_gating gating);
+bool known(int32_t gating);
 
 // What a router makes of the logits of one token.
 struct Choice {
@@ -50,7 +39,7 @@ void apply_router(const Router & router, const float * input, std::vector<float>
 Choice choose(const Router & router, const std::vector<float> & logits, int n_experts);
 
 // Makes of probabilities as the graph has them, of which those of SOFTMAX_SELECTED are logits, such with the sum 1.
-void make_distribution(pyorch_gating gating, float * probs, int n_expert);
+void make_distribution(int32_t gating, float * probs, int n_expert);
 
 // The indices of the n largest values, largest first, the lower index among equals.
 std::vector<int> top(const float * values, int n_values, int n);

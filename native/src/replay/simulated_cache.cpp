@@ -29,7 +29,6 @@ std::unique_ptr<Bank> bank_of(const ModelMap & map, const pyorch_config & config
 
 // Requests of a size that neither the file system nor the kernel of this machine has a say in.
 pyorch_config simulated(pyorch_config config) {
-    config.simulated  = 1;
     config.direct_io  = 0;
     config.reader     = PYORCH_READER_THREADS;
     config.read_bytes = READ_BYTES;

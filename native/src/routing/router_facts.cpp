@@ -57,7 +57,7 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     router.n_embd         = (int) route.inp->ne[0];
     router.n_expert       = (int) route.logits->ne[0];
     router.n_used         = (int) route.selected->ne[0];
-    router.gating         = (pyorch_gating) route.gating;
+    router.gating         = route.gating;
     router.n_groups       = route.n_groups;
     router.n_groups_used  = route.n_groups_used;
     router.normalized     = route.norm_w;

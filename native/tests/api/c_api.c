@@ -5,6 +5,8 @@
  */
 
 #include "pyorch.h"
+#include "pyorch-cluster.h"
+#include "pyorch-devices.h"
 #include "pyorch-replay.h"
 
 #include <stdio.h>
@@ -249,11 +251,16 @@ static void make_calls(calls * c) {
 #define FORBIDDEN(function, arguments)                                                                                 \
     REFUSED(PYORCH_CALLBACK, #function " cannot be called inside a callback", function arguments)
     FORBIDDEN(pyorch_engine_new, (c->map, &config, &other));
+    FORBIDDEN(pyorch_simulation_new, (c->map, &config, &other));
     FORBIDDEN(pyorch_engine_free, (engine));
     FORBIDDEN(pyorch_engine_capture, (NULL));
     FORBIDDEN(pyorch_set_budget, (engine, UINT64_MAX));
     FORBIDDEN(pyorch_set_policy, (engine, PYORCH_LRU));
     FORBIDDEN(pyorch_set_layer_limits, (engine, c->il, 0, c->n_expert));
+    FORBIDDEN(pyorch_set_device_budget, (engine, 0));
+    FORBIDDEN(pyorch_set_device_limits, (engine, c->il, 0, c->n_expert));
+    FORBIDDEN(pyorch_stop_listening, (engine));
+    FORBIDDEN(pyorch_disconnect, (engine, 0));
     FORBIDDEN(pyorch_wait_idle, (engine));
     FORBIDDEN(pyorch_reset_stats, (engine));
     FORBIDDEN(pyorch_set_prefetch, (engine, PYORCH_PREDICT_NONE, 1, 0, 0));
@@ -362,9 +369,8 @@ static pyorch_recording tiny_recording(const pyorch_model_map_info * info, int32
 static void test_a_tiny_recording_is_replayed_and_shows_its_predictions(calls c, const pyorch_model_map_info * info) {
     pyorch_config config;
     OK(pyorch_config_default(&config, sizeof(config)));
-    config.policy    = PYORCH_BELADY;
-    config.simulated = 1;
-    OK(pyorch_engine_new(c.map, &config, &c.engine));
+    config.policy = PYORCH_BELADY;
+    OK(pyorch_simulation_new(c.map, &config, &c.engine));
     OK(pyorch_set_prefetch(c.engine, PYORCH_PREDICT_PREVIOUS_TOKEN, 1, 0, 0));
     OK(pyorch_set_prediction_observer(c.engine, see_prediction, &c));
     const pyorch_recording recording = tiny_recording(info, c.n_expert);
@@ -381,7 +387,6 @@ static void test_a_tiny_recording_is_replayed_and_shows_its_predictions(calls c,
     CHECK(stats.hits + stats.misses == (uint64_t) (N_TOKENS * info->n_moe_layers * N_USED));
     OK(pyorch_engine_free(c.engine));
 
-    config.simulated = 0;
     REFUSED(PYORCH_INVALID, "future", pyorch_engine_new(c.map, &config, &c.engine));
     config.policy = PYORCH_LRU;
     OK(pyorch_engine_new(c.map, &config, &c.engine));

@@ -52,7 +52,8 @@ Forecast forecast_of(const Router & router, const float * logits, int layer, int
 
 // The routers of the layers ahead, applied to a guess of their input: early for the far ones, better for the near. The
 // guess: the residual after attention, plus what the selected experts give on average, normalized as the router ahead
-// has it (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router input.
+// has it (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router
+// input.
 class QuasiHidden : public Predictor {
 public:
     QuasiHidden(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
