@@ -23,7 +23,6 @@ from pyorch.bench.cgroup import MemoryGroup, memory_group
 from pyorch.bench.job import UNMANAGED, Config, Job, Measurement, from_json, to_json
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
-from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import packs
 from pyorch.signals import terminable
 from pyorch.sizes import GiB
@@ -75,41 +74,29 @@ def run_rounds(
 
     A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
     """
-    with packs.open_model(job_for(configs[0]).model) as model_map:
-        return _run_rounds(job_for, configs, n_rounds, on_progress, say, model_map, done, keep)
-
-
-def _run_rounds(
-    job_for: Callable[[Config], Job],
-    configs: Sequence[Config],
-    n_rounds: int,
-    on_progress: OnProgress,
-    say: Callable[[str], None],
-    model_map: ModelMap,
-    done: Sequence[Run],
-    keep: Callable[[Run], None],
-) -> Results:
     paths = model_files({job_for(config).model for config in configs})
     runs = list(done)
     bandwidths: list[disk.Bandwidth] = []
-    for i in range(n_rounds):
-        # There and back: what drifts in one direction favours no configuration.
-        for config in configs if i % 2 == 0 else reversed(configs):
-            if any(run.config == config and run.round == i for run in done):
-                continue
-            if not bandwidths:
+    with packs.open_model(job_for(configs[0]).model) as model_map:
+        for i in range(n_rounds):
+            # There and back: what drifts in one direction favours no configuration.
+            for config in configs if i % 2 == 0 else reversed(configs):
+                if any(run.config == config and run.round == i for run in done):
+                    continue
+                if not bandwidths:
+                    bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
+                on_progress(f"round {i + 1} of {n_rounds}: {config.label}", len(runs), n_rounds * len(configs))
+                disk.drop_page_cache(paths)
+                with _Processors() as processors:
+                    failure, measurement, peak_group_bytes = measure_once(job_for(config))
                 bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
-            on_progress(f"round {i + 1} of {n_rounds}: {config.label}", len(runs), n_rounds * len(configs))
-            disk.drop_page_cache(paths)
-            with _Processors() as processors:
-                failure, measurement, peak_group_bytes = measure_once(job_for(config))
-            bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
-            bandwidth = max(bandwidth.bytes_per_second for bandwidth in bandwidths[-2:])
-            runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
-            if failure and len(runs) == 1 and not config.limit_bytes:
-                raise PyorchError(failure)
-            say(f"round {i + 1} of {n_rounds}: {config.label}: {_outcome(runs[-1])}")
-            keep(runs[-1])
+                bandwidth = max(bandwidth.bytes_per_second for bandwidth in bandwidths[-2:])
+                runs.append(
+                    Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
+                if failure and len(runs) == 1 and not config.limit_bytes:
+                    raise PyorchError(failure)
+                say(f"round {i + 1} of {n_rounds}: {config.label}: {_outcome(runs[-1])}")
+                keep(runs[-1])
     return Results(tuple(runs), tuple(bandwidths))
 
 
