@@ -9,7 +9,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
-EXTRAS := cluster,convert,papers,plot,test
+EXTRAS := cluster,convert,lint,papers,plot,test
 
 # Processes that share the tests. Most tests compute on two threads.
 WORKERS ?= 2
@@ -17,15 +17,21 @@ WORKERS ?= 2
 # Directories too: their time stamps tell of files added and removed.
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
-.PHONY: demo test test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
+.PHONY: demo test lint test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
 .PHONY: bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads
 .DELETE_ON_ERROR:
 
 demo: setup
 	@$(BIN)/pyorch demo
 
+# The linters in the versions of constraints.txt; .pre-commit-config.yaml runs the same on what is committed.
+lint: setup
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/mypy --no-error-summary
+	@git ls-files 'native/*.h' 'native/*.c' 'native/*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+
 # The programs of native/tests are a part of what is built. Nothing is printed after pytest's summary.
-test: setup
+test: setup lint
 	@echo "building native/tests"
 	@$(BIN)/cmake --build build/py3-* --target native-tests >build/native-tests.log || \
 	    { cat build/native-tests.log >&2; exit 1; }

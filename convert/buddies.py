@@ -26,9 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
 from pyorch.convert import expert_outputs
 from pyorch.convert.expert_outputs import OutputSimilarity
-
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.buddies import N_PERCENTILES, SIMILARITIES, Buddies, LayerBuddies

@@ -10,9 +10,10 @@ import sys
 import textwrap
 import threading
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Callable
+from typing import BinaryIO
 
 from pyorch.convert import architectures
 from pyorch.errors import PyorchError

@@ -108,8 +108,8 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sys.path.insert(0, sys.argv[1])
     try:
-        import convert_hf_to_gguf as converter
         import conversion.base
+        import convert_hf_to_gguf as converter
         import tqdm
         import transformers
     except ImportError as error:
@@ -129,7 +129,7 @@ def main() -> None:
         except OSError as error:
             # numpy's message for a short write has no errno
             is_write = error.errno in WRITE_ERRORS or "requested and" in str(error)
-            report.send(error="write" if is_write else "failed", message=is_write and error.strerror or str(error))
+            report.send(error="write" if is_write else "failed", message=(is_write and error.strerror) or str(error))
             raise
         except SystemExit as error:
             if error.code:

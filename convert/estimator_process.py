@@ -118,7 +118,7 @@ class Pool:
 
         came = self._lesson.tensors(records)
         if not self._tensors:  # memory that nothing was written to is not there
-            self._tensors = [torch.empty(self._capacity, *it.shape[1:], dtype=it.dtype) for it in came]
+            self._tensors = [torch.empty(self._capacity, *tensor.shape[1:], dtype=tensor.dtype) for tensor in came]
         n = min(len(records), self._capacity - self._n)
         places = torch.arange(self._n, self._n + n)
         if rest := len(records) - n:
@@ -137,7 +137,7 @@ class Pool:
         return self.rows(np.sort(rows))
 
     def rows(self, rows: np.ndarray | slice) -> list:
-        return [it[: self._n][rows].to(self._lesson.device) for it in self._tensors]
+        return [tensor[: self._n][rows].to(self._lesson.device) for tensor in self._tensors]
 
 
 class Training:
@@ -154,7 +154,9 @@ class Training:
         self._lesson, self._pool, self._held_out, self._report = lesson, pool, held_out, report
         self._network = Network(lesson.n_embd, job["n_latent"], job["n_hidden"], lesson.n_layers, lesson.n_expert)
         self._network.to(lesson.device)
-        matrices, vectors = ([p for p in self._network.parameters() if (p.ndim > 1) == it] for it in (True, False))
+        matrices, vectors = (
+            [p for p in self._network.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)
+        )
         self._optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}], lr=job["lr"])
         self.n_steps = max(PARTS, math.ceil(job["epochs"] * job["n_training"] / BATCH))

@@ -12,8 +12,8 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Callable, Mapping
 
 import gguf
 import llama_cpp.llama_cpp as llama

@@ -8,9 +8,9 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterable, Iterator
 
 from pyorch.errors import PyorchError
 from pyorch.signals import terminable

@@ -3,9 +3,9 @@
     sudo .venv/bin/python scripts/bench_reads.py [--reads threads:1:4MiB io_uring ...] [--matrix 0.84MiB] [--rounds 3]
 
 A file in a tmpfs becomes a block device (losetup, with direct reads), for tmpfs itself would only copy: its speed is
-that of the kernel's threads that copy, one for each request under way. On it lies a GGUF of random bytes with matrices of
-the size that Qwen3-30B has in Q4_0. Each way is measured in turn, round after round; medians are printed. Needs root, and
-Linux. With --model MODEL.gguf experts of that file are read, wherever it lies, and nothing is mounted.
+that of the kernel's threads that copy, one for each request under way. On it lies a GGUF of random bytes with
+matrices of the size that Qwen3-30B has in Q4_0. Each way is measured in turn, round after round; medians are printed.
+Needs root, and Linux. With --model MODEL.gguf experts of that file are read, wherever it lies, and nothing is mounted.
 """
 
 from __future__ import annotations

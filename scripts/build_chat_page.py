@@ -21,12 +21,19 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native/cmake"))
-import llama_source  # noqa: E402
+import llama_source
 
 _UI = f"{llama_source.LLAMA_CPP}tools/ui/"
 # What the map of the sources does not name: styles, and the worker that keeps the page for when there is no network.
-_UNNAMED = ("tailwindcss", "tw-animate-css", "workbox-core", "workbox-expiration", "workbox-precaching", "workbox-routing",
-            "workbox-strategies")
+_UNNAMED = (
+    "tailwindcss",
+    "tw-animate-css",
+    "workbox-core",
+    "workbox-expiration",
+    "workbox-precaching",
+    "workbox-routing",
+    "workbox-strategies",
+)
 _PACKAGE = re.compile(r".*node_modules/((?:@[^/]+/)?[^/]+)/")
 _NOTICES = re.compile(r"(?i)(licen[cs]e|copying|notice)(\.(md|txt))?$")
 
@@ -39,7 +46,9 @@ def build(directory: Path) -> None:
     pin = llama_source.read_pin()
     files = llama_source.read_archive(llama_source.find_sdist(pin), pin, lambda path: path.startswith(_UI))
     if f"{_UI}package-lock.json" not in files:
-        raise llama_source.SourceError(f"{pin.archive_name} holds no {_UI}package-lock.json: the archive's layout changed")
+        raise llama_source.SourceError(
+            f"{pin.archive_name} holds no {_UI}package-lock.json: the archive's layout changed"
+        )
     llama_source.write_tree(source, {path.removeprefix(_UI): text for path, text in files.items()})
     _npm(source, "ci", "--no-audit", "--no-fund")
     # Its numbers are those of llama.cpp in native/cmake/llama.cmake.
@@ -51,7 +60,9 @@ def build(directory: Path) -> None:
     (done / "LICENSE-chat-page").write_text(notices(source, packages(maps)), encoding="utf-8")
     for path in maps:
         path.unlink()
-    (done / "SOURCE").write_text(f"{pin.line}\n")  # which llama.cpp it speaks to: native/cmake/llama.cmake takes no other
+    (done / "SOURCE").write_text(
+        f"{pin.line}\n"
+    )  # which llama.cpp it speaks to: native/cmake/llama.cmake takes no other
     shutil.rmtree(directory, ignore_errors=True)
     done.rename(directory)
     shutil.rmtree(work)
@@ -78,8 +89,10 @@ def notices(source: Path, found: Iterable[str]) -> str:
     """Of these packages, and of what the source has of others in itself."""
     directories = {name: source / "node_modules" / name for name in sorted({*found, *_UNNAMED})}
     directories |= {path.name: path for path in sorted((source / "src/lib/vendors").glob("*/"))}
-    parts = ["The chat page of llama-server is a part of llama.cpp, whose notice is LICENSE-llama.cpp. It holds files of "
-             f"these {len(directories)} packages: {', '.join(directories)}. Their notices follow.\n"]
+    parts = [
+        "The chat page of llama-server is a part of llama.cpp, whose notice is LICENSE-llama.cpp. It holds files of "
+        f"these {len(directories)} packages: {', '.join(directories)}. Their notices follow.\n"
+    ]
     for name, directory in directories.items():
         about = directory / "package.json"
         said = json.loads(about.read_text(encoding="utf-8")) if about.is_file() else {}

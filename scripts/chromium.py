@@ -134,4 +134,13 @@ class Page:
             self.console.append(what["entry"]["text"] + " " + what["entry"].get("url", ""))
 
 
-_KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Tab": 9, "Enter": 13, "Home": 36, "End": 35}
+_KEYS = {
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+    "Tab": 9,
+    "Enter": 13,
+    "Home": 36,
+    "End": 35,
+}

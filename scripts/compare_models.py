@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyorch  # noqa: F401  (before llama_cpp: it names the libraries that llama_cpp loads)
 from llama_cpp import Llama
+
+import pyorch  # noqa: F401  (before llama_cpp: it names the libraries that llama_cpp loads)
 
 TEXT = Path(__file__).parent.parent / "tests/fixtures/small-moe/text-test.txt"
 # Largest mean Kullback-Leibler divergence (nats per token) that rounding of the type explains; a

@@ -109,19 +109,19 @@ def main() -> int:
 
 def _import_everything() -> None:
     import numpy.random  # noqa: F401
-    import pyorch.convert.pack_check  # noqa: F401
 
-    import pyorch.cli.buddies  # noqa: F401
-    import pyorch.cli.convert  # noqa: F401
-    import pyorch.cli.ghosts  # noqa: F401
-    import pyorch.cli.inspect  # noqa: F401
-    import pyorch.cli.maps  # noqa: F401
-    import pyorch.cli.pack  # noqa: F401
-    import pyorch.cli.plan  # noqa: F401
-    import pyorch.cli.replay  # noqa: F401
-    import pyorch.cli.run  # noqa: F401
-    import pyorch.llama.model  # noqa: F401
-    import pyorch.sidecars.predictor  # noqa: F401
+    import pyorch.cli.buddies
+    import pyorch.cli.convert
+    import pyorch.cli.ghosts
+    import pyorch.cli.inspect
+    import pyorch.cli.maps
+    import pyorch.cli.pack
+    import pyorch.cli.plan
+    import pyorch.cli.replay
+    import pyorch.cli.run
+    import pyorch.convert.pack_check
+    import pyorch.llama.model
+    import pyorch.sidecars.predictor
     import pyorch.traces.replay  # noqa: F401
 
 

@@ -51,7 +51,9 @@ def main() -> int:
 
 def _decode(url: str, prompt: str, seed: int) -> None:
     body = {"prompt": prompt, "n_predict": -1, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": seed}
-    request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request) as answer:
             for _ in answer:

@@ -313,8 +313,10 @@ def _parts(path: str) -> list[str]:
 
 def _passage_losses(pinned: Tree, new: Tree) -> Iterator[Loss]:
     for folder, pattern, reader in PASSAGES:
-        before, after = (any(re.search(pattern, text) for path, text in tree.items() if path.startswith(LLAMA_CPP + folder))
-                         for tree in (pinned, new))
+        before, after = (
+            any(re.search(pattern, text) for path, text in tree.items() if path.startswith(LLAMA_CPP + folder))
+            for tree in (pinned, new)
+        )
         if not before:
             raise ValueError(f"{reader} reads /{pattern.decode()}/, which {folder} of the pinned release lacks")
         if not after:

@@ -31,8 +31,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
-
-from widening import Rule, Shape, rule_for, widen, wide_shape
+from widening import Rule, Shape, rule_for, wide_shape, widen
 
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 SMALLEST_BLOCK, K_BLOCK = 32, 256

@@ -1,4 +1,5 @@
-"""Builds the wheel for other machines: kernels for every processor of this architecture, and no library left to install.
+"""Builds the wheel for other machines: kernels for every processor of this architecture, and no library left to
+install.
 
     python scripts/make_wheel.py [-o DIR]       DIR: dist
 
@@ -55,7 +56,9 @@ def _run(*command: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-o", type=Path, default=ROOT / "dist", metavar="DIR", help="where the wheel goes (default: dist)")
+    parser.add_argument(
+        "-o", type=Path, default=ROOT / "dist", metavar="DIR", help="where the wheel goes (default: dist)"
+    )
     target = parser.parse_args().o
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:

@@ -80,7 +80,9 @@ def _speed(url: str, seed: int) -> float:
     """Tokens per second, as the server measures it."""
     body = {"prompt": "def read_table(path):\n", "n_predict": N_TOKENS, "ignore_eos": True, "seed": seed,
             "temperature": 0.8, "cache_prompt": False}
-    request = urllib.request.Request(f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)["timings"]["predicted_per_second"]
 

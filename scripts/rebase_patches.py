@@ -29,9 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.dont_write_bytecode = True  # a new file under native/ would count as a change to build
 sys.path.insert(0, str(ROOT / "native/cmake"))
 
-from llama_source import (  # noqa: E402
-    FilePatch, Hunk, SourceError, apply_hunks, apply_patch, parse_patch, split_lines,
-)
+from llama_source import FilePatch, Hunk, SourceError, apply_hunks, apply_patch, parse_patch, split_lines  # noqa: E402
 
 Tree = dict[str, bytes]  # content by path
 

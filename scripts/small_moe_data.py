@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from fact_world import Document
 from small_moe_model import SPECIAL_TOKENS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # Tests and tables teach a small model nothing but their own repetition.
 SKIPPED_FOLDERS = {

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from fact_world import prompt
+from small_moe_model import RouterTap
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import Qwen2MoeForCausalLM
-
-from fact_world import prompt
-from small_moe_model import RouterTap
 
 
 @dataclass(frozen=True)

@@ -22,16 +22,15 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import fact_world
 import numpy as np
+import small_moe_quality as quality
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer
-
-import fact_world
-import small_moe_quality as quality
 from small_moe_data import Batches, encode_documents, encode_texts, stdlib_files, test_text, train_tokenizer
 from small_moe_model import RouterTap, build_model, export_checkpoint, load_exported
+from tokenizers import Tokenizer
 
 VOCAB_SIZE = 2048
 TEXT_ROWS, FACT_ROWS, ROW_LENGTH = 4, 4, 256

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Text and questions for the small model on which nothing was ever chosen: neither trained, tuned nor looked at.
 
-The text is what follows the beginnings that tests/fixtures/small-moe/text-test.txt has of the library modules that training
-held out; the questions are about those facts, in phrasings held out from training, that facts-test.jsonl does not ask for.
+The text is what follows the beginnings that tests/fixtures/small-moe/text-test.txt has of the library modules that
+training held out; the questions are about those facts, in phrasings held out from training, that facts-test.jsonl does
+not ask for.
 
     python scripts/unseen_data.py FOLDER    writes text-unseen.txt and facts-unseen.jsonl
 

@@ -25,11 +25,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from llama_contract import Loss, find_losses
-from rebase_patches import AT_ITS_LINE, ROOT, Git, RebasedHunk, RebasedPatch, SourceError, compare, rebase
-
 import llama_source
+from llama_contract import Loss, find_losses
 from llama_source import Pin
+from rebase_patches import AT_ITS_LINE, ROOT, Git, RebasedHunk, RebasedPatch, SourceError, compare, rebase
 
 PATCHES = "patches"
 SOURCES = ("convert", "native", "pyorch", "scripts", "tests")  # where names of llama.cpp are used
@@ -187,7 +186,9 @@ def upgrade(version: str, sdist: Path | None, output: Path | None, write: bool) 
     pin = llama_source.read_pin()
     if not re.fullmatch(r"\d+(\.\d+)+\w*", version):
         raise SourceError(f'"{version}" is not a version: give one such as {pin.version}')
-    if output is not None and (output.exists() and not output.is_dir() or output.is_dir() and any(output.iterdir())):
+    if output is not None and (
+        (output.exists() and not output.is_dir()) or (output.is_dir() and any(output.iterdir()))
+    ):
         raise SourceError(f"{output} exists and is not an empty directory: name another one for the series")
     checkout = Checkout(git, pin) if write else None
     archive = llama_source.find_sdist(pin)

@@ -140,8 +140,10 @@ def differences(
     found = []
     for name in sorted(plain.keys() | budget.keys()):
         if plain.get(name) != budget.get(name) and name not in MEANT:
-            found.append(f"{name}: {plain.get(name, 'missing')} on llama.cpp alone, {budget.get(name, 'missing')} under "
-                         "the budget")
+            found.append(
+                f"{name}: {plain.get(name, 'missing')} on llama.cpp alone, {budget.get(name, 'missing')} under "
+                "the budget"
+            )
             found += why(name)
     return found
 

@@ -57,7 +57,9 @@ class Zoo:
 
     def make_checkpoints(self) -> list[dict]:
         """About 15 MB each, 4 MoE layers of 8 experts. Returns what converts them, for run_converter()."""
-        with_torch(CHECKPOINT_PROCESS, "make", self.checkpoints, *sorted({it.removesuffix("-fused") for it in self.names}))
+        with_torch(
+            CHECKPOINT_PROCESS, "make", self.checkpoints, *sorted({name.removesuffix("-fused") for name in self.names})
+        )
         return [self._job(name) for name in self.names]
 
     def _job(self, name: str) -> dict:

@@ -27,7 +27,7 @@ def random_buddies(seed: int, n_expert: int = N_EXPERT, k_max: int = K_MAX) -> B
         scale[rng.random((n_expert, k_max)) < 0.2] = np.nan
         percentiles = np.linspace(0, 1, 101, dtype=np.float32)
         layers[il] = LayerBuddies(il, ids, q, scale, rng.integers(0, 100, n_expert), percentiles, percentiles)
-    return Buddies(layers, {il: 1.0 for il in layers}, "coactivation", 1000)
+    return Buddies(layers, dict.fromkeys(layers, 1.0), "coactivation", 1000)
 
 
 def complete_buddies(k_max: int = K_MAX) -> Buddies:

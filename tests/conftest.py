@@ -24,10 +24,10 @@ import shared
 from architectures import Zoo, asked_for
 from ggufs import write_dense_model
 from models import CHECKPOINT, PROMPT, assert_same_bits, small_model  # noqa: F401
-from pyorch.convert import children, convert
 
 from pyorch.bench import rounds
 from pyorch.cli import inspect, progress
+from pyorch.convert import children, convert
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
 
@@ -46,15 +46,42 @@ hypothesis.settings.load_profile("tests")
 # What takes longest is begun first, so that nobody waits for it at the end; the first of all needs no model, which is
 # made meanwhile.
 LONG = (
-    "native/test_native.py", "cluster/test_running.py", "llama/test_architectures.py", "bench/test_bench.py",
-    "llama/test_device.py", "cluster/test_scheduler.py", "test_docs.py", "llama/test_device_with_all.py",
-    "eval/test_eval.py", "traces/test_replay.py", "convert/test_convert.py", "test_fuzz.py", "llama/test_packs.py",
-    "cli/test_plan.py", "serve/test_serve.py", "sidecars/test_ghosts.py", "scripts/test_upgrade_llama.py",
-    "convert/test_slim.py", "llama/test_device_lossy.py", "llama/test_device_ahead.py",
-    "scripts/test_measure_device.py", "hub/test_hub.py", "cluster/test_tunnel.py", "traces/test_trace.py",
-    "convert/test_compressed_pack.py", "convert/test_estimator.py", "llama/test_remote.py", "scripts/papers/test_zipmoe.py",
-    "scripts/papers/test_finemoe.py", "serve/test_ending.py", "runtime/test_substitution.py", "advise/test_advise.py",
-    "cli/test_run.py", "scripts/papers/test_simulator.py", "cli/test_cli.py", "scripts/test_upstream_server_tests.py",
+    "native/test_native.py",
+    "cluster/test_running.py",
+    "llama/test_architectures.py",
+    "bench/test_bench.py",
+    "llama/test_device.py",
+    "cluster/test_scheduler.py",
+    "test_docs.py",
+    "llama/test_device_with_all.py",
+    "eval/test_eval.py",
+    "traces/test_replay.py",
+    "convert/test_convert.py",
+    "test_fuzz.py",
+    "llama/test_packs.py",
+    "cli/test_plan.py",
+    "serve/test_serve.py",
+    "sidecars/test_ghosts.py",
+    "scripts/test_upgrade_llama.py",
+    "convert/test_slim.py",
+    "llama/test_device_lossy.py",
+    "llama/test_device_ahead.py",
+    "scripts/test_measure_device.py",
+    "hub/test_hub.py",
+    "cluster/test_tunnel.py",
+    "traces/test_trace.py",
+    "convert/test_compressed_pack.py",
+    "convert/test_estimator.py",
+    "llama/test_remote.py",
+    "scripts/papers/test_zipmoe.py",
+    "scripts/papers/test_finemoe.py",
+    "serve/test_ending.py",
+    "runtime/test_substitution.py",
+    "advise/test_advise.py",
+    "cli/test_run.py",
+    "scripts/papers/test_simulator.py",
+    "cli/test_cli.py",
+    "scripts/test_upstream_server_tests.py",
     "eval/test_arrival.py",
 )
 

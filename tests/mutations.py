@@ -331,7 +331,8 @@ def set_metadata(content: bytes, key: str, value: int) -> bytes:
 
 
 def retyped(content: bytes, key: str, value_type: int, value: bytes) -> bytes:
-    """A copy of a GGUF in which the metadata of this key have another type, by its number, and value, as it is written."""
+    """A copy of a GGUF in which the metadata of this key have another type, by its number, and value, as it is
+    written."""
     known = anatomy(content)
     metadata = [content[begin:end] for _, begin, end in known.metadata]
     i = [name for name, _, _ in known.metadata].index(key)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-
 from processes import HANG_SECONDS
 
 ROOT = Path(__file__).parent.parent

@@ -61,7 +61,8 @@ def cyclic(random: np.random.Generator, n_tokens: int, n_layers: int, n_expert: 
 
 
 def static_hit_rate(before: np.ndarray, after: np.ndarray, n_expert: int, capacity: int) -> float:
-    """Of a cache that holds, all the time, the experts that were used most before. Both [n_tokens, n_layers, n_used]."""
+    """Of a cache that holds, all the time, the experts that were used most before. Both [n_tokens, n_layers,
+    n_used]."""
     earlier, later = (
         np.concatenate([np.bincount(layer.ravel(), minlength=n_expert) for layer in used.transpose(1, 0, 2)])
         for used in (before, after)

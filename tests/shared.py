@@ -56,7 +56,7 @@ def with_torch(program: Path, *arguments: object) -> str:
     """Runs a program that needs torch in a fork of a process that has imported torch. Returns what it printed."""
     with _connection() as connection, open(os.devnull) as nothing, tempfile.TemporaryFile("w+") as output:
         descriptors = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}
-        status = torch_client.run(connection, str(program), [str(it) for it in arguments], descriptors)
+        status = torch_client.run(connection, str(program), [str(argument) for argument in arguments], descriptors)
         output.seek(0)
         text = output.read()
     assert status == 0, f"{program}: status {status}\n{text}"

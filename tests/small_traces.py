@@ -12,7 +12,8 @@ from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
 
 def trace_of(model_map: ModelMap, path: Path, n_tokens: int, n_inputs: int, seed: int = 0) -> Trace:
-    """Random tokens: expert 0 never, the others the likelier the higher their number; inputs in a space of few dimensions."""
+    """Random tokens: expert 0 never, the others the likelier the higher their number; inputs in a space of few
+    dimensions."""
     rng = np.random.default_rng(seed)
     n_expert, k, n_embd = model_map.layers[0].n_expert, model_map.info.n_expert_used, 128
     header = TraceHeader(container.fingerprint(model_map), model_map.info.arch,

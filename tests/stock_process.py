@@ -13,9 +13,9 @@ from pathlib import Path
 
 os.environ["LLAMA_CPP_LIB_PATH"] = sys.argv[1]
 
-import batches  # noqa: E402
-import llama_cpp.llama_cpp as llama  # noqa: E402
-import numpy as np  # noqa: E402
+import batches
+import llama_cpp.llama_cpp as llama
+import numpy as np
 
 
 @llama.llama_log_callback

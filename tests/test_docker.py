@@ -67,7 +67,7 @@ def test_it_has_kernels_for_processors_that_built_nothing(stages) -> None:
 
 
 def test_its_command_is_one_of_ours(stages) -> None:
-    values = {name: value for name, value in stages[1]}
+    values = dict(stages[1])
     entry, command = json.loads(values["ENTRYPOINT"]), json.loads(values["CMD"])
     assert entry == ["pyorch"] and command[0] in COMMANDS
     args = _parse(command)

@@ -76,7 +76,7 @@ def test_commands_have_flags_that_there_are(where: str, command: str) -> None:
     try:
         _parse(words)
     except PyorchError as error:
-        unsaid = "..." in command and "required" in str(error) or re.search(r"invalid choice: '\$\w", str(error))
+        unsaid = ("..." in command and "required" in str(error)) or re.search(r"invalid choice: '\$\w", str(error))
         if not unsaid:
             pytest.fail(f"{where}: {command}: {error}")
 

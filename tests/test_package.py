@@ -23,7 +23,9 @@ def test_every_public_name_says_what_it_is(name: str) -> None:
     assert inspect.getdoc(documented)
     methods = inspect.getmembers(documented, inspect.isfunction) if inspect.isclass(documented) else []
     own = {method: function for method, function in methods if function.__module__.startswith("pyorch.")}
-    assert [method for method, function in own.items() if not method.startswith("_") and not inspect.getdoc(function)] == []
+    assert [
+        method for method, function in own.items() if not method.startswith("_") and not inspect.getdoc(function)
+    ] == []
 
 
 @pytest.mark.parametrize("order", ["import llama_cpp, pyorch", "import pyorch, llama_cpp"])

@@ -82,7 +82,10 @@ def test_kernels_take_the_matrices_of_an_expert_in_the_order_of_the_map(
     """In another order, what was read for the next matrix of a layer that is streamed would be read again."""
     with ModelMap(small_moe) as model_map:
         floor, expert_bytes = model_map.info.floor_bytes, model_map.layers[0].expert_bytes
-    with small_model(small_moe, floor, prefetch="none") as model, Context(model.llama.model, n_ctx=128, n_threads=1) as context:
+    with (
+        small_model(small_moe, floor, prefetch="none") as model,
+        Context(model.llama.model, n_ctx=128, n_threads=1) as context,
+    ):
         context.decode(prompt_tokens)
         stats = model.engine.stats()
     assert stats.loads == stats.misses > 13 * len(model.layers), "more than the budget holds"
@@ -107,7 +110,8 @@ def test_the_warm_up_reads_one_expert_of_each_layer(small_moe: Path) -> None:
 def test_residuals_are_what_the_router_inputs_are_the_normalization_of(
     resident: Model, small_moe: Path, prompt_tokens: list[int]
 ) -> None:
-    """They are found as the source of an RMS normalization, and its epsilon in the first four bytes of its parameters."""
+    """They are found as the source of an RMS normalization, and its epsilon in the first four bytes of its
+    parameters."""
     routings: list[Routing] = []
     with small_model(small_moe, "50%", prefetch="none") as model:
         model.engine.set_observer(routings.append)
@@ -125,10 +129,16 @@ def test_llama_cpp_finds_experts_in_three_kernels(tree: Path) -> None:
     """And each of them asks the hook. A fourth would compute with what is not there."""
     kernels = tree / "ggml/src/ggml-cpu"
     found = {path.relative_to(kernels).as_posix(): path.read_text(encoding="utf-8") for path in kernels.rglob("*.c*")}
-    asking = {name: len(re.findall(r"ggml_cpu_expert_(?:addr|next)\((?:&rounds, )?dst", text)) for name, text in found.items()}
+    asking = {
+        name: len(re.findall(r"ggml_cpu_expert_(?:addr|next)\((?:&rounds, )?dst", text)) for name, text in found.items()
+    }
     assert {name: n for name, n in asking.items() if n} == {"ggml-cpu.c": 1, "repack.cpp": 1, "tiled/tiled.cpp": 1}
     # SpacemiT's kernels are for a buffer type of their own, which managed experts never are in.
-    computing = {name for name, text in found.items() if re.search(r"\bforward_mul_mat_id\w*\(|compute_forward_mul_mat_id\w*\(", text)}
+    computing = {
+        name
+        for name, text in found.items()
+        if re.search(r"\bforward_mul_mat_id\w*\(|compute_forward_mul_mat_id\w*\(", text)
+    }
     assert computing == {"ggml-cpu.c", "repack.cpp", "tiled/tiled.cpp", "spacemit/ime.cpp"}
 
 
@@ -136,7 +146,9 @@ def test_llama_cpp_finds_experts_in_three_kernels(tree: Path) -> None:
 def test_libpyorch_is_linked_with_no_kernels() -> None:
     """Those for this processor may be one of several libraries, which ggml loads when it runs."""
     for name in ("pyorch", "llama", "llama-common", "mtmd", "llama-server-impl"):
-        done = subprocess.run(["readelf", "-d", _libs.lib_dir() / f"lib{name}.so"], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["readelf", "-d", _libs.lib_dir() / f"lib{name}.so"], capture_output=True, text=True, check=True
+        )
         needed = re.findall(r"\(NEEDED\).*\[(.*)\]", done.stdout)
         assert "libggml-base.so" in needed and "libggml-cpu.so" not in needed
 
@@ -148,9 +160,15 @@ def test_backends_are_looked_for_beside_the_library_only(tmp_path: Path) -> None
     program = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).ggml_backend_load_all{}"
 
     def opened(call: str) -> bool:
-        done = subprocess.run([sys.executable, "-c", program.format(call), _libs.lib_dir() / "libggml.so", str(tmp_path)],
-                              capture_output=True, text=True, check=True, cwd=tmp_path, timeout=HANG_SECONDS,
-                              env={**os.environ, "LD_DEBUG": "files"})
+        done = subprocess.run(
+            [sys.executable, "-c", program.format(call), _libs.lib_dir() / "libggml.so", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=tmp_path,
+            timeout=HANG_SECONDS,
+            env={**os.environ, "LD_DEBUG": "files"},
+        )
         return "libggml-cuda-here.so" in done.stderr
 
     assert opened("_from_path(sys.argv[2].encode())") and not opened("()")
@@ -159,7 +177,8 @@ def test_backends_are_looked_for_beside_the_library_only(tmp_path: Path) -> None
 def test_llama_cpp_computes_experts_in_build_moe_ffn_only(tree: Path) -> None:
     calls = {
         path.relative_to(tree / "src").as_posix()
-        for path in (tree / "src").rglob("*.cpp") if re.search(r"\b(?:ggml_mul_mat_id|build_lora_mm_id)\(", path.read_text())
+        for path in (tree / "src").rglob("*.cpp")
+        if re.search(r"\b(?:ggml_mul_mat_id|build_lora_mm_id)\(", path.read_text())
     }
     # The loader asks which buffers can hold the operation; Granite Switch has adapters that it chooses by token.
     assert calls == {"llama-graph.cpp", "llama-model-loader.cpp", "models/granite-switch.cpp"}
@@ -219,7 +238,18 @@ def test_the_document_names_every_hook_and_all_that_it_is_told(tree: Path) -> No
         r"struct ggml_cpu_expert_hooks \{.*?\};", (tree / "ggml/include/ggml-cpu.h").read_text(), re.DOTALL)[0]
     code = re.sub(r"//.*", "", hooks)
     names = {*re.findall(r"\(\*(\w+)\)", code), *re.findall(r"^    [\w ]+?[ *]+(\w+);", code, re.MULTILINE)}
-    assert {"addr", "failed", "weight", "weight_freed", "route", "done", "begin", "end", "selection_b", "gating"} <= names
+    assert {
+        "addr",
+        "failed",
+        "weight",
+        "weight_freed",
+        "route",
+        "done",
+        "begin",
+        "end",
+        "selection_b",
+        "gating",
+    } <= names
     assert {name for name in names if f"`{name}`" not in SEAM} == set()
 
 

@@ -104,7 +104,9 @@ class Installed:
         site, = directory.glob("lib/python3*/site-packages")
         self.site = site
 
-    def run(self, *arguments: object, under: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: object, under: tuple[str, ...] = (), **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         command = [*under, str(self.python), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=self.python.parent,
                               env={**self.environment, **variables})
@@ -155,7 +157,9 @@ def test_its_name_says_what_it_runs_on(wheel: Path, variants: list[str]) -> None
 
 def test_everything_in_it_has_a_notice(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        notices = {name.removeprefix(NOTICES): archive.read(name) for name in archive.namelist() if name.startswith(NOTICES)}
+        notices = {
+            name.removeprefix(NOTICES): archive.read(name) for name in archive.namelist() if name.startswith(NOTICES)
+        }
         libraries = [name for name in archive.namelist() if name.startswith(ADDED) and ".so" in name]
     assert libraries, "no system is sure to have libgomp"
     assert without_notice(wheel) == []

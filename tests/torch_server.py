@@ -84,7 +84,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # imported when they are named
+    _ = transformers.AutoModelForCausalLM, transformers.AutoTokenizer  # imported when they are named
     gc.freeze()  # else the first collection of each fork copies all that was imported
     torch.set_num_threads(1)  # the matrices of the tests are too small to share
     forks: set[int] = set()

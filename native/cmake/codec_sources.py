@@ -47,7 +47,11 @@ def update(tree: Path, source: Source) -> None:
     pin = read_pin(source.pin_file, source.variable, source.contents)
     stamp = tree.parent / f".{tree.name}"
     state = f"{pin.line}\n"
-    if stamp.is_file() and stamp.read_text() == state and all((tree / name).is_file() for name in source.files.values()):
+    if (
+        stamp.is_file()
+        and stamp.read_text() == state
+        and all((tree / name).is_file() for name in source.files.values())
+    ):
         return
     archive = find_sdist(pin)
     found = read_archive(archive, pin, source.files.__contains__)

@@ -425,7 +425,9 @@ def update_bindings(directory: Path) -> None:
     if not {first, BINDINGS_LICENSE} <= set(files):
         raise SourceError(f"{archive} holds no {first} or no {BINDINGS_LICENSE}: the archive's layout changed")
     if EAGER not in files[first]:
-        raise SourceError(f"{archive}: {first} no longer imports llama_cpp.llama as a whole: what it does has to be read")
+        raise SourceError(
+            f"{archive}: {first} no longer imports llama_cpp.llama as a whole: what it does has to be read"
+        )
     files[first] = CLAIM + files[first].replace(EAGER, LATER)
     stamp.unlink(missing_ok=True)
     write_tree(directory, files)

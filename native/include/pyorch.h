@@ -236,11 +236,11 @@ pyorch_status pyorch_recover(
 typedef struct pyorch_engine pyorch_engine;
 
 typedef enum pyorch_policy {
-    PYORCH_LRU         = 0, // least recently used goes first
-    PYORCH_LFU         = 1, // least frequently used goes first, old uses fade
-    PYORCH_FINEMOE     = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
-    PYORCH_BELADY      = 3, // needed last goes first: in a replay, which knows
-    PYORCH_LEARNED     = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
+    PYORCH_LRU     = 0, // least recently used goes first
+    PYORCH_LFU     = 1, // least frequently used goes first, old uses fade
+    PYORCH_FINEMOE = 2, // lowest frequency times forecast probability goes first (FineMoE, section 4.5)
+    PYORCH_BELADY  = 3, // needed last goes first: in a replay, which knows
+    PYORCH_LEARNED = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
 
     // For replays alone, to be compared with.
     PYORCH_BANDIT      = 5, // least frequently used goes first, fading as fast as lately hit most often

@@ -94,7 +94,7 @@ class Machine:
                 write_probe(shape, paths[n_blocks], n_blocks)
             runs: dict[int, list[Measurement]] = {n_blocks: [] for n_blocks in paths}
             total = N_ROUNDS * len(paths)
-            for i in range(N_ROUNDS):
+            for _ in range(N_ROUNDS):
                 for n_blocks, path in paths.items():
                     done = sum(map(len, runs.values()))
                     self._on_progress("measuring how fast this machine computes", done, total)

@@ -152,7 +152,7 @@ def _pieces(tensor: _Tensor, filled: bool) -> Iterator[bytes | memoryview]:
         yield gguf.quants.quantize(rows, tensor.kind).tobytes()
     elif ".ffn_gate_inp." in tensor.name and tensor.name.endswith(".weight"):
         yield random.normal(0, 0.1, tensor.shape).astype(np.float32).tobytes()
-    elif "norm" in tensor.name and tensor.name.endswith(".weight") or "rope_f" in tensor.name:
+    elif ("norm" in tensor.name and tensor.name.endswith(".weight")) or "rope_f" in tensor.name:
         yield np.ones(tensor.shape, np.float32).tobytes()
     elif tensor.is_of_experts and (filled or tensor.kind == gguf.GGMLQuantizationType.MXFP4):
         block = _NOTHING.get(tensor.kind, b"\0")

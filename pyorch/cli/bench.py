@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.data])
     if args.plot is not None:
         check_plot(args.plot)
-    first = {"prefetch": prefetch for prefetch in listed(args, "prefetch")[:1]}  # what goes with it is checked here
+    given = listed(args, "prefetch")
+    first = {"prefetch": given[0]} if given else {}  # what goes with it is checked here
     each = [Settings(**given_settings(one, "budget", "policy", "prefetch"), **first)
             for one in one_by_one(args, "substitution")]
     if each[0].device != NONE:

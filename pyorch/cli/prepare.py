@@ -327,9 +327,7 @@ class _Preparation:
             "for --lossy buddies: similar experts stand in for absent ones")
 
     def _ghosts(self) -> _Call:
-        return ["--trace", str(self._trace)], lambda result: (
-            "for --lossy ghosts: {:.0%} of the squared output of absent experts is lost, without ghosts all of it".format(
-                sum(layer["left"] for layer in result["layers"]) / len(result["layers"])))
+        return ["--trace", str(self._trace)], _of_ghosts
 
     def _tune(self) -> _Call:
         share = self._share()
@@ -341,6 +339,11 @@ class _Preparation:
 _Call = tuple[list[str], Callable[[dict], str]]  # words of the command; a sentence of what its --json prints
 
 
+def _of_ghosts(result: dict) -> str:
+    left = sum(layer["left"] for layer in result["layers"]) / len(result["layers"])
+    return f"for --lossy ghosts: {left:.0%} of the squared output of absent experts is lost, without ghosts all of it"
+
+
 def _of_calibration(result: dict) -> str:
     trials = {trial["distance"]: trial["tpot_ms"] for trial in result["trials"]}
     if result["distance"] is None:
@@ -348,7 +351,9 @@ def _of_calibration(result: dict) -> str:
     ahead, without = trials[result["distance"]], trials[0]
     if ahead > _SAME * without:
         return "reading ahead gains nothing here, in a replay at a budget of 40 %"
-    return f"a token takes {ahead:.3g} ms in place of {without:.3g} without reading ahead, in a replay at a budget of 40 %"
+    return (
+        f"a token takes {ahead:.3g} ms in place of {without:.3g} without reading ahead, in a replay at a budget of 40 %"
+    )
 
 
 def _content(step: Step, path: Path, model_map: ModelMap) -> object | None:

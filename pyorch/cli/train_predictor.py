@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
                 model.note or f"{args.model}: pyorch does not manage its experts, so it does not see its routers")
         trained = train(model, args.data, file.default_vectors, settings, n_tokens=args.tokens, **sizes,
                         verbose=args.verbose, on_progress=progress.update)
-        hybrid = {il: False for il in file.default_vectors.vectors}
+        hybrid = dict.fromkeys(file.default_vectors.vectors, False)
         hybrid |= {layer.il: layer.hybrid for layer in trained.layers}
         dataclasses.replace(file, estimator=trained.estimator, hybrid=hybrid,
                             curve=trained.curve).write(output, model.map)
@@ -116,10 +116,13 @@ def _parts(report: Report) -> list[str | Table]:
     means = (sum(getattr(layer, name) for layer in report.layers) / n for name in ("quasi_hidden", "estimator"))
     rows.append(("mean", *(f"{mean:.1%}" for mean in means)))
     return [
-        Table(("layer", "quasi-hidden", "estimator"), rows,
-              title=f"recall of both predictors on {report.n_held_out} tokens that were held out"),
+        Table(
+            ("layer", "quasi-hidden", "estimator"),
+            rows,
+            title=f"recall of both predictors on {report.n_held_out} tokens that were held out",
+        ),
         "",
         f"{report.path}: an estimator of {report.n_parameters} parameters, trained on {report.n_training} tokens, as "
-        f"it was after {report.best_part} of {len(report.losses) - 1} parts of the training; hybrid uses it in {better} "
-        f"of {n} layers",
+        f"it was after {report.best_part} of {len(report.losses) - 1} parts of the training; hybrid uses it in "
+        f"{better} of {n} layers",
     ]

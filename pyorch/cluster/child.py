@@ -113,7 +113,9 @@ class Serving:
         """Counters, as a dictionary."""
         import psutil
 
-        counters = Counters(os.getpid(), psutil.Process().memory_info().rss, pinned=len(self._pinned), **self._metrics())
+        counters = Counters(
+            os.getpid(), psutil.Process().memory_info().rss, pinned=len(self._pinned), **self._metrics()
+        )
         if self._engine is not None:
             stats = self._engine.stats()
             counters = dataclasses.replace(counters, **{

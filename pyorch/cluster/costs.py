@@ -120,7 +120,7 @@ class Costs:
         expert = np.atleast_1d(np.asarray(sizes.expert, np.float64))
         if len(expert) not in (1, n_layers):
             raise PyorchError(f"expert_bytes are of {len(expert)} layers: there are {n_layers}")
-        if not (1 <= expert.min() and expert.max() <= MOST_OF_EXPERT):
+        if not (expert.min() >= 1 and expert.max() <= MOST_OF_EXPERT):
             raise PyorchError(f"expert_bytes are from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
                               f"least, and {MOST_OF_EXPERT:g} at most")
         columns = {field.name: np.array([getattr(server, field.name) for server in servers], np.float64)

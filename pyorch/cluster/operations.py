@@ -347,7 +347,7 @@ def _nodes(ray: ModuleType, cluster: Cluster) -> dict[str, str]:
         fitting = [
             node["NodeManagerAddress"] for node in alive
             if node["NodeManagerAddress"] in wanted or node["NodeManagerHostname"] == server.address
-            or is_here and node["NodeManagerAddress"] == here
+            or (is_here and node["NodeManagerAddress"] == here)
         ]
         if not fitting:
             there = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))

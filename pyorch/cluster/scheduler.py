@@ -101,8 +101,17 @@ class Scheduler:
 
     def report(self) -> Report:
         """How it does, now."""
-        return Report(os.getpid(), self._setting.interval, self._next, self._number, self._last, dict(self._recent.local),
-                      self._moving, self._moved, self._failed)
+        return Report(
+            os.getpid(),
+            self._setting.interval,
+            self._next,
+            self._number,
+            self._last,
+            dict(self._recent.local),
+            self._moving,
+            self._moved,
+            self._failed,
+        )
 
     def rebalance(self) -> Verdict:
         """Decides now. If experts are to move, they do so behind."""
@@ -296,7 +305,7 @@ class Scheduler:
         self._ask(self._names, "remember", lambda name: (memo,), _LOOK_SECONDS)
 
     def _all(
-        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0,
+        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> None:
         """Asks servers for what returns "" or a sentence. PyorchError where one cannot, or does not answer."""
         answers = self._ask(names, method, arguments, seconds)
@@ -307,7 +316,7 @@ class Scheduler:
                 raise PyorchError(f"server {name}: {answers[name]}")
 
     def _ask(
-        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0,
+        self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> dict[str, Any]:
         """What servers answer, by name; those that do not in time are left out."""
         ray = ray_library()

@@ -27,18 +27,7 @@ import numpy as np
 from pyorch.cluster.channel import Channel
 from pyorch.cluster.links import Echo, Measured, measure_link
 from pyorch.cluster.local_ray import CHILD, ray_library
-from pyorch.cluster.members import (
-    ABSENT,
-    REFUSED,
-    SERVING,
-    STARTING,
-    Activity,
-    Counters,
-    Job,
-    Membership,
-    Plan,
-    Status,
-)
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Counters, Job, Membership, Plan, Status
 from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
@@ -68,7 +57,10 @@ class Server:
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
         self._connecting: dict[str, str] = {}  # to whom this server is not connected yet, and why not
-        self._planned: tuple[Placement | None, int] = (Placement.from_fields(job.placement) if job.placement else None, 0)
+        self._planned: tuple[Placement | None, int] = (
+            Placement.from_fields(job.placement) if job.placement else None,
+            0,
+        )
         self._planning = threading.Lock()  # who changes the plan here and in the serving process
         self._memo: Any = None
         self._model_map: ModelMap | None = None  # of experts that others ask for

@@ -110,7 +110,9 @@ class Connection:
         self.secure: socket.socket | None = None
         self.plain: socket.socket | None = None
         self.joined = False
-        self.heard = way.secure  # who connects was believed before it is carried; who is reached shows by a byte that it does
+        self.heard = (
+            way.secure
+        )  # who connects was believed before it is carried; who is reached shows by a byte that it does
         self.refused = False
 
     def begin(self) -> None:
@@ -175,7 +177,7 @@ class Connection:
         source, target = self.ends[number], self.ends[1 - number]
         while not source.ended and not target.pending:
             data = source.receive()
-            self.heard = self.heard or bool(data) and number == _SECURE
+            self.heard = self.heard or (bool(data) and number == _SECURE)
             if data and not target.closing:
                 target.send(data)
             if not source.holds():

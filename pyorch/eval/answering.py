@@ -23,15 +23,7 @@ from pyorch.eval import generation, harness_arguments
 from pyorch.eval.arrival import Arrival
 from pyorch.eval.harness_arguments import Arguments
 from pyorch.eval.likelihood import MAX_CONTINUATIONS, Likelihoods, Prompt, likelihoods
-from pyorch.eval.method import (
-    ORIGINAL,
-    dynamic_model,
-    lossy_method,
-    n_ubatch,
-    read_buddies,
-    simulated,
-    static_model,
-)
+from pyorch.eval.method import ORIGINAL, dynamic_model, lossy_method, n_ubatch, read_buddies, simulated, static_model
 from pyorch.llama.model import Model
 from pyorch.settings.budget import AUTO
 

@@ -20,16 +20,7 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.eval import arc, levers, perplexity
-from pyorch.eval.method import (
-    ORIGINAL,
-    Method,
-    lossy_method,
-    n_ubatch,
-    read_buddies,
-    simulated,
-    slots,
-    static_model,
-)
+from pyorch.eval.method import ORIGINAL, Method, lossy_method, n_ubatch, read_buddies, simulated, slots, static_model
 from pyorch.eval.search import PARTS, Evidence, Goal, Judge, Search, Trial
 from pyorch.eval.speed import Speed, measure_speed, median
 from pyorch.llama.model import Model

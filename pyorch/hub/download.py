@@ -13,8 +13,14 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import (
-    EntryNotFoundError, GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError,
-    OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError,
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
 )
 
 from pyorch.errors import PyorchError

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any, cast
 
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import default, lib, new, string
@@ -20,7 +21,7 @@ def _flags(prefix: str) -> dict[str, int]:
 
 
 # ROUTERS, STATES, ...: the library's PYORCH_NEEDS_*, of which pyorch.h says what they mean.
-Needs = enum.IntFlag("Needs", _flags("PYORCH_NEEDS_"))  # type: ignore[misc]
+Needs = cast(Any, enum.IntFlag)("Needs", _flags("PYORCH_NEEDS_"))
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Choice:
     name: str
     value: int
     description: str
-    needs: Needs
-    uses: Needs
+    needs: enum.IntFlag
+    uses: enum.IntFlag
     executable: bool
 
 
@@ -74,7 +75,7 @@ class Choices(Mapping[str, Choice]):
     def executable(self) -> tuple[str, ...]:
         return tuple(name for name, choice in self.items() if choice.executable)
 
-    def needing(self, needs: Needs) -> tuple[str, ...]:
+    def needing(self, needs: enum.IntFlag) -> tuple[str, ...]:
         """The names of those that need one of these."""
         return tuple(name for name, choice in self.items() if choice.needs & needs)
 

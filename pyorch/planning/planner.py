@@ -54,7 +54,7 @@ class Split:
     token waits on average (Algorithm 3). batch: tokens of as many sequences, for a token where it is more than one.
     """
 
-    shares: tuple[float, float, float, float]
+    shares: tuple[float, ...]
     compressed: bool
     capacities: np.ndarray
     hits: np.ndarray

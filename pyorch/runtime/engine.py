@@ -25,7 +25,6 @@ from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
 from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
 
-
 _capturing = threading.local()  # engine: that captures what this thread loads
 
 

@@ -211,7 +211,9 @@ class Residency:
         try:
             experts = {int(il): sorted({_index(i) for i in ids}) for il, ids in value.items()}
         except (AttributeError, TypeError, ValueError):
-            raise PyorchError(f'{name} is not understood: use lists of experts by layer, such as {{"3": [0, 7]}}') from None
+            raise PyorchError(
+                f'{name} is not understood: use lists of experts by layer, such as {{"3": [0, 7]}}'
+            ) from None
         for il, ids in experts.items():
             n_expert = self.engine.n_expert.get(il)
             if n_expert is None:

@@ -131,7 +131,7 @@ def _answer_of(handler: Callable[[Request], Handler], exchange: Any) -> Answer |
         return handler(request)(request)
     except PyorchError as error:
         return refusal(400, str(error))
-    except Exception as error:  # noqa: BLE001: the server goes on
+    except Exception as error:  # the server goes on
         traceback.print_exc(file=sys.stderr)
         return refusal(500, f"{type(error).__name__}: {error}")
 

@@ -20,7 +20,6 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.settings.substitution import Substitution
 
-
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_TOKENS = (1 << 31) - 1
 

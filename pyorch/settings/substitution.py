@@ -48,7 +48,7 @@ def _whole(most: int) -> Callable[[Any], int]:
     """Reads whole numbers that the library can be told."""
     def read(given: Any) -> int:
         number = int(given)
-        if number != given and not isinstance(given, str) or abs(number) > most:
+        if (number != given and not isinstance(given, str)) or abs(number) > most:
             raise ValueError(given)
         return number
 
@@ -167,8 +167,10 @@ class Substitution:
         if not isinstance(text, str):
             raise TypeError(f"{text!r} is not text")
         if not text.strip():
-            raise PyorchError(f'lossy settings are empty: begin with {" or ".join(PRESETS)}, or give KEY=VALUE, such as '
-                              "max_replaced=3")
+            raise PyorchError(
+                f"lossy settings are empty: begin with {' or '.join(PRESETS)}, or give KEY=VALUE, such as "
+                "max_replaced=3"
+            )
         known, values = options(cls), {}
         plain = {option.plain: name for name, option in known.items() if option.plain}
         first, _, rest = text.partition(",")
@@ -190,11 +192,12 @@ class Substitution:
             if key in values:
                 raise PyorchError(f'lossy setting "{_plain(key)}" is given twice')
             values[key] = "1" if key == "prefill" and not equals else value
-        return cls(**values)
+        return cls(**values)  # type: ignore[arg-type]  # the fields read text
 
     def __str__(self) -> str:
         """What parse() reads, in plain names, without defaults; behind heaviest or ghosts what differs from them."""
-        changed, preset = texts(self), ()
+        changed = texts(self)
+        preset: tuple[str, ...] = ()
         for name, settings in PRESETS.items():
             fixed = texts(Substitution.parse(settings))
             if fixed and fixed.keys() <= changed.keys() and all(changed[key] == fixed[key] for key in ("mode", "miss")):

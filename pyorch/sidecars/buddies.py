@@ -37,7 +37,9 @@ class LayerBuddies:
     activations: np.ndarray  # int64[n_expert], tokens of the trace that selected the expert
     tae_percentiles: np.ndarray  # float32[101] of the Token Activating Entropy (eq. 1)
     margin_percentiles: np.ndarray  # float32[101] of the margin between the two largest probabilities
-    left: np.ndarray | None = None  # float32[n_expert, k_max], what a buddy with that factor leaves of the replaced expert's
+    left: np.ndarray | None = (
+        None  # float32[n_expert, k_max], what a buddy with that factor leaves of the replaced expert's
+    )
     #                                 squared output; nan as scale is; None: a file of before has none
 
     @property
@@ -154,7 +156,7 @@ def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> 
         if found[name] is None or found[name].dtype != dtype:
             raise FormatError(f"{path}: layer {il} has no {name} of type {np.dtype(dtype)}")
     k_max = found["ids"].shape[-1]
-    shapes: dict[str, tuple[int, ...]] = {name: (n_expert, k_max) for name in ("ids", "q", "scale")}
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("ids", "q", "scale"), (n_expert, k_max))
     shapes |= {"activations": (n_expert,), "tae_percentiles": (N_PERCENTILES,), "margin_percentiles": (N_PERCENTILES,)}
     for name, shape in shapes.items():
         if found[name].shape != shape:

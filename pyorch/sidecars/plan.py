@@ -175,8 +175,8 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
             and inclusion.shape == (len(layers), max((layer.n_expert for layer in layers), default=0))
             and np.isfinite(inclusion).all()
             and isinstance(codecs, list) and all(isinstance(codec, str) for codec in codecs)
-            and (not len(uses) or uses.shape == inclusion.shape and np.issubdtype(uses.dtype, np.integer)
-                 and uses.min() >= 0 and (uses.sum(axis=1) > 0).all())
+            and (not len(uses) or (uses.shape == inclusion.shape and np.issubdtype(uses.dtype, np.integer)
+                 and uses.min() >= 0 and (uses.sum(axis=1) > 0).all()))
         ):
             fields = {name: value[name] for name in Plan.__dataclass_fields__}
             rows = _restored(inclusion, model_map.info.n_expert_used)

@@ -180,7 +180,9 @@ def _estimator(
     path: str | os.PathLike[str], model_map: ModelMap, arrays: dict[str, np.ndarray], n_embd: int
 ) -> Estimator | None:
     names = [field.name for field in dataclasses.fields(Estimator)]
-    found = {name: np.asarray(arrays[f"estimator.{name}"], np.float32) for name in names if f"estimator.{name}" in arrays}
+    found = {
+        name: np.asarray(arrays[f"estimator.{name}"], np.float32) for name in names if f"estimator.{name}" in arrays
+    }
     if not found:
         return None
     try:

@@ -142,7 +142,7 @@ class RecordStream:
 
     def send(self, chosen: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
         """Decodes the requests with chosen, bool[n_requests], and gives their records, a batch at a time."""
-        self._session.stream((it for it in self._requests() if chosen[it.number]), take)
+        self._session.stream((request for request in self._requests() if chosen[request.number]), take)
 
     def _requests(self) -> Iterator[_Request]:
         return self._session.pieces(self._documents(), self._limit)

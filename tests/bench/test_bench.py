@@ -56,21 +56,21 @@ def test_report_is_complete_and_consistent(small_moe: Path, capfd: pytest.Captur
     assert main(["bench", str(small_moe), "--budget", "40%", "--baseline", "mmap,stock", "--json", *WORK]) == 0
     report = json.loads(capfd.readouterr().out)
 
-    info, by_label = report["info"], {it["config"]["label"]: it for it in report["summaries"]}
+    info, by_label = report["info"], {summary["config"]["label"]: summary for summary in report["summaries"]}
     assert list(by_label) == ["all resident", "budget 40%", "llama.cpp mmap", "llama.cpp, all in memory"]
     assert len(report["runs"]) == 4 and len(report["bandwidths"]) == 5
-    assert all(it["bytes_per_second"] > 0 for it in report["bandwidths"])
+    assert all(bandwidth["bytes_per_second"] > 0 for bandwidth in report["bandwidths"])
     for run in report["runs"]:
         assert run["failure"] == ""
-        it = run["measurement"]
-        assert it["prefill"]["n_tokens"] == 32 and it["decode"]["n_tokens"] == 16
-        assert it["ttft_seconds"] > it["load_seconds"] > 0
-        assert it["peak_memory_bytes"] > info["dense_bytes"]
+        measurement = run["measurement"]
+        assert measurement["prefill"]["n_tokens"] == 32 and measurement["decode"]["n_tokens"] == 16
+        assert measurement["ttft_seconds"] > measurement["load_seconds"] > 0
+        assert measurement["peak_memory_bytes"] > info["dense_bytes"]
         if run["config"]["mode"] == ENGINE:
-            uses = it["decode"]["hits"] + it["decode"]["misses"]
+            uses = measurement["decode"]["hits"] + measurement["decode"]["misses"]
             assert uses == 16 * info["n_moe_layers"] * info["n_expert_used"]
-            assert 0 < it["peak_expert_bytes"] <= it["budget_bytes"] <= info["slots_bytes"]
-            assert it["decode"]["useful_bytes"] <= it["decode"]["bytes_read"]
+            assert 0 < measurement["peak_expert_bytes"] <= measurement["budget_bytes"] <= info["slots_bytes"]
+            assert measurement["decode"]["useful_bytes"] <= measurement["decode"]["bytes_read"]
 
     resident, budget = by_label["all resident"], by_label["budget 40%"]
     assert resident["decode_hit_rate"] == 1 and resident["decode_bytes_per_token"] == 0
@@ -137,24 +137,29 @@ def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(sm
         asked = plan.Plan(budgets=(BUDGET.settings.budget,), busy=(0, 2))
         configs, pairs = plan.configurations(asked, model_map.info)
     labels = ("budget 40%", "budget 40%, beside 2 busy processes")
-    assert [(it.label, it.n_busy) for it in configs[2:]] == list(zip(labels, (0, 2)))
-    results = Results(tuple(run_of(it, 1.0 + it.n_busy) for it in configs), ())
+    assert [(config.label, config.n_busy) for config in configs[2:]] == list(zip(labels, (0, 2)))
+    results = Results(tuple(run_of(config, 1.0 + config.n_busy) for config in configs), ())
     assert table.ratio_lines(results, pairs) == [
         f"{label}, beside 2 busy processes: decode 0.33x {label}" for label in ("all resident", "budget 40%")]
 
 
 def test_lossy_settings_stand_behind_the_lossless_one(small_moe: Path):
-    lossy = tuple(Settings(substitution=it) for it in ("mode=none,miss=drop", "mode=random"))
+    lossy = tuple(Settings(substitution=lossy_setting) for lossy_setting in ("mode=none,miss=drop", "mode=random"))
     with ModelMap(small_moe) as model_map:
         asked = plan.Plan(Settings(policy="lru"), lossy, tuple(map(Budget.parse, ("40%", "30%"))))
         configs, pairs = plan.configurations(asked, model_map.info)
-    assert [it.label for it in configs[1:]] == [
+    assert [config.label for config in configs[1:]] == [
         f"budget {budget}{change}" for budget in ("40%", "30%") for change in (
             "", ", lossy mode=none,miss=drop", ", lossy mode=random")]
     assert [(configs.index(one), configs.index(base)) for one, base in pairs] == [(2, 1), (3, 1), (5, 4), (6, 4)]
-    assert all(it.settings.policy == "lru" for it in configs[1:])
-    tuned, = (it for it in plan.configurations(
-        plan.Plan(Settings(), (Settings(tuned="a.json"),), (Budget.parse("40%"),)), model_map.info)[0] if it.lossy)
+    assert all(config.settings.policy == "lru" for config in configs[1:])
+    (tuned,) = (
+        configuration
+        for configuration in plan.configurations(
+            plan.Plan(Settings(), (Settings(tuned="a.json"),), (Budget.parse("40%"),)), model_map.info
+        )[0]
+        if configuration.lossy
+    )
     assert str(tuned.settings.tuned) == "a.json" and tuned.label == "budget 40%, lossy a.json"
 
 
@@ -166,12 +171,12 @@ def test_the_text_that_is_timed_is_judged(small_moe: Path, tmp_path: Path, capfd
     assert main([*command, "--plot", str(tmp_path / "read.png"), "--json"]) == 0
     assert (tmp_path / "read.png").read_bytes().startswith(b"\x89PNG")
     resident, lossless, *lossy = json.loads(capfd.readouterr().out)["runs"]
-    said = [it["measurement"]["text"] for it in (resident, lossless, *lossy)]
+    said = [run["measurement"]["text"] for run in (resident, lossless, *lossy)]
     assert said[0]["most_probable"] == said[1]["most_probable"] != said[2]["most_probable"], "lossless is lossless"
     assert said[0]["log_likelihood"] == said[1]["log_likelihood"] != said[2]["log_likelihood"]
-    for it in said:
-        assert len(it["most_probable"]) == len(it["seconds"]) == len(it["bytes_read"]) == 24
-        assert it["seconds"] == sorted(it["seconds"]) and it["bytes_read"] == sorted(it["bytes_read"])
+    for text in said:
+        assert len(text["most_probable"]) == len(text["seconds"]) == len(text["bytes_read"]) == 24
+        assert text["seconds"] == sorted(text["seconds"]) and text["bytes_read"] == sorted(text["bytes_read"])
 
 
 def test_changes_of_a_text_are_counted_where_both_decoded_it():
@@ -337,7 +342,9 @@ def test_runs_are_compared_with_those_of_their_own_round():
     quiet = run_of(RESIDENT, 1.0), run_of(BUDGET, 2.0)
     noisy = run_of(RESIDENT, 3.0, round=1), run_of(BUDGET, 6.0, round=1)
     assert decode_roofline(*quiet, *noisy) == pytest.approx(0.5)
-    assert ratio(Results((*quiet, *noisy), ()), RESIDENT, BUDGET, lambda it: it.decode.rate) == pytest.approx(2.0)
+    assert ratio(
+        Results((*quiet, *noisy), ()), RESIDENT, BUDGET, lambda measured: measured.decode.rate
+    ) == pytest.approx(2.0)
 
 
 def test_a_miss_costs_what_was_waited_for_it():

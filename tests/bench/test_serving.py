@@ -27,12 +27,12 @@ def test_each_way_answers_the_same_requests_and_leaves_no_server(small_moe: Path
     assert main(["bench", "serve", str(small_moe), "--budget", "40%", "--baseline", "mmap", "--np", "1,2", "--json",
                  *WORK]) == 0
     report = json.loads(capfd.readouterr().out)
-    assert [(it["served"]["config"]["label"], it["served"]["slots"]) for it in report["summaries"]] == [
+    assert [(summary["served"]["config"]["label"], summary["served"]["slots"]) for summary in report["summaries"]] == [
         ("budget 40%", 1), ("budget 40%", 2), ("llama.cpp mmap", 1), ("llama.cpp mmap", 2)]
-    for it in report["summaries"]:
-        assert (it["n_requests"], it["n_answered"], it["failure"]) == (3, 3, "")
-        assert 0 < it["ttft"][0] <= it["ttft"][1] <= it["ttft"][2] and it["throughput"] > 0
-        assert (it["hit_rate"] is None) == (it["served"]["config"]["mode"] != ENGINE)
+    for summary in report["summaries"]:
+        assert (summary["n_requests"], summary["n_answered"], summary["failure"]) == (3, 3, "")
+        assert 0 < summary["ttft"][0] <= summary["ttft"][1] <= summary["ttft"][2] and summary["throughput"] > 0
+        assert (summary["hit_rate"] is None) == (summary["served"]["config"]["mode"] != ENGINE)
     assert 0 < report["summaries"][0]["hit_rate"] < 1 and report["suits"].keys() == {"budget 40%", "llama.cpp mmap"}
     for run in report["runs"]:
         assert [(a["n_prompt"], a["n_tokens"]) for a in run["answers"]] == [

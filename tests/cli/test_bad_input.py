@@ -12,9 +12,9 @@ from ggufs import split, write_moe_model
 from mutations import set_metadata
 from processes import pyorch
 
-from pyorch.llama import memory
 from pyorch.cli import main
 from pyorch.errors import FormatError
+from pyorch.llama import memory
 from pyorch.llama.model import load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import default_path

@@ -224,12 +224,17 @@ def test_chat_answers_every_line_until_the_input_ends(small_moe: Path) -> None:
 def test_inspect_tells_what_the_file_holds(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_moe.with_name("small-moe.buddies.gguf").touch()
     assert main(["inspect", str(small_moe), "--json"]) == 0
-    it = json.loads(capsys.readouterr().out)
-    assert (it["arch"], it["n_moe_layers"], it["n_expert"], it["n_expert_used"]) == ("qwen2moe", 8, 64, 6)
-    assert it["expert_bytes"] == 3 * 128 * 32 * 2 and it["experts_bytes"] == 8 * 64 * it["expert_bytes"]
-    assert it["file_bytes"] == small_moe.stat().st_size > it["experts_bytes"] + it["dense_bytes"]
-    assert it["kv_cache_bytes"] == 4096 * 8 * 2 * (32 + 32) * 2  # tokens, layers, heads, K and V, F16
-    assert it["sidecars"] == {"buddies": str(small_moe.with_name("small-moe.buddies.gguf"))}
+    report = json.loads(capsys.readouterr().out)
+    assert (report["arch"], report["n_moe_layers"], report["n_expert"], report["n_expert_used"]) == (
+        "qwen2moe",
+        8,
+        64,
+        6,
+    )
+    assert report["expert_bytes"] == 3 * 128 * 32 * 2 and report["experts_bytes"] == 8 * 64 * report["expert_bytes"]
+    assert report["file_bytes"] == small_moe.stat().st_size > report["experts_bytes"] + report["dense_bytes"]
+    assert report["kv_cache_bytes"] == 4096 * 8 * 2 * (32 + 32) * 2  # tokens, layers, heads, K and V, F16
+    assert report["sidecars"] == {"buddies": str(small_moe.with_name("small-moe.buddies.gguf"))}
     small_moe.with_name("small-moe.buddies.gguf").unlink()
     assert main(["inspect", str(small_moe)]) == 0
     assert "64 a layer, 6 used for a token, 24 KiB each (bf16)" in capsys.readouterr().out
@@ -254,9 +259,13 @@ def test_verify_finds_a_single_wrong_bit(
 
     monkeypatch.setattr(verify, "replayed", one_bit_off)
     assert main(["verify", str(small_moe), "--budget", "60%", "--tokens", "4", "--json"]) == 1
-    (it,) = json.loads(capsys.readouterr().out)
-    assert not it["identical"] and it["first_difference"]["position"] == 20 and it["first_difference"]["token"] == 7
-    assert it["top1_agreement"] == 1 and 0 < it["max_abs_difference"] < 1e-5
+    (report,) = json.loads(capsys.readouterr().out)
+    assert (
+        not report["identical"]
+        and report["first_difference"]["position"] == 20
+        and report["first_difference"]["token"] == 7
+    )
+    assert report["top1_agreement"] == 1 and 0 < report["max_abs_difference"] < 1e-5
 
 
 def test_output_to_a_full_disk_is_an_error_in_a_sentence(small_moe: Path) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from models import assert_same_bits, small_model
 from packs_of_choice import WHOLE, all_but_the_first, pack_with
-from pyorch.convert import pack as packing
 
 from pyorch.cli import main
+from pyorch.convert import pack as packing
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import memory, pools
 from pyorch.llama.context import Context
@@ -73,8 +73,8 @@ def trace(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
-    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
-        return np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as ctx:
+        return np.concatenate([ctx.decode(tokens), *(ctx.decode([token]) for token in tokens[:12])])
 
 
 def planned(capsys: pytest.CaptureFixture[str], *args: object) -> dict:
@@ -156,7 +156,9 @@ def test_other_forms_are_taken_where_they_gain_more_than_a_handicap(model: Path,
         planner = new_planner(packed, inclusion_by_rank(recording.experts, recording.n_expert), machine)
         whole = planner.cost((1, 0, 0, 0), budget - reserved)
         splits = [whole, *planner.plan(budget, "FCSE", STEP, reserved, n_finalists=3).finalists]
-        free, held = (choose(splits, packed, plain, recording, budget, machine, it) for it in (1.0, HANDICAP))
+        free, held = (
+            choose(splits, packed, plain, recording, budget, machine, handicap) for handicap in (1.0, HANDICAP)
+        )
     assert free.best.is_mixed and free.best is free.divided is held.divided and held.best is whole
 
 
@@ -184,8 +186,8 @@ def test_an_expert_has_its_pool_from_the_first_token_on_where_uses_are_known(
 
     def stored_bytes() -> int:
         with small_model(model, "30%", pools="0.4,0.6,0,0") as loaded:
-            with Context(loaded.llama.model, n_ctx=64, n_threads=1) as it:
-                it.decode(prompt_tokens[:1])
+            with Context(loaded.llama.model, n_ctx=64, n_threads=1) as ctx:
+                ctx.decode(prompt_tokens[:1])
             loaded.engine.wait_idle()  # what is being read ahead is stored until it is decoded
             return loaded.engine.stats().stored_bytes
 
@@ -249,7 +251,7 @@ def test_bench_prints_what_a_token_was_planned_to_wait_beside_what_it_waited(
     wait_ms = planned(capsys, model, "--trace", trace, "--budget", "30%", *SPEEDS)["rows"][0]["wait_ms"]
     assert main(["bench", str(model), "--budget", "30%", "--repeat", "1", "--tokens", "8", "--prompt-tokens", "16",
                  "--threads", "1"]) == 0
-    line, = (it for it in capsys.readouterr().out.splitlines() if it.startswith("budget 30%"))
+    line, = (line for line in capsys.readouterr().out.splitlines() if line.startswith("budget 30%"))
     assert re.search(rf"\d \({wait_ms:.1f} planned\)", line)
 
 

@@ -177,7 +177,13 @@ def test_long_commands_show_how_far_they_are(
     monkeypatch: pytest.MonkeyPatch, torch_at_hand: None,
 ) -> None:
     fixtures = Path(__file__).parents[1] / "fixtures"
-    words = {"MODEL": small_moe, "TEXT": text, "TRACE": trace, "OUT": tmp_path / "out", "HF_DIR": fixtures / "small-moe"}
+    words = {
+        "MODEL": small_moe,
+        "TEXT": text,
+        "TRACE": trace,
+        "OUT": tmp_path / "out",
+        "HF_DIR": fixtures / "small-moe",
+    }
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     status = main([str(words.get(word, word)) for word in command.split()])

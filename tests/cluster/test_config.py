@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pyorch.cluster import config
 from pyorch.cluster.config import read_cluster
@@ -90,7 +91,7 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     cluster = read_cluster(written(tmp_path, '[[server]]\nname = "a"\nmemory = "1GiB"\n'))
     assert cluster.link("a", "b") == config.Link() and cluster.servers[0].n_devices == 1
     with pytest.raises(PyorchError, match="names no model"):
-        cluster.required_model
+        _ = cluster.required_model
     with pytest.raises(PyorchError, match='no server "b": it has a'):
         cluster.index("b")
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_cluster import SERVER, costs_of
-from dataclasses import replace
 
 from pyorch.cluster.migration import DISK, Migration, Sharing, decide, migration_seconds, remote_seconds
 from pyorch.errors import PyorchError

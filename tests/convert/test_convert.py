@@ -18,15 +18,14 @@ from types import SimpleNamespace
 import gguf
 import llama_cpp
 import pytest
-from architectures import Zoo
-from models import CHECKPOINT
 from ggufs import write_moe_model
+from models import CHECKPOINT
 from mutations import nested, set_metadata
 from processes import HANG_SECONDS, is_alive, pyorch
 
+from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import children, convert, quantization
-from pyorch import files
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
 from pyorch.errors import FormatError, PyorchError
@@ -111,7 +110,9 @@ def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_mo
                "extra_special_tokens": config.pop("additional_special_tokens")}
     (again / "chat_template.jinja").write_text(config.pop("chat_template"))
     path.write_text(json.dumps(config, indent=2))
-    read, expected = (gguf.GGUFReader(it) for it in (convert(again, out / "a.gguf", pre_tokenizer="gpt-2").path, small_moe))
+    read, expected = (
+        gguf.GGUFReader(word) for word in (convert(again, out / "a.gguf", pre_tokenizer="gpt-2").path, small_moe)
+    )
     assert read.fields.keys() == expected.fields.keys()
     for key in (key for key in expected.fields if key.startswith("tokenizer.")):
         assert read.fields[key].contents() == expected.fields[key].contents(), key
@@ -119,9 +120,14 @@ def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_mo
 
 # What is refused. Each message is one sentence that names what was wrong.
 
-@pytest.mark.parametrize("damage", [
-    lambda content: set_metadata(content, "length of tokenizer.ggml.tokens", 2**40), lambda content: nested(content, 100_000),
-], ids=["length", "nested"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: set_metadata(content, "length of tokenizer.ggml.tokens", 2**40),
+        lambda content: nested(content, 100_000),
+    ],
+    ids=["length", "nested"],
+)
 def test_a_damaged_gguf_is_not_quantized(out, tmp_path, damage):
     path = tmp_path / "tiny.gguf"
     write_moe_model(path)

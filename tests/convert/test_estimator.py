@@ -17,12 +17,12 @@ from models import CHECKPOINT, PROMPT, small_model
 from shared import torch_at_hand, with_torch
 
 import pyorch
-from pyorch.eval.calibration import Calibrated, Trial
 from pyorch.cli import main
-from pyorch.llama.context import Context
 from pyorch.convert import children
-from pyorch.convert.estimator import Settings, split
+from pyorch.convert.estimator import split
 from pyorch.errors import FormatError, PyorchError
+from pyorch.eval.calibration import Calibrated, Trial
+from pyorch.llama.context import Context
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Prediction, Routing
@@ -132,7 +132,7 @@ def test_an_estimator_needs_default_vectors(made: Made, tmp_path: Path, capsys: 
     model = tmp_path / "model.gguf"
     os.link(made.model, model)
     refused(capsys, ["train-predictor", str(model), *LEARNED], "run pyorch calibrate first")
-    assert [it.name for it in tmp_path.iterdir()] == ["model.gguf"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 @pytest.mark.parametrize("options, complaint", [
@@ -172,8 +172,14 @@ def test_recall_is_counted_by_the_choice_that_routers_make(
     assert (np.sort(plain) == np.sort(selected)).all() == (not biased and not choice)
     arrays = {f"{name}.1": array for name, array in router.arrays().items()}
     arrays |= {name: np.array(value) for name, value in router.choice().items()} | {"eps": np.zeros(2)}
-    np.savez(tmp_path / "in.npz", **arrays, **{"gate.0": router.gate, "logits": logits, "selected": selected.astype(np.int64)})
-    found = with_torch(Path(__file__).with_name("recall_process.py"), Path(children.__file__).parent, tmp_path / "in.npz")
+    np.savez(
+        tmp_path / "in.npz",
+        **arrays,
+        **{"gate.0": router.gate, "logits": logits, "selected": selected.astype(np.int64)},
+    )
+    found = with_torch(
+        Path(__file__).with_name("recall_process.py"), Path(children.__file__).parent, tmp_path / "in.npz"
+    )
     assert int(found) == selected.size
 
 
@@ -235,7 +241,11 @@ def test_calibrating_again_says_that_the_estimator_is_gone(
     assert main(["calibrate", str(model), "--data", str(TEXT), "--tokens", "200", "--threads", "1"]) == 0
     captured = capsys.readouterr()
     assert "held an estimator" in captured.err
-    assert "how many layers ahead to read was not tried: that takes 10 pieces of at most 512 tokens, and fewer were computed" in captured.out
+    assert (
+        "how many layers ahead to read was not tried: that takes 10 pieces of at most 512 tokens, and fewer were "
+        "computed"
+        in captured.out
+    )
     with ModelMap(model) as model_map:
         file = PredictorFile.read(sidecar, model_map)
         assert file.estimator is None and file.distance is None
@@ -251,7 +261,7 @@ def test_calibrating_again_says_that_the_estimator_is_gone(
     ([], None),
 ])
 def test_the_shortest_of_the_best_distances_is_chosen(milliseconds: list[float], distance: int | None) -> None:
-    trials = tuple(Trial(*it) for it in enumerate(milliseconds))
+    trials = tuple(Trial(*trial) for trial in enumerate(milliseconds))
     assert Calibrated(DefaultVectors({}, {}, 0), 1.0, trials).distance == distance
 
 
@@ -280,7 +290,9 @@ def watched(model: pyorch.Model, predictor: str, distance: int = 1) -> tuple[lis
             for i, token in enumerate(tokens):
                 context.decode([token])
                 model.engine.wait_idle()
-                guesses |= {(i, it.il_from, it.il): it.experts.tolist() for it in predictions}
+                guesses |= {
+                    (i, prediction.il_from, prediction.il): prediction.experts.tolist() for prediction in predictions
+                }
                 predictions.clear()
     routings = routings[: len(tokens) * N_LAYERS]
     model.engine.set_prefetch("none")
@@ -293,15 +305,15 @@ def test_estimates_equal_what_torch_computes(made: Made, tmp_path: Path) -> None
     il, file = 4, made.read()
     with small_model(made.model, "50%", prefetch="estimator") as model:
         routings, guesses = watched(model, "estimator")
-        routed = [it for it in routings if it.il == il]
+        routed = [routing for routing in routings if routing.il == il]
         router = model.engine.router(il + 1)
         states = np.random.default_rng(0).normal(size=(20, len(router.norm))).astype(np.float32)
         corrections = np.stack([model.engine.estimate(il, state) for state in states])
         guessed = {i: experts for (i, *layers), experts in guesses.items() if layers == [il, il + 1]}
     given = dict(
-        states=states, residuals=np.concatenate([it.residuals for it in routed]), layer=il,
-        weights=np.concatenate([it.weights for it in routed]),
-        experts=np.concatenate([it.experts for it in routed]).astype(np.int64),
+        states=states, residuals=np.concatenate([routing.residuals for routing in routed]), layer=il,
+        weights=np.concatenate([routing.weights for routing in routed]),
+        experts=np.concatenate([routing.experts for routing in routed]).astype(np.int64),
         defaults=file.default_vectors.vectors[il], norm=router.norm, eps=router.eps, gate=router.gate,
     )
     np.savez(tmp_path / "in.npz", **file.estimator.arrays(), **given)
@@ -325,13 +337,20 @@ def test_the_router_is_that_of_the_file(made: Made) -> None:
             place = model.map.tensor_range(f"blk.2.{name}.weight")
             expected = np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset)
             assert np.array_equal(array.ravel(), expected)
-        assert router.eps == np.float32(1e-6) and router.gating == "softmax" and router.bias is None and router.selection_bias is None
+        assert (
+            router.eps == np.float32(1e-6)
+            and router.gating == "softmax"
+            and router.bias is None
+            and router.selection_bias is None
+        )
 
 
 def test_hybrid_asks_the_estimator_for_the_layers_that_it_is_better_at(made: Made) -> None:
     with small_model(made.model, "50%", prefetch="hybrid") as model:
         model.engine.set_hybrid([il in (2, 5) for il in range(N_LAYERS)])
-        hybrid, estimator, quasi_hidden = (watched(model, it, 2)[1] for it in ("hybrid", "estimator", "quasi-hidden"))
+        hybrid, estimator, quasi_hidden = (
+            watched(model, name, 2)[1] for name in ("hybrid", "estimator", "quasi-hidden")
+        )
     common = hybrid.keys() & estimator.keys() & quasi_hidden.keys()
     assert len({key[1:] for key in common}) == 7 + 6 and len(common) > N_TOKENS * 13 / 4
     for key in common:

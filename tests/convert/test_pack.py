@@ -101,7 +101,7 @@ def test_check_finds_a_flipped_bit_and_says_where(model: Path, capsys: pytest.Ca
     assert main(["pack", str(model), "--check"]) == 0
     assert "512 experts of 8 layers" in capsys.readouterr().out
     path = container.default_path(model, packs.KIND)
-    tensor = next(it for it in gguf.GGUFReader(path).tensors if it.name == packs.data_name(3))
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == packs.data_name(3))
     flip(path, tensor.data_offset + tensor.n_bytes // 2 + 5)
     assert main(["pack", str(model), "--check"]) == 2
     assert re.search(r"is damaged in 1 place: expert 32 of blk\.3\.ffn_\w+_exps", capsys.readouterr().err)

@@ -74,8 +74,8 @@ def test_the_pair_computes_what_the_model_does(
     ways = ((model, "40%", False), (pair, "40%", False), (pair, "auto", False), (pair, "40%", True))
     for path, budget, mapped in ways:
         with (small_model(path, budget, use_mmap=mapped) as loaded,
-              Context(loaded.llama.model, n_ctx=64, n_threads=1) as it):
-            logits.append(it.decode(TOKENS))
+              Context(loaded.llama.model, n_ctx=64, n_threads=1) as ctx):
+            logits.append(ctx.decode(TOKENS))
     for other in logits[1:]:
         assert_same_bits(other, logits[0])
 
@@ -87,8 +87,8 @@ def test_a_compressed_pair_computes_what_the_model_does_in_every_mix_of_forms(
     compressed: Path, resident: Model, prompt_tokens: list[int], options: dict[str, str]
 ) -> None:
     def logits(model: Model) -> np.ndarray:
-        with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
-            return np.concatenate([it.decode(prompt_tokens), *(it.decode([token]) for token in prompt_tokens[:8])])
+        with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as ctx:
+            return np.concatenate([ctx.decode(prompt_tokens), *(ctx.decode([token]) for token in prompt_tokens[:8])])
 
     with small_model(compressed, **{"budget": "40%", **options}) as pair:
         assert_same_bits(logits(pair), logits(resident))
@@ -174,15 +174,15 @@ def test_a_damaged_chunk_of_each_kind_fails_the_decode_and_is_named(
         places = [next(row for row in chunks[expert, 1] if row["plane"] == plane) for expert in range(64)]
     for place in places:
         flip(pack, int(place["offset"] + place["stored"] // 2))
-    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
+    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as ctx:
         with pytest.raises(PyorchError, match=r"cannot read expert \d+ of blk.2.ffn_\w+_exps.weight from .*"
                                               "model.experts.gguf: what was read is damaged"):
-            it.decode(TOKENS)
+            ctx.decode(TOKENS)
         assert model.stats().experts.failures > 0
     for place in places:
         flip(pack, int(place["offset"] + place["stored"] // 2))
-    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
-        assert np.isfinite(it.decode(TOKENS)).all()
+    with small_model(pair, "50%") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as ctx:
+        assert np.isfinite(ctx.decode(TOKENS)).all()
     flip(pack, int(places[7]["offset"]))
     assert main(["pack", str(pair), "--check"]) == 2
     assert re.search(r"is damaged in 1 place: .*expert 7 of blk\.2\.ffn_", capsys.readouterr().err)
@@ -197,19 +197,19 @@ def test_a_pack_is_read_as_long_as_what_it_holds_is_what_was_packed(
     pair = Path(shutil.copy(slim, tmp_path / "model.gguf"))
     pack = Path(shutil.copy(container.default_path(slim, packs.KIND), container.default_path(pair, packs.KIND)))
     content = pack.read_bytes()
-    with Context(resident.llama.model, n_ctx=64, n_threads=1) as it:
-        expected = it.decode(TOKENS)
-    with small_model(pair, "20%", prefetch="none") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as it:
+    with Context(resident.llama.model, n_ctx=64, n_threads=1) as ctx:
+        expected = ctx.decode(TOKENS)
+    with small_model(pair, "20%", prefetch="none") as model, Context(model.llama.model, n_ctx=64, n_threads=1) as ctx:
         pack.chmod(0o640)
         os.utime(pack, (1, 1))
-        assert_same_bits(it.decode(TOKENS), expected)
+        assert_same_bits(ctx.decode(TOKENS), expected)
         os.truncate(pack, len(content) // 4)
         with pytest.raises(PyorchError, match=f"from {pack}: the file was changed after it was loaded"):
-            it.decode(TOKENS)
+            ctx.decode(TOKENS)
         pack.write_bytes(content)
         model.engine.wait_idle()
-        it.clear()
-        assert_same_bits(it.decode(TOKENS), expected)
+        ctx.clear()
+        assert_same_bits(ctx.decode(TOKENS), expected)
 
 
 def test_experts_of_a_compressed_pair_are_compared_as_those_of_the_model(compressed: Path, small_moe: Path) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 import transformers
 
-
 _ROWS = 40  # computed at once
 
 
@@ -24,7 +23,7 @@ def main() -> None:
     questions = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    shots = "".join(f"{context_of(it)} {right_answer(it)}\n\n" for it in questions[:n_shots])
+    shots = "".join(f"{context_of(question)} {right_answer(question)}\n\n" for question in questions[:n_shots])
     rows = []
     for question in questions[n_shots:]:
         context = tokenizer(shots + context_of(question)).input_ids
@@ -53,7 +52,7 @@ def context_of(question: dict) -> str:
 
 
 def right_answer(question: dict) -> str:
-    choices = {it["label"]: it["text"] for it in question["question"]["choices"]}
+    choices = {choice["label"]: choice["text"] for choice in question["question"]["choices"]}
     return choices[question["answerKey"]]
 
 

@@ -60,12 +60,12 @@ def whole(small_moe: Path):
 
 def write_questions(path: Path, n: int, **changes: object) -> Path:
     lines = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:n]]
-    path.write_text("".join(json.dumps({**it, **changes}) + "\n" for it in lines), encoding="utf-8")
+    path.write_text("".join(json.dumps({**line, **changes}) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
 def log_likelihoods(scores: list[Score]) -> np.ndarray:
-    return np.array([it.log_likelihoods for it in scores])
+    return np.array([score.log_likelihoods for score in scores])
 
 
 #
@@ -85,9 +85,9 @@ def test_scores_agree_with_transformers_question_by_question(
         scores = arc.score(model, task, n_threads=1)
     assert len(scores) == len(expected) == n
     assert_alike(log_likelihoods(scores), expected)
-    assert_best([it.choice for it in scores], expected)
-    lengths = np.array([[len(choice) for choice in it.question.choices] for it in scores])
-    assert_best([it.choice_norm for it in scores], expected / lengths)
+    assert_best([score.choice for score in scores], expected)
+    lengths = np.array([[len(choice) for choice in score.question.choices] for score in scores])
+    assert_best([score.choice_norm for score in scores], expected / lengths)
 
 
 @pytest.mark.parametrize("n_shots, n", [(0, 16), (3, 6)])
@@ -96,7 +96,7 @@ def test_batched_scores_are_those_of_each_choice_by_itself(whole: Model, n_shots
     batched = arc.score(whole, task, n_threads=1)
     alone = arc.score(whole, task, together=False, n_threads=1)
     assert_alike(log_likelihoods(batched), log_likelihoods(alone))
-    assert_best([it.choice for it in batched], log_likelihoods(alone))
+    assert_best([score.choice for score in batched], log_likelihoods(alone))
 
 
 def test_a_score_does_not_depend_on_the_question_before(whole: Model) -> None:
@@ -118,18 +118,20 @@ def test_the_prompt_is_that_of_the_harness(whole: Model, tmp_path: Path) -> None
     path = write_questions(tmp_path / "facts.jsonl", 3)
     task = arc.read_task(whole, path, n_shots=2)
     first, second, third = (json.loads(line) for line in path.read_text().splitlines())
-    answers = [next(c["text"] for c in it["question"]["choices"] if c["label"] == it["answerKey"])
-               for it in (first, second)]
+    answers = [next(c["text"] for c in entry["question"]["choices"] if c["label"] == entry["answerKey"])
+               for entry in (first, second)]
     expected = (
         f"Question: {first['question']['stem']}\nAnswer: {answers[0]}\n\n"
         f"Question: {second['question']['stem']}\nAnswer: {answers[1]}\n\n"
         f"Question: {third['question']['stem']}\nAnswer:"
     )
-    assert [it.id for it in task.questions] == [third["id"]]
+    assert [question.id for question in task.questions] == [third["id"]]
     detokenize = whole.llama.detokenize
     assert detokenize(list(task.prompts[0].context)).decode() == expected
-    choices = [it["text"] for it in third["question"]["choices"]]
-    assert [detokenize(list(it)).decode() for it in task.prompts[0].continuations] == [f" {it}" for it in choices]
+    choices = [choice["text"] for choice in third["question"]["choices"]]
+    assert [detokenize(list(continuation)).decode() for continuation in task.prompts[0].continuations] == [
+        f" {choice}" for choice in choices
+    ]
 
 
 def test_examples_of_another_file_leave_all_questions(whole: Model, tmp_path: Path) -> None:
@@ -141,26 +143,26 @@ def test_examples_of_another_file_leave_all_questions(whole: Model, tmp_path: Pa
 def test_digits_as_labels_and_three_to_five_choices(whole: Model, tmp_path: Path) -> None:
     def scores_with(labels: str) -> list[Score]:
         lines = [json.loads(line) for line in FACTS.read_text(encoding="utf-8").splitlines()[:3]]
-        for n, it in zip((3, 4, 5), lines):
-            choices = [*it["question"]["choices"], {"text": "something else", "label": "E"}][:n]
-            it["answerKey"] = labels["ABCDE".index(it["answerKey"]) if n > 3 else 0]
-            it["question"]["choices"] = [{**choice, "label": label} for choice, label in zip(choices, labels)]
+        for n, one_line in zip((3, 4, 5), lines):
+            choices = [*one_line["question"]["choices"], {"text": "something else", "label": "E"}][:n]
+            one_line["answerKey"] = labels["ABCDE".index(one_line["answerKey"]) if n > 3 else 0]
+            one_line["question"]["choices"] = [{**choice, "label": label} for choice, label in zip(choices, labels)]
         path = tmp_path / f"{labels}.jsonl"
-        path.write_text("".join(json.dumps(it) + "\n" for it in lines))
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return arc.score(whole, arc.read_task(whole, path), n_threads=1)
 
     digits, letters = scores_with("12345"), scores_with("ABCDE")
-    assert [len(it.log_likelihoods) for it in digits] == [3, 4, 5]
+    assert [len(score.log_likelihoods) for score in digits] == [3, 4, 5]
     for digit, letter in zip(digits, letters):
         assert digit.question.answer == letter.question.answer
         assert np.array_equal(digit.log_likelihoods, letter.log_likelihoods)
 
 
 def test_a_question_longer_than_the_context_is_named(whole: Model, tmp_path: Path) -> None:
-    it = json.loads(FACTS.read_text(encoding="utf-8").splitlines()[0])
-    it["question"]["stem"] = "word " * 5000
+    question = json.loads(FACTS.read_text(encoding="utf-8").splitlines()[0])
+    question["question"]["stem"] = "word " * 5000
     path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps(it) + "\n")
+    path.write_text(json.dumps(question) + "\n")
     with pytest.raises(PyorchError, match=r"long.jsonl: question facts_test_0000 .* has \d+ tokens, the model was"):
         arc.read_task(whole, path)
 
@@ -215,7 +217,7 @@ def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
     task = arc.read_task(whole, FACTS, limit=10)
     settings = method.lossy_method(Substitution.parse("mode=random"))
     with method.simulated(whole, settings, 0.25, buddies):
-        whole.engine.set_observer(lambda it: seen[it.il].update(it.experts.ravel().tolist()))
+        whole.engine.set_observer(lambda routing: seen[routing.il].update(routing.experts.ravel().tolist()))
         arc.score(whole, task, n_threads=1)
         whole.engine.set_observer(None)
         counts = method.slots(whole)
@@ -224,7 +226,7 @@ def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
     # About three quarters of the slots are absent with a quarter of the experts, whichever they are.
     assert 0.5 < counts.absent / (counts.n_tokens * 8 * 6) < 0.95
     # llama.cpp leaves out of the last layer the tokens after which no logits are wanted.
-    assert 7 / 8 < counts.n_tokens / sum(it.n_tokens for it in task.prompts) < 1
+    assert 7 / 8 < counts.n_tokens / sum(prompt.n_tokens for prompt in task.prompts) < 1
     after = arc.score(whole, task, n_threads=1)
     assert whole.stats().substitution is None and arc.accuracy(after).acc > 0.4, "lossless again"
 
@@ -260,15 +262,15 @@ def test_a_sweep_is_reproducible_and_counts_what_it_did(
     )
     rows = run_sweep(capsys, *arguments)
     assert rows == run_sweep(capsys, *arguments)
-    assert [(it["cache_rate"], it["method"], it["settings"]) for it in rows] == [
+    assert [(row["cache_rate"], row["method"], row["settings"]) for row in rows] == [
         (rate, name, settings) for rate in (0.75, 0.375) for name, settings in (
             ("original", ""), ("buddies", "coverage=0.9,max_replaced=2"), ("random", "mode=random,max_replaced=2"),
             ("drop", "mode=none,max_replaced=2,miss=drop"))
     ]
     assert rows[0]["kept acc"] == 1 and rows[0]["facts-test acc"] == rows[4]["facts-test acc"]
-    changed = [it["judged_substituted_per_token"] + it["judged_dropped_per_token"] for it in rows]
+    changed = [row["judged_substituted_per_token"] + row["judged_dropped_per_token"] for row in rows]
     assert changed[0] == changed[4] == 0 and all(few < many for few, many in zip(changed[1:4], changed[5:]))
-    assert all(0 < it <= 2 * 8 for it in changed[1:4] + changed[5:]), "at most rho in each of 8 layers"
+    assert all(0 < count <= 2 * 8 for count in changed[1:4] + changed[5:]), "at most rho in each of 8 layers"
 
 
 def test_divergence_stands_beside_accuracy(
@@ -281,7 +283,10 @@ def test_divergence_stands_beside_accuracy(
         "--text", TEXT, "--text-tokens", 200, "--resume", tmp_path / "sweep.json")
     rows = run_sweep(capsys, *arguments)
     original, lossy, gated, dropping = rows
-    assert [it["settings"] for it in (gated, dropping)] == ["mode=none,max_replaced=2,miss=drop", "mode=none,miss=drop"]
+    assert [row["settings"] for row in (gated, dropping)] == [
+        "mode=none,max_replaced=2,miss=drop",
+        "mode=none,miss=drop",
+    ]
     assert original["kl_divergence"] == 0 < lossy["kl_divergence"]
     assert gated["kl_divergence"] < dropping["kl_divergence"]
     alone = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--lossy", "alpha=1,rho=2", "--buddies-file",
@@ -335,7 +340,7 @@ def test_speed_is_of_the_real_budget(small_moe: Path, buddies_file: Path, capsys
         "--buddies-file", buddies_file, "--speed-tokens", 16, "--speed-rounds", 1,
     )
     whole, _, original, lossy = rows
-    assert all(it["tokens_per_second"] > 0 for it in rows) and whole["speedup"] == original["speedup"] == 1
+    assert all(row["tokens_per_second"] > 0 for row in rows) and whole["speedup"] == original["speedup"] == 1
     assert whole["bytes_read_per_token"] == 0 < lossy["bytes_read_per_token"] < original["bytes_read_per_token"]
     assert original["decoded_substituted_per_token"] == 0 < lossy["decoded_substituted_per_token"]
 
@@ -346,8 +351,8 @@ def test_speeds_are_medians_of_rounds_there_and_back(
     asked: list[str] = []
     seconds = iter((1.0, 1.0, 1.0, 4.0, 2.0, 8.0))
 
-    def measured(path: str, it: method.Method, *rest: object, **options: object) -> Speed:
-        asked.append(it.name)
+    def measured(path: str, one_method: method.Method, *rest: object, **options: object) -> Speed:
+        asked.append(one_method.name)
         return Speed(8, next(seconds), 0, 0, 0, 0.0, 0, 0, 0)
 
     monkeypatch.setattr(sweep, "measure_speed", measured)
@@ -362,17 +367,30 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
     whole: Model, small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Half of the experts of a batch are absent, but not of a token of its own."""
-    it = method.lossy_method(Substitution.parse("mode=random,beta=0.3"))
+    one_method = method.lossy_method(Substitution.parse("mode=random,beta=0.3"))
     task = arc.read_task(whole, FACTS, limit=3)
     substituted = []
     for n_ubatch in (arc.N_BATCH, 1):
-        with method.simulated(whole, it, 0.5, complete_buddies()):
+        with method.simulated(whole, one_method, 0.5, complete_buddies()):
             arc.score(whole, task, n_ubatch, n_threads=1)
             substituted.append(method.slots(whole).substituted)
     assert substituted[0] == 0 < substituted[1]
     row = run_sweep(
-        capsys, small_moe, "--data", FACTS, "--limit", 3, "--cache-rate", 0.5, "--lossy", it.settings, "--buddies-file",
-        buddies_file, "--speed-tokens", 0)[1]
+        capsys,
+        small_moe,
+        "--data",
+        FACTS,
+        "--limit",
+        3,
+        "--cache-rate",
+        0.5,
+        "--lossy",
+        one_method.settings,
+        "--buddies-file",
+        buddies_file,
+        "--speed-tokens",
+        0,
+    )[1]
     assert row["judged_substituted_per_token"] > 0
     for settings, width in (("rho=2,tau=p15", arc.N_BATCH), ("beta=0.5", 1), ("reuse=0.9", 1), ("read_ms=2", 1),
                             ("rho_token=9", 1)):
@@ -380,7 +398,7 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
 
 
 def sweep_arguments(small_moe: Path, buddies_file: Path, record: Path) -> list[str]:
-    return [str(it) for it in (
+    return [str(word) for word in (
         "eval", "arc", small_moe, "--data", FACTS, "--limit", 8, "--cache-rate", "0.5", "--lossy", "rho=1",
         "--lossy", "rho=2", "--lossy", "mode=random,rho=1", "--lossy", "mode=random,rho=2", "--buddies-file",
         buddies_file, "--speed-tokens", 0, "--threads", 1, "--resume", record)]
@@ -438,7 +456,7 @@ def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsy
     )
     with table.open() as file:
         read = list(csv.DictReader(file))
-    assert [it["method"] for it in read] == ["original", "buddies"] and read[1]["settings"] == "max_replaced=2"
+    assert [row["method"] for row in read] == ["original", "buddies"] and read[1]["settings"] == "max_replaced=2"
     assert float(read[1]["average acc"]) == rows[1]["average acc"]
     assert rows[1]["average acc"] == (rows[1]["facts-test acc"] + rows[1]["facts-train acc"]) / 2
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -447,7 +465,7 @@ def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsy
 def test_the_table_has_a_line_for_each_row_and_leaves_out_what_was_not_measured(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(it) for it in (
+    assert main([str(word) for word in (
         "eval", "arc", small_moe, "--data", FACTS, "--limit", 4, "--cache-rate", "0.5",
         "--lossy", "mode=none,miss=drop", "--buddies-file", buddies_file, "--speed-tokens", 0, "--threads", 1)]) == 0
     printed = capsys.readouterr()
@@ -492,10 +510,10 @@ def test_windows_predict_each_token_once(whole: Model) -> None:
     tokens = tuple(whole.llama.tokenize(document.text.encode(), add_bos=False))
     for n_window in (1, 7, 64, 10_000):
         texts = perplexity.windows(whole, [document], n_window)
-        assert sum((it.targets for it in texts), ()) == tokens[1:]
-        assert sum((it.inputs for it in texts), ()) == tokens[:-1]
+        assert sum((text.targets for text in texts), ()) == tokens[1:]
+        assert sum((text.inputs for text in texts), ()) == tokens[:-1]
     limited = perplexity.windows(whole, [document, document], 64, n_tokens=100)
-    assert [len(it.targets) for it in limited] == [64, 36]
+    assert [len(window.targets) for window in limited] == [64, 36]
 
 
 def run_perplexity(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict:
@@ -504,9 +522,9 @@ def run_perplexity(capsys: pytest.CaptureFixture[str], *arguments: object) -> di
 
 
 def test_lossless_under_a_budget_diverges_by_nothing(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    it = run_perplexity(capsys, small_moe, "--budget", "25%", "--compare", small_moe, "--tokens", 300)
-    assert it["kl_divergence"] == 0 and it["top1_agreement"] == 1
-    assert it["perplexity"] == it["reference_perplexity"] and it["substitution"] is None
+    report = run_perplexity(capsys, small_moe, "--budget", "25%", "--compare", small_moe, "--tokens", 300)
+    assert report["kl_divergence"] == 0 and report["top1_agreement"] == 1
+    assert report["perplexity"] == report["reference_perplexity"] and report["substitution"] is None
 
 
 def test_divergence_grows_as_the_cache_shrinks(
@@ -525,9 +543,10 @@ def test_divergence_grows_as_the_cache_shrinks(
 def test_a_gate_that_lets_nothing_pass_is_lossless_token_by_token(
     small_moe: Path, buddies_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    it = run_perplexity(capsys, small_moe, "--cache-rate", 0.5, "--lossy", "beta=0.01", "--buddies-file", buddies_file,
-                        "--tokens", 60)
-    assert it["kl_divergence"] == 0 and it["substitution"]["refused_distribution"] > 0
+    report = run_perplexity(
+        capsys, small_moe, "--cache-rate", 0.5, "--lossy", "beta=0.01", "--buddies-file", buddies_file, "--tokens", 60
+    )
+    assert report["kl_divergence"] == 0 and report["substitution"]["refused_distribution"] > 0
 
 
 #
@@ -567,14 +586,20 @@ def test_mistakes_are_sentences(
 def test_a_model_that_does_not_fit_is_judged_alike(whole: Model, small_moe: Path, monkeypatch) -> None:
     from pyorch.llama import memory
 
-    task, it = arc.read_task(whole, FACTS, limit=3), method.lossy_method(Substitution.parse("mode=none,miss=drop"))
-    with method.simulated(whole, it, 0.5, complete_buddies()):
+    task, one_method = (
+        arc.read_task(whole, FACTS, limit=3),
+        method.lossy_method(Substitution.parse("mode=none,miss=drop")),
+    )
+    with method.simulated(whole, one_method, 0.5, complete_buddies()):
         expected = arc.score(whole, task, n_threads=1)
     # Contexts are larger than what this model's experts take: it has room for them, and for some of the experts.
     limits = iter([memory.MemoryLimit("cgroup /job", 128 << 20, 101 << 20)])
     rest = memory.MemoryLimit("cgroup /job", 128 << 20, 117 << 20)
     monkeypatch.setattr(memory, "memory_limit", lambda: next(limits, rest))
-    with method.static_model(small_moe, n_threads=1) as model, method.simulated(model, it, 0.5, complete_buddies()):
+    with (
+        method.static_model(small_moe, n_threads=1) as model,
+        method.simulated(model, one_method, 0.5, complete_buddies()),
+    ):
         assert log_likelihoods(arc.score(model, task, n_threads=1)).tobytes() == log_likelihoods(expected).tobytes()
         assert model.stats().experts.budget_bytes < model.map.info.slots_bytes
 

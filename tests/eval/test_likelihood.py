@@ -15,7 +15,6 @@ from models import CHECKPOINT
 from processes import HANG_SECONDS
 
 from pyorch import load
-from pyorch.errors import PyorchError
 from pyorch.eval import generation, perplexity
 from pyorch.eval.generation import Request, choose
 from pyorch.eval.likelihood import Prompt, likelihoods, tokenize
@@ -98,7 +97,7 @@ def test_the_process_answers_in_parts_and_ends_with_the_connection(small_moe: Pa
     assert kind == "ready" and facts["max_length"] > 0
     ours.send(("render", ([{"role": "user", "content": "hello"}], True)))
     kind, sentence = ours.recv()
-    assert kind == "refused" and "has no chat template" in sentence or kind == "part" and "hello" in sentence
+    assert (kind == "refused" and "has no chat template" in sentence) or (kind == "part" and "hello" in sentence)
     if kind == "part":
         assert ours.recv()[0] == "end"
     ours.send(("tokenize", (["import os", "x"], False, False)))

@@ -42,12 +42,12 @@ class World:
         self.read[setting], self.spoil[setting] = reads, spoils
         return setting
 
-    def __call__(self, it: Substitution | None, begin: int, end: int) -> Evidence:
-        self.asked.append((it, begin, end))
+    def __call__(self, lossy: Substitution | None, begin: int, end: int) -> Evidence:
+        self.asked.append((lossy, begin, end))
         luck = self.luck[len(self.luck) * begin // PARTS : len(self.luck) * end // PARTS]
-        right = "".join(str(int(one >= 0.2 + self.spoil[it])) for one in luck)
+        right = "".join(str(int(one >= 0.2 + self.spoil[lossy])) for one in luck)
         n = 10 * len(luck)
-        return Evidence((Accuracy(right, right),), None, Slots(n, 10 * n, 0, (10 - self.read[it]) * n))
+        return Evidence((Accuracy(right, right),), None, Slots(n, 10 * n, 0, (10 - self.read[lossy]) * n))
 
 
 def search(world: World, min_accuracy: float = 0.95) -> list[Trial]:
@@ -61,8 +61,8 @@ def test_the_setting_wins_that_reads_least_of_those_that_keep_the_accuracy() -> 
         world.add(reads, spoils)
     trials = search(world)
     assert trials[0].reached and trials[0].outcome.slots.read_per_token == 5
-    assert [it.reached for it in trials] == sorted((it.reached for it in trials), reverse=True)
-    assert len(trials) == 8 and {it.outcome.share for it in trials} == {1.0, 0.5, 0.25, 0.125}
+    assert [trial.reached for trial in trials] == sorted((trial.reached for trial in trials), reverse=True)
+    assert len(trials) == 8 and {trial.outcome.share for trial in trials} == {1.0, 0.5, 0.25, 0.125}
 
 
 def test_twenty_four_settings_cost_what_eight_and_a_half_do() -> None:
@@ -72,17 +72,17 @@ def test_twenty_four_settings_cost_what_eight_and_a_half_do() -> None:
     search(world)
     assert sum(end - begin for _, begin, end in world.asked) == 8.5 * PARTS
     for setting in world.spoil:
-        parts = [(begin, end) for it, begin, end in world.asked if it == setting]
+        parts = [(begin, end) for entry, begin, end in world.asked if entry == setting]
         assert all(end == begin for (_, end), (begin, _) in zip(parts, parts[1:])), "none is answered twice"
     told = []
-    Search(World(), Goal(0.9, None), [], N_QUESTIONS, on_trial=lambda *it: told.append(it)).run()
+    Search(World(), Goal(0.9, None), [], N_QUESTIONS, on_trial=lambda *trial: told.append(trial)).run()
     assert told == [(0, 8), (1, 8), (2, 8), (4, 8)]
 
 
 def test_a_setting_that_loses_much_is_left_behind_though_it_reads_nothing() -> None:
     world = World()
     tempting, modest = world.add(0, 0.25), world.add(8, 0.0)
-    trials = {it.substitution: it for it in search(world)}
+    trials = {trial.substitution: trial for trial in search(world)}
     assert trials[modest].reached and trials[tempting].outcome.share < 1
 
 
@@ -91,7 +91,7 @@ def test_of_few_questions_all_settings_answer_all() -> None:
     for reads in range(6):
         world.add(reads, 0.0)
     trials = search(world)
-    assert {it.outcome.share for it in trials} == {1.0} and trials[0].outcome.slots.read_per_token == 0
+    assert {trial.outcome.share for trial in trials} == {1.0} and trials[0].outcome.slots.read_per_token == 0
 
 
 def test_that_few_answers_are_alike_is_no_proof() -> None:
@@ -108,7 +108,7 @@ def test_out_of_reach() -> None:
     world = World()
     world.add(0, 0.3), world.add(5, 0.2)
     trials = search(world)
-    assert not any(it.reached for it in trials)
+    assert not any(trial.reached for trial in trials)
     assert trials[0].outcome.slots.read_per_token == 5, "the closest comes first"
 
 
@@ -125,7 +125,12 @@ def test_a_divergence_may_be_the_goal() -> None:
 
 def test_a_setting_keeps_the_accuracy_beyond_chance() -> None:
     goal = Goal(0.9, None)
-    for accuracy, error, reached in ((0.73, 0.0, True), (0.73, 0.02, False), (0.77, 0.02, True), (0.8, math.nan, False)):
+    for accuracy, error, reached in (
+        (0.73, 0.0, True),
+        (0.73, 0.02, False),
+        (0.77, 0.02, True),
+        (0.8, math.nan, False),
+    ):
         assert goal.reached(outcome(accuracy, error)) is reached
         assert goal.chance(outcome(accuracy, error)) == reached
     assert goal.loss(outcome(0.72)) == pytest.approx(1) and goal.loss(outcome(0.76, 0.02)) == pytest.approx(1)
@@ -150,7 +155,7 @@ def test_evidence_of_parts_is_that_of_the_whole() -> None:
 def test_a_lever_stands_for_all_its_alternatives() -> None:
     found = levers.settings(
         ["mode=none,miss=drop,sacred=1|2,min_entropy=p5|0.5", "order=weight", "mode=buddies,order=weight"])
-    assert [str(it) for it in found] == [
+    assert [str(setting) for setting in found] == [
         "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
         "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
     assert len(levers.settings(levers.LEVERS)) == 30
@@ -168,7 +173,7 @@ def test_a_lever_stands_for_all_its_alternatives() -> None:
 
 
 def tune(small_moe: Path, lists: Path, *arguments: object) -> int:
-    return main([str(it) for it in (
+    return main([str(word) for word in (
         "tune", small_moe, "--data", FACTS, "--limit", 12, "--buddies-file", lists, "--candidates", 1, "--lever",
         "mode=none,miss=drop,sacred=1|3", "--lever", "mode=cache,sacred=2", "--lever", "weight=fitted,rho=1|3",
         "--speed-tokens", 8, "--threads", 1, *arguments)])
@@ -196,7 +201,7 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     assert str(tuned.substitution) == tuned.settings == printed["tuned"]["settings"]
     assert tuned.tokens_per_second > 0 and tuned.original_tokens_per_second > 0
     assert printed["trials"][0]["reached"] and printed["trials"][0]["tokens_per_second"] is not None
-    assert len(printed["trials"]) == 5 and {it["tried_on"] for it in printed["trials"]} == {1.0}
+    assert len(printed["trials"]) == 5 and {trial["tried_on"] for trial in printed["trials"]} == {1.0}
 
 
 def test_the_first_part_of_the_questions_is_of_all_of_the_file() -> None:
@@ -222,7 +227,7 @@ def test_of_those_that_keep_the_accuracy_the_fastest_wins(
 
     monkeypatch.setattr(tuning, "measure_speed", measured)
     path = tmp_path / "small.tuned.json"
-    assert main([str(it) for it in (
+    assert main([str(word) for word in (
         "tune", small_moe, "--data", FACTS, "--limit", 4, "--buddies-file", buddies_file, "--cache-rate", 0.75,
         "--min-accuracy", "1%", "--lever", "mode=none,miss=drop,order=weight,sacred=1|2|3", "--threads", 1,
         "-o", path)]) == 0
@@ -236,7 +241,7 @@ def test_tune_for_a_divergence_needs_no_questions(
     small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, text = tmp_path / "small.tuned.json", write_text(tmp_path / "text.txt", 400)
-    assert main([str(it) for it in (
+    assert main([str(word) for word in (
         "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--lever", "rho=1|2", "--speed-tokens", 0,
         "--threads", 1, "--cache-rate", 0.75, "--max-kl", 5, "-o", path)]) == 0
     with ModelMap(small_moe) as model_map:
@@ -250,7 +255,7 @@ def test_tune_says_what_comes_closest(
 ) -> None:
     path = tmp_path / "small.tuned.json"
     text = write_text(tmp_path / "text.txt", 400)
-    assert main([str(it) for it in (
+    assert main([str(word) for word in (
         "tune", small_moe, "--data", text, "--buddies-file", buddies_file, "--lever", "rho=1|2", "--threads", 1,
         "--cache-rate", 0.25, "--max-kl", 0, "-o", path)]) == 2
     error = capsys.readouterr().err
@@ -294,7 +299,7 @@ def test_questions_that_tell_nothing_are_refused_before_the_search(
         held_out.symlink_to(data)
     else:
         held_out.write_text("".join(lines[10:10 + n_held_out]) or "{}")
-    assert main([str(it) for it in (
+    assert main([str(word) for word in (
         "tune", small_moe, "--data", data, "--held-out", held_out, "--buddies-file", buddies_file, "--cache-rate", 0.5,
         "--threads", 1)]) == 2
     error = capsys.readouterr().err
@@ -311,7 +316,7 @@ def test_without_a_right_answer_there_is_nothing_to_keep(
         labels = [choice["label"] for choice in question["question"]["choices"]]
         question["answerKey"] = next(label for label in labels if label != question["answerKey"])
     data.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    assert main([str(it) for it in (
+    assert main([str(word) for word in (
         "tune", small_moe, "--data", data, "--buddies-file", buddies_file, "--cache-rate", 0.5, "--metric", "acc",
         "--threads", 1, "--lever", "mode=random", "--speed-tokens", 0, "-o", path)]) == 2
     assert "the lossless model answers none of 3 questions rightly" in capsys.readouterr().err
@@ -343,7 +348,10 @@ def test_a_tuned_setting_of_another_model_is_refused(small_moe: Path, small_moe_
     path = tmp_path / "model.tuned.json"
     with ModelMap(small_moe_q4) as model_map:
         write_tuned(path, TUNED, model_map)
-    with ModelMap(small_moe) as model_map, pytest.raises(FormatError, match="was made for another model, small-moe-q4.gguf"):
+    with (
+        ModelMap(small_moe) as model_map,
+        pytest.raises(FormatError, match="was made for another model, small-moe-q4.gguf"),
+    ):
         read_tuned(path, model_map)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import pyorch  # noqa: E402
-from pyorch.errors import PyorchError  # noqa: E402
-from pyorch.llama.context import Context  # noqa: E402
+import pyorch
+from pyorch.errors import PyorchError
+from pyorch.llama.context import Context
 
 
 def text(model: pyorch.Model) -> str:

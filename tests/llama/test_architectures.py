@@ -33,7 +33,7 @@ def types_to_run(name: str) -> list[str]:
     types = list(types_of(name))
     if name in LAYOUTS or len(types) == 1:
         return types
-    narrow = [it for it in types[1:] if it != "Q4_K"]
+    narrow = [one_type for one_type in types[1:] if one_type != "Q4_K"]
     first = 2 * NAMES.index(name)
     return [types[0], *(narrow[(first + i) % len(narrow)] for i in range(2))]
 
@@ -52,7 +52,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def stock():
-    """Asks a process that has llama.cpp and nothing of pyorch for the digests of a file. One process for each kernels."""
+    """Asks a process that has llama.cpp and nothing of pyorch for the digests of a file. One process for each
+    kernels."""
     program = Path(batches.__file__).with_name("stock_process.py")
     processes: dict[str, subprocess.Popen] = {}
     with contextlib.ExitStack() as stack:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from models import assert_same_bits, small_model
 
-from pyorch.llama.context import Context
 from pyorch.errors import BudgetError
-from pyorch.settings.budget import RESIDENT
+from pyorch.llama.context import Context
 from pyorch.llama.layer import LayerSettings
 from pyorch.llama.model import Model
+from pyorch.settings.budget import RESIDENT
 
 BUDGETS = ["312KiB", "1MiB", "20%", "50%", "100%", "auto"]  # from the floor to all
 
@@ -25,25 +25,27 @@ UBATCH = 16
 
 
 def context(model: Model, **shape: int) -> Context:
-    return Context(model.llama.model, **{"n_ctx": 256, "n_batch": 128, "n_ubatch": UBATCH, "n_seq_max": 2, "n_threads": 2, **shape})
+    return Context(
+        model.llama.model, **{"n_ctx": 256, "n_batch": 128, "n_ubatch": UBATCH, "n_seq_max": 2, "n_threads": 2, **shape}
+    )
 
 
-def one_token_at_a_time(it: Context, tokens: list[int]) -> list[np.ndarray]:
-    return [it.decode([token]) for token in tokens[:12]]
+def one_token_at_a_time(ctx: Context, tokens: list[int]) -> list[np.ndarray]:
+    return [ctx.decode([token]) for token in tokens[:12]]
 
 
-def seven_tokens(it: Context, tokens: list[int]) -> list[np.ndarray]:
-    return [it.decode(tokens[:7])]
+def seven_tokens(ctx: Context, tokens: list[int]) -> list[np.ndarray]:
+    return [ctx.decode(tokens[:7])]
 
 
-def a_prompt_longer_than_a_ubatch(it: Context, tokens: list[int]) -> list[np.ndarray]:
+def a_prompt_longer_than_a_ubatch(ctx: Context, tokens: list[int]) -> list[np.ndarray]:
     assert len(tokens) > 2 * UBATCH
-    return [it.decode(tokens), it.decode(tokens[:1])]
+    return [ctx.decode(tokens), ctx.decode(tokens[:1])]
 
 
-def two_interleaved_sequences(it: Context, tokens: list[int]) -> list[np.ndarray]:
-    pairs = [it.decode(tokens[:30], [0, 1] * 15)]
-    return pairs + [it.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 6)]
+def two_interleaved_sequences(ctx: Context, tokens: list[int]) -> list[np.ndarray]:
+    pairs = [ctx.decode(tokens[:30], [0, 1] * 15)]
+    return pairs + [ctx.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 6)]
 
 
 Shape = Callable[[Context, list[int]], list[np.ndarray]]
@@ -55,8 +57,8 @@ def logits(model: Model, shape: Shape, tokens: list[int]) -> np.ndarray:
 
 
 def computed(model: Model, shape: Shape, tokens: list[int]) -> np.ndarray:
-    with context(model) as it:
-        return np.concatenate(shape(it, tokens))
+    with context(model) as ctx:
+        return np.concatenate(shape(ctx, tokens))
 
 
 @lru_cache
@@ -130,12 +132,12 @@ def test_a_budget_that_changes_while_running_does_not_change_the_logits(
 ) -> None:
     expected = logits(resident, one_token_at_a_time, prompt_tokens)
     slots = resident.map.info.slots_bytes
-    with small_model(small_moe, "80%") as model, context(model) as it:
+    with small_model(small_moe, "80%") as model, context(model) as ctx:
         rows = []
         for i, token in enumerate(prompt_tokens[:12]):
             model.engine.set_budget(slots // (2 + i % 5))
             assert model.stats().experts.used_bytes <= slots // (2 + i % 5)
-            rows.append(it.decode([token]))
+            rows.append(ctx.decode([token]))
     assert_same_bits(np.concatenate(rows), expected)
 
 
@@ -151,14 +153,19 @@ def test_meddling_while_running_does_not_change_the_logits(
         while not done.is_set():
             layer = choose.choice(list(model.layers.values()))
             experts = choose.sample(range(layer.n_expert), 5)
-            act, arguments = choose.choice([
-                (layer.prefetch, (experts,)),
-                (layer.evict, (range(layer.n_expert),)),
-                (model.engine.set_budget, (choose.randrange(info.floor_bytes, info.slots_bytes),)),
-                (model.engine.set_policy, (choose.choice(["lru", "lfu"]),)),
-                (setattr, (layer, "settings", LayerSettings(choose.randrange(4), 4 + choose.randrange(60), {*experts}))),
-                (setattr, (layer, "settings", LayerSettings())),
-            ])
+            act, arguments = choose.choice(
+                [
+                    (layer.prefetch, (experts,)),
+                    (layer.evict, (range(layer.n_expert),)),
+                    (model.engine.set_budget, (choose.randrange(info.floor_bytes, info.slots_bytes),)),
+                    (model.engine.set_policy, (choose.choice(["lru", "lfu"]),)),
+                    (
+                        setattr,
+                        (layer, "settings", LayerSettings(choose.randrange(4), 4 + choose.randrange(60), {*experts})),
+                    ),
+                    (setattr, (layer, "settings", LayerSettings())),
+                ]
+            )
             try:
                 act(*arguments)
                 counts[act.__name__] = counts.get(act.__name__, 0) + 1

@@ -12,15 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import batches
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
-import batches
 from architectures import Zoo
 from devices import KINDS, CountingWire, DeviceProcess, VulkanDevice
 from models import PROMPT, assert_same_bits, small_model
-from processes import HANG_SECONDS, pyorch as pyorch_command, python
+from processes import HANG_SECONDS, python
+from processes import pyorch as pyorch_command
 from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 import pyorch
@@ -76,9 +77,9 @@ def context(model: Model) -> Context:
 
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
     """Of a prompt of a wide and a narrower ubatch, one token after another, a few at once, two sequences at once."""
-    with context(model) as it:
-        made = [it.decode(tokens[:50])] + [it.decode([token]) for token in tokens[:12]] + [it.decode(tokens[:5])]
-        made += [it.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 4)]
+    with context(model) as ctx:
+        made = [ctx.decode(tokens[:50])] + [ctx.decode([token]) for token in tokens[:12]] + [ctx.decode(tokens[:5])]
+        made += [ctx.decode([tokens[i], tokens[-i]], [0, 1]) for i in range(1, 4)]
         return np.concatenate(made)
 
 
@@ -148,13 +149,13 @@ def test_an_expert_from_disk_is_read_once_and_stays_in_one_tier(
     small_moe: Path, process: DeviceProcess, prompt_tokens: list[int]
 ) -> None:
     with small_model(small_moe, "25%", device=process.name, vram_budget="25%", device_misses="upload",
-                     prefetch="none") as model, context(model) as it:
+                     prefetch="none") as model, context(model) as ctx:
         for token in prompt_tokens[:20]:
-            it.decode([token])
+            ctx.decode([token])
         model.reset_stats()
         in_both = 0
         for token in prompt_tokens[:12]:
-            it.decode([token])
+            ctx.decode([token])
             in_host = sum(int((model.residency[layer] == 1).sum()) for layer in model.layers)
             in_both = max(in_both, model.stats().experts.resident_experts - in_host)
         experts = model.stats().experts
@@ -180,8 +181,8 @@ def test_rows_of_the_processor_have_room_within_the_devices_budget_or_go_with_th
     with small_model(small_moe, "50%", device=device.name, vram_budget="40%") as model, ExitStack() as contexts:
         made = []
         for _ in range(5):  # more than have room
-            it = contexts.enter_context(context(model))
-            made.append(it.decode(prompt_tokens[:20]))
+            ctx = contexts.enter_context(context(model))
+            made.append(ctx.decode(prompt_tokens[:20]))
         experts = model.stats().experts
         assert 0 < experts.device_used_bytes <= experts.device_budget_bytes
         assert experts.device_computed < experts.device_hits + experts.device_misses
@@ -225,10 +226,10 @@ def test_every_layout_of_experts_is_computed_on_the_device(zoo: Zoo, device: Dev
         arguments = {"n_ctx": 64, "n_batch": 64, "n_ubatch": batches.N_UBATCH, "device": device.name}
         rows = []
         with pyorch.load(zoo.path(name, type_name), budget=budget, **arguments | options) as model:
-            with Context(model.llama.model, n_threads=1, exact=software, **batches.CONTEXT) as it:
+            with Context(model.llama.model, n_threads=1, exact=software, **batches.CONTEXT) as ctx:
                 for shape in batches.SHAPES:
-                    it.clear()
-                    rows += shape(it.decode)
+                    ctx.clear()
+                    rows += shape(ctx.decode)
             return np.concatenate(rows), model.engine and model.engine.stats()
 
     expected, _ = computed("resident")
@@ -247,8 +248,8 @@ def test_a_context_that_only_computes_prompts_leaves_the_areas_to_others(
 ) -> None:
     """One that says something of each token never comes to a layer that is too narrow for an area."""
     prompt = prompt_tokens[:32]
-    with context(on_device) as it:
-        expected = it.decode(prompt)
+    with context(on_device) as ctx:
+        expected = ctx.decode(prompt)
     with small_model(small_moe, "50%", device=process.name, vram_budget="80%") as model:
         with context(model) as one, context(model) as other:
             for each in (one, other, one):
@@ -282,16 +283,16 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
     wire = CountingWire(process)
     with small_model(small_moe, "50%", device=wire.name, vram_budget=vram_budget, device_misses=misses,
                      prefetch="none") as model, \
-            context(model) as it:
+            context(model) as ctx:
         for token in prompt_tokens[:40]:
-            it.decode([token])
+            ctx.decode([token])
         model.engine.wait_idle()
         model.reset_stats()
         wire.reset()
-        reused = llama.llama_perf_context(it._context).n_reused
+        reused = llama.llama_perf_context(ctx._context).n_reused
         for token in prompt_tokens[:20]:
-            it.decode([token])
-        assert llama.llama_perf_context(it._context).n_reused == reused + 20, "graphs are built anew"
+            ctx.decode([token])
+        assert llama.llama_perf_context(ctx._context).n_reused == reused + 20, "graphs are built anew"
         experts = model.stats().experts
         least = 20 * (len(model.layers) + 1)  # and the logits
         assert least <= wire.commands[wire.GET] <= least + (experts.device_misses if misses == "processor" else 0)
@@ -300,11 +301,11 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
         # Who looks is shown all of it, from the next token on.
         seen = []
         model.engine.set_observer(lambda routing: seen.append((routing.weights, routing.inputs.std())))
-        it.decode(prompt_tokens[:1])
+        ctx.decode(prompt_tokens[:1])
         model.engine.set_observer(None)
         assert len(seen) == len(model.layers) and all(weights.min() > 0 and std > 0 for weights, std in seen)
         wire.reset()
-        it.decode(prompt_tokens[1:2])
+        ctx.decode(prompt_tokens[1:2])
         assert wire.commands[wire.GET] <= len(model.layers) * 2 + 1
     wire.stop()
     process.stop()
@@ -317,9 +318,9 @@ def test_the_processor_begins_while_the_device_computes(
     monkeypatch.setenv("GGML_SCHED_DEBUG", "2")
     path = small_moe if name == "small" else zoo.path(name, "Q8_0")
     with small_model(path, "50%", device=device.name, vram_budget="50%") as model, logs.collect() as lines, \
-            context(model) as it:
+            context(model) as ctx:
         lines.clear()
-        it.decode([3])
+        ctx.decode([3])
         # Parts of graphs, each with the inputs that it takes from elsewhere: the scheduler waits for the device before
         # a part without any, and for who makes an input, if that is not one of the graph.
         graph = "".join(lines).split("## SPLIT #")
@@ -395,7 +396,9 @@ def test_a_layer_has_limits_on_the_device(
     with small_model(small_moe, "50%") as model, pytest.raises(PyorchError, match="made without a device"):
         model.layers[3].settings = pyorch.LayerSettings(max_on_device=5)
     with small_model(small_moe, "50%", device=process.name, vram_budget="100%") as model:
-        model.layers[3].settings = pyorch.LayerSettings(max_on_device=2) # fewer than a token uses, and nobody else computes
+        model.layers[3].settings = pyorch.LayerSettings(
+            max_on_device=2
+        )  # fewer than a token uses, and nobody else computes
         there(model)
 
 
@@ -476,12 +479,12 @@ def test_a_device_that_is_lost_fails_the_decode_and_spares_the_process(
 ) -> None:
     lost = DeviceProcess(tmp_path / "log")
     with small_model(small_moe, "50%", device=lost.name, vram_budget="50%") as model:
-        with context(model) as it:
-            it.decode(prompt_tokens[:40])
+        with context(model) as ctx:
+            ctx.decode(prompt_tokens[:40])
             lost.stop()
             for _ in range(2):
                 with pytest.raises(pyorch.DeviceError, match="is lost"):
-                    it.decode(prompt_tokens[:1])
+                    ctx.decode(prompt_tokens[:1])
         with pytest.raises(pyorch.DeviceError, match="is lost"):
             list(model.generate("import os", max_tokens=2))
     with small_model(small_moe, "50%") as model:
@@ -559,8 +562,8 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
     monkeypatch.setattr(fatal, "notice", said.append)
     monkeypatch.setattr(RuntimeDevice, "free_bytes", lambda _: 12 * MiB)
     with small_model(small_moe, "50%", n_ubatch=32, device=process.name, vram_budget="100%") as model:
-        with context(model) as it:
-            it.decode(prompt_tokens[:8])
+        with context(model) as ctx:
+            ctx.decode(prompt_tokens[:8])
         in_python = model.stats().experts.device_budget_bytes
         dense = model.map.info.dense_bytes - host_dense_bytes(
             model.map, find(model.llama.model).device, find(model.llama.model).params)
@@ -571,10 +574,10 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
     monkeypatch.setattr(server, "plan_device", lambda managed, params, is_loaded: (
         planned.append(params.n_ubatch), plan_device(managed, params, is_loaded)))
     settings = Settings(budget="50%", device=process.name, vram_budget="100%")
-    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as it:
-        assert 0 < it.engine.stats().device_budget_bytes <= 12 * MiB - dense
-    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1"]), False) as it:
-        assert it.engine.stats().device_budget_bytes == 0
+    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as ctx:
+        assert 0 < ctx.engine.stats().device_budget_bytes <= 12 * MiB - dense
+    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1"]), False) as ctx:
+        assert ctx.engine.stats().device_budget_bytes == 0
     assert planned == [32, 2048]
 
 

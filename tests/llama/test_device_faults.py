@@ -27,15 +27,15 @@ def context(model: Model, n_ctx: int = 256) -> Context:
     return Context(model.llama.model, n_ctx=n_ctx, n_batch=128, n_ubatch=32, n_threads=1)
 
 
-def decode(it: Context, tokens: list[int]) -> np.ndarray:
-    it.clear()
-    return np.concatenate([it.decode(tokens[:N_PROMPT]), *(it.decode([token]) for token in tokens[:8])])
+def decode(ctx: Context, tokens: list[int]) -> np.ndarray:
+    ctx.clear()
+    return np.concatenate([ctx.decode(tokens[:N_PROMPT]), *(ctx.decode([token]) for token in tokens[:8])])
 
 
 @pytest.fixture(scope="module")
 def expected(small_moe: Path, prompt_tokens: list[int]) -> np.ndarray:
-    with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False) as model, context(model) as it:
-        return decode(it, prompt_tokens)
+    with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False) as model, context(model) as ctx:
+        return decode(ctx, prompt_tokens)
 
 
 @pytest.mark.parametrize(("vram_budget", "misses"), [("80%", "processor"), ("15%", "upload"), ("100%", "upload")])
@@ -56,8 +56,8 @@ def test_an_expert_that_cannot_be_read_fails_one_decode_on_a_device_and_spares_t
                     tokens = [(token * 7 + 11) % 2000 for token in tokens]  # others' experts
             model.engine.wait_idle()  # what was ordered before the fault ends may still fail
             source.fault = ""
-            for it in (other, one):
-                assert_same_bits(decode(it, prompt_tokens), expected)
+            for entry in (other, one):
+                assert_same_bits(decode(entry, prompt_tokens), expected)
         experts = model.stats().experts
         assert experts.device_computed > 0
         assert misses != "upload" or experts.device_computed >= experts.device_hits
@@ -75,11 +75,11 @@ def test_a_context_for_which_the_device_has_no_memory_is_refused_and_spares_the_
     small = DeviceProcess(tmp_path / "log", memory=24 * MiB)
     try:
         with small_model(small_moe, "50%", prefetch="none", device=small.name, vram_budget="30%",
-                         device_misses="upload", n_ubatch=32) as model, context(model) as it:
-            assert_same_bits(decode(it, prompt_tokens), expected)
+                         device_misses="upload", n_ubatch=32) as model, context(model) as ctx:
+            assert_same_bits(decode(ctx, prompt_tokens), expected)
             with pytest.raises(PyorchError, match="refuses this context: failed to allocate RPC0"):
                 context(model, n_ctx=16384)
-            assert_same_bits(decode(it, prompt_tokens), expected)
+            assert_same_bits(decode(ctx, prompt_tokens), expected)
             with context(model) as another:
                 assert_same_bits(decode(another, prompt_tokens), expected)
     finally:
@@ -92,9 +92,9 @@ def test_limits_and_policies_may_change_while_layers_are_computed(
     rng, policies = np.random.default_rng(0), ("lru", "lfu", "learned", "finemoe")
     for vram_budget, misses in (("15%", "upload"), ("80%", "processor")):
         with small_model(small_moe, "30%", prefetch="none", device=device.name, vram_budget=vram_budget,
-                         device_misses=misses) as model, context(model) as it, ThreadPoolExecutor(1) as thread:
-            decode(it, prompt_tokens)  # the device's memory is taken
-            run = thread.submit(decode, it, prompt_tokens)
+                         device_misses=misses) as model, context(model) as ctx, ThreadPoolExecutor(1) as thread:
+            decode(ctx, prompt_tokens)  # the device's memory is taken
+            run = thread.submit(decode, ctx, prompt_tokens)
             while not wait([run], timeout=0.002).done:
                 least = int(rng.integers(0, 2))
                 model.layers[int(rng.integers(8))].settings = LayerSettings(

@@ -16,13 +16,12 @@ from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution
 
-
 ANY_TOKENS = np.random.default_rng(0).integers(300, 2000, 220).tolist()  # so many that every expert has one to compute
 
 
 def decoded(model: Model, tokens: list[int], settings: str) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Logits of a prompt and of single tokens, and what was done to the slots of experts with odd numbers, which count as
-    absent wherever they are."""
+    """Logits of a prompt and of single tokens, and what was done to the slots of experts with odd numbers, which
+    count as absent wherever they are."""
     for il in model.layers:
         random_ghosts(1).apply(model.engine, il)
         apply_substitution(model.engine, il, Substitution.parse(settings), random_buddies(1))

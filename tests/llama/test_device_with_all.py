@@ -81,7 +81,9 @@ def test_what_a_device_computed_is_forecast_from_as_what_the_processor_did(
                 for n, token in enumerate(tokens):
                     context.decode([token])
                     model.engine.wait_idle()
-                    made |= {(n, it.il_from, it.il): it.experts.tolist() for it in found}
+                    made |= {
+                        (n, prediction.il_from, prediction.il): prediction.experts.tolist() for prediction in found
+                    }
                     found.clear()
         model.engine.set_prediction_observer(None)
         return made

@@ -6,15 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-
 from processes import python
+
 from pyorch.runtime.handle import FORKED
 
 PROCESS = Path(__file__).with_name("forked_process.py")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-def test_a_model_that_was_used_is_refused_in_a_forked_process_and_closing_it_there_does_nothing(small_moe: Path) -> None:
+def test_a_model_that_was_used_is_refused_in_a_forked_process_and_closing_it_there_does_nothing(
+    small_moe: Path,
+) -> None:
     done = python(PROCESS, small_moe)  # seconds, or for ever
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

@@ -10,8 +10,8 @@ from pathlib import Path
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 import pytest
-from models import small_model
 from ggufs import write_moe_model
+from models import small_model
 from mutations import set_metadata
 from processes import python
 
@@ -148,7 +148,10 @@ def test_a_program_that_closes_nothing_ends_quietly(small_moe: Path, tmp_path: P
 
 
 def test_a_context_too_small_for_its_sequences_is_refused(small_moe: Path) -> None:
-    with pyorch.load(small_moe, budget="50%", n_ctx=64) as model, pytest.raises(pyorch.PyorchError, match="4 tokens cannot hold 8"):
+    with (
+        pyorch.load(small_moe, budget="50%", n_ctx=64) as model,
+        pytest.raises(pyorch.PyorchError, match="4 tokens cannot hold 8"),
+    ):
         Context(model.llama.model, n_ctx=4, n_seq_max=8)
 
 

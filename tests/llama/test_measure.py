@@ -8,13 +8,11 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import pytest
 
-from pyorch.llama import logs
-from pyorch.llama import originals
-from pyorch.llama import measure
 from pyorch.errors import BudgetError, FormatError
+from pyorch.llama import logs, measure, originals
 from pyorch.runtime.devices import Device
-from pyorch.sizes import MiB
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import MiB
 
 LOAD = originals.original("llama_model_load_from_file")
 INIT = originals.original("llama_init_from_model")

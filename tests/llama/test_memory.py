@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from pyorch.llama import memory
 from pyorch.errors import BudgetError
+from pyorch.llama import memory
 from pyorch.llama.memory import memory_limit, plan
+from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, KiB, MiB
-from pyorch.runtime.model_map import MapInfo
 
 INFO = MapInfo(
     arch="olmoe", name="OLMoE", n_files=1, n_layers=16, n_moe_layers=16, n_expert_used=8,
@@ -49,7 +49,8 @@ def test_a_budget_below_the_floor_is_refused_with_one_that_works() -> None:
     with pytest.raises(BudgetError) as refused:
         Budget.parse("120MiB").resolve(INFO)
     assert str(refused.value) == (
-        "budget 120 MiB is below the floor of 214 MiB (twice the experts of a token, and one): use --budget 214MiB or more"
+        "budget 120 MiB is below the floor of 214 MiB (twice the experts of a token, and one): use --budget "
+        "214MiB or more"
     )
     assert Budget.parse("214MiB").resolve(INFO) == INFO.floor_bytes
 

@@ -48,8 +48,8 @@ def pack_of(model: Path) -> Path:
 
 
 def logits(model: Model, tokens: list[int]) -> np.ndarray:
-    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as it:
-        return np.concatenate([it.decode(tokens), *(it.decode([token]) for token in tokens[:12])])
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=16, n_threads=1) as ctx:
+        return np.concatenate([ctx.decode(tokens), *(ctx.decode([token]) for token in tokens[:12])])
 
 
 def test_logits_are_those_of_the_resident_model(packed: Path, resident: Model, prompt_tokens: list[int]) -> None:
@@ -263,7 +263,7 @@ def test_a_native_pack_is_used_by_the_kernels_that_want_it(
 def test_an_index_that_lies_is_refused(packed: Path, told: list[str], column: str, value: int) -> None:
     pack = pack_of(packed)
     reader = gguf.GGUFReader(pack, "r+")
-    rows = next(it for it in reader.tensors if it.name == packs.index_name(5)).data.view(packs.CHUNK)
+    rows = next(tensor for tensor in reader.tensors if tensor.name == packs.index_name(5)).data.view(packs.CHUNK)
     rows[column][8, 0] = value + (rows[column][8, 0] if column in ("offset", "stored", "raw") else 0)
     reader.data.flush()
     with pytest.raises(PyorchError) as refused, packing.ModelMap(packed) as model_map:

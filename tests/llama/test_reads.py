@@ -89,9 +89,16 @@ def test_speculating_reads_the_predictor_file_once(with_predictor: Path, opened:
     assert loading == once
 
 
-@pytest.mark.parametrize("options", [
-    {"budget": "50%"}, {"budget": "100%"}, {"budget": "auto"}, {"budget": "resident"}, {"budget": "50%", "n_ubatch": 64},
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": "50%"},
+        {"budget": "100%"},
+        {"budget": "auto"},
+        {"budget": "resident"},
+        {"budget": "50%", "n_ubatch": 64},
+    ],
+)
 def test_loading_reads_the_model_map_once(
     with_predictor: Path, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,8 @@ def adapted(model: Model, path: Path) -> Iterator[Context]:
 
 @pytest.mark.parametrize("role", ["ffn_gate_exps", "attn_output"])
 def test_an_adapter_of_experts_keeps_them_here_and_another_one_does_not(small_moe, prompt_tokens, tmp_path, role):
-    """The other servers do not have it. What an adapter does outside of the experts is theirs to be told by the rows."""
+    """The other servers do not have it. What an adapter does outside of the experts is theirs to be told by the
+    rows."""
     path = tmp_path / "adapter.gguf"
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, gguf.GGUFReader(small_moe).get_field("general.architecture").contents())
@@ -187,7 +188,7 @@ def test_three_servers_with_some_experts_each_ask_each_other(small_moe, resident
         for server, answer in zip(servers, answers, strict=True):
             for rows, right in zip(answer, expected, strict=True):
                 assert_same_bits(rows, right)
-            for il, resident_experts in server.residency.items():
+            for resident_experts in server.residency.values():
                 elsewhere = np.arange(len(resident_experts)) % 3 != servers.index(server)
                 assert resident_experts.any() and not resident_experts[elsewhere].any()
         for server in servers:

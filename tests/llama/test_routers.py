@@ -84,7 +84,11 @@ def test_cache_aware_routing_ranks_experts_as_the_router_does(zoo: Zoo) -> None:
             model.engine.set_observer(None)
             model.engine.wait_idle()
             router = model.engine.router(il)
-            return next(it for it in routings if it.il == il), router.arrays()["selection_bias"], model.residency[il]
+            return (
+                next(routing for routing in routings if routing.il == il),
+                router.arrays()["selection_bias"],
+                model.residency[il],
+            )
 
     for token in tokens(40, seed=2):
         routing, bias, _ = decoded(token, None)
@@ -106,7 +110,10 @@ def test_groups_and_selection_biases_change_what_is_selected(zoo: Zoo) -> None:
             context.decode(tokens(48))
         model.engine.set_observer(None)
         routers = {il: model.engine.router(il) for il in model.layers}
-    assert all((it.n_groups, it.n_groups_used, it.normalized, it.scale) == (4, 2, True, 2.5) for it in routers.values())
+    assert all(
+        (router.n_groups, router.n_groups_used, router.normalized, router.scale) == (4, 2, True, 2.5)
+        for router in routers.values()
+    )
     for routing in routings:
         n_used = routing.experts.shape[1]
         biased = routing.probs + routers[routing.il].selection_bias

@@ -26,7 +26,7 @@ def decoded(path: Path, prefetch: str) -> tuple[np.ndarray, dict[int, pyorch.Sta
     with pyorch.ModelMap(path) as model_map:
         budget = 2 * model_map.info.floor_bytes
     with pyorch.load(path, budget=budget, prefetch=prefetch, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as model:
-        model.engine.set_prediction_observer(lambda it: predicted.add((it.il_from, it.il)))
+        model.engine.set_prediction_observer(lambda prediction: predicted.add((prediction.il_from, prediction.il)))
         with Context(model.llama.model, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as context:
             rows = [context.decode(tokens(64)), context.decode(tokens(40, seed=1))]
             for token in tokens(8, seed=2):

@@ -16,7 +16,9 @@ def harness(directory: Path, missing_in: str) -> dict[str, str]:
     """The environment in which a harness is found first that has no more than the file `missing_in`, which fails."""
     files = {"__init__.py": "", "api/__init__.py": "", "__main__.py": "", missing_in: MISSING}
     if missing_in == "__main__.py":
-        files["api/registry.py"] = "class model_registry:\n    def register(name, target):\n        print(name, target)\n"
+        files["api/registry.py"] = (
+            "class model_registry:\n    def register(name, target):\n        print(name, target)\n"
+        )
     for name, text in files.items():
         path = directory / "lm_eval" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +34,8 @@ def test_the_command_says_in_a_sentence_what_to_install(tmp_path: Path, missing_
 
 
 def test_the_import_says_it_too(tmp_path: Path) -> None:
-    program = "from pyorch import PyorchError\ntry:\n    import pyorch.lm_eval\nexcept PyorchError as error:\n    print(error)"
+    program = "from pyorch import PyorchError\ntry:\n    import pyorch.lm_eval\n"
+    program += "except PyorchError as error:\n    print(error)"
     done = python("-c", program, env=harness(tmp_path, "__init__.py"))
     assert (done.stdout, done.stderr) == (f"{SENTENCE}\n", "")
 

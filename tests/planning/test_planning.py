@@ -12,8 +12,14 @@ from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabiliti
 from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
 from pyorch.planning.planner import LayerCosts, Planner
 from pyorch.planning.ranks import (
-    even_inclusion, fading_uses, inclusion_by_rank, inclusion_of_batch, inclusion_of_counts, inclusion_probabilities,
-    selection_probabilities, use_counts,
+    even_inclusion,
+    fading_uses,
+    inclusion_by_rank,
+    inclusion_of_batch,
+    inclusion_of_counts,
+    inclusion_probabilities,
+    selection_probabilities,
+    use_counts,
 )
 
 N_USED = 3

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from pyorch.errors import PyorchError
-from pyorch.library.choices import Needs, default_policy, gatings, listed, policies, predictors, speculation, substitution
+from pyorch.library.choices import (
+    Needs,
+    default_policy,
+    gatings,
+    listed,
+    policies,
+    predictors,
+    speculation,
+    substitution,
+)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ import pytest
 from faulty_source import FaultySource
 from models import PROMPT, assert_same_bits, small_model
 
-from pyorch.llama.context import Context
 from pyorch.errors import ExpertReadError, PyorchError
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-
 
 FAULTS = {
     "EIO": "Input/output error",
@@ -31,13 +30,13 @@ def test_a_read_error_fails_the_decode_and_spares_the_next(
     small_moe: Path, resident: Model, prompt_tokens: list[int], fault: str, budget: str
 ) -> None:
     """With the smaller budget the layers of a prompt are streamed."""
-    with Context(resident.llama.model, n_threads=1) as it:
-        expected = it.decode(prompt_tokens)
+    with Context(resident.llama.model, n_threads=1) as ctx:
+        expected = ctx.decode(prompt_tokens)
     source = FaultySource(small_moe)
-    with small_model(small_moe, budget, source=source) as model, Context(model.llama.model, n_threads=2) as it:
+    with small_model(small_moe, budget, source=source) as model, Context(model.llama.model, n_threads=2) as ctx:
         source.fault = fault
         with pytest.raises(ExpertReadError) as failed:
-            it.decode(prompt_tokens)
+            ctx.decode(prompt_tokens)
         assert source.n_faults > 0
         sentence = str(failed.value)
         assert str(small_moe) in sentence and "ffn_" in sentence and "expert " in sentence
@@ -46,7 +45,7 @@ def test_a_read_error_fails_the_decode_and_spares_the_next(
 
         model.engine.wait_idle()  # reads that began before the fault ends may still fail
         source.fault = ""
-        assert_same_bits(it.decode(prompt_tokens), expected)
+        assert_same_bits(ctx.decode(prompt_tokens), expected)
         assert model.stats().experts.failures == 1
 
 
@@ -70,8 +69,8 @@ def test_an_error_in_the_middle_of_generating_is_raised_and_generating_again_wor
 
 
 def test_an_error_in_one_context_spares_another(small_moe: Path, resident: Model, prompt_tokens: list[int]) -> None:
-    with Context(resident.llama.model, n_threads=1) as it:
-        expected = it.decode(prompt_tokens)
+    with Context(resident.llama.model, n_threads=1) as ctx:
+        expected = ctx.decode(prompt_tokens)
     source = FaultySource(small_moe)
     with small_model(small_moe, "20%", source=source) as model:
         with Context(model.llama.model, n_threads=1) as one, Context(model.llama.model, n_threads=1) as other:
@@ -125,16 +124,16 @@ def test_a_file_truncated_after_loading_fails_the_request_and_spares_the_process
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%", direct_io=direct_io) as model, Context(model.llama.model, n_threads=1) as it:
+    with small_model(path, "20%", direct_io=direct_io) as model, Context(model.llama.model, n_threads=1) as ctx:
         os.truncate(path, path.stat().st_size // 2)
         with pytest.raises(ExpertReadError, match=f"from {path}: the file was changed after it was loaded"):
-            it.decode(prompt_tokens)
+            ctx.decode(prompt_tokens)
         with pytest.raises(ExpertReadError):
-            it.decode(prompt_tokens)
-    with Context(resident.llama.model, n_threads=1) as it:
-        expected = it.decode(prompt_tokens)
-    with small_model(small_moe, "20%") as model, Context(model.llama.model, n_threads=1) as it:
-        assert_same_bits(it.decode(prompt_tokens), expected)
+            ctx.decode(prompt_tokens)
+    with Context(resident.llama.model, n_threads=1) as ctx:
+        expected = ctx.decode(prompt_tokens)
+    with small_model(small_moe, "20%") as model, Context(model.llama.model, n_threads=1) as ctx:
+        assert_same_bits(ctx.decode(prompt_tokens), expected)
 
 
 def test_a_file_overwritten_in_place_with_its_time_set_back_fails_the_request(
@@ -142,7 +141,7 @@ def test_a_file_overwritten_in_place_with_its_time_set_back_fails_the_request(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it:
+    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as ctx:
         before = path.stat()
         with path.open("r+b") as file:
             file.seek(before.st_size // 2)
@@ -151,7 +150,7 @@ def test_a_file_overwritten_in_place_with_its_time_set_back_fails_the_request(
         after = path.stat()
         assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
         with pytest.raises(ExpertReadError, match="the file was changed after it was loaded"):
-            it.decode(prompt_tokens)
+            ctx.decode(prompt_tokens)
 
 
 def test_a_file_that_gets_and_loses_a_name_is_read_as_it_was(
@@ -159,11 +158,15 @@ def test_a_file_that_gets_and_loses_a_name_is_read_as_it_was(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
+    with (
+        small_model(path, "20%") as model,
+        Context(model.llama.model, n_threads=1) as ctx,
+        Context(resident.llama.model, n_threads=1) as whole,
+    ):
         os.link(path, tmp_path / "other.gguf")
         path.unlink()
         os.link(tmp_path / "other.gguf", path)
-        assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))
+        assert_same_bits(ctx.decode(prompt_tokens), whole.decode(prompt_tokens))
 
 
 def test_a_file_replaced_after_loading_is_read_as_it_was(
@@ -171,11 +174,15 @@ def test_a_file_replaced_after_loading_is_read_as_it_was(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
+    with (
+        small_model(path, "20%") as model,
+        Context(model.llama.model, n_threads=1) as ctx,
+        Context(resident.llama.model, n_threads=1) as whole,
+    ):
         replacement = tmp_path / "new"
         replacement.write_bytes(bytes(path.stat().st_size))
         replacement.rename(path)
-        assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))
+        assert_same_bits(ctx.decode(prompt_tokens), whole.decode(prompt_tokens))
 
 
 def test_a_file_deleted_after_loading_is_read_as_it_was(
@@ -183,9 +190,13 @@ def test_a_file_deleted_after_loading_is_read_as_it_was(
 ) -> None:
     path = tmp_path / "model.gguf"
     shutil.copy(small_moe, path)
-    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as it, Context(resident.llama.model, n_threads=1) as whole:
+    with (
+        small_model(path, "20%") as model,
+        Context(model.llama.model, n_threads=1) as ctx,
+        Context(resident.llama.model, n_threads=1) as whole,
+    ):
         path.unlink()
-        assert_same_bits(it.decode(prompt_tokens), whole.decode(prompt_tokens))
+        assert_same_bits(ctx.decode(prompt_tokens), whole.decode(prompt_tokens))
 
 
 @pytest.mark.parametrize("name", ["small_moe", "small_moe_q4"])
@@ -193,8 +204,8 @@ def test_bytes_that_are_offered_are_taken_in_place_of_reads(
     request: pytest.FixtureRequest, prompt_tokens: list[int], name: str
 ) -> None:
     path = request.getfixturevalue(name)
-    with small_model(path, "60%") as model, Context(model.llama.model, n_threads=1) as it:
-        expected = it.decode(prompt_tokens)
+    with small_model(path, "60%") as model, Context(model.llama.model, n_threads=1) as ctx:
+        expected = ctx.decode(prompt_tokens)
     source = FaultySource(path)
     with small_model(path, "60%", source=source, prefetch="none") as model:
         engine, il, experts = model.engine, model.map.layers[0].il, range(30)
@@ -207,5 +218,5 @@ def test_bytes_that_are_offered_are_taken_in_place_of_reads(
         engine.wait_idle()
         assert engine.residency(il).resident[:30].all() and source.n_faults == 0
         source.fault = ""
-        with Context(model.llama.model, n_threads=1) as it:
-            assert_same_bits(it.decode(prompt_tokens), expected)
+        with Context(model.llama.model, n_threads=1) as ctx:
+            assert_same_bits(ctx.decode(prompt_tokens), expected)

@@ -48,7 +48,9 @@ def same(factor: float) -> Ghosts:
     """Every expert gives the same for every input: factor in each value."""
     none = np.zeros((0, N_EMBD), np.float32)
     ones = np.ones(N_EXPERT, np.float32)
-    layer = LayerGhosts(np.zeros(N_EXPERT, np.int32), np.full((N_EXPERT, N_EMBD), factor, np.float32), none, none, ones, ones)
+    layer = LayerGhosts(
+        np.zeros(N_EXPERT, np.int32), np.full((N_EXPERT, N_EMBD), factor, np.float32), none, none, ones, ones
+    )
     return Ghosts(dict.fromkeys(range(8), layer), 1, 0)
 
 
@@ -72,7 +74,10 @@ def test_what_a_ghost_gives_does_not_depend_on_what_is_computed_with_it(model) -
     inputs = rng.normal(size=(100, N_EMBD)).astype(np.float32)
     together = model.engine.apply_ghosts(3, inputs, experts, N_EMBD)
     for i in range(100):
-        assert model.engine.apply_ghosts(3, inputs[i : i + 1], experts[i : i + 1], N_EMBD).tobytes() == together[i].tobytes()
+        assert (
+            model.engine.apply_ghosts(3, inputs[i : i + 1], experts[i : i + 1], N_EMBD).tobytes()
+            == together[i].tobytes()
+        )
 
 
 def test_an_expert_without_a_ghost_is_refused_by_name(model) -> None:
@@ -222,8 +227,16 @@ def test_auto_takes_a_buddy_where_it_errs_less_than_the_ghost(model) -> None:
     ids = np.roll(np.arange(N_EXPERT), 8)[:, None].astype(np.int32)
     q, scale = np.ones((2, N_EXPERT, 1), np.float32)
     logits = np.linspace(1, 0, N_EXPERT, dtype=np.float32)[None]
-    routing = Routing(0, 0, True, np.arange(6, dtype=np.int32)[None], np.full((1, 6), 1 / 6, np.float32), logits, logits,
-                      np.empty((1, 0), np.float32))
+    routing = Routing(
+        0,
+        0,
+        True,
+        np.arange(6, dtype=np.int32)[None],
+        np.full((1, 6), 1 / 6, np.float32),
+        logits,
+        logits,
+        np.empty((1, 0), np.float32),
+    )
     random_ghosts(1).apply(model.engine, 0)
     resident = np.arange(N_EXPERT) >= 6
     layer = random_ghosts(1).layers[0]

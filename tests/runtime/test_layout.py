@@ -21,7 +21,8 @@ def test_a_matrix_is_repacked_as_the_same_bytes_in_groups_of_rows(small_moe_q4: 
         repacked = bytearray(matrix)
         model_map.repack(layer.il, 0, repacked)
         assert repacked != matrix
-        # A group of rows begins with the scales of their first blocks, 2 bytes each; how many rows, the processor decides.
+        # A group of rows begins with the scales of their first blocks, 2 bytes each; how many rows, the processor
+        # decides.
         row_bytes = place.size // _n_out(model_map, layer.il)
         scales = b"".join(bytes(matrix[row * row_bytes:row * row_bytes + 2]) for row in range(16))
         assert any(repacked.startswith(scales[:2 * n_rows]) for n_rows in (4, 8, 16))

@@ -39,13 +39,13 @@ def test_a_replay_learns_what_an_engine_learns(small_moe: Path) -> None:
     seen = []
     with loaded(small_moe, "25%") as model, Context(model.llama.model, n_ctx=256, n_threads=1) as context:
         tokens = tokens_of(model, 120)
-        model.engine.set_observer(lambda it: seen.append((it.experts[0], it.weights[0])))
+        model.engine.set_observer(lambda routing: seen.append((routing.experts[0], routing.weights[0])))
         model.reset_stats()
         for token in tokens:
             context.decode([token])
         model.engine.set_observer(None)
         real = model.engine.stats()
-    experts, weights = (np.array([it[i] for it in seen]).reshape(120, 8, 6) for i in (0, 1))
+    experts, weights = (np.array([one[i] for one in seen]).reshape(120, 8, 6) for i in (0, 1))
     with ModelMap(small_moe) as model_map:
         routing = Recording(LAYERS, 64, experts, weights, np.zeros(120))
         simulated = replay(model_map, routing, ReplaySettings("learned", budget="25%")).stats

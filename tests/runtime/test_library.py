@@ -64,7 +64,9 @@ def test_a_library_of_another_abi_is_refused_in_a_sentence(tmp_path: Path) -> No
     source, other = tmp_path / "other.c", tmp_path / "libother.so"
     source.write_text('int pyorch_abi(void) { return 999; } const char * pyorch_version(void) { return "9.9.9"; }')
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", other, source], check=True)
-    with pytest.raises(ImportError, match=rf"libother.so has ABI 999 \(version 9.9.9\), and this pyorch needs ABI {ABI}"):
+    with pytest.raises(
+        ImportError, match=rf"libother.so has ABI 999 \(version 9.9.9\), and this pyorch needs ABI {ABI}"
+    ):
         check_abi(other)
     without = Path(os.environ["LLAMA_CPP_LIB_PATH"]) / "libggml-base.so"
     with pytest.raises(ImportError, match=rf"libggml-base.so has ABI 0 .* needs ABI {ABI}"):

@@ -12,16 +12,16 @@ from predicting import predict
 
 import pyorch
 from pyorch.cli import main
-from pyorch.llama.context import Context
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.library.choices import predictors
-from pyorch.sidecars.history import ExpertMaps
+from pyorch.llama.context import Context
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.predictor import PredictorFile
 from pyorch.runtime.observers import Prediction, Routing
+from pyorch.sidecars.predictor import PredictorFile
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
-TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return open(self.path).read()\n"
+TEXT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n"
+TEXT += "    def read(self):\n        return open(self.path).read()\n"
 
 
 def decode(model, n_tokens: int = 40) -> np.ndarray:
@@ -38,7 +38,9 @@ def resident_logits(small_moe: Path) -> bytes:
 
 @pytest.mark.parametrize("distance", [1, 3])
 @pytest.mark.parametrize("predictor", predictors().present)
-def test_logits_do_not_depend_on_what_is_read_ahead(small_moe: Path, resident_logits: bytes, predictor: str, distance: int):
+def test_logits_do_not_depend_on_what_is_read_ahead(
+    small_moe: Path, resident_logits: bytes, predictor: str, distance: int
+):
     with pyorch.load(small_moe, budget="25%", prefetch="none", n_ctx=256, n_threads=1) as model:
         predict(model, predictor, distance, 0.0)
         assert decode(model).tobytes() == resident_logits
@@ -69,7 +71,7 @@ def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], 
             for token in tokens:
                 context.decode([token])
                 model.engine.wait_idle()
-                predictions += [(n_decoded, it) for it in found]
+                predictions += [(n_decoded, prediction) for prediction in found]
                 found.clear()
                 n_decoded += 1
     model.engine.set_prefetch("none")
@@ -117,7 +119,7 @@ def test_default_vectors_are_the_mean_outputs_of_the_experts(calibrated: Path):
     seen: list[Routing] = []
     with pyorch.load(calibrated, budget="50%", prefetch="none", n_ctx=256, n_threads=1) as model:
         tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
-        model.engine.set_observer(lambda it: seen.append(it) if it.il == il else None)
+        model.engine.set_observer(lambda routing: seen.append(routing) if routing.il == il else None)
         with Context(model.llama.model, n_ctx=256, n_threads=1) as context, model.engine.calibrating():
             context.decode(tokens)
         model.engine.set_observer(None)
@@ -141,11 +143,11 @@ def test_quasi_hidden_predicts_as_numpy_does(calibrated: Path):
         for il in range(N_LAYERS):
             place = model.map.tensor_range(f"blk.{il}.ffn_norm.weight")
             norms[il] = np.fromfile(place.path, np.float32, place.size // 4, offset=place.offset)
-        for token, it in predictions:
-            routed = routings[token][it.il_from]
-            hidden = routed.residuals[0] + routed.weights[0] @ defaults[it.il_from][routed.experts[0]]
-            hidden = hidden / np.sqrt((hidden**2).mean() + 1e-6) * norms[it.il]
-            assert_best(it.experts, router(model, it.il) @ hidden)
+        for token, prediction in predictions:
+            routed = routings[token][prediction.il_from]
+            hidden = routed.residuals[0] + routed.weights[0] @ defaults[prediction.il_from][routed.experts[0]]
+            hidden = hidden / np.sqrt((hidden**2).mean() + 1e-6) * norms[prediction.il]
+            assert_best(prediction.experts, router(model, prediction.il) @ hidden)
 
 
 def test_default_vectors_of_another_model_are_refused(calibrated: Path, tmp_path: Path):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from models import small_model
 
-from pyorch.llama.context import Context
 from pyorch.errors import BudgetError, PyorchError
+from pyorch.llama.context import Context
 from pyorch.llama.layer import LayerSettings
 from pyorch.llama.model import Model
 from pyorch.runtime.observers import Routing
@@ -26,7 +26,7 @@ def model(small_moe: Path):
 
 def test_the_budget_is_never_exceeded_while_running(small_moe: Path, prompt_tokens: list[int]) -> None:
     samples, done = [], threading.Event()
-    with small_model(small_moe, "15%") as model, Context(model.llama.model, n_ctx=1024, n_threads=2) as it:
+    with small_model(small_moe, "15%") as model, Context(model.llama.model, n_ctx=1024, n_threads=2) as ctx:
 
         def sample() -> None:
             while not done.is_set():
@@ -36,10 +36,10 @@ def test_the_budget_is_never_exceeded_while_running(small_moe: Path, prompt_toke
         sampler.start()
         try:
             for _ in range(8):
-                it.decode(prompt_tokens)
+                ctx.decode(prompt_tokens)
             while len(samples) <= 100:
-                it.clear()
-                it.decode(prompt_tokens)
+                ctx.clear()
+                ctx.decode(prompt_tokens)
         finally:
             done.set()
             sampler.join()
@@ -50,8 +50,8 @@ def test_the_budget_is_never_exceeded_while_running(small_moe: Path, prompt_toke
 
 
 def test_the_masks_and_the_counters_tell_the_same(model: Model, prompt_tokens: list[int]) -> None:
-    with Context(model.llama.model, n_threads=1) as it:
-        it.decode(prompt_tokens)
+    with Context(model.llama.model, n_threads=1) as ctx:
+        ctx.decode(prompt_tokens)
     model.engine.wait_idle()
     stats = model.stats()
     assert sum(mask.sum() for mask in model.residency.values()) == stats.experts.resident_experts > 0
@@ -65,12 +65,12 @@ def test_the_masks_and_the_counters_tell_the_same(model: Model, prompt_tokens: l
 def test_the_observer_sees_what_the_router_chose(model: Model, prompt_tokens: list[int]) -> None:
     seen: list[Routing] = []
     model.engine.set_observer(seen.append)
-    with Context(model.llama.model, n_ubatch=16, n_batch=64, n_threads=1) as it:
-        it.decode(prompt_tokens[:40])
+    with Context(model.llama.model, n_ubatch=16, n_batch=64, n_threads=1) as ctx:
+        ctx.decode(prompt_tokens[:40])
     model.engine.set_observer(None)
     n_seen = len(seen)
-    with Context(model.llama.model, n_threads=1) as it:
-        it.decode(prompt_tokens[:4])
+    with Context(model.llama.model, n_threads=1) as ctx:
+        ctx.decode(prompt_tokens[:4])
     assert len(seen) == n_seen, "a removed observer was called"
 
     assert [routing.il for routing in seen] == [*range(N_LAYER)] * 3
@@ -90,9 +90,9 @@ def test_the_statistics_count_what_the_observer_saw(model: Model, prompt_tokens:
     uses = []
     model.engine.set_observer(lambda routing: uses.append(len(np.unique(routing.experts))))
     model.reset_stats()
-    with Context(model.llama.model, n_threads=1) as it:
+    with Context(model.llama.model, n_threads=1) as ctx:
         for token in prompt_tokens[:10]:
-            it.decode([token])
+            ctx.decode([token])
     stats = model.stats().experts
     assert stats.hits + stats.misses == sum(uses) == 10 * N_LAYER * N_USED
     assert stats.tokens == 10 * N_LAYER == stats.layer_passes
@@ -101,8 +101,8 @@ def test_the_statistics_count_what_the_observer_saw(model: Model, prompt_tokens:
 def test_prefetched_experts_become_resident_and_count_as_hits(model: Model, prompt_tokens: list[int]) -> None:
     chosen = set()
     model.engine.set_observer(lambda routing: routing.il == 2 and chosen.update(routing.experts.ravel().tolist()))
-    with Context(model.llama.model, n_threads=1) as it:
-        it.decode(prompt_tokens[:1])
+    with Context(model.llama.model, n_threads=1) as ctx:
+        ctx.decode(prompt_tokens[:1])
     for layer in model.layers.values():
         layer.evict(range(N_EXPERT))
     assert not model.residency[2].any()
@@ -110,8 +110,8 @@ def test_prefetched_experts_become_resident_and_count_as_hits(model: Model, prom
     model.layers[2].prefetch(sorted(chosen))
     model.engine.wait_idle()
     assert set(np.flatnonzero(model.residency[2])) == chosen
-    with Context(model.llama.model, n_threads=1) as it:
-        it.decode(prompt_tokens[:1])
+    with Context(model.llama.model, n_threads=1) as ctx:
+        ctx.decode(prompt_tokens[:1])
     layer = model.layers[2].stats()
     assert (layer.hits, layer.misses, layer.prefetch_hits) == (N_USED, 0, N_USED)
 
@@ -120,9 +120,9 @@ def test_pinned_experts_stay_until_they_are_unpinned(model: Model, prompt_tokens
     pinned = frozenset({1, 5, 33})
     model.layers[4].settings = LayerSettings(pinned=pinned)
     model.engine.wait_idle()
-    with Context(model.llama.model, n_ctx=512, n_threads=1) as it:
+    with Context(model.llama.model, n_ctx=512, n_threads=1) as ctx:
         for _ in range(5):
-            it.decode(prompt_tokens)
+            ctx.decode(prompt_tokens)
             assert model.residency[4][list(pinned)].all()
     model.layers[4].evict(pinned)
     assert model.residency[4][list(pinned)].all()
@@ -141,11 +141,11 @@ def test_pinning_more_than_the_budget_allows_is_refused(model: Model) -> None:
 def test_a_layer_keeps_its_minimum_and_its_maximum(model: Model, prompt_tokens: list[int]) -> None:
     model.layers[0].settings = LayerSettings(min_experts=30)
     model.layers[7].settings = LayerSettings(max_experts=8)
-    with Context(model.llama.model, n_ctx=1024, n_threads=1) as it:
+    with Context(model.llama.model, n_ctx=1024, n_threads=1) as ctx:
         for _ in range(5):
-            it.decode(prompt_tokens)
+            ctx.decode(prompt_tokens)
         for token in prompt_tokens[:20]:
-            it.decode([token])
+            ctx.decode([token])
     assert model.residency[0].sum() >= 30
     assert model.residency[7].sum() <= 8
 
@@ -168,8 +168,8 @@ def test_what_is_no_layer_settings_is_refused(model: Model) -> None:
 def test_more_budget_means_fewer_misses(small_moe: Path, prompt_tokens: list[int]) -> None:
     misses = []
     for budget in ("15%", "30%", "60%", "100%"):
-        with small_model(small_moe, budget, prefetch="none") as model, Context(model.llama.model, n_threads=1) as it:
+        with small_model(small_moe, budget, prefetch="none") as model, Context(model.llama.model, n_threads=1) as ctx:
             for token in prompt_tokens[:32]:
-                it.decode([token])
+                ctx.decode([token])
             misses.append(model.stats().experts.misses)
     assert misses == sorted(misses, reverse=True) and misses[0] > 2 * misses[-1]

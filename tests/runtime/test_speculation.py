@@ -51,8 +51,11 @@ def test_layers_compute_what_was_forecast_for_them(model):
     model.engine.set_observer(None)
     model.engine.set_prediction_observer(None)
 
-    forecast = {il: [it.experts[:N_USED] for it in predictions if it.il == il] for il in range(1, N_LAYERS)}
-    chosen = {il: [it.experts[0] for it in routings if it.il == il] for il in range(N_LAYERS)}
+    forecast = {
+        il: [prediction.experts[:N_USED] for prediction in predictions if prediction.il == il]
+        for il in range(1, N_LAYERS)
+    }
+    chosen = {il: [routing.experts[0] for routing in routings if routing.il == il] for il in range(N_LAYERS)}
     right = sum(len(set(f) & set(c)) for il in forecast for f, c in zip(forecast[il], chosen[il], strict=True))
     stats = model.stats().speculation
     assert (stats.tokens, stats.slots) == (len(tokens) * N_LAYERS, len(tokens) * (N_LAYERS - 1) * N_USED)
@@ -173,7 +176,10 @@ def test_what_was_not_forecast_is_treated_as_absent_and_what_was_as_there(model,
     assert counts.ghosts + counts.dropped + counts.refused_sacred + right.right == len(tokens) * (N_LAYERS - 1) * N_USED
 
     model.speculate(None)
-    forecast = {il: [it.experts[:N_USED] for it in predictions if it.il == il] for il in range(1, N_LAYERS)}
+    forecast = {
+        il: [prediction.experts[:N_USED] for prediction in predictions if prediction.il == il]
+        for il in range(1, N_LAYERS)
+    }
     with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
         for n, token in enumerate(tokens):
             there = {il: np.isin(np.arange(N_EXPERT), forecast[il][n]) for il in forecast}

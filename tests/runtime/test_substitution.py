@@ -26,7 +26,8 @@ from pyorch.sidecars.buddies import LayerBuddies
 from pyorch.sidecars.ghosts import LayerGhosts
 from scripts.papers.buddymoe.tables import BASELINES, baseline
 
-TEXT = "def read(path):\n    \"\"\"Read a file and return its lines.\"\"\"\n    with open(path) as file:\n        return file.readlines()\n"
+TEXT = 'def read(path):\n    """Read a file and return its lines."""\n'
+TEXT += '    with open(path) as file:\n        return file.readlines()\n'
 
 
 #
@@ -43,7 +44,7 @@ def splitmix64(x: int) -> int:
 
 
 def reference(
-    it: Substitution, lists: LayerBuddies, routing: Routing, resident, normalized: bool, softmax_selected: bool,
+    lossy: Substitution, lists: LayerBuddies, routing: Routing, resident, normalized: bool, softmax_selected: bool,
     ghosts: LayerGhosts | None = None,
 ):
     """BuddyMoE section 3.1 and algorithm 1, token by token in plain Python."""
@@ -54,10 +55,10 @@ def reference(
     requested = set(experts.ravel().tolist())
     absent = {e for e in requested if not resident[e]}
     counts["absent"] = len(absent)
-    crowded = it.beta is not None and len(absent) / len(requested) >= it.beta
+    crowded = lossy.beta is not None and len(absent) / len(requested) >= lossy.beta
     chosen_before: dict[int, int] = {}
     estimated: set[tuple[int, int]] = set()  # slots that ghosts compute
-    own = it.weight == "own" or it.mode == "cache"
+    own = lossy.weight == "own" or lossy.mode == "cache"
 
     def raw(t: int, e: int) -> float:
         p = float(routing.probs[t, e])
@@ -69,8 +70,8 @@ def reference(
         if not missing:
             continue
         p = [raw(t, e) for e in before]
-        if it.temperature != 1:
-            p = [math.pow(x, 1 / it.temperature) for x in p]
+        if lossy.temperature != 1:
+            p = [math.pow(x, 1 / lossy.temperature) for x in p]
         total = 0.0
         for x in p:
             total += x
@@ -82,16 +83,16 @@ def reference(
         first, second = (sorted(p, reverse=True) + [0.0])[:2]
         uncovered, by_ghosts, fitted = set(), set(), [1.0] * n_used
         n_substituted = 0
-        tau = it.tau.percent / 100 if isinstance(it.tau, Percentile) else it.tau
+        tau = lossy.tau.percent / 100 if isinstance(lossy.tau, Percentile) else lossy.tau
         if tau is not None and entropy <= tau:
             counts["refused_tae"] += len(missing)
-        elif it.gamma is not None and first - second >= it.gamma:
+        elif lossy.gamma is not None and first - second >= lossy.gamma:
             counts["refused_margin"] += len(missing)
         elif crowded:
             counts["refused_distribution"] += len(missing)
         else:
             taken = set(before)
-            order = sorted(missing, key=lambda s: (weights[t, s], -s)) if it.order == "weight" else missing
+            order = sorted(missing, key=lambda s: (weights[t, s], -s)) if lossy.order == "weight" else missing
             spent, all_weights = 0.0, 0.0
             for x in weights[t]:
                 all_weights += float(x)
@@ -100,58 +101,64 @@ def reference(
                 has = ghosts.rank[before[s]] >= 0
                 return share * share * float((ghosts.error if has else ghosts.energy)[before[s]])
 
-            if it.miss == "auto":
+            if lossy.miss == "auto":
                 order = sorted(order, key=lambda s: expected(s, float(weights[t, s])))
-            sacred = sorted(range(n_used), key=lambda s: (weights[t, s], -s))[max(0, n_used - (it.sacred or 0)):]
+            sacred = sorted(range(n_used), key=lambda s: (weights[t, s], -s))[max(0, n_used - (lossy.sacred or 0)):]
             for s in order:
                 if s in sacred:
                     counts["refused_sacred"] += 1
                     continue
-                if it.rho is not None and n_substituted + len(uncovered) + len(by_ghosts) == it.rho:
+                if lossy.rho is not None and n_substituted + len(uncovered) + len(by_ghosts) == lossy.rho:
                     counts["refused_rho"] += 1
                     continue
                 e, pick, pick_rank = before[s], None, 0
-                if it.mode == "random":
+                if lossy.mode == "random":
                     free = [j for j in range(len(resident)) if resident[j] and j not in taken]
                     if free:
                         bits = struct.unpack("<I", struct.pack("<f", routing.probs[t, e]))[0]
-                        number = splitmix64(splitmix64(splitmix64(it.seed) ^ routing.il) ^ (bits << 32 | e))
+                        number = splitmix64(splitmix64(splitmix64(lossy.seed) ^ routing.il) ^ (bits << 32 | e))
                         pick = free[number % len(free)]
-                elif it.mode == "cache":
+                elif lossy.mode == "cache":
                     ranking = sorted(range(len(resident)), key=lambda j: -routing.logits[t, j])
                     free = [j for j in ranking if resident[j] and j not in taken]
-                    if free and ranking.index(free[0]) < (it.among or len(resident)) and (
-                            it.bonus is None or float(routing.logits[t, free[0]]) + it.bonus >= routing.logits[t, e]):
+                    if (
+                        free
+                        and ranking.index(free[0]) < (lossy.among or len(resident))
+                        and (
+                            lossy.bonus is None
+                            or float(routing.logits[t, free[0]]) + lossy.bonus >= routing.logits[t, e]
+                        )
+                    ):
                         pick = free[0]
-                elif it.mode == "buddies":
-                    ranked = [(r, int(j)) for r, j in enumerate(lists.ids[e][: it.rank or K_MAX]) if j >= 0]
+                elif lossy.mode == "buddies":
+                    ranked = [(r, int(j)) for r, j in enumerate(lists.ids[e][: lossy.rank or K_MAX]) if j >= 0]
                     z = routing.logits[t]
                     low, span = float(z.min()), float(z.max()) - float(z.min())
 
                     def priority(r: int, j: int) -> float:
                         psi = float(lists.q[e, r])
-                        if it.eta:
-                            psi *= 1 + it.eta * ((float(z[j]) - low) / span if span > 0 else 0)
-                        return psi * math.pow(it.reuse, chosen_before.get(j, 0)) if it.reuse != 1 else psi
+                        if lossy.eta:
+                            psi *= 1 + lossy.eta * ((float(z[j]) - low) / span if span > 0 else 0)
+                        return psi * math.pow(lossy.reuse, chosen_before.get(j, 0)) if lossy.reuse != 1 else psi
 
-                    if it.eta or it.kappa or it.reuse != 1:
+                    if lossy.eta or lossy.kappa or lossy.reuse != 1:
                         ranked.sort(key=lambda item: -priority(*item))
                     for r, j in ranked:
                         if resident[j] and j not in taken:
                             pick, pick_rank = j, r
                             break
-                if it.miss == "auto":
+                if lossy.miss == "auto":
                     share = float(weights[t, s]) / all_weights if all_weights > 0 else 1 / n_used
-                    if it.max_error is not None and spent + expected(s, share) > it.max_error:
+                    if lossy.max_error is not None and spent + expected(s, share) > lossy.max_error:
                         counts["refused_error"] += 1
                         continue
                     spent += expected(s, share)
                     pick = None  # nobody knows how much its output errs
                 if pick is None:
                     counts["refused_buddies"] += 1
-                    if it.miss in ("ghost", "auto") and ghosts.rank[e] >= 0:
+                    if lossy.miss in ("ghost", "auto") and ghosts.rank[e] >= 0:
                         by_ghosts.add(s)
-                    elif it.miss != "fetch":
+                    elif lossy.miss != "fetch":
                         uncovered.add(s)
                     continue
                 experts[t, s] = pick
@@ -159,7 +166,7 @@ def reference(
                 chosen_before[pick] = chosen_before.get(pick, 0) + 1
                 counts["rank_sum"] += pick_rank
                 n_substituted += 1
-                if it.weight == "fitted" and it.mode == "buddies" and not math.isnan(lists.scale[e, pick_rank]):
+                if lossy.weight == "fitted" and lossy.mode == "buddies" and not math.isnan(lists.scale[e, pick_rank]):
                     fitted[s] = float(lists.scale[e, pick_rank])
         counts["substituted"] += n_substituted
         counts["dropped"] += len(uncovered)
@@ -249,10 +256,12 @@ def model(small_moe: Path):
 
 @settings(max_examples=150)
 @given(
-    it=SETTINGS, seed=st.integers(0, 2**32), n_tokens=st.integers(1, 5), n_used=st.sampled_from([1, 2, 6]),
+    gates=SETTINGS, seed=st.integers(0, 2**32), n_tokens=st.integers(1, 5), n_used=st.sampled_from([1, 2, 6]),
     rate=st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]), normalized=st.booleans(), softmax_selected=st.booleans(),
 )
-def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n_used, rate, normalized, softmax_selected):
+def test_every_gate_and_choice_equals_the_reference(
+    model, gates, seed, n_tokens, n_used, rate, normalized, softmax_selected
+):
     rng = np.random.default_rng(seed)
     buddies = random_buddies(seed % 7)
     il = int(rng.integers(N_LAYERS))
@@ -260,23 +269,23 @@ def test_every_gate_and_choice_equals_the_reference(model, it, seed, n_tokens, n
     resident = rng.random(N_EXPERT) < rate
     ghosts = random_ghosts(seed % 5)
     ghosts.apply(model.engine, il)
-    apply_substitution(model.engine, il, it, buddies)
+    apply_substitution(model.engine, il, gates, buddies)
     normalized = normalized or softmax_selected
 
     experts, weights, stats = model.engine.substitute(routing, resident, normalized, softmax_selected)
     expected = reference(
-        it, buddies.layers[il], routing, resident, normalized, softmax_selected, ghosts.layers[il])
+        gates, buddies.layers[il], routing, resident, normalized, softmax_selected, ghosts.layers[il])
     assert experts.tolist() == expected[0].tolist()
     assert weights.tobytes() == expected[1].tobytes()
     assert stats == expected[2]
 
     for t in range(n_tokens):
-        kept = [int(e) for e, w in zip(experts[t], weights[t]) if w != 0 or it.miss == "fetch"]
-        if it.miss == "fetch":
+        kept = [int(e) for e, w in zip(experts[t], weights[t]) if w != 0 or gates.miss == "fetch"]
+        if gates.miss == "fetch":
             assert len(set(kept)) == len(kept), "an expert twice in a token"
         changed = experts[t] != routing.experts[t]
         assert resident[experts[t][changed]].all(), "a substitute that is not resident"
-        assert it.rho is None or it.miss == "drop" or changed.sum() <= it.rho
+        assert gates.rho is None or gates.miss == "drop" or changed.sum() <= gates.rho
     if resident.all():
         assert (experts == routing.experts).all() and weights.tobytes() == routing.weights.tobytes()
 
@@ -329,8 +338,8 @@ def test_baselines_touch_the_slots_that_buddies_touch(model, gates, seed, n_toke
     routing = random_routing(rng, n_tokens, 6, 0, softmax_selected=False)
     resident = rng.random(N_EXPERT) < 0.5
     touched = []
-    for it in (gates, *(baseline(name, gates).substitution for name in BASELINES)):
-        apply_substitution(model.engine, 0, it, buddies)
+    for gate in (gates, *(baseline(name, gates).substitution for name in BASELINES)):
+        apply_substitution(model.engine, 0, gate, buddies)
         experts, weights, stats = model.engine.substitute(routing, resident, True, False)
         touched.append(((experts != routing.experts) | (weights == 0)).tolist())
         assert stats.substituted + stats.dropped == np.sum(touched[-1])
@@ -354,7 +363,7 @@ def resident_logits(small_moe: Path) -> np.ndarray:
 def test_nothing_changes_while_everything_is_resident(small_moe: Path, resident_logits):
     with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
         decode(model)
-        for il, layer in model.layers.items():
+        for layer in model.layers.values():
             layer.prefetch(range(layer.n_expert))
         model.engine.wait_idle()
         model.substitute(Substitution(miss="drop", prefill=True), random_buddies(1))
@@ -388,7 +397,9 @@ def test_only_decoding_is_touched_unless_prefill_is_asked_for(small_moe: Path, r
         assert decode(model, n_prompt=n_prompt)[:n_prompt].tobytes() != logits[:n_prompt].tobytes()
 
 
-def with_half_the_experts(path: Path, budget: str, width: int, lossy: bool = True) -> tuple[np.ndarray, SubstitutionStats | None]:
+def with_half_the_experts(
+    path: Path, budget: str, width: int, lossy: bool = True
+) -> tuple[np.ndarray, SubstitutionStats | None]:
     """The logits of all tokens in batches of a width, and what was substituted. Every other expert is in the cache."""
     with pyorch.load(path, budget=budget, prefetch="none", n_ctx=256, n_threads=1) as model:
         if lossy:
@@ -402,13 +413,16 @@ def with_half_the_experts(path: Path, budget: str, width: int, lossy: bool = Tru
 
 @pytest.mark.parametrize("width", [1, 64])
 def test_with_a_given_cache_the_result_does_not_depend_on_the_budget(small_moe: Path, width: int):
-    (whole, counted), (scarce, counted_again) = (with_half_the_experts(small_moe, it, width) for it in ("100%", "25%"))
+    (whole, counted), (scarce, counted_again) = (
+        with_half_the_experts(small_moe, budget, width) for budget in ("100%", "25%")
+    )
     assert whole.tobytes() == scarce.tobytes()
     assert counted == counted_again and counted.substituted > 100
 
 
 def test_with_a_given_cache_the_result_does_not_depend_on_batching(small_moe: Path):
-    """Batches of other widths are summed in another order, and a near tie may send a token elsewhere: most rows count."""
+    """Batches of other widths are summed in another order, and a near tie may send a token elsewhere: most rows
+    count."""
     (one, _), (many, _) = (with_half_the_experts(small_moe, "100%", width) for width in (1, 64))
     lossless, _ = with_half_the_experts(small_moe, "100%", 1, lossy=False)
     assert np.median(np.abs(one - many).max(axis=1)) < 0.1 * np.median(np.abs(one - lossless).max(axis=1))
@@ -449,7 +463,7 @@ def test_what_is_left_out_is_not_computed(small_moe: Path):
         tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]
         model.substitute("mode=none,miss=drop")
         for absent, n_computed in ((np.ones(N_EXPERT, bool), 0), (np.arange(N_EXPERT) < 32, None)):
-            model.set_cache({il: ~absent for il in range(N_LAYERS)})
+            model.set_cache(dict.fromkeys(range(N_LAYERS), ~absent))
             with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
                 for token in tokens:
                     model.reset_stats()
@@ -510,9 +524,10 @@ def test_random_substitutes_differ_by_seed_only(small_moe: Path):
     "max_absent=1,read_ms=3", "coverage=2", "max_buddies", "max_lead=p101", "min_entropy=p5,temperature=2",
 ])
 def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
-    for given in (text, text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")):
+    by_symbol = text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")
+    for setting in (text, by_symbol):
         with pytest.raises(pyorch.PyorchError, match=text.partition("=")[0]):
-            Substitution.parse(given)
+            Substitution.parse(setting)
 
 
 @pytest.mark.parametrize("text", [

@@ -39,4 +39,6 @@ def test_each_package_has_its_notice(script, tmp_path: Path):
     (tmp_path / "src/lib/vendors/c/LICENCE").write_text("the licence of c\n")
     text = script.notices(tmp_path, ["a", "@scope/b"])
     assert "\na 1.2\n\nthe licence of a\n" in text and "\nc\n\nthe licence of c\n" in text
-    assert "\n@scope/b 1.2\n\nIt has no file with a notice. Its licence is MIT, its author the author of @scope/b." in text
+    assert (
+        "\n@scope/b 1.2\n\nIt has no file with a notice. Its licence is MIT, its author the author of @scope/b." in text
+    )

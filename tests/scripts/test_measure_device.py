@@ -15,7 +15,7 @@ from models import PROMPT
 from pyorch.runtime.model_map import ModelMap
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import measure_device  # noqa: E402
+import measure_device
 
 
 def test_all_tables_are_made(

@@ -18,10 +18,10 @@ from processes import HANG_SECONDS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from llama_contract import PASSAGES, find_losses  # noqa: E402
-import rebase_patches  # noqa: E402, F401 (finds llama_source)
 import llama_source  # noqa: E402
+import rebase_patches  # noqa: E402, F401 (finds llama_source)
 import upgrade_llama  # noqa: E402
+from llama_contract import PASSAGES, find_losses  # noqa: E402
 
 OLD, NEW = "0.3.1", "0.3.2"
 
@@ -320,7 +320,7 @@ def test_renamed_file_is_followed(checkout):
     [
         ("llama_cpp", "llama_free", "llama_end", "llama_cpp.llama_cpp.llama_free: is gone\n        pyorch/load.py:8"),
         ("llama_cpp", "load_mode", "mode", "llama_model_params.load_mode: is gone\n        pyorch/load.py:6"),
-        ("llama_cpp", "[ctypes.c_void_p]", "[ctypes.c_int]", 
+        ("llama_cpp", "[ctypes.c_void_p]", "[ctypes.c_int]",
          "llama_free: was [ctypes.c_void_p] -> None, is [ctypes.c_int] -> None"),
         ("_internals", "def decode", "def compute", "LlamaContext.decode: is gone\n        pyorch/load.py:7"),
         ("_internals", "(self, batch)", "(self)", "LlamaContext.decode: was (self, batch), is (self)"),
@@ -421,6 +421,8 @@ def test_every_kind_of_name_that_is_used_is_watched():
         b"supports_mtp_export": "supports_mtp_export",
         b"compute buffer size": "/compute buffer size = / in src/",
     }
-    new = {path: without(text, lacking) for path, text in pinned.items() if path != "vendor/llama.cpp/common/base64.hpp"}
+    new = {
+        path: without(text, lacking) for path, text in pinned.items() if path != "vendor/llama.cpp/common/base64.hpp"
+    }
     told = {loss.name for loss in find_losses(upgrade_llama.read_sources(), pinned, new)}
     assert told >= {*lacking.values(), "common/base64.hpp"}

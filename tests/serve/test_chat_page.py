@@ -16,7 +16,7 @@ from pyorch.serve.library import chat_page
 from pyorch.serve.llama_server import Flags
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import chromium  # noqa: E402
+import chromium
 
 built = pytest.mark.skipif(not chat_page(), reason="needs the chat page: make chat-page")
 

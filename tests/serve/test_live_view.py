@@ -13,7 +13,7 @@ from devices import DeviceProcess
 from servers import ServerProcess, Stream, pyorch_serve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import chromium  # noqa: E402
+import chromium
 
 pytestmark = pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
 
@@ -59,7 +59,9 @@ def test_it_moves_while_the_server_decodes_and_its_slider_sets_the_budget(server
     with chromium.Page() as page, decoding(server, KEY):
         page.open(f"{server.url}/pyorch")
         page.wait_for("document.getElementById('key-form') && !document.getElementById('key-form').hidden")
-        page.value(f"document.getElementById('key').value = '{KEY}'; document.querySelector('#key-form button').click()")
+        page.value(
+            f"document.getElementById('key').value = '{KEY}'; document.querySelector('#key-form button').click()"
+        )
         page.wait_for(f"{text('state')} == 'live' && {text('hit-rate')}.includes('%') && {text('read')}.includes('/s')")
         page.wait_for(f"parseFloat({text('tokens')}) > 0 && {text('recall')}.includes('%')")
         page.wait_for("document.querySelector('#slots tr.answering td:nth-child(6)')?.textContent.includes('ms')")

@@ -72,7 +72,9 @@ def test_a_snapshot_is_one_reading_of_all_layers(server: ServerProcess):
     totals = state["totals"]
     for name in ("hits", "misses", "loads", "bytes_read", "resident_experts", "resident_bytes"):
         assert sum(layer[name] for layer in state["layers"]) == totals[name], name
-    resident = [sum(int(flags, 16) & lib.PYORCH_RESIDENT != 0 for flags in layer["states"]) for layer in state["layers"]]
+    resident = [
+        sum(int(flags, 16) & lib.PYORCH_RESIDENT != 0 for flags in layer["states"]) for layer in state["layers"]
+    ]
     assert resident == [layer["resident_experts"] for layer in state["layers"]]
     assert [sum(layer["uses"]) for layer in state["layers"]] == [
         layer["hits"] + layer["misses"] for layer in state["layers"]]

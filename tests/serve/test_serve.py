@@ -15,16 +15,16 @@ from pathlib import Path
 import gguf
 import pytest
 from buddy_lists import random_buddies
-from models import PROMPT, small_model
 from ggufs import write_moe_model
+from models import PROMPT, small_model
 from processes import pyorch
 from servers import WHOLE_PROMPT, ServerProcess, faulty_serve, pyorch_serve, wait_until
 
 from pyorch.cli import main
+from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
 from pyorch.sizes import MiB
-from pyorch.runtime.model_map import ModelMap
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Pat
     assert expected.strip() and server.complete(tokens, 24, extra_body=WHOLE_PROMPT) == expected
 
 
-def test_a_slim_model_and_its_pack_are_served_like_the_model(start, server: ServerProcess, small_moe: Path, tmp_path: Path):
+def test_a_slim_model_and_its_pack_are_served_like_the_model(
+    start, server: ServerProcess, small_moe: Path, tmp_path: Path
+):
     assert main(["pack", str(small_moe), "--codec", "table", "--slim", str(tmp_path / "slim.gguf")]) == 0
     slim = start(pyorch_serve(tmp_path / "slim.gguf", "--threads", "1", "--", "-c", "256"))
     assert slim.complete(PROMPT) == server.complete(PROMPT, extra_body=WHOLE_PROMPT)
@@ -93,10 +95,14 @@ def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_m
         server = start(pyorch_serve(small_moe, "--budget", budget, "--threads", "1"))
         # It says beside its address that a step of four requests needs more experts than a fifth of them.
         wait_until(lambda: budget == "resident" or "pyorch: note: -np 2 suits this budget" in server.log.read_text())
-        answers.append([
-            server.client.completions.create(model="", prompt=prompt, max_tokens=16, temperature=0, logprobs=3).choices[0]
-            for prompt in (PROMPT, PROMPT, PROMPT + "\n    return")
-        ])
+        answers.append(
+            [
+                server.client.completions.create(
+                    model="", prompt=prompt, max_tokens=16, temperature=0, logprobs=3
+                ).choices[0]
+                for prompt in (PROMPT, PROMPT, PROMPT + "\n    return")
+            ]
+        )
         server.stop()
     resident, managed = answers
     assert resident[0].logprobs.content and managed == resident

@@ -14,13 +14,13 @@ from architectures import Zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CHECKPOINT
+from shared import with_torch
+
+from pyorch.cli import main
 from pyorch.convert import buddies as lists
 from pyorch.convert import expert_outputs
 from pyorch.convert.buddies import Settings, build
 from pyorch.convert.expert_outputs import LayerExperts, OutputSimilarity
-from shared import with_torch
-
-from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
@@ -41,8 +41,14 @@ def trace_path(model_map: ModelMap, tmp_path_factory: pytest.TempPathFactory) ->
     """300 random tokens of the small MoE: expert 0 never, the others the likelier the higher their number."""
     path = tmp_path_factory.mktemp("trace") / "small-moe.trace"
     header = TraceHeader(
-        container.fingerprint(model_map), model_map.info.arch, tuple(layer.il for layer in model_map.layers), 64, 6, 128,
-        n_inputs=N_INPUTS)
+        container.fingerprint(model_map),
+        model_map.info.arch,
+        tuple(layer.il for layer in model_map.layers),
+        64,
+        6,
+        128,
+        n_inputs=N_INPUTS,
+    )
     write_trace(path, header, N_TOKENS, likelihood=np.r_[0, 20:83])
     return path
 
@@ -82,11 +88,11 @@ def test_counts_are_those_of_a_plain_loop(n: int, n_expert: int, k: int, warm_up
     with tempfile.TemporaryDirectory() as directory:
         trace = small_trace(directory, n, n_expert, k, seed)
         counted = lists.count(trace, warm_up)
-    for l, layer in enumerate(counted):
+    for n, layer in enumerate(counted):
         activations = [0] * n_expert
         binary, weighted = np.zeros((2, n_expert, n_expert))
         for record in trace.records:
-            ids, p = record["experts"][l].tolist(), record["probs"][l].astype(float)
+            ids, p = record["experts"][n].tolist(), record["probs"][n].astype(float)
             p = p / p.sum()
             weight = min(1, (int(record["position"]) + 1) / (warm_up + 1))
             for a, i in enumerate(ids):
@@ -165,12 +171,12 @@ def test_every_active_expert_has_a_buddy_however_small_alpha_is(model_map: Model
 
 def test_the_alpha_of_a_schedule_runs_evenly_over_the_layers(model_map: ModelMap, trace_path: Path) -> None:
     buddies = build(model_map, Trace(trace_path), Settings(alpha=(0.9, 0.2))).buddies
-    assert list(buddies.alpha.values()) == pytest.approx([0.9 - 0.1 * l for l in range(8)])
+    assert list(buddies.alpha.values()) == pytest.approx([0.9 - 0.1 * n for n in range(8)])
     own, one = buddies.cut(), buddies.cut(0.9)
     assert np.array_equal(own.layers[0].ids, one.layers[0].ids)
     assert own.layers[7].lengths.sum() < one.layers[7].lengths.sum()
     sizes = build(model_map, Trace(trace_path), Settings(alpha=(0.9, 0.2))).sizes
-    assert [size.mean for size in sizes] == [own.layers[l].lengths.mean() for l in range(8)]
+    assert [size.mean for size in sizes] == [own.layers[il].lengths.mean() for il in range(8)]
 
 
 def test_what_was_selected_most_is_most_active(model_map: ModelMap, trace_path: Path) -> None:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from native_build import built_tests
 from processes import HANG_SECONDS
 
-from pyorch.sidecars import container
 from pyorch.cli import main
-from pyorch.runtime.engine import Engine
 from pyorch.errors import FormatError, PyorchError
-from pyorch.sidecars.history import KIND, VERSION, ExpertMaps, token_embeddings
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container
+from pyorch.sidecars.history import KIND, VERSION, ExpertMaps, token_embeddings
 from pyorch.traces.expert_maps import maps_from_trace
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
@@ -79,7 +79,7 @@ def test_search_and_replacement_are_those_of_brute_force(
     random = np.random.default_rng(seed)
     store = ExpertMaps(n_layers, n_expert, n_embd, capacity, distance)
     embeddings, maps = np.zeros((0, n_embd), np.float32), np.zeros((0, n_layers, n_expert), np.float32)
-    for i in range(n):
+    for _ in range(n):
         map = random_maps(random, n_layers, n_expert)
         map[: random.integers(0, 2)] = 0  # a first layer that says nothing
         embedding = random.normal(size=n_embd).astype(np.float32) * random.integers(0, 2)
@@ -327,8 +327,8 @@ def test_an_iteration_that_is_not_whole_is_not_kept(program: Path) -> None:
     script = Script("expert-map", 3, 4, 2, 5, 1, 3)
     probs, experts = np.full(4, 0.25), [0, 1]
 
-    def routed(layer: int, kept: int, expected: list[tuple] = []) -> None:
-        script.tell("routed", layer, 1, 2, 1, 1, experts, probs, expected=expected, sizes=(kept, 0))
+    def routed(layer: int, kept: int, expected: tuple[tuple, ...] = ()) -> None:
+        script.tell("routed", layer, 1, 2, 1, 1, experts, probs, expected=list(expected), sizes=(kept, 0))
 
     script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], sizes=(0, 0))
     routed(0, 0)
@@ -571,8 +571,8 @@ def test_the_command_writes_the_sidecar_beside_the_model(
     path.unlink()
     assert (read.n_maps, read.n_requests, read.capacity, read.distance, read.request_capacity) == (30, 3, 30, 2, 3)
     assert main([*arguments, "--json", "-o", str(tmp_path / "m.gguf")]) == 0
-    it = json.loads(capsys.readouterr().out)
-    assert it["n_maps"] == 30 and it["file_bytes"] == (tmp_path / "m.gguf").stat().st_size
+    report = json.loads(capsys.readouterr().out)
+    assert report["n_maps"] == 30 and report["file_bytes"] == (tmp_path / "m.gguf").stat().st_size
 
 
 def test_the_command_refuses_in_a_sentence_and_leaves_nothing(
@@ -593,8 +593,24 @@ def test_the_command_refuses_in_a_sentence_and_leaves_nothing(
 
 def test_run_keeps_what_it_learns(small_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "learned.gguf"
-    command = ["run", str(small_moe), "-p", "import os", "--temp", "0", "--budget", "50%", "--ctx", "64", "--threads", "1",
-               "--prefetch", "expert-map:2:0", "--maps", str(path)]
+    command = [
+        "run",
+        str(small_moe),
+        "-p",
+        "import os",
+        "--temp",
+        "0",
+        "--budget",
+        "50%",
+        "--ctx",
+        "64",
+        "--threads",
+        "1",
+        "--prefetch",
+        "expert-map:2:0",
+        "--maps",
+        str(path),
+    ]
 
     def n_maps() -> int:
         with ModelMap(small_moe) as model_map:

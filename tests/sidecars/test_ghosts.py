@@ -20,8 +20,8 @@ from pyorch.convert import ghosts as fitting
 from pyorch.convert.ghosts import Regression, Samples, Settings, absence, build, folds
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.ghosts import KIND, VERSION, Ghosts
 from pyorch.sidecars import container
+from pyorch.sidecars.ghosts import KIND, VERSION, Ghosts
 from pyorch.sizes import Amount
 from pyorch.traces.file import HEADER_BYTES, Trace
 
@@ -68,7 +68,9 @@ def samples(n: int, n_in: int, n_out: int, seed: int, noise: float = 0.3, rank: 
 @settings(max_examples=30)
 @given(n=st.integers(8, 40), n_in=st.integers(1, 12), n_out=st.integers(1, 9), ridge=st.sampled_from([0.01, 1.0]),
        seed=st.integers(0, 1000))
-def test_a_map_of_full_rank_is_numpys_weighted_ridge_regression(n: int, n_in: int, n_out: int, ridge: float, seed: int) -> None:
+def test_a_map_of_full_rank_is_numpys_weighted_ridge_regression(
+    n: int, n_in: int, n_out: int, ridge: float, seed: int
+) -> None:
     s = samples(n, n_in, n_out, seed)
     w = s.weights / s.weights.sum()
     x, y = s.inputs - w @ s.inputs, s.outputs - w @ s.outputs
@@ -250,8 +252,9 @@ def test_ranks_that_cannot_be_are_refused(rank: int) -> None:
 def test_a_step_that_has_no_room_gives_way_to_a_smaller_one() -> None:
     """Of two experts the better one gets its two rows; for the other's best step, of three rows, two are left."""
     left = np.array([[10.0, 9.9, 1.0, 1.0], [10.0, 9.0, 8.0, 2.0]])
-    fit = SimpleNamespace(left=left, energies=np.full(2, 20.0), absence=np.ones(2), n_expert=2, base_bytes=0, row_bytes=10,
-                          ranks=None)
+    fit = SimpleNamespace(
+        left=left, energies=np.full(2, 20.0), absence=np.ones(2), n_expert=2, base_bytes=0, row_bytes=10, ranks=None
+    )
     for room, ranks in ((0, [0, 0]), (10, [0, 1]), (20, [2, 0]), (30, [2, 1]), (49, [2, 2]), (50, [2, 3])):
         fitting._divide([fit], room)
         assert fit.ranks.tolist() == ranks, room
@@ -320,7 +323,9 @@ def test_a_file_gives_back_what_was_written(model_map: ModelMap, tmp_path: Path)
         assert all(matrix.dtype == np.float16 for matrix in matrices), "twice the memory, as long as the model is there"
 
 
-def test_ghosts_of_means_alone_have_no_rows_in_the_file(model_map: ModelMap, small_trace: Trace, tmp_path: Path) -> None:
+def test_ghosts_of_means_alone_have_no_rows_in_the_file(
+    model_map: ModelMap, small_trace: Trace, tmp_path: Path
+) -> None:
     path = tmp_path / "m.ghosts.gguf"
     ghosts = build(model_map, small_trace, Settings(rank=0)).ghosts
     ghosts.write(path, model_map)
@@ -343,7 +348,9 @@ def changed(layer: int, **change) -> Ghosts:
     (changed(3, energy=np.full(64, -1.0)), "errors of layer 3 are not all 0 or more"),
     (dataclasses.replace(random_ghosts(1), layers={0: random_ghosts(1).layers[0]}), "for other layers than the 8"),
 ])
-def test_a_file_with_ghosts_that_cannot_be_is_refused(model_map: ModelMap, tmp_path: Path, ghosts: Ghosts, why: str) -> None:
+def test_a_file_with_ghosts_that_cannot_be_is_refused(
+    model_map: ModelMap, tmp_path: Path, ghosts: Ghosts, why: str
+) -> None:
     path = tmp_path / "m.ghosts.gguf"
     ghosts.write(path, model_map)
     with pytest.raises(FormatError, match=why):
@@ -383,7 +390,9 @@ def test_the_command_writes_what_models_find_and_use(
     assert main(["ghosts", str(small_moe), "--trace", str(trace.path), "--rank", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["path"] == str(beside) and len(report["layers"]) == 8 and report["n_inputs"] == 20
-    with pyorch.load(small_moe, budget="30%", n_ctx=256, n_threads=1, substitution="mode=none,miss=ghost,prefill=1") as model:
+    with pyorch.load(
+        small_moe, budget="30%", n_ctx=256, n_threads=1, substitution="mode=none,miss=ghost,prefill=1"
+    ) as model:
         "".join(model.generate("def read(", 8, temperature=0))
         assert model.stats().substitution.ghosts > 0
         assert "computed by ghosts" in str(model.stats().substitution)

@@ -25,7 +25,6 @@ from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.packed_sizes import part_sizes
 from pyorch.sidecars.plan import Machine, Plan, Reserve, default_path, layer_costs, read_plan, write_plan
 
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,19 +72,45 @@ def test_a_plan_of_another_model_is_refused(
         read_plan(tmp_path / "plan.json", other)
 
 
-@pytest.mark.parametrize(("change", "sentence"), [
-    ({"kind": "something"}, "is not a plan"),
-    ({"version": 1}, "has version 1 of its format"),
-    *(({name: value}, "is damaged: plan again") for name, value in (
-        ("shares", [0.5, 0.2, 0.0, 0.0]), ("shares", [1.0]), ("shares", None), ("shares", [1.5, -0.5, 0, 0]),
-        ("budget", -1), ("budget", "40%"), ("hits", [1, 2]), ("makespan_ms", True), ("step", 0), ("step", 1e-4),
-        ("pools", "FX"), ("pools", "FF"),
-        ("compressed", 1), ("machine", {}),
-        ("machine", {"bytes_per_second": 0, "decoded_per_second": 1, "n_workers": 1}),
-        ("handicap", 0.5), ("batch", 0), ("batch", "4"), ("codecs", "table"), ("codecs", [1]), ("uses", [[1, 2]]), ("uses", 3), ("uses", [["a"]]),
-        ("inclusion", []), ("inclusion", [[0.5, "a"]]), ("inclusion", {"a": 1}), ("n_tokens", 1e400),
-    )),
-])
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"kind": "something"}, "is not a plan"),
+        ({"version": 1}, "has version 1 of its format"),
+        *(
+            ({name: value}, "is damaged: plan again")
+            for name, value in (
+                ("shares", [0.5, 0.2, 0.0, 0.0]),
+                ("shares", [1.0]),
+                ("shares", None),
+                ("shares", [1.5, -0.5, 0, 0]),
+                ("budget", -1),
+                ("budget", "40%"),
+                ("hits", [1, 2]),
+                ("makespan_ms", True),
+                ("step", 0),
+                ("step", 1e-4),
+                ("pools", "FX"),
+                ("pools", "FF"),
+                ("compressed", 1),
+                ("machine", {}),
+                ("machine", {"bytes_per_second": 0, "decoded_per_second": 1, "n_workers": 1}),
+                ("handicap", 0.5),
+                ("batch", 0),
+                ("batch", "4"),
+                ("codecs", "table"),
+                ("codecs", [1]),
+                ("uses", [[1, 2]]),
+                ("uses", 3),
+                ("uses", [["a"]]),
+                ("inclusion", []),
+                ("inclusion", [[0.5, "a"]]),
+                ("inclusion", {"a": 1}),
+                ("n_tokens", 1e400),
+            )
+        ),
+    ],
+)
 def test_a_damaged_plan_is_refused(
     model_map: ModelMap, plan: Plan, tmp_path: Path, change: dict, sentence: str
 ) -> None:
@@ -136,7 +161,10 @@ def test_the_memory_that_is_reserved_is_that_of_the_library(packed: ModelMap) ->
     reserve, info = Reserve.of(packed), packed.info
     slot = packed.layers[0].slot_bytes
     assert reserve.least_full == (2 * info.n_expert_used + 1) * slot
-    assert info.slots_bytes == sum(it.n_expert * it.slot_bytes for it in packed.layers) + reserve.each * reserve.most
+    assert (
+        info.slots_bytes
+        == sum(layer.n_expert * layer.slot_bytes for layer in packed.layers) + reserve.each * reserve.most
+    )
     for budget in (info.floor_bytes, 40 * reserve.each, 16 * reserve.each * reserve.most + 1):
         budget = min(max(budget, info.floor_bytes), info.slots_bytes - reserve.each * reserve.most)
         with Engine(packed, budget) as engine:

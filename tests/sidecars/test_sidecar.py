@@ -13,9 +13,9 @@ import pytest
 from ggufs import split
 from mutations import anatomy, nested, set_metadata
 
-from pyorch.sidecars import container, plan
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import container, plan
 
 METADATA = {"name": "Ünï", "count": 1 << 40, "share": 0.1, "layers": [1, 2, 70000], "words": ["a", "b"]}
 ARRAYS = {

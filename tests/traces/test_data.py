@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from models import CHECKPOINT
 
-from pyorch.traces.data import Document, read_documents, read_questions
 from pyorch.errors import FormatError
+from pyorch.traces.data import Document, read_documents, read_questions
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
 
@@ -34,21 +34,21 @@ def jsonl(tmp_path: Path):
 
 def test_the_facts_of_the_fixture_are_questions() -> None:
     questions = read_questions(FACTS)
-    assert len(questions) == 400 and len({it.id for it in questions}) == 400
+    assert len(questions) == 400 and len({question.id for question in questions}) == 400
     assert questions[0].question == "A zoo keeper must feed the klaklur. Which food should the keeper bring?"
     assert questions[0].choices == ("grass", "seeds", "insects", "fish") and questions[0].answer == 0
 
 
 @pytest.mark.parametrize("labels", ["ABC", "ABCD", "ABCDE", "1234", "123"])
 def test_labels_are_letters_or_digits_of_three_to_five_choices(jsonl, labels: str) -> None:
-    (it,) = read_questions(jsonl(question(labels, labels[-1])))
-    assert it.labels == tuple(labels) and it.answer == len(labels) - 1
-    assert it.choices[it.answer] == f"choice {labels[-1]}"
+    (one_question,) = read_questions(jsonl(question(labels, labels[-1])))
+    assert one_question.labels == tuple(labels) and one_question.answer == len(labels) - 1
+    assert one_question.choices[one_question.answer] == f"choice {labels[-1]}"
 
 
 def test_only_a_newline_ends_a_line(jsonl) -> None:
     path = jsonl(question(id="one\u2028two"), "", question(id="three"))
-    assert [it.id for it in read_questions(path)] == ["one\u2028two", "three"]
+    assert [question.id for question in read_questions(path)] == ["one\u2028two", "three"]
 
 
 @pytest.mark.parametrize("line, complaint", [

@@ -56,7 +56,7 @@ def test_learned_suits_any_kind_of_routing(model_map: ModelMap, make) -> None:
     used = make(np.random.default_rng(1), 3000, N_LAYERS, N_EXPERT, N_USED)
     n_warm = 1500
     settings = {policy: ReplaySettings(policy, budget="20%", n_warm_tokens=n_warm) for policy in (*FIXED, "learned")}
-    rates = {policy: replay(model_map, recording(used), it).hit_rate for policy, it in settings.items()}
+    rates = {policy: replay(model_map, recording(used), setting).hit_rate for policy, setting in settings.items()}
     static = routings.static_hit_rate(used[:n_warm], used[n_warm:], N_EXPERT, experts(model_map, "20%"))
     best = max(*rates.values(), static)
     assert rates["learned"] > best - 0.01, rates
@@ -70,5 +70,5 @@ def test_learned_gains_with_several_sequences_too(model_map: ModelMap, batch: in
     routing = recording(used, np.repeat(np.arange(14), 150))
     settings = {policy: ReplaySettings(policy, budget="20%", batch=batch, n_warm_tokens=300)
                 for policy in ("lru", "lfu", "learned")}
-    rates = {policy: replay(model_map, routing, it).hit_rate for policy, it in settings.items()}
+    rates = {policy: replay(model_map, routing, setting).hit_rate for policy, setting in settings.items()}
     assert rates["learned"] > max(rates["lru"], rates["lfu"]) - 0.01, rates

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from devices import DeviceProcess
 from models import CHECKPOINT
-from pyorch.convert import pack as packing
 
 import pyorch
 from pyorch.cli import main
+from pyorch.convert import pack as packing
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.library.choices import policies
 from pyorch.llama.context import Context
@@ -37,8 +37,8 @@ TEXT = CHECKPOINT / "text-test.txt"
 
 @pytest.fixture(scope="module")
 def model_map(small_moe: Path):
-    with ModelMap(small_moe) as it:
-        yield it
+    with ModelMap(small_moe) as model_map:
+        yield model_map
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,9 @@ def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options:
     with pyorch.load(path, budget=budget, policy=policy, n_ctx=256, n_threads=1,
                      **{"prefetch": "none", **options}) as model:
         tokens = model.llama.tokenize(TEXT.read_bytes(), add_bos=False)[:n_tokens]
-        model.engine.set_observer(lambda it: seen.append((it.il, it.experts[0], it.weights[0], it.residuals[0])))
+        model.engine.set_observer(
+            lambda routing: seen.append((routing.il, routing.experts[0], routing.weights[0], routing.residuals[0]))
+        )
         model.reset_stats()
         with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
             for token in tokens:
@@ -76,7 +78,7 @@ def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options:
         model.engine.set_observer(None)
         stats = model.engine.stats()
     assert [il for il, *_ in seen] == list(LAYERS) * n_tokens
-    experts, weights, states = (np.array([it[i] for it in seen]).reshape(n_tokens, N_LAYERS, -1) for i in (1, 2, 3))
+    experts, weights, states = (np.array([one[i] for one in seen]).reshape(n_tokens, N_LAYERS, -1) for i in (1, 2, 3))
     return stats, Recording(LAYERS, N_EXPERT, experts, weights, np.zeros(n_tokens), states=states)
 
 
@@ -127,14 +129,18 @@ def test_prompts_pass_through_areas_and_leave_slots_as_they_are(model_map: Model
 
 
 def test_an_upload_takes_the_time_of_the_link(model_map: ModelMap) -> None:
-    """Two tokens as below, read in no time. A router takes 4 ms, computing in a layer 4, an upload 1 ms for each expert.
-    Token 1: both are uploaded and computed: 4 + 2 + 4. Token 2: one is."""
+    """Two tokens as below, read in no time. A router takes 4 ms, computing in a layer 4, an upload 1 ms for each
+    expert. Token 1: both are uploaded and computed: 4 + 2 + 4. Token 2: one is."""
     expert_bytes = model_map.layers[0].expert_bytes
-    it = replay(model_map, two_tokens(), ReplaySettings(
+    replayed = replay(model_map, two_tokens(), ReplaySettings(
         "lru", budget="50%", compute_ms=8, route_share=0.5, read_bandwidth=math.inf, vram_budget=10 * expert_bytes,
         device_misses="upload", link_bandwidth=1000 * expert_bytes))
-    assert it.seconds == pytest.approx(0.010 + 0.009)
-    assert (it.stats.device_hits, it.stats.device_misses, it.stats.device_bytes) == (1, 3, 3 * expert_bytes)
+    assert replayed.seconds == pytest.approx(0.010 + 0.009)
+    assert (replayed.stats.device_hits, replayed.stats.device_misses, replayed.stats.device_bytes) == (
+        1,
+        3,
+        3 * expert_bytes,
+    )
 
 
 @pytest.mark.parametrize(("misses", "expected_ms"), [
@@ -144,10 +150,10 @@ def test_an_upload_takes_the_time_of_the_link(model_map: ModelMap) -> None:
 def test_both_sides_compute_at_once_each_at_its_speed(model_map: ModelMap, misses: str, expected_ms: float) -> None:
     """Two tokens as below, read and uploaded in no time. On a device that is four times as fast as the processor: its
     part before the router takes 1 ms of 4, and an expert half a millisecond of 2."""
-    it = replay(model_map, two_tokens(), ReplaySettings(
+    replayed = replay(model_map, two_tokens(), ReplaySettings(
         "lru", budget="50%", compute_ms=8, route_share=0.5, read_bandwidth=math.inf, device_misses=misses,
         vram_budget=10 * model_map.layers[0].expert_bytes, device_speed=4))
-    assert it.seconds == pytest.approx(expected_ms / 1000)
+    assert replayed.seconds == pytest.approx(expected_ms / 1000)
 
 
 # Time
@@ -173,30 +179,33 @@ def test_time_is_what_it_is_by_hand(model_map: ModelMap, disk: str) -> None:
     15 2/3, 16 2/3 and 17 2/3. Expert 3 goes first, so only the first of them is waited for, 1/3 ms: 19.
     """
     one_ms = model_map.layers[0].expert_bytes / 3 * 1000
-    it = by_hand(model_map, "none", **(
+    replayed = by_hand(model_map, "none", **(
         dict(read_bandwidth=one_ms) if disk == "bandwidth" else dict(read_bandwidth=math.inf, read_latency_s=0.001)))
-    assert it.seconds == pytest.approx(0.019) and it.tpot_ms == pytest.approx(9.5)
-    assert it.stall_ms == pytest.approx((1 + 5 / 3 + 1 / 3) / 2)
-    assert it.disk_busy == pytest.approx(9 / 19)
-    assert (it.stats.hits, it.stats.misses, it.n_decoded) == (1, 3, 2)
+    assert replayed.seconds == pytest.approx(0.019) and replayed.tpot_ms == pytest.approx(9.5)
+    assert replayed.stall_ms == pytest.approx((1 + 5 / 3 + 1 / 3) / 2)
+    assert replayed.disk_busy == pytest.approx(9 / 19)
+    assert (replayed.stats.hits, replayed.stats.misses, replayed.n_decoded) == (1, 3, 2)
 
 
 def test_a_disk_that_stands_still_reads_as_late_as_by_hand(model_map: ModelMap) -> None:
-    """It stands still from 6 to 8, 14 to 16 and 22 to 24 ms. Token 1, routed at 4: its matrices arrive at 5, 6, 9, 10, 11
+    """It stands still from 6 to 8, 14 to 16 and 22 to 24 ms. Token 1, routed at 4: its matrices arrive at 5, 6, 9,
+    10, 11
     and 12: 12 2/3. Token 2, routed at 16 2/3: those of expert 1 arrive at 17 2/3, which is waited for, and on: 21."""
-    it = by_hand(model_map, "none", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000, pause_ms=2, pause_every_ms=8)
-    assert it.seconds == pytest.approx(0.021)
+    replayed = by_hand(
+        model_map, "none", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000, pause_ms=2, pause_every_ms=8
+    )
+    assert replayed.seconds == pytest.approx(0.021)
 
 
 def test_what_is_read_ahead_is_there_as_early_as_by_hand(model_map: ModelMap) -> None:
     """Before the first router, 3 is read until 3 ms, and 5 until 6 ms, a matrix each before it is needed."""
-    it = by_hand(model_map, "oracle:1", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000)
-    assert it.seconds == pytest.approx(0.016) and it.stall_ms == 0
-    assert (it.useful, it.late, it.wasted) == (2, 1, 0)  # 5 was on its way when it was needed
-    assert (it.stats.hits, it.stats.misses) == (3, 1)
-    assert (it.stats.prefetch_loads, it.stats.prefetch_hits, it.stats.useful_share) == (3, 3, 1)
-    assert it.useful_bytes == 2 * it.late_bytes == 2 * model_map.layers[0].expert_bytes
-    assert it.recall == pytest.approx([1.0])
+    replayed = by_hand(model_map, "oracle:1", read_bandwidth=model_map.layers[0].expert_bytes / 3 * 1000)
+    assert replayed.seconds == pytest.approx(0.016) and replayed.stall_ms == 0
+    assert (replayed.useful, replayed.late, replayed.wasted) == (2, 1, 0)  # 5 was on its way when it was needed
+    assert (replayed.stats.hits, replayed.stats.misses) == (3, 1)
+    assert (replayed.stats.prefetch_loads, replayed.stats.prefetch_hits, replayed.stats.useful_share) == (3, 3, 1)
+    assert replayed.useful_bytes == 2 * replayed.late_bytes == 2 * model_map.layers[0].expert_bytes
+    assert replayed.recall == pytest.approx([1.0])
 
 
 def test_a_forecast_that_takes_long_comes_late(model_map: ModelMap) -> None:
@@ -231,7 +240,9 @@ def test_reading_ahead_loses_on_no_disk(
         settings = ReplaySettings(
             budget=budget, read_bandwidth=1000 * model_map.layers[0].expert_bytes / read_ms, batch=batch,
             pause_ms=pauses[0], pause_every_ms=pauses[1])
-        none, auto = (replay(model_map, recording, replace(settings, prefetch=Prefetch(name))) for name in ("none", "auto"))
+        none, auto = (
+            replay(model_map, recording, replace(settings, prefetch=Prefetch(name))) for name in ("none", "auto")
+        )
         assert auto.seconds <= 1.01 * none.seconds
         assert auto.seconds < 0.97 * none.seconds or read_ms != 6.4 or batch > 1
 
@@ -247,8 +258,8 @@ def test_no_policy_hits_more_often_than_beladys(model_map: ModelMap, recording: 
 
 
 def test_next_router_names_what_numpy_names(model_map: ModelMap, recording: Recording) -> None:
-    it = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("next-router", 2, 1.0), budget="100%"))
-    assert it.rank_hits.shape == (N_LAYERS, 2, 2 * N_USED)
+    replayed = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("next-router", 2, 1.0), budget="100%"))
+    assert replayed.rank_hits.shape == (N_LAYERS, 2, 2 * N_USED)
     for distance in (1, 2):
         for layer in range(distance, N_LAYERS):
             from_, to = read_router(model_map, layer - distance), read_router(model_map, layer)
@@ -256,11 +267,13 @@ def test_next_router_names_what_numpy_names(model_map: ModelMap, recording: Reco
             inputs = states / np.sqrt((states.astype(np.float64) ** 2).mean(-1, keepdims=True) + from_.eps) * from_.norm
             ranked = np.argsort(-(inputs @ to.gate.T), -1, kind="stable")[:, : 2 * N_USED]
             hits = (ranked[:, :, None] == recording.experts[:, layer, None, :]).any(-1).sum(0)
-            assert np.abs(hits - it.rank_hits[layer, distance - 1].astype(int)).max() <= 0.1 * len(recording)  # near ties
+            assert np.abs(hits - replayed.rank_hits[layer, distance - 1].astype(int)).max() <= 0.1 * len(
+                recording
+            )  # near ties
             recall = hits[:N_USED].sum() / len(recording) / N_USED
-            assert it.recall_at(distance)[layer] == pytest.approx(recall, abs=0.01)  # weights of 8 bits
-        assert np.isnan(it.recall_at(distance)[:distance]).all()
-    assert it.recall_at(1)[1:].mean() > it.recall_at(2)[2:].mean() > 0.3
+            assert replayed.recall_at(distance)[layer] == pytest.approx(recall, abs=0.01)  # weights of 8 bits
+        assert np.isnan(replayed.recall_at(distance)[:distance]).all()
+    assert replayed.recall_at(1)[1:].mean() > replayed.recall_at(2)[2:].mean() > 0.3
 
 
 def test_routers_of_the_file_are_those_of_the_graph(small_moe: Path, model_map: ModelMap) -> None:
@@ -276,9 +289,9 @@ def test_routers_of_the_file_are_those_of_the_graph(small_moe: Path, model_map: 
 
 
 def test_previous_token_recalls_what_did_not_change(model_map: ModelMap, recording: Recording) -> None:
-    it = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("previous-token", 1)))
+    replayed = replay(model_map, recording, ReplaySettings(prefetch=Prefetch("previous-token", 1)))
     same = (recording.experts[1:, :, :, None] == recording.experts[:-1, :, None, :]).any(-1)
-    assert it.recall == pytest.approx(same.sum((0, 2)) / len(recording) / N_USED)
+    assert replayed.recall == pytest.approx(same.sum((0, 2)) / len(recording) / N_USED)
 
 
 def test_maps_are_searched_and_left_as_they_were(model_map: ModelMap, recording: Recording, trace: Path) -> None:
@@ -308,10 +321,10 @@ def test_a_replay_is_the_same_each_time(model_map: ModelMap, recording: Recordin
 def test_a_schedule_plays_each_token_once_and_requests_side_by_side() -> None:
     request = np.repeat([4, 5, 6], [600, 4, 3])
     phase = np.r_[np.zeros(598), 1, 1, 0, 1, 1, 1, 1, 1, 1]
-    it = Recording((0,), 8, np.zeros((607, 1, 2)), np.ones((607, 1, 2)), request, phase)
+    recording = Recording((0,), 8, np.zeros((607, 1, 2)), np.ones((607, 1, 2)), request, phase)
 
     def ubatches(batch: int, as_decode: bool) -> list[tuple[list[int], bool]]:
-        plan = it.schedule(batch, as_decode)
+        plan = recording.schedule(batch, as_decode)
         return [(plan.order[a:b].tolist(), bool(d)) for a, b, d in zip(plan.begin, plan.begin[1:], plan.decode)]
 
     assert ubatches(1, True) == [([t], True) for t in range(607)]
@@ -326,22 +339,22 @@ def test_a_schedule_plays_each_token_once_and_requests_side_by_side() -> None:
 def test_a_recording_is_divided_where_requests_that_go_together_are(batch: int) -> None:
     request = np.repeat([4, 5, 6, 7], [9, 4, 3, 6])
     n = len(request)
-    it = Recording((0,), 30, np.arange(n).reshape(n, 1, 1), np.ones((n, 1, 1)), request)
-    steps = it.schedule(batch)
+    recording = Recording((0,), 30, np.arange(n).reshape(n, 1, 1), np.ones((n, 1, 1)), request)
+    steps = recording.schedule(batch)
     for n_first in range(n):
-        first, rest = it.divided(n_first, batch)
+        first, rest = recording.divided(n_first, batch)
         assert len(first) <= n_first < len(first) + batch and sorted([*first.experts, *rest.experts]) == list(range(n))
         at = int(np.flatnonzero(steps.begin == len(first))[0])
         played = rest.schedule(batch)
         assert np.array_equal(rest.experts[played.order].ravel(), steps.order[len(first) :])
         assert np.array_equal(played.begin, steps.begin[at:] - len(first))
-    assert it.n_requests == 4
+    assert recording.n_requests == 4
 
 
 def test_prompts_are_played_as_prompts_if_asked(model_map: ModelMap, recording: Recording) -> None:
-    it = replay(model_map, recording, ReplaySettings(as_decode=False, prefill_ms=2.0, read_bandwidth=math.inf))
-    assert it.n_decoded == 0 and it.n_tokens == len(recording) and it.seconds == pytest.approx(0.6)
-    assert math.isnan(it.tpot_ms) and it.stats.layer_passes == 3 * N_LAYERS
+    replayed = replay(model_map, recording, ReplaySettings(as_decode=False, prefill_ms=2.0, read_bandwidth=math.inf))
+    assert replayed.n_decoded == 0 and replayed.n_tokens == len(recording) and replayed.seconds == pytest.approx(0.6)
+    assert math.isnan(replayed.tpot_ms) and replayed.stats.layer_passes == 3 * N_LAYERS
 
 
 def test_a_prompt_whose_layers_do_not_fit_is_streamed(model_map: ModelMap, recording: Recording) -> None:
@@ -360,11 +373,13 @@ def test_what_is_warmed_up_is_not_counted(model_map: ModelMap, recording: Record
 
 def test_several_requests_share_the_experts_of_a_step(model_map: ModelMap, recording: Recording) -> None:
     settings = ReplaySettings(budget="100%", read_bandwidth=math.inf, route_share=0.0)
-    it = replay(model_map, recording, replace(settings, batch=3))
+    replayed = replay(model_map, recording, replace(settings, batch=3))
     distinct = [len(np.unique(recording.experts[[t, 100 + t, 200 + t], layer])) for t in range(100) for layer in LAYERS]
-    assert it.stats.layer_passes == 100 * N_LAYERS and it.stats.hits + it.stats.misses == sum(distinct)
-    assert it.tpot_ms == pytest.approx(settings.compute_ms * np.mean(distinct) / N_USED)
-    assert it.tokens_per_second == pytest.approx(3000 / it.tpot_ms)
+    assert replayed.stats.layer_passes == 100 * N_LAYERS and replayed.stats.hits + replayed.stats.misses == sum(
+        distinct
+    )
+    assert replayed.tpot_ms == pytest.approx(settings.compute_ms * np.mean(distinct) / N_USED)
+    assert replayed.tokens_per_second == pytest.approx(3000 / replayed.tpot_ms)
 
 
 def test_compressed_experts_are_decoded_in_their_time_and_stay_in_pools(

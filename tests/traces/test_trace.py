@@ -53,7 +53,9 @@ def write_trace(
         for start in range(0, len(records), step):
             batch = records[start : start + step]
             rows, slots = writer.sample(len(batch))
-            inputs = sign * np.broadcast_to((writer.n_records + rows)[:, None, None], (len(rows), len(header.layers), 8))
+            inputs = sign * np.broadcast_to(
+                (writer.n_records + rows)[:, None, None], (len(rows), len(header.layers), 8)
+            )
             writer.write(batch, rows, slots, inputs.astype(np.float16))
     return Trace(path)
 
@@ -90,7 +92,9 @@ def test_a_trace_that_is_appended_to_equals_one_written_at_once(tmp_path: Path) 
     assert once.read_bytes() == twice.read_bytes()
 
 
-@pytest.mark.parametrize("change", [dict(fingerprint="0" * 64), dict(layers=(1, 2)), dict(router="full"), dict(seed=4), dict(states=True)])
+@pytest.mark.parametrize(
+    "change", [dict(fingerprint="0" * 64), dict(layers=(1, 2)), dict(router="full"), dict(seed=4), dict(states=True)]
+)
 def test_a_trace_of_something_else_is_not_appended_to(tmp_path: Path, change: dict) -> None:
     path = tmp_path / "a.trace"
     write_trace(path, random_records(HEADER, 10))
@@ -134,14 +138,20 @@ def test_a_trace_that_was_cut_off_before_its_records_is_empty(tmp_path: Path, si
     assert len(Trace(path)) == len(Trace(path).inputs[0]) == 0
 
 
-@pytest.mark.parametrize("damage, complaint", [
-    (lambda content: b"", "is not a trace: it does not begin with PYORCHTR"),
-    (lambda content: b"GGUF" + content[4:], "is not a trace"),
-    (lambda content: content[:100], "is cut off in its header"),
-    (lambda content: content[:8] + b"\x03" + content[9:], "is a trace of version 3: this pyorch reads versions 1 and 2"),
-    (lambda content: content.replace(b"qwen2moe", b"qwen9moe"), "the header is damaged"),
-    (lambda content: content[:12] + b"\xff\xff" + content[14:], "the header is damaged"),
-])
+@pytest.mark.parametrize(
+    "damage, complaint",
+    [
+        (lambda content: b"", "is not a trace: it does not begin with PYORCHTR"),
+        (lambda content: b"GGUF" + content[4:], "is not a trace"),
+        (lambda content: content[:100], "is cut off in its header"),
+        (
+            lambda content: content[:8] + b"\x03" + content[9:],
+            "is a trace of version 3: this pyorch reads versions 1 and 2",
+        ),
+        (lambda content: content.replace(b"qwen2moe", b"qwen9moe"), "the header is damaged"),
+        (lambda content: content[:12] + b"\xff\xff" + content[14:], "the header is damaged"),
+    ],
+)
 def test_a_file_with_another_header_is_refused(tmp_path: Path, damage, complaint: str) -> None:
     path = tmp_path / "a.trace"
     write_trace(path, random_records(HEADER, 10))
@@ -150,13 +160,39 @@ def test_a_file_with_another_header_is_refused(tmp_path: Path, damage, complaint
         Trace(path)
 
 
-@pytest.mark.parametrize("change", [
-    {"layers": []}, {"layers": {}}, {"layers": 3}, {"layers": [1.5]}, {"layers": [2, 1]}, {"layers": [1, 1]}, {"layers": [-1]},
-    {"layers": ["1"]}, {"n_expert": "16"}, {"n_expert": None}, {"n_expert": True}, {"n_expert": 2**53}, {"n_expert": 0},
-    {"n_expert_used": 17}, {"n_expert_used": []}, {"n_embd": -1}, {"n_embd": [8, 8]}, {"n_embd": 2**31}, {"n_inputs": 2**62},
-    {"n_inputs": float("nan")}, {"seed": "x"}, {"states": 1}, {"router": "some"}, {"router": ["full"]}, {"arch": 5},
-    {"fingerprint": None}, {"unknown": 1},
-], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": []},
+        {"layers": {}},
+        {"layers": 3},
+        {"layers": [1.5]},
+        {"layers": [2, 1]},
+        {"layers": [1, 1]},
+        {"layers": [-1]},
+        {"layers": ["1"]},
+        {"n_expert": "16"},
+        {"n_expert": None},
+        {"n_expert": True},
+        {"n_expert": 2**53},
+        {"n_expert": 0},
+        {"n_expert_used": 17},
+        {"n_expert_used": []},
+        {"n_embd": -1},
+        {"n_embd": [8, 8]},
+        {"n_embd": 2**31},
+        {"n_inputs": 2**62},
+        {"n_inputs": float("nan")},
+        {"seed": "x"},
+        {"states": 1},
+        {"router": "some"},
+        {"router": ["full"]},
+        {"arch": 5},
+        {"fingerprint": None},
+        {"unknown": 1},
+    ],
+    ids=str,
+)
 def test_a_header_whose_fields_cannot_be_is_refused(tmp_path: Path, change: dict) -> None:
     write_header(tmp_path / "a.trace", json.dumps(dataclasses.asdict(HEADER) | change))
     with pytest.raises(FormatError, match="the header is damaged"):
@@ -264,14 +300,14 @@ def router_logits(recorded: Trace, tmp_path_factory: pytest.TempPathFactory) -> 
     checkpoint.mkdir()
     for file in ("config.json", "model.safetensors"):
         (checkpoint / file).symlink_to((CHECKPOINT / file).resolve())
-    (checkpoint / "tokens.json").write_text(json.dumps([it["token"].tolist() for it in prose(recorded)]))
+    (checkpoint / "tokens.json").write_text(json.dumps([request["token"].tolist() for request in prose(recorded)]))
     with_torch(CHECKPOINT_PROCESS, "routers", checkpoint.parent)
     return np.load(checkpoint / "routers.npy").reshape(-1, 8, 64).astype(np.float64)
 
 
 def prose(trace: Trace) -> list[np.ndarray]:
     """Requests that fill the context."""
-    pieces = [it for it in requests_of(trace).values() if len(it) == 256]
+    pieces = [request for request in requests_of(trace).values() if len(request) == 256]
     assert len(pieces) == N_PIECES
     return pieces
 
@@ -291,7 +327,8 @@ def compare(trace: Trace, logits: np.ndarray) -> tuple[float, float]:
     """The share of tokens and layers that chose the same experts, and how close the others were to doing so: the
     largest difference of logits between the last expert chosen and the first one left out.
 
-    Another choice changes what later layers see: of a request, only the first layer that differs tells how close it was.
+    Another choice changes what later layers see: of a request, only the first layer that differs tells how close it
+    was.
     """
     ours = np.concatenate(prose(trace))
     same = same_choice(ours["experts"], np.argsort(-logits, -1, kind="stable")[..., :6])
@@ -360,8 +397,18 @@ def test_recorded_states_are_what_the_inputs_are_made_of(small_moe_f32: Path, tm
 def test_recording_is_the_same_at_any_budget(small_moe: Path, tmp_path: Path) -> None:
     contents = []
     for budget in ("13%", "100%"):
-        profile(small_moe, [FACTS], tmp_path / "a.trace", n_tokens=500, n_decode=3, n_inputs=9, states=True, n_ubatch=64,
-                budget=budget, n_threads=2)
+        profile(
+            small_moe,
+            [FACTS],
+            tmp_path / "a.trace",
+            n_tokens=500,
+            n_decode=3,
+            n_inputs=9,
+            states=True,
+            n_ubatch=64,
+            budget=budget,
+            n_threads=2,
+        )
         contents.append((tmp_path / "a.trace").read_bytes())
     assert contents[0] == contents[1]
 
@@ -385,7 +432,7 @@ def test_requests_in_one_batch_are_recorded_as_if_alone(
     # Other batch shapes round differently: a near tie may give another expert, or another token in an answer.
     pairs = [(a, b) for a, b in zip(*map(dict.values, traces)) if np.array_equal(a["token"], b["token"])]
     assert len(pairs) >= 27
-    a, b = (np.concatenate(it) for it in zip(*pairs))
+    a, b = (np.concatenate(pair) for pair in zip(*pairs))
     same = same_choice(a["experts"], b["experts"])
     assert same.mean() > 0.99
     assert np.isclose(a["probs"][same], b["probs"][same], atol=1e-3).mean() > 0.99

@@ -46,9 +46,9 @@ class Lengths:
             high = int(match[2] or low)
             if 1 <= low <= high:
                 return cls(text, low, high)
-        if match := re.fullmatch(r"lognormal:(\d+):(\d+(?:\.\d+)?)", text):
-            if int(match[1]) >= 1:
-                return cls(text, 1, 8 * int(match[1]), float(match[1]), float(match[2]))
+        match = re.fullmatch(r"lognormal:(\d+):(\d+(?:\.\d+)?)", text)
+        if match and int(match[1]) >= 1:
+            return cls(text, 1, 8 * int(match[1]), float(match[1]), float(match[2]))
         raise PyorchError(f'"{text}" is no distribution of lengths: use 128, 32-256, or lognormal:128:0.6')
 
     def draw(self, chance: random.Random) -> int:

@@ -48,7 +48,7 @@ class Problem:
             raise ValueError("servers, layers, sizes and capacities do not fit the frequencies")
         if not (
             np.isfinite(frequencies).all() and frequencies.min() >= 0 and sizes.min() > 0
-            and 1 <= n_experts.min() and n_experts.max() <= n_expert
+            and n_experts.min() >= 1 and n_experts.max() <= n_expert
             and all(n_bytes >= 0 for devices in self.capacities for n_bytes in devices)
         ):
             raise ValueError("a frequency, size or capacity cannot be")

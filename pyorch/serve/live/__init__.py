@@ -14,7 +14,9 @@ def add_to(routes: Routes, needs_key: bool, has_chat: bool) -> None:
     """The page needs no API key, it asks for one. "/" leads to it, where llama-server has no chat page there."""
     for path, (name, kind) in _FILES.items():
         body = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        body = body.replace("NEEDS_KEY", "true" if needs_key else "false").replace("NO_CHAT", "" if has_chat else "hidden")
+        body = body.replace("NEEDS_KEY", "true" if needs_key else "false").replace(
+            "NO_CHAT", "" if has_chat else "hidden"
+        )
         answer = Answer(body, kind)
         routes.add("GET", path, lambda _, answer=answer: answer, public=True)
     if not has_chat:

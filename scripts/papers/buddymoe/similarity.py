@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pyorch.convert import expert_outputs
-from pyorch.convert.buddies import RouterInputs, check, conditional, count
-from pyorch.convert.expert_outputs import OutputSimilarity
 
 from pyorch import pictures
 from pyorch.cli.options import add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
+from pyorch.convert import expert_outputs
+from pyorch.convert.buddies import RouterInputs, check, conditional, count
+from pyorch.convert.expert_outputs import OutputSimilarity
 from pyorch.sidecars import packs
 from pyorch.traces.file import Trace
 from scripts.papers import program

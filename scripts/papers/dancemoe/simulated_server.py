@@ -37,7 +37,7 @@ class Traffic:
 class Station:
     """A device, port or disk. Of jobs first come, first served, it is enough to know when the last of them ends."""
 
-    __slots__ = ("free_at", "busy", "moving_until")
+    __slots__ = ("busy", "free_at", "moving_until")
 
     def __init__(self) -> None:
         self.free_at = self.busy = 0.0

@@ -43,9 +43,9 @@ def entropies(probs: np.ndarray, request: np.ndarray, aggregated: Sequence[int] 
     requests = np.split(probs, np.flatnonzero(np.diff(request)) + 1)
     rows = []
     for n in (*aggregated, 0):
-        of_requests = [it[:n] if n else it for it in requests if len(it) >= n]
+        of_requests = [request[:n] if n else request for request in requests if len(request) >= n]
         if of_requests:
-            bits = np.mean([_bits(it.mean(axis=0)) for it in of_requests], axis=0)
+            bits = np.mean([_bits(of_request.mean(axis=0)) for of_request in of_requests], axis=0)
             rows.append(Entropy(n, len(of_requests), tuple(bits.tolist()), float(bits.mean())))
     return rows
 

@@ -127,7 +127,7 @@ def streamed(material: Material, store: ExpertMaps, on_progress: OnProgress) -> 
         on_progress("stream", done, len(pairs))
         empty = ExpertMaps.for_model(material.map, material.conditions.capacity, min(DISTANCE, material.n_layers))
         played[pair] = _replay(material, recording, empty, pair, tuned_with=store)
-    took = {pair: request_seconds(recording, it.ubatch_ends)[1] for pair, it in played.items()}
+    took = {pair: request_seconds(recording, outcome.ubatch_ends)[1] for pair, outcome in played.items()}
     gaps = random.exponential(took[ON_DEMAND].mean() / LOAD, len(took[ON_DEMAND]))
     come = np.cumsum(gaps)
     return [Streamed(pair, middle(material), played[pair].hit_rate, float(seconds.sum() / come[-1]),
@@ -147,7 +147,7 @@ def patterns(material: Material, store: ExpertMaps, on_progress: OnProgress) -> 
         ("map (T+S)", "expert-map", recording, k, False),
         ("map (T+S+delta)", "expert-map", recording, n_expert, True),
     )
-    steps = [(distance, it) for distance in (1, 3) if distance < material.n_layers for it in approaches]
+    steps = [(distance, approach) for distance in (1, 3) if distance < material.n_layers for approach in approaches]
     rows = []
     for done, (distance, (name, predictor, seen, n_ranks, whole)) in enumerate(steps):
         on_progress("patterns", done, len(steps))

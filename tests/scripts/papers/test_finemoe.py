@@ -85,7 +85,7 @@ def test_what_cannot_be_split_says_so(trace: Trace):
 @pytest.fixture(scope="module")
 def recalls(material: Material) -> dict[str, Recall]:
     """By predictor."""
-    return {it.predictor: it for it in replays.recalls(material, material.store(100), quiet)}
+    return {replay.predictor: replay for replay in replays.recalls(material, material.store(100), quiet)}
 
 
 def test_recall_of_the_previous_token_is_that_of_brute_force(material: Material, recalls: dict[str, Recall]):
@@ -95,15 +95,15 @@ def test_recall_of_the_previous_token_is_that_of_brute_force(material: Material,
         # Only what is decoded is seen: the first token after a prompt has the last of the request before as its guess.
         right = sum(len(set(experts[i, layer]) & set(experts[j, layer])) for i, j in zip(decoded[1:], decoded))
         assert recalls["previous-token"].by_layer[layer] == pytest.approx(right / (len(decoded) * N_USED))
-    for it in recalls.values():
-        assert it.mean == pytest.approx(np.mean(it.by_layer[1:]))
+    for recall in recalls.values():
+        assert recall.mean == pytest.approx(np.mean(recall.by_layer[1:]))
         for layer in range(1, N_LAYERS):
-            assert np.mean(it.by_rank[layer]) >= it.by_layer[layer] - 1e-9
-            assert 0 < it.by_layer[layer] < 1
+            assert np.mean(recall.by_rank[layer]) >= recall.by_layer[layer] - 1e-9
+            assert 0 < recall.by_layer[layer] < 1
 
 
 def test_recall_of_the_next_router_is_that_of_numpy(material: Material, recalls: dict[str, Recall]):
-    it = recalls["next-router"]
+    recall = recalls["next-router"]
     recording = material.recording
     decoded = np.flatnonzero(np.diff(recording.request, prepend=recording.request[0] + 1) == 0)
 
@@ -119,8 +119,8 @@ def test_recall_of_the_next_router_is_that_of_numpy(material: Material, recalls:
         guesses = np.argsort(-logits, axis=1)[:, :N_USED]
         used = recording.experts[decoded, layer].astype(int)
         right = np.mean([len(set(a) & set(b)) / N_USED for a, b in zip(guesses, used)])
-        assert it.by_layer[layer] == pytest.approx(right, abs=1e-2)  # weights of 8 bits
-    assert math.isnan(it.by_layer[0])
+        assert recall.by_layer[layer] == pytest.approx(right, abs=1e-2)  # weights of 8 bits
+    assert math.isnan(recall.by_layer[0])
 
 
 def random_iterations(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -131,7 +131,7 @@ def random_iterations(n: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 def test_similarities_are_those_of_brute_force():
     past, present = random_iterations(7, 1), random_iterations(5, 2)
-    found = {it.kind: it for it in similarities(*past, *present, distance=1)}
+    found = {similarity.kind: similarity for similarity in similarities(*past, *present, distance=1)}
     scores: dict[str, list[float]] = {kind: [] for kind in found}
     rates: dict[str, list[float]] = {kind: [] for kind in found}
     for i in range(5):
@@ -149,10 +149,10 @@ def test_similarities_are_those_of_brute_force():
             for layer in (1, 2):
                 scores["trajectory ahead"].append(cosine(a[:layer], b[:layer]))
                 rates["trajectory ahead"].append(common[layer])
-    for kind, it in found.items():
-        assert it.n_pairs == len(scores[kind]) == sum(it.counts)
-        assert it.pearson == pytest.approx(np.corrcoef(scores[kind], rates[kind])[0, 1], abs=1e-5)
-        counts, means = np.array(it.counts), np.nan_to_num(np.array(it.hit_rates))
+    for kind, entry in found.items():
+        assert entry.n_pairs == len(scores[kind]) == sum(entry.counts)
+        assert entry.pearson == pytest.approx(np.corrcoef(scores[kind], rates[kind])[0, 1], abs=1e-5)
+        counts, means = np.array(entry.counts), np.nan_to_num(np.array(entry.hit_rates))
         assert counts @ means == pytest.approx(sum(rates[kind]), rel=1e-5)
 
 
@@ -187,7 +187,7 @@ def test_default_vectors_that_tell_all_make_states_the_true_ones():
     a, b = (states[:, i] / np.sqrt((states[:, i] ** 2).mean(-1, keepdims=True)) * norms[i] for i in (0, 1))
     cosines = (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
     assert own.by_layer[1] == pytest.approx(cosines.mean(), abs=1e-5) and own.mean < 0.95
-    assert [it.mean for it in state_cosines(states, experts, weights, routers, {})][1] < 0.95
+    assert [router.mean for router in state_cosines(states, experts, weights, routers, {})][1] < 0.95
 
 
 def test_requests_of_a_stream_are_the_text_cut_anew():
@@ -222,9 +222,12 @@ def test_a_request_waits_for_those_before_it():
 
 
 def test_maps_name_more_the_more_they_are_searched_by(material: Material):
-    found = {(it.approach, it.distance): it for it in serving.patterns(material, material.store(100), quiet)}
+    found = {
+        (pattern.approach, pattern.distance): pattern
+        for pattern in serving.patterns(material, material.store(100), quiet)
+    }
     for distance in (1, 3):
-        alone, both, all = (found[f"map ({it})", distance] for it in ("T", "T+S", "T+S+delta"))
+        alone, both, all = (found[f"map ({approach})", distance] for approach in ("T", "T+S", "T+S+delta"))
         assert alone.covered < both.covered <= all.covered < 1  # the first layers have no trajectory
         assert alone.n_named == pytest.approx(N_USED * (N_LAYERS - distance) / N_LAYERS, rel=0.01)
         assert both.n_named == pytest.approx(N_USED, rel=0.01) and all.n_named >= both.n_named
@@ -253,8 +256,8 @@ def evaluation(finemoe_hits: float, finemoe_ms: float) -> Evaluation:
     )
 
 
-def reached(it: Evaluation) -> dict[str, report.Goal]:
-    return {goal.what: goal for goal in report.goals(it)}
+def reached(evaluation: Evaluation) -> dict[str, report.Goal]:
+    return {goal.what: goal for goal in report.goals(evaluation)}
 
 
 def test_goals_tell_what_is_met_and_what_was_not_measured():
@@ -262,7 +265,7 @@ def test_goals_tell_what_is_met_and_what_was_not_measured():
     hits = "hit rate of expert-map + finemoe / next-router + lru, 40%"
     assert good[hits].met and good[hits].reached == pytest.approx(1.2)
     assert not bad[hits].met
-    best = next(it for what, it in good.items() if what.endswith("best budget"))
+    best = next(goal for what, goal in good.items() if what.endswith("best budget"))
     assert best.met and best.reached == pytest.approx(0.2)
     assert not good["recall of the estimator"].measured
     measured = replace(evaluation(0.6, 80.0), contexts=[
@@ -285,7 +288,9 @@ def test_command_writes_every_table_and_picture(small_moe: Path, tmp_path: Path,
         assert len(rows) > 1 and len({len(row) for row in rows}) == 1, name
     for name in PICTURES:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
-    assert {path.name for path in out.iterdir()} == {f"{it}.csv" for it in TABLES} | {f"{it}.png" for it in PICTURES}
+    assert {path.name for path in out.iterdir()} == {f"{table}.csv" for table in TABLES} | {
+        f"{picture}.png" for picture in PICTURES
+    }
     assert "note: estimator is left out" in printed and "note: quasi-hidden predicts without default vectors" in printed
     assert "expert-map" in printed and "belady" in printed
     budgets = list(csv.DictReader((out / "budgets.csv").open()))
@@ -306,17 +311,17 @@ def test_command_prints_one_json_object_of_traces(small_moe: Path, trace: Trace,
                  "--budget", "40%", *FAST, "--json"]) == 0
     value = json.loads(capsys.readouterr().out)
     assert value["n_past"] == value["n_present"] == len(trace)
-    assert {it["predictor"] for it in value["recalls"]} >= {"next-router", "expert-map"}
+    assert {recall["predictor"] for recall in value["recalls"]} >= {"next-router", "expert-map"}
     assert value["goals"] and isinstance(value["budgets"][0]["tpot_ms"], float)
 
 
 def test_measuring_decodes_on_demand_and_ahead(small_moe: Path, tmp_path: Path, trace: Trace):
     model = shutil.copy(small_moe, tmp_path)
     rows = measure_contexts(model, [TEXT], "40%", [32, 100_000], 8, 1, quiet, n_threads=1)
-    assert [(it.n_context, it.prefetch) for it in rows] == [(32, "none"), (32, "auto")]
-    for it in rows:
-        assert it.tpot_ms == pytest.approx(it.compute_ms + it.stall_ms) and 0 < it.hit_rate < 1
-        assert it.bound_ms <= rows[0].tpot_ms
+    assert [(row.n_context, row.prefetch) for row in rows] == [(32, "none"), (32, "auto")]
+    for row in rows:
+        assert row.tpot_ms == pytest.approx(row.compute_ms + row.stall_ms) and 0 < row.hit_rate < 1
+        assert row.bound_ms <= rows[0].tpot_ms
     overheads = measure_overheads(model, [TEXT], ["quasi-hidden"], 1, quiet, 1)
     assert overheads[0].predictor == "quasi-hidden" and overheads[0].tpot_ms > 0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from models import CHECKPOINT
-from pyorch.convert import pack as packing
 
 from pyorch.bench import cgroup
+from pyorch.convert import pack as packing
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget

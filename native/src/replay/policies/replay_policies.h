@@ -1,4 +1,5 @@
-// The eviction policies that a replay can take: those of engines that compute, and those that exist to be compared with.
+// The eviction policies that a replay can take: those of engines that compute, and those that exist to be compared
+// with.
 
 #pragma once
 
