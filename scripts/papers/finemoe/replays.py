@@ -152,16 +152,11 @@ class Material:
         return [pair for pair in pairs if pair.predictor not in self.missing]
 
 
-@dataclass(frozen=True)
-class TracePart:
+class TracePart(Trace):
     """Some requests of a trace, in memory."""
 
-    path: Path
-    header: TraceHeader
-    records: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.records)
+    def __init__(self, path: Path, header: TraceHeader, records: np.ndarray) -> None:
+        self.path, self.header, self.records = path, header, records
 
 
 @dataclass(frozen=True)
