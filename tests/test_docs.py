@@ -14,7 +14,8 @@ from pyorch.errors import PyorchError
 from pyorch.settings.option import options
 from pyorch.settings.substitution import Substitution
 
-HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/src")  # what paths in architecture.md begin at
+# What paths in architecture.md begin at.
+HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/include", ROOT / "native/src")
 
 # Pages for users, whose commands are run. The others say how figures were made, in hours and with gigabytes.
 RUN = ("quickstart.md", "advise.md", "python.md", "prepare.md", "lossy.md")
