@@ -252,6 +252,7 @@ DeviceTable::Seat DeviceTable::first_passing(const Pool & pool, int layer, bool 
 // The least valuable of the others.
 DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer) {
     Victim least;
+    eviction.update();
     for (int each : pool.layers) {
         const Victim victim = !of_layer || each == layer ? eviction.first(each, layer, FOR_DEMAND) : Victim();
         if (victim && (!least || victim < least)) {

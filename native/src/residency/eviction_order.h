@@ -11,7 +11,6 @@
 
 #include <cmath>
 #include <functional>
-#include <utility>
 #include <vector>
 
 namespace pyorch {
@@ -40,56 +39,65 @@ public:
     EvictionOrder & operator=(const EvictionOrder &) = delete;
 
     // An expert of the layer came, or begins to; it went.
-    void came(int layer) { ++layers[layer].n; }
+    void came(int layer) { ++counts[layer]; }
 
-    void went(int layer) { --layers[layer].n; }
+    void went(int layer) { --counts[layer]; }
 
-    int n(int layer) const { return layers[layer].n; } // that came and did not go
+    int n(int layer) const { return counts[layer]; } // that came and did not go
 
     // Whether no more may come: it has its most.
     bool is_full(int layer) const { return n(layer) >= values.max(layer); }
 
     // When an expert goes, or whether it may, has changed.
-    void changed(int layer, int expert) {
-        if (!layers[layer].changed[expert]) {
-            layers[layer].changed[expert] = 1;
-            changed_experts.push_back({ layer, expert });
-        }
-    }
+    void changed(int layer, int expert) { changes.add(layer, expert); }
 
-    void changed(int layer) { // the same of all of them
-        if (!layers[layer].all_changed) {
-            layers[layer].all_changed = true;
-            changed_layers.push_back(layer);
-        }
-    }
-
-    // Sets the keys of what changed. first() does so itself.
+    // Sets the keys of what changed.
     void update() {
-        if (!changed_layers.empty() || !changed_experts.empty()) {
-            set_changed_keys();
+        if (changes.any()) {
+            changes.take([&](int layer, int expert) { set_keys(victims, layer, expert); });
         }
     }
 
     // The expert of a layer that goes first for one of for_layer (-1: for anything), and is not forecast with a higher
-    // probability. Nobody, where the layer keeps its minimum.
-    Victim first(int layer, int for_layer, Purpose purpose, float more_likely_than = INFINITY);
+    // probability. Nobody, where the layer keeps its minimum. Asked of every layer for each expert that has to go.
+    // REQUIRES: update() since the last change
+    Victim first(int layer, int for_layer, Purpose purpose, float more_likely_than = INFINITY) {
+        // A layer that runs gives up its own for its own: its minimum is there again once they are.
+        if (counts[layer] <= values.min(layer) && !(layer == for_layer && purpose == FOR_DEMAND)) {
+            return {};
+        }
+        const Victims::Least least = more_likely_than == INFINITY ? // whatever its likelihood
+            victims.least(layer, purpose) :
+            least_likely(layer, purpose, more_likely_than);
+        if (least.expert < 0) {
+            return {};
+        }
+        if (least.key == Victims::SCANNED) {
+            return { layer, least.expert, 0, turn_of_scanned(layer, for_layer) };
+        }
+        if (least.key == Victims::GUESSED) {
+            return { layer, least.expert, 2, least.key };
+        }
+        return { layer, least.expert, 1, values.worth_there(layer, least.key) };
+    }
 
 private:
-    struct Layer {
-        int                  n = 0;
-        std::vector<uint8_t> changed; // by expert
-        bool                 all_changed = false;
-    };
+    Values &         values;
+    const SetKeys    set_keys;
+    Victims          victims;
+    Changes          changes;
+    std::vector<int> counts; // by layer
 
-    Values &                         values;
-    const SetKeys                    set_keys;
-    Victims                          victims;
-    std::vector<Layer>               layers;
-    std::vector<std::pair<int, int>> changed_experts; // with the flag
-    std::vector<int>                 changed_layers;
+    Victims::Least least_likely(int layer, Purpose purpose, float more_likely_than) {
+        if (values.has_forecast(layer)) {
+            const std::vector<float> & probability = values.probability(layer);
+            return victims.least_if(layer, purpose, [&](int id) { return probability[id] <= more_likely_than; });
+        }
+        return values.even(layer) > more_likely_than ? Victims::Least{ -1, Victims::NEVER } :
+                                                       victims.least(layer, purpose);
+    }
 
-    void set_changed_keys();
+    double turn_of_scanned(int layer, int for_layer) const;
 };
 
 } // namespace pyorch

@@ -43,21 +43,6 @@ Expert & Residents::checked(int layer, int32_t id) {
     return expert(layer, id);
 }
 
-void Residents::hold(Expert & e) {
-    e.wanted();
-    if (e.in_use++ == 0) {
-        ++n_held;
-        changed(e);
-    }
-}
-
-void Residents::unhold(Expert & e) {
-    if (--e.in_use == 0) {
-        --n_held;
-        changed(e);
-    }
-}
-
 void Residents::pin(Expert & e) {
     e.pinned = true;
     e.wanted();
@@ -120,11 +105,6 @@ void Residents::drop(Expert & e) {
     e.load.form = Form::ABSENT;
     e.read_for  = ReadFor::DEMAND;
     changed(e);
-}
-
-void Residents::used(Expert & e) {
-    e.not_scanned();
-    values.used(e.layer(), e.id());
 }
 
 void Residents::guess_for(Expert & e, const void * context) {

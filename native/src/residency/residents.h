@@ -62,8 +62,21 @@ public:
     // Experts that are held, and windows of streams.
     int n_in_use() const { return n_held; }
 
-    void hold(Expert & e);
-    void unhold(Expert & e);
+    void hold(Expert & e) {
+        e.wanted();
+        if (e.in_use++ == 0) {
+            ++n_held;
+            changed(e);
+        }
+    }
+
+    void unhold(Expert & e) {
+        if (--e.in_use == 0) {
+            --n_held;
+            changed(e);
+        }
+    }
+
     void hold_window() { ++n_held; }
     void unhold_window() { --n_held; }
 
@@ -80,7 +93,10 @@ public:
     void drop(Expert & e);
 
     // It counts as used now.
-    void used(Expert & e);
+    void used(Expert & e) {
+        e.not_scanned();
+        values.used(e.layer(), e.id());
+    }
 
     // Notes that an expert is read on a guess for the next pass of a context through its layer.
     void guess_for(Expert & e, const void * context);

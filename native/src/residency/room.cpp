@@ -22,7 +22,8 @@ Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const Po
                 mebibytes(bank.budget()).c_str(), mebibytes(map.floor_bytes()).c_str()));
     }
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
-        pressure.resize(std::max(pressure.size(), (size_t) residents[layer].size_class + 1));
+        size_class.push_back(residents[layer].size_class);
+        pressure.resize(std::max(pressure.size(), (size_t) size_class.back() + 1));
     }
     divide_budget(bank.budget());
 }
@@ -38,14 +39,18 @@ void Room::evict(Expert & e) {
 // The least valuable expert that may go for one of the layer (-1: for anything), and is not forecast with a higher
 // probability. One of the layer's own size class is preferred.
 Victim Room::choose_victim(int layer, Purpose purpose, float more_likely_than) {
-    const int cls = layer < 0 ? -1 : residents[layer].size_class;
+    const int cls = layer < 0 ? -1 : size_class[layer];
     Victim    any, own;
+    order.update();
     for (int i = 0; i < residents.n_layers(); ++i) {
         const Victim victim = order.first(i, layer, purpose, more_likely_than);
-        if (victim && (!any || victim < any)) {
+        if (!victim) {
+            continue;
+        }
+        if (!any || victim < any) {
             any = victim;
         }
-        if (victim && residents[i].size_class == cls && (!own || victim < own)) {
+        if (size_class[i] == cls && (!own || victim < own)) {
             own = victim;
         }
     }
@@ -53,7 +58,7 @@ Victim Room::choose_victim(int layer, Purpose purpose, float more_likely_than) {
         return any;
     }
     int & pushes = pressure[cls];
-    int & pushed = pressure[residents[any.layer].size_class];
+    int & pushed = pressure[size_class[any.layer]];
     if (pushes < REBALANCE) {
         ++pushes;
         pushed = std::max(pushed - 1, -REBALANCE);
@@ -121,6 +126,7 @@ void Room::keep_budget() {
 // The least valuable of the layer go, as far as they can.
 void Room::make_room_within(int layer, int n) {
     for (int over = order.n(layer) + n - values.max(layer); over > 0; --over) {
+        order.update();
         const Victim victim = order.first(layer, layer, FOR_DEMAND);
         if (!victim) {
             return;

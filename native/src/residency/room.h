@@ -85,10 +85,11 @@ private:
     StoredParts &                 stored;
     Loader &                      loads;
     PoolShares                    shares;
-    Width                         width;     // of what comes: the pool of full experts has room for it
-    std::vector<int>              pressure;  // by size class: see choose_victim
-    std::vector<std::vector<int>> displaced; // by layer: experts that had to go since it last came
-    uint64_t reserved_bytes = 0;             // of what eviction may not take: pinned experts and layers' minima
+    Width                         width;      // of what comes: the pool of full experts has room for it
+    std::vector<int>              size_class; // by layer
+    std::vector<int>              pressure;   // by size class: see choose_victim
+    std::vector<std::vector<int>> displaced;  // by layer: experts that had to go since it last came
+    uint64_t reserved_bytes = 0;              // of what eviction may not take: pinned experts and layers' minima
     Rate     missed;
 
     Victim           choose_victim(int layer, Purpose purpose, float more_likely_than);

@@ -104,9 +104,6 @@ void StoredParts::trim() {
 }
 
 void StoredParts::set_keys(const Expert & e) {
-    if (!pools.any()) {
-        return;
-    }
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         const bool may_go = e.kept == form && !e.load.staged;
         // What was read ahead is worth little until it is used: it would go before that, and be read again.

@@ -33,7 +33,7 @@ public:
     // The least that loads need.
     uint64_t least() const { return ModelMap::MIN_STAGED * map.parts_bytes(); }
 
-    // Says which expert goes first of the pool that has it.
+    // Says which expert goes first of the pool that has it. REQUIRES: there are pools
     void set_keys(const Expert & e);
 
 private:

@@ -46,7 +46,9 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         order(values,
             [this](Victims & victims, int layer, int id) {
                 residents.set_keys(victims, layer, id);
-                stored.set_keys(residents.expert(layer, id));
+                if (stored.pools.any()) {
+                    stored.set_keys(residents.expert(layer, id));
+                }
             }),
         residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
         ahead(residents, room, loads), streams(residents, loads), learning(learner_sizes(map), values, mutex) {

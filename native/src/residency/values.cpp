@@ -1,25 +1,25 @@
 #include "residency/values.h"
 
-#include "residency/eviction_order.h"
-
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace pyorch {
 
 Values::Values(const std::vector<int> & n_experts, Tier tier, const Policies & policies, pyorch_policy which) :
         tier(tier), policies(policies), n_executed_((int) n_experts.size()) {
     for (int n : n_experts) {
-        layers.push_back({ std::vector<Usage>(n), std::vector<float>(n, 1.0f / (float) n), (int) layers.size(), n });
+        layers.push_back({ (int) layers.size(), n, 1.0f / (float) n, 0, false, true, 0,
+            std::vector<float>(n, 1.0f / (float) n), std::vector<Usage>(n) });
     }
     measure_turns();
     set_policy(which);
 }
 
 void Values::set_policy(pyorch_policy which) {
-    entry  = &find_policy(policies, which);
-    policy = entry->make(n_layers());
+    entry        = &find_policy(policies, which);
+    policy       = entry->make(n_layers());
+    counts_turns = policy->counts_turns();
+    plain        = !counts_turns && !tier.may_refuse;
     for (int layer = 0; layer < n_layers(); ++layer) {
         changed(layer);
     }
@@ -62,14 +62,9 @@ void Values::passes(int layer) {
     at_layer                = layer;
 }
 
-void Values::used(int layer, int expert) {
-    Usage & usage = layers[layer].usage[expert];
-    policy->used(usage, now_);
-    if (tier.may_refuse && policy->by_recency()) {
-        usage.heat = fading_use(usage.heat, (double) now_ / (HEAT_HALF_LIFE_TOKENS * (double) layers.size()));
-    }
-    layers[layer].fresh.push_back(expert);
-    changed(layer, expert);
+// Of a policy by recency: how often an expert is used says whether it comes.
+void Values::fade(Usage & usage) const {
+    usage.heat = fading_use(usage.heat, (double) now_ / (HEAT_HALF_LIFE_TOKENS * (double) layers.size()));
 }
 
 void Values::forecast(int layer, const std::vector<float> & probability) {
@@ -81,17 +76,11 @@ void Values::forecast(int layer, const std::vector<float> & probability) {
 }
 
 void Values::end_forecast(int layer) {
-    layers[layer].probability.assign(n_experts(layer), 1.0f / (float) n_experts(layer));
+    layers[layer].probability.assign(n_experts(layer), even(layer));
     layers[layer].forecast = false;
     if (policy->takes_forecasts()) {
         changed(layer);
     }
-}
-
-double Values::value(int layer, int expert) const {
-    const Layer & l = layers[layer];
-    return std::max(policy->value(l.usage[expert], l.probability[expert], is_fresh(layer, expert)),
-        std::numeric_limits<double>::lowest());
 }
 
 // How near the turn of a layer is, as policies count it: 1 / root(d).
@@ -102,13 +91,10 @@ void Values::measure_turns() {
     }
 }
 
-double Values::worth(int layer, double value) const {
-    if (!policy->counts_turns()) {
-        return value;
-    }
+double Values::turn(int layer) const {
     const Layer & l     = layers[layer];
     const int     ahead = l.position - layers[at_layer].position;
-    return l.executed ? value * nearness[ahead > 0 ? ahead : ahead + n_executed_] : 0;
+    return l.executed ? nearness[ahead > 0 ? ahead : ahead + n_executed_] : 0;
 }
 
 bool Values::is_worth_more(int layer, int expert, int layer_there, int expert_there) const {
@@ -127,18 +113,6 @@ int Values::next_executed(int layer) const {
 
 int Values::layers_between(int from, int to) const {
     return ((layers[to].position - layers[from].position) % n_executed_ + n_executed_) % n_executed_;
-}
-
-void Values::changed(int layer, int expert) {
-    for (EvictionOrder * order : orders) {
-        order->changed(layer, expert);
-    }
-}
-
-void Values::changed(int layer) {
-    for (EvictionOrder * order : orders) {
-        order->changed(layer);
-    }
 }
 
 } // namespace pyorch

@@ -12,12 +12,63 @@
 
 #include "residency/policies/policy_list.h"
 
+#include <algorithm>
+#include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace pyorch {
 
-class EvictionOrder;
+// Experts whose place in an order of eviction is to be computed anew.
+class Changes {
+public:
+    explicit Changes(const std::vector<int> & n_experts) {
+        for (int n : n_experts) {
+            flags.emplace_back(n);
+        }
+        all_flags.resize(n_experts.size());
+    }
+
+    bool any() const { return !experts.empty() || !layers.empty(); }
+
+    void add(int layer, int expert) {
+        if (!flags[layer][expert]) {
+            flags[layer][expert] = 1;
+            experts.push_back({ layer, expert });
+        }
+    }
+
+    void add(int layer) { // all of it
+        if (!all_flags[layer]) {
+            all_flags[layer] = 1;
+            layers.push_back(layer);
+        }
+    }
+
+    // Calls use(layer, expert) for all of them, and forgets them.
+    template <typename Use>
+    void take(Use use) {
+        for (int layer : layers) {
+            all_flags[layer] = 0;
+            for (int expert = 0; expert < (int) flags[layer].size(); ++expert) {
+                use(layer, expert);
+            }
+        }
+        for (const auto & [layer, expert] : experts) {
+            flags[layer][expert] = 0;
+            use(layer, expert);
+        }
+        layers.clear();
+        experts.clear();
+    }
+
+private:
+    std::vector<std::vector<uint8_t>> flags; // by layer and expert
+    std::vector<uint8_t>              all_flags;
+    std::vector<std::pair<int, int>>  experts;
+    std::vector<int>                  layers;
+};
 
 // A kind of memory.
 struct Tier {
@@ -62,7 +113,15 @@ public:
     void passes(int layer);
 
     // An expert counts as used now.
-    void used(int layer, int expert);
+    void used(int layer, int expert) {
+        Usage & usage = layers[layer].usage[expert];
+        policy->used(usage, now_);
+        if (tier.may_refuse && policy->by_recency()) {
+            fade(usage);
+        }
+        layers[layer].fresh.push_back(expert);
+        changed(layer, expert);
+    }
 
     // It got memory; it went, as the least valuable.
     void came(int layer, int expert) { layers[layer].usage[expert].came = now_; }
@@ -74,7 +133,9 @@ public:
     void end_forecast(int layer);
     bool has_forecast(int layer) const { return layers[layer].forecast; }
 
-    // 1 / n_expert for all of them while there is no forecast.
+    float even(int layer) const { return layers[layer].even; } // 1 / n_expert
+
+    // That, for all of them, while there is no forecast.
     const std::vector<float> & probability(int layer) const { return layers[layer].probability; }
 
     // The last pass of its layer used it, or it was asked for by name since then.
@@ -84,14 +145,18 @@ public:
     }
 
     // Among its layer's, finite: the lowest goes first.
-    double value(int layer, int expert) const;
+    double value(int layer, int expert) const {
+        const Layer & l     = layers[layer];
+        const double  value = policy->value(l.usage[expert], l.probability[expert], is_fresh(layer, expert));
+        return std::max(value, std::numeric_limits<double>::lowest());
+    }
 
     // What a value in a layer counts now among those in others.
-    double worth(int layer, double value) const;
+    double worth(int layer, double value) const { return counts_turns ? value * turn(layer) : value; }
 
     // The same of an expert that is there.
     double worth_there(int layer, double value) const {
-        return worth(layer, tier.may_refuse ? policy->settled(value) : value);
+        return plain ? value : worth(layer, tier.may_refuse ? policy->settled(value) : value);
     }
 
     // Whether an expert is clearly worth more than another one that is there.
@@ -110,18 +175,19 @@ public:
     int layers_between(int from, int to) const;
 
 private:
-    friend class EvictionOrder; // attaches itself
+    friend class EvictionOrder; // its changes are noted
 
     struct Layer {
-        std::vector<Usage> usage;
-        std::vector<float> probability;
         int                position;
         int                max;
+        float              even;
         int                min       = 0;
         bool               forecast  = false;
         bool               executed  = true;
         uint64_t           last_pass = 0;
-        std::vector<int>   fresh     = {}; // experts that were used or asked for by name since then
+        std::vector<float> probability;
+        std::vector<Usage> usage;
+        std::vector<int>   fresh = {}; // experts that were used or asked for by name since then
     };
 
     const Tier                      tier;
@@ -129,15 +195,29 @@ private:
     const PolicyEntry *             entry;
     std::unique_ptr<EvictionPolicy> policy;
     std::vector<Layer>              layers;
-    std::vector<EvictionOrder *>    orders;
+    std::vector<Changes *>          listeners;            // of each order of eviction
+    bool                            counts_turns = false; // the policy does
+    bool                            plain        = true;  // what is there is worth its value
     std::vector<double> nearness; // by layers until its turn: what a policy that counts turns multiplies with
     int                 n_executed_;
     int                 at_layer = 0; // that came last
     uint64_t            now_     = 0;
 
-    void measure_turns();
-    void changed(int layer, int expert);
-    void changed(int layer);
+    void   measure_turns();
+    double turn(int layer) const;
+    void   fade(Usage & usage) const;
+
+    void changed(int layer, int expert) {
+        for (Changes * changes : listeners) {
+            changes->add(layer, expert);
+        }
+    }
+
+    void changed(int layer) {
+        for (Changes * changes : listeners) {
+            changes->add(layer);
+        }
+    }
 };
 
 } // namespace pyorch
