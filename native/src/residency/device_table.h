@@ -26,7 +26,7 @@
 #pragma once
 
 #include "banks/device_rates.h"
-#include "residency/counters.h"
+#include "base/counters.h"
 #include "residency/eviction_order.h"
 #include "residency/guesses.h"
 

@@ -16,7 +16,7 @@
 #pragma once
 
 #include "banks/bank.h"
-#include "residency/counters.h"
+#include "base/counters.h"
 #include "residency/eviction_order.h"
 #include "residency/expert.h"
 

@@ -75,7 +75,7 @@ pyorch_stats Table::stats_of(int only) {
             continue;
         }
         const auto & l = residents[i];
-        add(out, l.stats);
+        add_counts(out, l.stats);
         out.bytes_read += loads.bytes_read(i);
         out.resident_experts += l.n_resident;
         out.resident_bytes += l.n_resident * l.slot_bytes;

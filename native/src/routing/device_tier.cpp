@@ -463,7 +463,7 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
             continue;
         }
         const pyorch_stats & counts = seats->counts(layer);
-        add(stats, counts);
+        add_counts(stats, counts);
         stats.device_experts += seats->n_there(layer);
         stats.device_bytes += counts.device_loads * table.map.layers[layer].expert_bytes();
     }
