@@ -257,7 +257,7 @@ def _advise(
     notes += [f"worth making: {command}" for command in commands]
     plot = None
     if args.plot is not None:
-        from pyorch.advise.plot import draw
+        from pyorch.advise.advice_plot import draw
 
         ordered = sorted(estimates, key=lambda estimate: estimate.budget_bytes)
         plot = draw(ordered, 1 / compute.decode_seconds, estimates[-1].budget_bytes, args.plot)

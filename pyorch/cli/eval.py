@@ -163,7 +163,7 @@ def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
 def show_rows(args: argparse.Namespace, rows: Sequence[Row], objects: Sequence[dict[str, object]]) -> None:
     """objects: of the rows, as JSON and CSV are to have them."""
     from pyorch.eval import report
-    from pyorch.eval.plot import draw
+    from pyorch.eval.sweep_plot import draw
     from pyorch.files import write_text
 
     if args.csv is not None:

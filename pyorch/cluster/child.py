@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from pyorch.cluster.channel import Channel
-from pyorch.cluster.exchange import Exchange
 from pyorch.cluster.members import Counters
+from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.cluster.tls import Tls
 from pyorch.errors import BudgetError, PyorchError
@@ -56,7 +56,7 @@ class Serving:
     def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
         self._channel = channel
         self._job = job
-        self._exchange: Exchange | None = None
+        self._peers: Peers | None = None
         self._engine: Engine | None = None
         self._address: Address | None = None
         self._pinned: set[tuple[int, int]] = set()  # il and expert
@@ -122,21 +122,21 @@ class Serving:
                 name: getattr(stats, name)
                 for name in ("budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")
             }, stalled_ns=stats.stall_ns)
-        if self._engine is not None and self._exchange is not None:
+        if self._engine is not None and self._peers is not None:
             remote, served = self._engine.remote_stats(), self._engine.served()
             counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
                                            waited_ns=remote.wait_ns, read=remote.read, served=served.slots,
                                            served_messages=served.requests, served_ns=served.compute_ns,
-                                           met=sum(self._exchange.met().values()),
+                                           met=sum(self._peers.met().values()),
                                            activations=sum(int(row.sum()) for row in self._activations()))
         return dataclasses.asdict(counters)
 
     def activity(self) -> dict[str, Any]:
         """What Activity has of the engine."""
-        exchange = self._following()
+        following = self._following()
         stats, remote, served = self._engine.stats(), self._engine.remote_stats(), self._engine.served()
         activations = [row.tolist() for row in self._activations()]
-        peers = exchange.peers()
+        peers = following.peers()
         return {
             "activations": activations, "sent": remote.slots - remote.fallback,
             "messages": sum(peer.requests for peer in peers), "sent_bytes": sum(peer.bytes_sent for peer in peers),
@@ -184,12 +184,12 @@ class Serving:
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
-        exchange = Exchange(self._engine, job["name"], job["token"], job["fingerprint"],
-                            Tls.of(job["tls"]) if job["tls"] else None)
+        peers = Peers(self._engine, job["name"], job["token"], job["fingerprint"],
+                      Tls.of(job["tls"]) if job["tls"] else None)
         self._engine.allow_reads(job["reads"])
-        exchange.follow(Placement.from_fields(job["placement"]))
-        exchange.listen(job["address"], job["peer_port"], self._n_threads)
-        self._exchange = exchange
+        peers.follow(Placement.from_fields(job["placement"]))
+        peers.listen(job["address"], job["peer_port"], self._n_threads)
+        self._peers = peers
 
     def follow(self, placement: Mapping[str, Any]) -> None:
         """Another plan, from now on."""
@@ -208,19 +208,19 @@ class Serving:
         with ModelMap(self._job["model"]) as model_map:
             return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
 
-    def _following(self) -> Exchange:
-        if self._engine is None or self._exchange is None:
+    def _following(self) -> Peers:
+        if self._engine is None or self._peers is None:
             raise PyorchError("the server ends, or has no plan")
-        return self._exchange
+        return self._peers
 
     def _activations(self) -> Iterator[np.ndarray]:
         """Of each layer of the plan, in its order."""
-        for il in self._exchange.placement.layers:
+        for il in self._peers.placement.layers:
             yield self._engine.activations(il)
 
     def _keep(self, experts: Iterable[Sequence[int]]) -> str:
         """As many of these in memory as there is room for, layer (an index) and number. Returns why not all, or ""."""
-        layers, reason = self._exchange.placement.layers, ""
+        layers, reason = self._peers.placement.layers, ""
         for layer, expert in experts:
             try:
                 if not reason:

@@ -17,6 +17,7 @@ from typing import Any
 
 from pyorch import ports
 from pyorch.cluster import local_ray, state
+from pyorch.cluster.actor import start_server, stop_servers
 from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import connected
@@ -25,7 +26,6 @@ from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
-from pyorch.cluster.server import start_server, stop_servers
 from pyorch.cluster.state import Running
 from pyorch.cluster.tls import Tls
 from pyorch.errors import PyorchError

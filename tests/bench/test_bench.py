@@ -20,7 +20,7 @@ from processes import HANG_SECONDS, is_alive
 from pyorch.bench import cgroup, plan, table
 from pyorch.bench.busy import busy_processes
 from pyorch.bench.job import ENGINE, Config, Job, Measurement, Phase, Text, to_json
-from pyorch.bench.plot import bandwidth
+from pyorch.bench.reading_plot import bandwidth
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import TextChange, ratio, summarize, text_change
 from pyorch.cli import main

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from placement_problems import problem_of, problems, skewed, used_bytes
 
 from pyorch.cluster.placement.dance import allocate, assign, entropies, place
-from pyorch.cluster.placement.exchange import exchange
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.placement.problem import Problem
+from pyorch.cluster.placement.swaps import exchange
 from scripts.papers.dancemoe import baselines
 
 # --- DanceMoE's algorithm

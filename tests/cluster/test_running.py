@@ -22,11 +22,11 @@ from processes import HANG_SECONDS, heed_ctrl_c, pyorch, python
 from pyorch import ports
 from pyorch.cli import main
 from pyorch.cluster import local_ray, members, state
+from pyorch.cluster.actor import refusal
 from pyorch.cluster.costs import read_costs
 from pyorch.cluster.members import SERVING, Membership
 from pyorch.cluster.placement.file import write_placement
 from pyorch.cluster.placement.placement import ABSENT, Placement
-from pyorch.cluster.server import refusal
 from pyorch.errors import PyorchError
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap

@@ -21,7 +21,7 @@ import pytest
 from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
 
-from pyorch.cluster.exchange import Exchange
+from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.tls import ENDED, Tls
 from pyorch.cluster.tunnel import Tunnel
@@ -313,16 +313,16 @@ NAMES = ("a", "b", "c")
 
 
 @pytest.fixture
-def servers(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Model, Exchange, int]]]:
-    """Three with TLS, which have not met: model, exchange, port."""
-    monkeypatch.setattr("pyorch.cluster.exchange.Tunnel", lambda tls: Tunnel(tls, HANG_SECONDS))
+def servers(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Model, Peers, int]]]:
+    """Three with TLS, which have not met: model, peers, port."""
+    monkeypatch.setattr("pyorch.cluster.peers.Tunnel", lambda tls: Tunnel(tls, HANG_SECONDS))
     with contextlib.ExitStack() as stack:
         found = []
         for name in NAMES:
             model = stack.enter_context(small_model(small_moe, "60%", prefetch="none"))
-            exchange = Exchange(model.engine, name, "token", fingerprint(model.map), tls_of())
-            stack.callback(exchange.close)
-            found.append((model, exchange, exchange.listen()))
+            peers = Peers(model.engine, name, "token", fingerprint(model.map), tls_of())
+            stack.callback(peers.close)
+            found.append((model, peers, peers.listen()))
         yield found
 
 
@@ -344,21 +344,21 @@ def assert_right(model: Model, resident: Model, prompt: list[int]) -> None:
         assert_same_bits(rows, right)
 
 
-def meet_soon(exchange: Exchange, name: str, port: int) -> None:
+def meet_soon(peers: Peers, name: str, port: int) -> None:
     """One that is lost when it is silent for a second, which it may be for no reason of its own while it joins."""
     def is_met() -> bool:
         with contextlib.suppress(PyorchError):
-            exchange.meet(name, "127.0.0.1", port, timeout=1)
-        return exchange.met().get(name, False)
+            peers.meet(name, "127.0.0.1", port, timeout=1)
+        return peers.met().get(name, False)
 
     wait_until(is_met)
 
 
 def test_servers_compute_for_each_other_through_tls(servers, resident, prompt_tokens):
-    (model, exchange, _), (second, _, at_second), (third, _, at_third) = servers
-    exchange.meet("b", "127.0.0.1", at_second, timeout=60)
-    exchange.meet("c", "127.0.0.1", at_third, timeout=60)
-    exchange.follow(placement_of(model))
+    (model, peers, _), (second, _, at_second), (third, _, at_third) = servers
+    peers.meet("b", "127.0.0.1", at_second, timeout=60)
+    peers.meet("c", "127.0.0.1", at_third, timeout=60)
+    peers.follow(placement_of(model))
     assert_right(model, resident, prompt_tokens)
     stats = model.engine.remote_stats()
     assert stats.fallback == 0 and model.engine.stats().loads == 0
@@ -368,7 +368,7 @@ def test_servers_compute_for_each_other_through_tls(servers, resident, prompt_to
 def test_a_server_with_certificates_of_another_authority_is_not_met(servers, small_moe):
     (_, _, port), *_ = servers
     with small_model(small_moe, "60%") as model:
-        stranger = Exchange(model.engine, "c", "token", fingerprint(model.map),
+        stranger = Peers(model.engine, "c", "token", fingerprint(model.map),
                             tls_of("other/server", authority="other/authority"))
         try:
             with pytest.raises(PyorchError, match=f"server 127.0.0.1:{port} cannot be joined by TLS: .*certificate"):
@@ -382,22 +382,22 @@ def test_a_server_with_certificates_of_another_authority_is_not_met(servers, sma
 
 
 def test_a_tunnel_that_dies_or_hangs_costs_no_request(servers, resident, prompt_tokens):
-    (model, exchange, _), (_, b, at_b), (_, _, at_c) = servers
-    meet_soon(exchange, "b", at_b)
-    exchange.follow(placement_of(model))
+    (model, peers, _), (_, b, at_b), (_, _, at_c) = servers
+    meet_soon(peers, "b", at_b)
+    peers.follow(placement_of(model))
     os.kill(b.tunnel.pid, signal.SIGSTOP)
-    wait_until(lambda: not exchange.met()["b"])
+    wait_until(lambda: not peers.met()["b"])
     assert_right(model, resident, prompt_tokens)
     assert model.engine.stats().loads > 0, "experts came from the disk"
 
-    exchange.meet("c", "127.0.0.1", at_c, timeout=60)  # a replica of all of them
+    peers.meet("c", "127.0.0.1", at_c, timeout=60)  # a replica of all of them
     sent = model.engine.remote_stats().slots
     assert_right(model, resident, prompt_tokens)
     assert model.engine.remote_stats().slots > sent
 
-    os.kill(exchange.tunnel.pid, signal.SIGKILL)  # our own: nobody can be asked
+    os.kill(peers.tunnel.pid, signal.SIGKILL)  # our own: nobody can be asked
     assert_right(model, resident, prompt_tokens)
     os.kill(b.tunnel.pid, signal.SIGCONT)
-    wait_until(lambda: all(exchange.met().values()))  # by themselves
+    wait_until(lambda: all(peers.met().values()))  # by themselves
     assert_right(model, resident, prompt_tokens)
 

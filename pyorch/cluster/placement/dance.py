@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from pyorch.cluster.placement.counts import Counts, cover, covering, fill
-from pyorch.cluster.placement.exchange import exchange
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
+from pyorch.cluster.placement.swaps import exchange
 from pyorch.errors import BudgetError
 from pyorch.sizes import format_bytes
 

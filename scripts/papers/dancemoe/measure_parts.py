@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from pyorch.cluster import state
+from pyorch.cluster.actor import stop_servers
 from pyorch.cluster.local_ray import ray_library
 from pyorch.cluster.members import SERVING, Counters
-from pyorch.cluster.server import stop_servers
 from pyorch.cluster.state import Running
 from scripts.papers.dancemoe.measure_load import (
     TASKS,

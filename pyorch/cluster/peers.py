@@ -23,8 +23,8 @@ class _Met:
     number: int  # in the engine
 
 
-class Exchange:
-    """One server's part of the exchange. May be used by several threads.
+class Peers:
+    """What one server and its peers compute for each other. May be used by several threads.
 
     An expert that this server holds by the placement is computed here, another one by one of those servers that hold
     it and were met. What nobody holds who is there, this server reads from its own disk.
