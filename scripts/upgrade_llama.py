@@ -25,10 +25,13 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import llama_source
+# isort: off
 from llama_contract import Loss, find_losses
-from llama_source import Pin
 from rebase_patches import AT_ITS_LINE, ROOT, Git, RebasedHunk, RebasedPatch, SourceError, compare, rebase
+
+# isort: on, behind what finds llama_source
+import llama_source
+from llama_source import Pin
 
 PATCHES = "patches"
 SOURCES = ("convert", "native", "pyorch", "scripts", "tests")  # where names of llama.cpp are used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -43,57 +44,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
-# What takes longest is begun first, so that nobody waits for it at the end; the first of all needs no model, which is
-# made meanwhile.
-LONG = (
-    "native/test_native.py",
-    "cluster/test_running.py",
-    "llama/test_architectures.py",
-    "bench/test_bench.py",
-    "llama/test_device.py",
-    "cluster/test_scheduler.py",
-    "test_docs.py",
-    "llama/test_device_with_all.py",
-    "eval/test_eval.py",
-    "traces/test_replay.py",
-    "convert/test_convert.py",
-    "test_fuzz.py",
-    "llama/test_packs.py",
-    "cli/test_plan.py",
-    "serve/test_serve.py",
-    "sidecars/test_ghosts.py",
-    "scripts/test_upgrade_llama.py",
-    "convert/test_slim.py",
-    "llama/test_device_lossy.py",
-    "llama/test_device_ahead.py",
-    "scripts/test_measure_device.py",
-    "hub/test_hub.py",
-    "cluster/test_tunnel.py",
-    "traces/test_trace.py",
-    "convert/test_compressed_pack.py",
-    "convert/test_estimator.py",
-    "llama/test_remote.py",
-    "scripts/papers/test_zipmoe.py",
-    "scripts/papers/test_finemoe.py",
-    "serve/test_ending.py",
-    "runtime/test_substitution.py",
-    "advise/test_advise.py",
-    "cli/test_run.py",
-    "scripts/papers/test_simulator.py",
-    "cli/test_cli.py",
-    "scripts/test_upstream_server_tests.py",
-    "eval/test_arrival.py",
-)
+# Seconds of each file, as --record-durations wrote them. What takes longest is begun first, so that nobody waits for it
+# at the end; a file without a record comes last.
+DURATIONS = Path(__file__).with_name("durations.json")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--docs", action="store_true", help="run the commands of all pages of docs/ for users")
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json, which orders tests")
     parser.addoption("--wheel", type=Path, help="a wheel for other machines, or the folder that it is in")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # which those have that pytest-xdist starts
         shared.begin()
+        if config.getoption("--record-durations"):
+            config.pluginmanager.register(Durations())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -103,8 +69,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
-    place = {tests / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: place.get(item.path, len(LONG)))
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(tests).as_posix(), 0))
+
+
+class Durations:
+    """Adds up what the tests of each file took, with what they were set up with, and writes it at the end."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name = report.nodeid.partition("::")[0].removeprefix("tests/")
+        self._seconds[name] = self._seconds.get(name, 0) + report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        long = {name: round(seconds) for name, seconds in sorted(self._seconds.items()) if seconds >= 1}
+        DURATIONS.write_text(json.dumps(long, indent=1) + "\n", encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

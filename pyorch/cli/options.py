@@ -44,6 +44,7 @@ def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, ex
         description=help[0].upper() + help[1:] + ".",
         epilog=f"{_EXAMPLE}  {example}",
         formatter_class=_Formatter,
+        allow_abbrev=False,
     )
     parser.register("type", int, whole())  # argparse would say "invalid int value"
     parser.register("type", float, number())

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
 
 _CODED = {"bf16", "f16", "f32"}  # types whose exponents shrink (docs/packs.md); quantized experts lose 3 to 5 %
+_SPARE_BYTES = 64 << 20  # that a pack needs beside the experts
 _SAME = 0.99  # of the time of a token: a gain that is none
 _CACHE_RATE = 0.5  # that a lossy setting is tuned for where no share is given
 
@@ -58,6 +59,7 @@ STEPS = (
     Step("tune", "tuned.json", lossy=True),
 )
 _NAMES = tuple(step.name for step in STEPS)
+_PROFILE = next(step for step in STEPS if step.name == "profile")
 _READ_TEXT = ("calibrate", "train-predictor", "profile")
 
 MADE, THERE, SKIPPED, FAILED = "made", "there", "skipped", "failed"
@@ -115,8 +117,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
     parser.add_argument("--again", action="store_true", help="make anew what is there already")
     parser.add_argument("--keep-trace", action="store_true",
-                        help="keep MODEL.trace, which profile records and pyorch advise and replay read too (default: "
-                             "deleted when all steps have read it)")
+                        help="keep what profile records as MODEL.trace, which pyorch advise and replay read too "
+                             "(default: deleted when all steps have read it)")
     parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
     parser.set_defaults(run=run)
     return parser
@@ -125,11 +127,15 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     """Returns 0; 1 if a step failed. The others are done all the same."""
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars.container import refuse_sidecar
 
     wanted = _chosen("--only", args.only) or tuple(step.name for step in STEPS if not step.asked)
     wanted = tuple(name for name in wanted if name not in _chosen("--skip", args.skip))
+    if not wanted:
+        raise PyorchError("--only and --skip leave no step")
     check_readable([*(args.data or ()), *args.questions])
     with ModelMap(args.model) as model_map:
+        refuse_sidecar(model_map)
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: it has no experts, and nothing to prepare")
         preparation = _Preparation(args, model_map, wanted)
@@ -141,9 +147,21 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
 
 
+def _names(steps: list[Step]) -> tuple[str, ...]:
+    return tuple(step.name for step in steps)
+
+
+def _word(path: str | os.PathLike[str]) -> str:
+    """A path as an argument, which no parser takes for an option."""
+    path = os.fspath(path)
+    return os.path.join(".", path) if path.startswith("-") else path
+
+
 def _chosen(flag: str, names: str | None) -> tuple[str, ...]:
-    """Of the steps, in their order."""
+    """Of the steps, in their order. PyorchError for what names none."""
     given = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not given:
+        raise PyorchError(f'{flag} "{names}" names no step: use some of {", ".join(_NAMES)}')
     for name in given:
         if name not in _NAMES:
             raise PyorchError(f'{flag}: "{name}" is not a step: use some of {", ".join(_NAMES)}')
@@ -151,36 +169,59 @@ def _chosen(flag: str, names: str | None) -> tuple[str, ...]:
 
 
 class _Preparation:
-    """Of one model: what was asked, what was done."""
+    """Of one model: what was asked, what was done.
+
+    A trace is recorded when the first step that reads one is due, unless a good one of the user lies beside the model;
+    its own has another name, and goes when all steps have read it.
+    """
 
     def __init__(self, args: argparse.Namespace, model_map: ModelMap, wanted: tuple[str, ...]) -> None:
         self._args, self._map = args, model_map
+        self._only = _chosen("--only", args.only)
         self._steps = [step for step in STEPS if step.name in wanted]
-        self._trace = self._beside("trace")
-        self._traced_before = self._trace.exists()
+        self._given, self._own = self._beside("trace"), self._beside("prepare.trace")
+        self._trace = self._given if self._is_trace(self._given) else self._own
         self._seconds_left = 60 * args.minutes
         self._outcomes: list[Outcome] = []
 
     def run(self) -> list[Outcome]:
-        """Tries each step that is wanted; those that read the trace have it recorded first.
-
-        PyorchError, before anything is made, where text is needed and none was given."""
-        self._record_if_read()
-        due = [step.name for step in self._steps if step.name in _READ_TEXT and not self._reason_to_skip(step)]
-        if due and not self._args.data:
-            raise PyorchError(f"{due[0]} needs text like what the model will be used for: give --data FILE")
+        """Tries each step that is wanted. PyorchError, before anything is made, for text or questions that are lacking
+        or cannot be read."""
+        self._check_texts()
         for step in self._steps:
-            self._try(step)
-        if self._trace.exists() and not (self._traced_before or self._args.keep_trace or self._is_only("profile")):
-            self._trace.unlink()
+            if step.name != "profile" or "profile" in self._only:
+                if step.traced and not self._reason_to_skip(step):
+                    self._need_trace()
+                self._try(step)
+        if not any(outcome.step == "profile" for outcome in self._outcomes) and "profile" in _names(self._steps):
+            self._done(_PROFILE, SKIPPED, "no step that is left reads a trace")
+        if self._own.exists():
+            if self._args.keep_trace or "profile" in self._only:
+                self._own.replace(self._given)
+            else:
+                self._own.unlink()
         return self._outcomes
 
-    def _record_if_read(self) -> None:
-        """A trace is recorded for the steps that read it, whether or not profile was named; and for nobody else."""
-        self._read = any(step.traced and not self._reason_to_skip(step) for step in self._steps)
-        profile = next(step for step in STEPS if step.name == "profile")
-        if self._read and profile not in self._steps:
-            self._steps = [step for step in STEPS if step in self._steps or step is profile]
+    def _check_texts(self) -> None:
+        from pyorch.traces.data import read_documents, read_questions
+
+        for path in self._args.questions:
+            read_questions(path)
+        if "tune" in self._only and not self._args.questions:
+            raise PyorchError("tune asks questions: give --questions FILE.jsonl")
+        due = [step.name for step in self._steps
+               if (step.name in _READ_TEXT or (step.traced and self._trace == self._own))
+               and (step.name != "profile" or "profile" in self._only) and not self._reason_to_skip(step)]
+        if due and not self._args.data:
+            raise PyorchError(f"{due[0]} needs text like what the model will be used for: give --data FILE")
+        for _ in read_documents(self._args.data) if due else ():
+            pass
+
+    def _need_trace(self) -> None:
+        if self._trace == self._given and not any(outcome.step == "profile" for outcome in self._outcomes):
+            self._done(_PROFILE, THERE, "")
+        elif not any(outcome.step == "profile" for outcome in self._outcomes):
+            self._try(_PROFILE)
 
     def _try(self, step: Step) -> None:
         reason = self._reason_to_skip(step)
@@ -188,15 +229,16 @@ class _Preparation:
             self._done(step, THERE if reason == THERE else SKIPPED, "" if reason == THERE else reason)
             return
         words, describe = getattr(self, "_" + step.name.replace("-", "_"))()
-        words = [step.name, self._map.path, *words]
+        words = [step.name, _word(self._map.path), *words]
         if not self._args.json:
             print(f"{step.name}: {shlex.join(['pyorch', *words])}", file=sys.stderr, flush=True)
         begin, output = time.monotonic(), io.StringIO()
         try:
+            self._remove_damaged(step)
             with contextlib.redirect_stdout(output):
                 run_command([*words, "--json"])
             state, brings = MADE, describe(json.loads(output.getvalue()))
-        except PyorchError as error:
+        except (PyorchError, OSError) as error:
             state, brings = FAILED, str(error)
         seconds = time.monotonic() - begin
         if step.name in _READ_TEXT:
@@ -217,10 +259,8 @@ class _Preparation:
             return THERE
         if step.traced and self._failed("profile"):
             return "no trace was recorded"
-        if self._is_only(step.name):
+        if step.name in self._only:
             return ""
-        if step.name == "profile" and not self._read:
-            return "no step that is left reads a trace"
         if step.name == "pack":
             return self._reason_for_no_pack()
         if step.name == "maps" and not self._has_compressed_pack():
@@ -229,7 +269,7 @@ class _Preparation:
             if not self._has_compressed_pack():
                 return "only the memory of a compressed pack is divided"
             if self._share() is None:
-                return "a plan is for one budget: say it with --budget; without a plan, one is made at each start"
+                return "a plan is made for one budget, and at others anew: say one with --budget"
         if step.name == "tune" and not self._args.questions:
             return "a lossy setting is tuned on questions: give --questions"
         return ""
@@ -239,7 +279,7 @@ class _Preparation:
         if not types <= _CODED:
             return "experts that are quantized do not shrink"
         free, needed = shutil.disk_usage(Path(self._map.path).absolute().parent).free, self._map.info.expert_bytes
-        if free < needed:
+        if free < needed + _SPARE_BYTES:
             from pyorch.sizes import format_bytes
 
             return f"the disk has {format_bytes(free)} left, and experts of {format_bytes(needed)} may need as much"
@@ -248,7 +288,7 @@ class _Preparation:
     def _is_there(self, step: Step) -> bool:
         """Whether its file lies beside the model, is whole, and is this model's."""
         if not step.made:
-            return self._trace.exists()
+            return False
         path = self._beside(step.made)
         if not path.exists():
             return False
@@ -257,8 +297,24 @@ class _Preparation:
         except FormatError:
             return False
 
-    def _is_only(self, name: str) -> bool:
-        return name in _chosen("--only", self._args.only)
+    def _is_trace(self, path: Path) -> bool:
+        from pyorch.traces.file import Trace
+
+        if not path.is_file():
+            return False
+        try:
+            Trace(path).check(self._map, decoded=True)
+        except PyorchError:
+            return False
+        return True
+
+    def _remove_damaged(self, step: Step) -> None:
+        """What lies where a step will write, and is not what it makes: commands refuse a model with such a file. Files
+        of steps that are still to come are in the way, too."""
+        for other in self._steps[self._steps.index(step):] if step in self._steps else self._steps:
+            path = self._beside(other.made) if other.made else None
+            if path is not None and path.is_file() and not self._is_there(other) and other.name != "train-predictor":
+                path.unlink()
 
     def _failed(self, name: str) -> bool:
         return any(outcome.step == name and outcome.state == FAILED for outcome in self._outcomes)
@@ -285,7 +341,7 @@ class _Preparation:
         return str(budget) if budget is not None and budget.amount is not None else None
 
     def _data(self) -> list[str]:
-        return ["--data", *map(os.fspath, self._args.data)]
+        return ["--data", *map(_word, self._args.data)]
 
     def _threads(self) -> list[str]:
         return ["--threads", str(self._args.n_threads)] if self._args.n_threads else []
@@ -309,30 +365,31 @@ class _Preparation:
 
     def _profile(self) -> _Call:
         maps = any(step.name == "maps" and not self._reason_to_skip(step) for step in self._steps)
-        words = ["--router", "full" if maps else "topk", "-o", str(self._trace)]
+        self._trace = self._own
+        words = ["--router", "full" if maps else "topk", "-o", _word(self._trace)]
         return [*self._recording(1.0), *words], lambda result: (
             f"{result['n_records']} tokens for the steps that follow")
 
     def _maps(self) -> _Call:
-        return [str(self._trace)], lambda result: (
+        return [_word(self._trace)], lambda result: (
             f"{result['n_maps']} tokens to search, and how often experts are used, which pools begin with")
 
     def _plan(self) -> _Call:
-        return ["--trace", str(self._trace), "--budget", self._share() or "40%"], lambda result: (
+        return ["--trace", _word(self._trace), "--budget", self._share() or "40%"], lambda result: (
             f"a token waits {result['rows'][0]['wait_ms']:.3g} ms by the plan, and "
             f"{result['rows'][1]['wait_ms']:.3g} ms with whole experts alone")
 
     def _buddies(self) -> _Call:
-        return ["--trace", str(self._trace), "--similarity", "both"], lambda _: (
+        return ["--trace", _word(self._trace), "--similarity", "both"], lambda _: (
             "for --lossy buddies: similar experts stand in for absent ones")
 
     def _ghosts(self) -> _Call:
-        return ["--trace", str(self._trace)], _of_ghosts
+        return ["--trace", _word(self._trace)], _of_ghosts
 
     def _tune(self) -> _Call:
         share = self._share()
         kept = ["--budget", share] if share else ["--cache-rate", str(_CACHE_RATE)]
-        words = ["--data", *map(os.fspath, self._args.questions), *kept, *self._threads()]
+        words = ["--data", *map(_word, self._args.questions), *kept, *self._threads()]
         return words, lambda result: f"for --tuned: {result['tuned']['settings']} at {result['tuned']['budget']}"
 
 

@@ -90,7 +90,8 @@ class Choices(Mapping[str, Choice]):
         """
         choice = self.get(name)
         if choice is None:
-            raise PyorchError(f'{self.what} "{name}" is not known: use {listed((*also, *self.present))}')
+            known = tuple(self) if in_replay else self.present
+            raise PyorchError(f'{self.what} "{name}" is not known: use {listed((*also, *known))}')
         if Needs.FUTURE in choice.needs and not in_replay:
             raise PyorchError(f'{self.what} "{name}" needs to know the future: only pyorch replay does')
         if Needs.REPLAY in choice.needs and not in_replay:

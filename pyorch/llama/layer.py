@@ -43,6 +43,8 @@ class LayerSettings:
 class Layer:
     """A block with routed experts."""
 
+    __slots__ = ("_engine", "_record", "_settings", "buddies", "il", "n_expert")  # who misspells `settings` is told
+
     def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
         self.il = il
         self.n_expert = n_expert

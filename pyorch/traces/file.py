@@ -24,6 +24,7 @@ that was cut off is whole up to its last complete record; slots whose record is 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import io
 import json
 import os
@@ -165,7 +166,12 @@ class TraceWriter:
         check_target(self.path)
         self._written = self.path if append else part_path(self.path)
         try:
-            self._file: io.FileIO | None = self._written.open("r+b" if append else "w+b", buffering=0)
+            if not append:
+                self._written.touch()
+            self._file: io.FileIO | None = self._written.open("r+b", buffering=0)
+            self._lock()
+            if not append:
+                self._file.truncate(0)
             self.n_records = self._resume() if append else self._begin()
         except OSError as error:
             raise PyorchError(f"{self.path} cannot be written: {error.strerror}") from None
@@ -244,6 +250,16 @@ class TraceWriter:
             os.replace(self._written, self.path)
         elif not self.n_records:
             self._written.unlink()
+
+    def _lock(self) -> None:
+        """Until the file is closed, or its process has ended. PyorchError while somebody else writes it."""
+        try:
+            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise PyorchError(f"another process is writing {self.path}: wait until it has ended") from None
+        except OSError:
+            pass  # a file system without locks
 
     def _begin(self) -> int:
         content = json.dumps(dataclasses.asdict(self.header)).encode()

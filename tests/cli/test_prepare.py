@@ -99,11 +99,54 @@ def test_a_damaged_file_is_made_anew(model: Path, capsys: pytest.CaptureFixture[
     assert prepare(capsys, model, *FEW, "--only", "buddies", "--again")["buddies"]["state"] == MADE
 
 
+def test_damaged_files_of_later_steps_do_not_keep_the_model_from_being_run(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", str(model), "--codec", "table"]) == 0
+    capsys.readouterr()
+    model.with_name("model.maps.gguf").write_text("no maps\n")
+    steps = prepare(capsys, model, *FEW, "--skip", "ghosts,plan")
+    assert steps["profile"]["state"] == steps["maps"]["state"] == MADE
+
+
+def test_no_trace_but_the_users_own_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = model.with_name("model.trace")
+    trace.write_bytes(b"of an interrupted run")
+    model.with_name("model.prepare.trace").write_bytes(b"likewise")
+    assert prepare(capsys, model, *FEW, "--only", "buddies")["profile"]["state"] == MADE
+    assert trace.read_bytes() == b"of an interrupted run" and not model.with_name("model.prepare.trace").exists()
+    assert main(["profile", str(model), *FEW, "-o", str(trace)]) == 0
+    content = trace.read_bytes()
+    capsys.readouterr()
+    assert prepare(capsys, model, "--only", "buddies", "--again")["buddies"]["state"] == MADE
+    assert trace.read_bytes() == content
+
+
+def test_a_kept_trace_has_the_name_that_other_commands_look_for(
+    model_q4: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(capsys, model_q4, *FEW, "--only", "maps", "--keep-trace")
+    assert main(["replay", str(model_q4), str(model_q4.with_name("model.trace")), "--budget", "50%",
+                 "--read-bandwidth", "1GB/s"]) == 0
+
+
+def test_models_whose_names_look_like_options_are_prepared(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.link(model, model.with_name("-m.gguf"))
+    monkeypatch.chdir(model.parent)
+    assert main(["prepare", "./-m.gguf", *FEW, "--only", "buddies"]) == 0
+    assert model.with_name("-m.buddies.gguf").exists()
+
+
 @pytest.mark.parametrize("options, sentence", [
     ([], "calibrate needs text"),
     (["--only", "pock"], '"pock" is not a step: use some of calibrate'),
     (["--skip", "tune,"], ""),
     (["--minutes", "0"], "not a number above 0"),
+    (["--only", ","], "names no step"),
+    (["--only", "tune", "--skip", "tune"], "leave no step"),
+    (["--only", "tune"], "give --questions"),
+    (["--data", __file__.replace(".py", ".jsonl")], "cannot be read"),
+    (["--data", os.devnull], "no text"),
 ])
 def test_what_cannot_be_done_is_said_before_anything_is_made(
     model: Path, options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
@@ -111,6 +154,14 @@ def test_what_cannot_be_done_is_said_before_anything_is_made(
     assert main(["prepare", str(model), *options]) == 2
     assert sentence in capsys.readouterr().err
     assert [path.name for path in model.parent.iterdir()] == ["model.gguf"]
+
+
+def test_a_sidecar_in_the_place_of_its_model_is_called_that(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", str(model), *FEW, "--only", "calibrate"]) == 0
+    assert main(["prepare", str(model.with_name("model.predictor.gguf")), *FEW]) == 2
+    assert "is a sidecar" in capsys.readouterr().err
 
 
 def test_each_step_is_a_command() -> None:

@@ -25,7 +25,7 @@ def planned(path: Path, **settings: object) -> EnginePlan:
 
 
 def test_a_plan_says_all_that_an_engine_is_made_of_and_cannot_be_changed(small_moe: Path) -> None:
-    plan = planned(small_moe, budget="40%", policy="lru", prefetch="next-router:2:0.5")
+    plan = planned(small_moe, budget="40%", policy="lru", prefetch="quasi-hidden:2:0.5")
     assert plan.budget == Budget.parse("40%").resolve(plan.map.info) and not plan.automatic
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.budget = 0

@@ -18,8 +18,11 @@ from processes import HANG_SECONDS
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import llama_source  # noqa: E402
+# isort: off
 import rebase_patches  # noqa: E402, F401 (finds llama_source)
+
+# isort: on
+import llama_source  # noqa: E402
 import upgrade_llama  # noqa: E402
 from llama_contract import PASSAGES, find_losses  # noqa: E402
 

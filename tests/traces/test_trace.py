@@ -597,3 +597,9 @@ def test_profile_as_a_command(small_moe: Path, tmp_path: Path, capsys) -> None:
     assert main([*command, "--append", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["prefill_tokens"] == 300 and done["n_records"] == len(Trace(path)) > 600
+
+
+def test_two_that_write_one_trace_do_not_mix(tmp_path: Path) -> None:
+    header = TraceHeader("0" * 64, "qwen2moe", (0, 1), 8, 2, 4)
+    with TraceWriter(tmp_path / "a.trace", header), pytest.raises(PyorchError, match="another process is writing"):
+        TraceWriter(tmp_path / "a.trace", header)
