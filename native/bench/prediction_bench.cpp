@@ -233,7 +233,8 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
                 planner.set_estimated(std::vector<uint8_t>(shape.n_layers, 1));
             }
             std::vector<int> forecasts(distance + 1); // by layers ahead
-            planner.set_observer([&](const void *, int, const Forecast & it) { ++forecasts[it.distance]; });
+            planner.set_observer(
+                [&](const void *, int, const Forecast & new_forecast) { ++forecasts[new_forecast.distance]; });
             predict_token(planner, routed, shape, weights, nullptr); // copies are made
             const double held = resident_bytes() - before;
             printf("%-14s %3d x %3d, n_embd %4d, %-13s %d ahead: %3.0f MB, %.2f %% of the model\n", shape.name,
@@ -245,9 +246,9 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
                 std::vector<double> predicting, token;
                 std::fill(forecasts.begin(), forecasts.end(), 0);
                 for (int t = 0; t < n_tokens; ++t) {
-                    const Times it = predict_token(planner, routed, shape, weights, bounded ? &allowance : nullptr);
-                    predicting.push_back(it.predicted);
-                    token.push_back(it.computed);
+                    const Times times = predict_token(planner, routed, shape, weights, bounded ? &allowance : nullptr);
+                    predicting.push_back(times.predicted);
+                    token.push_back(times.computed);
                 }
                 // What the allowance leaves differs from token to token: the mean counts.
                 const double predicted = bounded ? mean(predicting) : median(predicting);

@@ -24,11 +24,11 @@ pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_pred
     return guarded_outside_callbacks(__func__, [&] {
         PrefetchPlanner::Observer shown;
         if (observer) {
-            shown = [=](const void * context, int from, const Forecast & it) {
+            shown = [=](const void * context, int from, const Forecast & new_forecast) {
                 const auto &               layers = engine->table.map.layers;
-                const std::vector<int32_t> experts(it.experts.begin(), it.experts.end());
+                const std::vector<int32_t> experts(new_forecast.experts.begin(), new_forecast.experts.end());
                 CallbackScope              scope;
-                observer(user, context, from < 0 ? -1 : layers[from].il, layers[it.layer].il, experts.data(),
+                observer(user, context, from < 0 ? -1 : layers[from].il, layers[new_forecast.layer].il, experts.data(),
                     (int32_t) experts.size());
             };
         }

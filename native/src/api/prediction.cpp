@@ -173,15 +173,16 @@ pyorch_status pyorch_estimate(
     pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert) {
     return guarded_outside_callbacks(__func__, [&] {
         const int                        layer = engine->table.layer_index(il);
-        std::shared_ptr<const Estimator> it;
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { it = planner.estimator(); });
-        if (!it || layer >= it->n_layers || n_embd != it->n_embd || n_expert != it->n_expert) {
+        std::shared_ptr<const Estimator> estimator;
+        engine->prefetcher.change([&](PrefetchPlanner & planner) { estimator = planner.estimator(); });
+        if (!estimator || layer >= estimator->n_layers || n_embd != estimator->n_embd ||
+            n_expert != estimator->n_expert) {
             throw Failure(PYORCH_INVALID,
                 format("there is no estimator for layer %d with states of %d values and %d experts", il, n_embd,
                     n_expert));
         }
         std::fill(logits, logits + n_expert, 0.0f);
-        it->correct(layer, { CompactVector(state, n_embd) }, logits);
+        estimator->correct(layer, { CompactVector(state, n_embd) }, logits);
     });
 }
 

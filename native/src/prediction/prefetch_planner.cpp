@@ -16,9 +16,9 @@ PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
     }
 }
 
-void PrefetchPlanner::set(int layer, const LayerPrefetch & it) {
-    prefetch[layer] = it;
-    precision[layer].assign((size_t) it.distance * model.n_expert[layer], Rate(0.5));
+void PrefetchPlanner::set(int layer, const LayerPrefetch & layer_prefetch) {
+    prefetch[layer] = layer_prefetch;
+    precision[layer].assign((size_t) layer_prefetch.distance * model.n_expert[layer], Rate(0.5));
     streams.clear();
 }
 
@@ -75,14 +75,14 @@ PrefetchPlanner::Observer PrefetchPlanner::set_observer(Observer observer_) {
 void PrefetchPlanner::set_above(Above above_) { above = std::move(above_); }
 
 bool PrefetchPlanner::active() const {
-    return std::any_of(
-        prefetch.begin(), prefetch.end(), [](const LayerPrefetch & it) { return it.kind != PYORCH_PREDICT_NONE; });
+    return std::any_of(prefetch.begin(), prefetch.end(),
+        [](const LayerPrefetch & layer_prefetch) { return layer_prefetch.kind != PYORCH_PREDICT_NONE; });
 }
 
 unsigned PrefetchPlanner::needs() const {
     unsigned needs = NEEDS_NOTHING;
-    for (const LayerPrefetch & it : prefetch) {
-        needs |= needs_of(it.kind);
+    for (const LayerPrefetch & layer_prefetch : prefetch) {
+        needs |= needs_of(layer_prefetch.kind);
     }
     return needs;
 }
@@ -103,8 +103,8 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
     }
     for (int kind = PYORCH_PREDICT_NONE + 1; kind <= PYORCH_PREDICT_ORACLE; ++kind) {
         std::vector<int> distance;
-        for (const LayerPrefetch & it : prefetch) {
-            distance.push_back(it.kind == kind ? it.distance : 0);
+        for (const LayerPrefetch & layer_prefetch : prefetch) {
+            distance.push_back(layer_prefetch.kind == kind ? layer_prefetch.distance : 0);
         }
         if (*std::max_element(distance.begin(), distance.end()) == 0) {
             continue;
@@ -132,53 +132,54 @@ void PrefetchPlanner::copy_gates() {
     }
 }
 
-void PrefetchPlanner::begin(const void * context, const IterationBegin & it) {
+void PrefetchPlanner::begin(const void * context, const IterationBegin & iteration) {
     Stream & stream = stream_of(context);
     stream.next.clear();
     std::vector<Forecast> forecasts;
     for (auto & [kind, predictor] : stream.predictors) {
-        predictor->begin(it, forecasts);
+        predictor->begin(iteration, forecasts);
     }
     plan(stream, context, -1, forecasts);
 }
 
-void PrefetchPlanner::routed(const void * context, const RoutedLayer & it) {
+void PrefetchPlanner::routed(const void * context, const RoutedLayer & routed_layer) {
     Stream & stream = stream_of(context);
-    auto &   open   = stream.open[it.layer];
+    auto &   open   = stream.open[routed_layer.layer];
     for (const ForecastExpert & guess : open) {
-        const bool came_true = std::find(it.experts.begin(), it.experts.end(), guess.expert) != it.experts.end();
-        precision_of(it.layer, guess).add(came_true);
+        const bool came_true = std::find(routed_layer.experts.begin(), routed_layer.experts.end(), guess.expert) !=
+            routed_layer.experts.end();
+        precision_of(routed_layer.layer, guess).add(came_true);
     }
     open.clear();
 
     std::vector<Forecast> forecasts;
     for (auto & [kind, predictor] : stream.predictors) {
-        if (it.decode || (needs_of(kind) & (NEEDS_PREFILL | NEEDS_ROUTERS)) || speculative) {
-            predictor->routed(it, forecasts);
+        if (routed_layer.decode || (needs_of(kind) & (NEEDS_PREFILL | NEEDS_ROUTERS)) || speculative) {
+            predictor->routed(routed_layer, forecasts);
         }
     }
     stream.next.clear();
-    stream.n_used = it.n_used;
-    plan(stream, context, it.layer, forecasts);
+    stream.n_used = routed_layer.n_used;
+    plan(stream, context, routed_layer.layer, forecasts);
 }
 
 std::vector<Forecast> PrefetchPlanner::next_forecasts(const void * context, int layer) const {
-    const auto it = streams.find(context);
-    if (it == streams.end() || it->second.next.empty() || it->second.next.front().layer != layer) {
+    const auto found = streams.find(context);
+    if (found == streams.end() || found->second.next.empty() || found->second.next.front().layer != layer) {
         return {};
     }
-    return it->second.next;
+    return found->second.next;
 }
 
-Rate & PrefetchPlanner::precision_of(int layer, const ForecastExpert & it) {
-    return precision[layer][(size_t) (it.distance - 1) * model.n_expert[layer] + it.rank];
+Rate & PrefetchPlanner::precision_of(int layer, const ForecastExpert & forecast_expert) {
+    return precision[layer][(size_t) (forecast_expert.distance - 1) * model.n_expert[layer] + forecast_expert.rank];
 }
 
 void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts) {
     // What came of a guess of a layer that the context does not compute, would never be known.
     if (const auto computed = layers.find(context); computed != layers.end()) {
-        const auto is_passed_over = [&](const Forecast & it) {
-            return !std::binary_search(computed->second.begin(), computed->second.end(), it.layer);
+        const auto is_passed_over = [&](const Forecast & new_forecast) {
+            return !std::binary_search(computed->second.begin(), computed->second.end(), new_forecast.layer);
         };
         forecasts.erase(std::remove_if(forecasts.begin(), forecasts.end(), is_passed_over), forecasts.end());
     }
@@ -218,12 +219,13 @@ void PrefetchPlanner::plan_layer(
     std::vector<Table::Want>    wants;
     const double                limit = prefetch[layer].min_precision;
     const double                least = limit < 0 ? table.break_even() : limit;
-    for (const ForecastExpert & it : guesses) {
-        if (!seen[it.expert]) {
-            seen[it.expert] = 1;
-            const double p  = executed ? it.rank < stream.n_used : precision_of(layer, it).value();
-            each.push_back(it);
-            wants.push_back({ it.expert, p, executed ? p > 0 : p >= least, false });
+    for (const ForecastExpert & forecast_expert : guesses) {
+        if (!seen[forecast_expert.expert]) {
+            seen[forecast_expert.expert] = 1;
+            const double p =
+                executed ? forecast_expert.rank < stream.n_used : precision_of(layer, forecast_expert).value();
+            each.push_back(forecast_expert);
+            wants.push_back({ forecast_expert.expert, p, executed ? p > 0 : p >= least, false });
         }
     }
     // Of several tokens together a forecast says less of what to keep than how often each expert was used.

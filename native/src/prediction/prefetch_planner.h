@@ -98,7 +98,7 @@ private:
     Observer                                 observer;
     Above                                    above; // null: there is no such tier
 
-    Rate &   precision_of(int layer, const ForecastExpert & it);
+    Rate &   precision_of(int layer, const ForecastExpert & forecast_expert);
     Stream & stream_of(const void * context);
     void     copy_gates();
     void     plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts);

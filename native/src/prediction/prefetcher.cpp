@@ -61,26 +61,26 @@ void Prefetcher::set_layers(const void * context, const std::vector<int> & layer
 template <typename Waiting>
 size_t Prefetcher::count() const {
     return (size_t) std::count_if(
-        queue.begin(), queue.end(), [](const auto & it) { return std::holds_alternative<Waiting>(it.second); });
+        queue.begin(), queue.end(), [](const auto & queued) { return std::holds_alternative<Waiting>(queued.second); });
 }
 
 // The ubatch that waits longest goes, with its layers.
 void Prefetcher::drop_iteration() {
-    const auto   is_begin = [](const auto & it) { return std::holds_alternative<IterationBegin>(it.second); };
+    const auto   is_begin = [](const auto & queued) { return std::holds_alternative<IterationBegin>(queued.second); };
     auto         oldest   = std::find_if(queue.begin(), queue.end(), is_begin);
     const void * context  = oldest->first;
     oldest                = queue.erase(oldest);
-    const auto next =
-        std::find_if(oldest, queue.end(), [&](const auto & it) { return it.first == context && is_begin(it); });
-    queue.erase(std::remove_if(oldest, next, [&](const auto & it) { return it.first == context; }), next);
+    const auto next       = std::find_if(
+        oldest, queue.end(), [&](const auto & queued) { return queued.first == context && is_begin(queued); });
+    queue.erase(std::remove_if(oldest, next, [&](const auto & queued) { return queued.first == context; }), next);
     settled.notify_all();
 }
 
-void Prefetcher::begin(const void * context, IterationBegin && it) {
+void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     const bool                   collecting = needs() & NEEDS_PROBS;
-    const Table::ReadSeconds     now        = it.decode ? table.read_seconds() : Table::ReadSeconds{};
+    const Table::ReadSeconds     now        = iteration.decode ? table.read_seconds() : Table::ReadSeconds{};
     std::unique_lock<std::mutex> lock(mutex);
-    if (automatic && it.decode) {
+    if (automatic && iteration.decode) {
         balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent);
         balanced = now;
         spent    = 0;
@@ -91,7 +91,7 @@ void Prefetcher::begin(const void * context, IterationBegin && it) {
     if (count<IterationBegin>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
         drop_iteration();
     }
-    queue.emplace_back(context, std::move(it));
+    queue.emplace_back(context, std::move(iteration));
     lock.unlock();
     work.notify_one();
 }
@@ -113,7 +113,7 @@ void Prefetcher::routed(const void * context, RoutedLayer && layer) {
         std::lock_guard<std::mutex> lock(mutex);
         if (count<RoutedLayer>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
             queue.erase(std::find_if(queue.begin(), queue.end(),
-                [](const auto & it) { return std::holds_alternative<RoutedLayer>(it.second); }));
+                [](const auto & queued) { return std::holds_alternative<RoutedLayer>(queued.second); }));
         }
         queue.emplace_back(context, std::move(layer));
     }
@@ -124,7 +124,7 @@ void Prefetcher::settle(const void * context) {
     std::unique_lock<std::mutex> lock(mutex);
     settled.wait(lock, [&] {
         return predicting != context &&
-            std::none_of(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; });
+            std::none_of(queue.begin(), queue.end(), [&](const auto & queued) { return queued.first == context; });
     });
 }
 
@@ -144,7 +144,8 @@ void Prefetcher::forget(const void * context) {
     const bool collecting = needs() & NEEDS_PROBS;
     if (!collecting || std::this_thread::get_id() == thread.get_id()) {
         std::lock_guard<std::mutex> lock(mutex);
-        queue.erase(std::remove_if(queue.begin(), queue.end(), [&](const auto & it) { return it.first == context; }),
+        queue.erase(
+            std::remove_if(queue.begin(), queue.end(), [&](const auto & queued) { return queued.first == context; }),
             queue.end());
     }
     settled.notify_all(); // what others wait for may have been in the queue

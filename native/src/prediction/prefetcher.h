@@ -42,7 +42,7 @@ public:
     // By compute threads. active: whether begin() and routed() want anything at all.
     bool     active() const { return is_active.load(std::memory_order_relaxed); }
     unsigned needs() const { return wanted.load(std::memory_order_relaxed); }
-    void     begin(const void * context, IterationBegin && it);
+    void     begin(const void * context, IterationBegin && iteration);
 
     // By compute threads: whether routed() wants a layer of a narrow ubatch now. reach: for forecasts of how many
     // layers ahead; 0: only to know which guesses came true.

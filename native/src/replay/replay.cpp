@@ -51,11 +51,11 @@ public:
                 return kind == PYORCH_PREDICT_ORACLE ? std::make_unique<Oracle>(*this, distance) :
                                                        make_compared(kind, model, distance);
             });
-        observer = planner.set_observer([this](const void * context, int from, const Forecast & it) {
+        observer = planner.set_observer([this](const void * context, int from, const Forecast & new_forecast) {
             if (observer) {
-                observer(context, from, it);
+                observer(context, from, new_forecast);
             }
-            forecasts[it.layer].push_back({ forecasting + (from >= it.layer), it });
+            forecasts[new_forecast.layer].push_back({ forecasting + (from >= new_forecast.layer), new_forecast });
         });
         if (device && device->takes_forecasts()) {
             planner.set_above(
@@ -118,12 +118,12 @@ private:
     public:
         Oracle(const Replay & replay, const std::vector<int> & distance) : replay(replay), distance(distance) {}
 
-        void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
-            forecast(-1, it.decode, it.n_tokens, forecasts);
+        void begin(const IterationBegin & iteration, std::vector<Forecast> & forecasts) override {
+            forecast(-1, iteration.decode, iteration.n_tokens, forecasts);
         }
 
-        void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
-            forecast(it.layer, it.decode, it.n_tokens, forecasts);
+        void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
+            forecast(routed_layer.layer, routed_layer.decode, routed_layer.n_tokens, forecasts);
         }
 
     private:
@@ -203,23 +203,23 @@ private:
 
     void run_until(double time) {
         while (!pending.empty() && pending.front().at <= time) {
-            const Pending it = std::move(pending.front());
+            const Pending due = std::move(pending.front());
             pending.pop_front();
-            reader.run_until(it.at);
-            forecast(it);
-            reader.run_until(it.at);
+            reader.run_until(due.at);
+            forecast(due);
+            reader.run_until(due.at);
         }
         reader.run_until(time);
     }
 
-    void forecast(const Pending & it) {
-        forecasting      = it.ubatch;
-        forecast_at      = it.at;
+    void forecast(const Pending & due) {
+        forecasting      = due.ubatch;
+        forecast_at      = due.at;
         const auto begin = std::chrono::steady_clock::now();
-        if (const auto * layer = std::get_if<RoutedLayer>(&it.event)) {
+        if (const auto * layer = std::get_if<RoutedLayer>(&due.event)) {
             planner.routed(this, *layer);
         } else {
-            planner.begin(this, std::get<IterationBegin>(it.event));
+            planner.begin(this, std::get<IterationBegin>(due.event));
         }
         result.predict_wall_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     }
@@ -390,36 +390,38 @@ private:
     }
 
     RoutedLayer routed_layer(int layer, int n_tokens, bool decode) const {
-        RoutedLayer it;
-        it.layer              = layer;
-        it.n_tokens           = n_tokens;
-        it.n_used             = rec.n_used;
-        it.decode             = decode;
+        RoutedLayer routed_layer;
+        routed_layer.layer    = layer;
+        routed_layer.n_tokens = n_tokens;
+        routed_layer.n_used   = rec.n_used;
+        routed_layer.decode   = decode;
         const unsigned needs  = planner.needs();
         const Router & router = routers[layer];
         for (int t = 0; t < n_tokens; ++t) {
             const size_t     at   = (size_t) token_of(t) * n_layers + layer;
             const uint16_t * used = rec.experts + at * rec.n_used;
-            it.experts.insert(it.experts.end(), used, used + rec.n_used);
-            it.weights.insert(it.weights.end(), rec.weights + at * rec.n_used, rec.weights + (at + 1) * rec.n_used);
+            routed_layer.experts.insert(routed_layer.experts.end(), used, used + rec.n_used);
+            routed_layer.weights.insert(
+                routed_layer.weights.end(), rec.weights + at * rec.n_used, rec.weights + (at + 1) * rec.n_used);
             if ((needs & NEEDS_PROBS) && rec.probs) {
-                it.probs.insert(it.probs.end(), rec.probs + at * rec.n_expert, rec.probs + (at + 1) * rec.n_expert);
+                routed_layer.probs.insert(
+                    routed_layer.probs.end(), rec.probs + at * rec.n_expert, rec.probs + (at + 1) * rec.n_expert);
             }
             if (rec.states && (needs & (NEEDS_RESIDUALS | NEEDS_INPUTS))) {
                 const float * state = rec.states + at * rec.n_embd;
-                it.residuals.insert(it.residuals.end(), state, state + rec.n_embd);
+                routed_layer.residuals.insert(routed_layer.residuals.end(), state, state + rec.n_embd);
                 double squares = 0;
                 for (int i = 0; i < rec.n_embd; ++i) {
                     squares += (double) state[i] * state[i];
                 }
                 const float scale = router.norm ? (float) (1 / std::sqrt(squares / rec.n_embd + router.eps)) : 1;
                 for (int i = 0; i < rec.n_embd; ++i) {
-                    it.inputs.push_back(state[i] * (router.norm ? scale * router.norm[i] : 1));
+                    routed_layer.inputs.push_back(state[i] * (router.norm ? scale * router.norm[i] : 1));
                 }
             }
         }
-        it.computed = it.experts;
-        return it;
+        routed_layer.computed = routed_layer.experts;
+        return routed_layer;
     }
 
     // Forecasts that come too late for their layer do not count.

@@ -65,8 +65,8 @@ void SimulatedDevice::order(
 // What the layer wants of it and the link has begun with is waited for; what the link has not begun with does not come.
 double SimulatedDevice::settle_ahead(const void * context, const std::vector<int> & experts, double now) {
     double there = now;
-    for (auto it = ordered[layer].rbegin(); it != ordered[layer].rend(); ++it) { // the last goes first
-        const Ordered & of     = *it;
+    for (auto last = ordered[layer].rbegin(); last != ordered[layer].rend(); ++last) { // the last goes first
+        const Ordered & of     = *last;
         const bool      wanted = std::binary_search(experts.begin(), experts.end(), of.expert);
         const bool      comes  = of.was_held && (of.begins < now || of.ends <= now);
         if (of.was_held && !comes) {

@@ -20,15 +20,15 @@ struct Regime {
 static std::vector<double> shares(const std::vector<Regime> & regimes) {
     pyorch::PredictionBalance balance;
     std::vector<double>       found;
-    for (const Regime & it : regimes) {
+    for (const Regime & regime : regimes) {
         int n = 0;
-        for (int u = 0; u < it.n_ubatches; ++u) {
+        for (int u = 0; u < regime.n_ubatches; ++u) {
             const bool on = balance.pays();
             n += on;
-            balance.add(
-                it.ms_absent / 1000, on ? it.share_saved * it.ms_absent / 1000 : 0, on ? it.ms_spent / 1000 : 0);
+            balance.add(regime.ms_absent / 1000, on ? regime.share_saved * regime.ms_absent / 1000 : 0,
+                on ? regime.ms_spent / 1000 : 0);
         }
-        found.push_back((double) n / it.n_ubatches);
+        found.push_back((double) n / regime.n_ubatches);
     }
     return found;
 }
@@ -56,7 +56,7 @@ struct Allowed {
 // Layers that take so many us each, predicted one layer ahead in so many us, and farther ahead in twice that.
 static Allowed allowed(double us_layer, double us_prediction) {
     pyorch::PredictionAllowance allowance;
-    Allowed                     it       = { 0, 0, 0, 0 };
+    Allowed                     allowed  = { 0, 0, 0, 0 };
     const int                   n_layers = 100000;
     double                      now      = 0;
     for (int layer = 0, missed = 0; layer < n_layers; ++layer) {
@@ -64,14 +64,14 @@ static Allowed allowed(double us_layer, double us_prediction) {
         const int    reach = allowance.reach(now);
         const double took  = 1e-6 * us_prediction * (reach == 0 ? 0 : reach == 1 ? 1 : 2);
         allowance.spend(took);
-        it.share += took;
-        it.predicted += (double) (reach > 0) / n_layers;
-        it.far += (double) (reach > 1) / n_layers;
-        missed         = reach > 0 ? 0 : missed + 1;
-        it.most_missed = std::max(it.most_missed, missed);
+        allowed.share += took;
+        allowed.predicted += (double) (reach > 0) / n_layers;
+        allowed.far += (double) (reach > 1) / n_layers;
+        missed              = reach > 0 ? 0 : missed + 1;
+        allowed.most_missed = std::max(allowed.most_missed, missed);
     }
-    it.share /= now;
-    return it;
+    allowed.share /= now;
+    return allowed;
 }
 
 static void the_allowance_is_kept() {
@@ -82,8 +82,8 @@ static void the_allowance_is_kept() {
     require(too_dear.predicted > 0.3 && too_dear.predicted < 0.4 && too_dear.most_missed <= 3,
         "of layers that cost three times the allowance every third is predicted",
         { too_dear.predicted, (double) too_dear.most_missed });
-    for (const Allowed & it : { cheap, dear, too_dear }) {
-        require(it.share < 0.0201, "predictions take a fiftieth of the time at most", { it.share });
+    for (const Allowed & allowed : { cheap, dear, too_dear }) {
+        require(allowed.share < 0.0201, "predictions take a fiftieth of the time at most", { allowed.share });
     }
 
     pyorch::PredictionAllowance allowance;

@@ -53,15 +53,15 @@ int main(int argc, char ** argv) {
             const auto embeddings = read<float>((size_t) head[3] * head[2] * n_embd);
             predictor->begin({ head[0] != 0, head[1] != 0, head[2], embeddings }, forecasts);
         } else if (event == "routed") {
-            const auto          head = read<int>(5);
-            pyorch::RoutedLayer it   = {};
-            it.layer                 = head[0];
-            it.n_tokens              = head[1];
-            it.n_used                = head[2];
-            it.decode                = head[3] != 0;
-            it.experts               = read<int32_t>((size_t) it.n_tokens * it.n_used);
-            it.probs                 = read<float>((size_t) head[4] * it.n_tokens * n_expert);
-            predictor->routed(it, forecasts);
+            const auto          head         = read<int>(5);
+            pyorch::RoutedLayer routed_layer = {};
+            routed_layer.layer               = head[0];
+            routed_layer.n_tokens            = head[1];
+            routed_layer.n_used              = head[2];
+            routed_layer.decode              = head[3] != 0;
+            routed_layer.experts             = read<int32_t>((size_t) routed_layer.n_tokens * routed_layer.n_used);
+            routed_layer.probs               = read<float>((size_t) head[4] * routed_layer.n_tokens * n_expert);
+            predictor->routed(routed_layer, forecasts);
         } else if (event == "request") {
             model.maps->requests.add(read<float>((size_t) n_layers * n_expert).data());
         } else {

@@ -21,8 +21,8 @@ using namespace pyorch;
 
 // Names the first expert of each layer of a token.
 class FirstExperts : public Predictor {
-    void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
-        for (int layer = 0; it.decode && layer < 3; ++layer) {
+    void begin(const IterationBegin & iteration, std::vector<Forecast> & forecasts) override {
+        for (int layer = 0; iteration.decode && layer < 3; ++layer) {
             forecasts.push_back({ layer, layer + 1, 0, { 0 }, {}, {} });
         }
     }
@@ -47,7 +47,8 @@ struct House {
             for (int layer = 0; layer < N_LAYERS; ++layer) {
                 planner.set(layer, { PYORCH_PREDICT_ORACLE, N_LAYERS, 0 });
             }
-            planner.set_observer([this](const void *, int, const Forecast & it) { forecast.insert(it.layer); });
+            planner.set_observer(
+                [this](const void *, int, const Forecast & new_forecast) { forecast.insert(new_forecast.layer); });
         });
     }
 

@@ -97,13 +97,16 @@ struct Computed {
     std::vector<int> slots   = {}; // by expert
 };
 
-static void check(const DeviceTier & tier, const Table & table, const Computed & it) {
-    for (int e = 0; e < (int) it.slots.size(); ++e) {
-        for (int role = 0; it.slots[e] >= 0 && role < (int) table.map.layers[it.layer].tensors.size(); ++role) {
-            ggml_tensor *         t = it.in_area ? tier.area(it.layer, role) : tier.bank.slots(it.layer, role);
+static void check(const DeviceTier & tier, const Table & table, const Computed & computed_layer) {
+    for (int e = 0; e < (int) computed_layer.slots.size(); ++e) {
+        for (int role = 0;
+            computed_layer.slots[e] >= 0 && role < (int) table.map.layers[computed_layer.layer].tensors.size();
+            ++role) {
+            ggml_tensor *         t = computed_layer.in_area ? tier.area(computed_layer.layer, role) :
+                                                               tier.bank.slots(computed_layer.layer, role);
             std::vector<uint32_t> words(t->nb[2] / sizeof(uint32_t));
-            ggml_backend_tensor_get(t, words.data(), it.slots[e] * t->nb[2], t->nb[2]);
-            const uint32_t expected = word_of(it.layer, role, e);
+            ggml_backend_tensor_get(t, words.data(), computed_layer.slots[e] * t->nb[2], t->nb[2]);
+            const uint32_t expected = word_of(computed_layer.layer, role, e);
             CHECK(std::all_of(words.begin(), words.end(), [&](uint32_t word) { return word == expected; }));
         }
     }

@@ -13,15 +13,15 @@ public:
     ExpertMap(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, Distances distance) :
             history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)) {}
 
-    void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
+    void begin(const IterationBegin & iteration, std::vector<Forecast> & forecasts) override {
         auto & store = history->iterations;
-        n_tokens     = it.decode ? it.n_tokens : 0;
+        n_tokens     = iteration.decode ? iteration.n_tokens : 0;
         while ((int) searches.size() < n_tokens) {
             searches.emplace_back(store);
         }
-        const bool embedded = it.embeddings.size() == (size_t) it.n_tokens * store.n_embd;
+        const bool embedded = iteration.embeddings.size() == (size_t) iteration.n_tokens * store.n_embd;
         for (int t = 0; t < n_tokens; ++t) {
-            const float * embedding = embedded ? it.embeddings.data() + (size_t) t * store.n_embd : nullptr;
+            const float * embedding = embedded ? iteration.embeddings.data() + (size_t) t * store.n_embd : nullptr;
             const Match   match     = searches[t].begin(embedding);
             for (int layer = 0; layer < store.n_layers; ++layer) {
                 if (layer < distance[layer]) {
@@ -31,26 +31,26 @@ public:
         }
     }
 
-    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
+    void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
         auto & store = history->iterations;
-        if (it.layer >= store.n_layers) {
+        if (routed_layer.layer >= store.n_layers) {
             return; // of layers that a decode does not pass
         }
-        n_used          = it.n_used;
-        const int width = n_expert[it.layer];
-        if (!n_tokens || it.n_tokens != n_tokens || searches[0].n_known() != it.layer ||
-            it.probs.size() != (size_t) n_tokens * width) {
+        n_used          = routed_layer.n_used;
+        const int width = n_expert[routed_layer.layer];
+        if (!n_tokens || routed_layer.n_tokens != n_tokens || searches[0].n_known() != routed_layer.layer ||
+            routed_layer.probs.size() != (size_t) n_tokens * width) {
             n_tokens = 0; // not the iterations that began: nothing is known until others do
             return;
         }
         for (int t = 0; t < n_tokens; ++t) {
-            const Match match = searches[t].observe(it.probs.data() + (size_t) t * width, width);
-            for (int layer = it.layer + 1; layer < store.n_layers; ++layer) {
-                if (layer - it.layer == distance[layer]) {
+            const Match match = searches[t].observe(routed_layer.probs.data() + (size_t) t * width, width);
+            for (int layer = routed_layer.layer + 1; layer < store.n_layers; ++layer) {
+                if (layer - routed_layer.layer == distance[layer]) {
                     forecast(match, layer, distance[layer], t, forecasts);
                 }
             }
-            if (it.layer == store.n_layers - 1) {
+            if (routed_layer.layer == store.n_layers - 1) {
                 searches[t].add();
             }
         }

@@ -58,21 +58,21 @@ class QuasiHidden : public Predictor {
 public:
     QuasiHidden(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
 
-    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
+    void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
         std::vector<int> reached;
-        for (int layer = it.layer + 1; layer < (int) model.routers.size(); ++layer) {
-            if (layer - it.layer <= std::min(distance[layer], it.reach) && model.routers[layer]) {
+        for (int layer = routed_layer.layer + 1; layer < (int) model.routers.size(); ++layer) {
+            if (layer - routed_layer.layer <= std::min(distance[layer], routed_layer.reach) && model.routers[layer]) {
                 reached.push_back(layer);
             }
         }
         if (reached.empty()) {
             return;
         }
-        prefetch_what_is_read(it, reached);
-        const std::vector<HiddenState> states = states_of(it);
+        prefetch_what_is_read(routed_layer, reached);
+        const std::vector<HiddenState> states = states_of(routed_layer);
         for (int layer : reached) {
             const Router &             router = model.routers[layer];
-            const int                  ahead  = layer - it.layer;
+            const int                  ahead  = layer - routed_layer.layer;
             std::vector<CompactVector> inputs;
             for (const HiddenState & state : states) {
                 const std::vector<float> input = state.input_of(router);
@@ -89,7 +89,7 @@ public:
                 logits[i] = router.bias[i % n_expert];
             }
             model.gates[layer]->multiply(inputs, 0, n_expert, logits.data());
-            correct(it.layer, layer, inputs, logits.data());
+            correct(routed_layer.layer, layer, inputs, logits.data());
             for (size_t t = 0; t < inputs.size(); ++t) {
                 forecasts.push_back(forecast_of(router, logits.data() + t * n_expert, layer, ahead, (int) t));
             }
@@ -106,10 +106,10 @@ private:
     const Distances distance;
 
     // Memory answers while the first of it is computed with.
-    void prefetch_what_is_read(const RoutedLayer & it, const std::vector<int> & reached) const {
-        const CompactMatrix * defaults = model.defaults[it.layer].get();
-        for (size_t slot = 0; defaults && slot < it.computed.size(); ++slot) {
-            defaults->prefetch(it.computed[slot], 1);
+    void prefetch_what_is_read(const RoutedLayer & routed_layer, const std::vector<int> & reached) const {
+        const CompactMatrix * defaults = model.defaults[routed_layer.layer].get();
+        for (size_t slot = 0; defaults && slot < routed_layer.computed.size(); ++slot) {
+            defaults->prefetch(routed_layer.computed[slot], 1);
         }
         for (int layer : reached) {
             if (const Router & router = model.routers[layer]; router.norm) {
@@ -119,22 +119,25 @@ private:
         model.gates[reached.front()]->prefetch(0, 1);
     }
 
-    std::vector<HiddenState> states_of(const RoutedLayer & it) const { // by token
-        std::vector<HiddenState> states(it.n_tokens);
-        const int                n_embd   = (int) std::max(it.residuals.size(), it.inputs.size()) / it.n_tokens;
-        const CompactMatrix *    defaults = model.defaults[it.layer].get();
-        for (int t = 0; t < it.n_tokens; ++t) {
+    std::vector<HiddenState> states_of(const RoutedLayer & routed_layer) const { // by token
+        std::vector<HiddenState> states(routed_layer.n_tokens);
+        const int                n_embd =
+            (int) std::max(routed_layer.residuals.size(), routed_layer.inputs.size()) / routed_layer.n_tokens;
+        const CompactMatrix * defaults = model.defaults[routed_layer.layer].get();
+        for (int t = 0; t < routed_layer.n_tokens; ++t) {
             HiddenState & state = states[t];
             state.n_embd        = n_embd;
-            state.input         = it.inputs.empty() ? nullptr : row(it.inputs, it.n_tokens, t, n_embd);
-            if (it.residuals.empty()) {
+            state.input =
+                routed_layer.inputs.empty() ? nullptr : row(routed_layer.inputs, routed_layer.n_tokens, t, n_embd);
+            if (routed_layer.residuals.empty()) {
                 continue;
             }
-            const float * residual = row(it.residuals, it.n_tokens, t, n_embd);
+            const float * residual = row(routed_layer.residuals, routed_layer.n_tokens, t, n_embd);
             state.residual.assign(residual, residual + n_embd);
-            for (int s = 0; s < it.n_used && defaults && defaults->n_columns() == n_embd; ++s) {
-                const size_t slot = (size_t) t * it.n_used + s;
-                defaults->add_rows(it.computed[slot], 1, &it.weights[slot], { state.residual.data() });
+            for (int s = 0; s < routed_layer.n_used && defaults && defaults->n_columns() == n_embd; ++s) {
+                const size_t slot = (size_t) t * routed_layer.n_used + s;
+                defaults->add_rows(
+                    routed_layer.computed[slot], 1, &routed_layer.weights[slot], { state.residual.data() });
             }
             state.mean_square = dot(state.residual.data(), state.residual.data(), n_embd) / n_embd;
         }

@@ -14,24 +14,24 @@ public:
             history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)),
             request(this->history->requests) {}
 
-    void begin(const IterationBegin & it, std::vector<Forecast> & forecasts) override {
-        if (it.request) {
+    void begin(const IterationBegin & iteration, std::vector<Forecast> & forecasts) override {
+        if (iteration.request) {
             request.add();
             request.begin();
         }
-        if (it.decode) {
-            forecast(-1, it.n_tokens, forecasts);
+        if (iteration.decode) {
+            forecast(-1, iteration.n_tokens, forecasts);
         }
     }
 
-    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
-        if (it.layer >= history->requests.n_layers) {
+    void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
+        if (routed_layer.layer >= history->requests.n_layers) {
             return; // of layers that a decode does not pass
         }
-        n_used = it.n_used;
-        request.count(it.layer, it.experts.data(), it.experts.size());
-        if (it.decode) {
-            forecast(it.layer, it.n_tokens, forecasts);
+        n_used = routed_layer.n_used;
+        request.count(routed_layer.layer, routed_layer.experts.data(), routed_layer.experts.size());
+        if (routed_layer.decode) {
+            forecast(routed_layer.layer, routed_layer.n_tokens, forecasts);
         }
     }
 

@@ -24,10 +24,10 @@ public:
     PreviousToken(const PredictionModel & model, const std::vector<int> & distance) :
             layers(model.layers), distance(distance), last(distance.size()) {}
 
-    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
-        last[it.layer] = it;
+    void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
+        last[routed_layer.layer] = routed_layer;
         for (int layer : layers) {
-            if (distance[layer] == 0 || layers_ahead(layers, it.layer, layer) != distance[layer]) {
+            if (distance[layer] == 0 || layers_ahead(layers, routed_layer.layer, layer) != distance[layer]) {
                 continue;
             }
             const RoutedLayer & was = last[layer];
@@ -50,9 +50,9 @@ public:
     LayerAll(const PredictionModel & model, const std::vector<int> & distance) :
             layers(model.layers), n_expert(model.n_expert), distance(distance) {}
 
-    void routed(const RoutedLayer & it, std::vector<Forecast> & forecasts) override {
+    void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
         for (int layer : layers) {
-            if (distance[layer] > 0 && layers_ahead(layers, it.layer, layer) == distance[layer]) {
+            if (distance[layer] > 0 && layers_ahead(layers, routed_layer.layer, layer) == distance[layer]) {
                 std::vector<int> all(n_expert[layer]);
                 std::iota(all.begin(), all.end(), 0);
                 forecasts.push_back({ layer, distance[layer], 0, std::move(all), {}, {} });
