@@ -255,6 +255,8 @@ def _advise(
         notes.append(f"for more than an assumption: pyorch profile {shlex.quote(args.model)} --data TEXT --states "
                      f"-o {shlex.quote(str(_default_trace(model_map)))}, then advise again")
     notes += [f"worth making: {command}" for command in commands]
+    if not all(gain.there for gain in found):
+        notes.append(f"all that helps here is made by: pyorch prepare {shlex.quote(args.model)} --data TEXT")
     plot = None
     if args.plot is not None:
         from pyorch.advise.advice_plot import draw
