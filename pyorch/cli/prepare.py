@@ -261,6 +261,8 @@ class _Preparation:
             return "no trace was recorded"
         if step.name in self._only:
             return ""
+        if step.traced and self._trace == self._own and not self._args.data:
+            return "it reads a trace, which is recorded of text: give --data FILE"
         if step.name == "pack":
             return self._reason_for_no_pack()
         if step.name == "maps" and not self._has_compressed_pack():
@@ -275,6 +277,8 @@ class _Preparation:
         return ""
 
     def _reason_for_no_pack(self) -> str:
+        if self._map.info.slim:
+            return "a slim model has its experts in a pack"
         types = {role.type.lower() for layer in self._map.layers for role in layer.roles}
         if not types <= _CODED:
             return "experts that are quantized do not shrink"
@@ -309,11 +313,15 @@ class _Preparation:
         return True
 
     def _remove_damaged(self, step: Step) -> None:
-        """What lies where a step will write, and is not what it makes: commands refuse a model with such a file. Files
-        of steps that are still to come are in the way, too."""
+        """Removes what cannot be read where this step and those to come will write: commands refuse a model with such a
+        file. Not a pack: it is in nobody's way, and may be the only copy of the experts."""
         for other in self._steps[self._steps.index(step):] if step in self._steps else self._steps:
-            path = self._beside(other.made) if other.made else None
-            if path is not None and path.is_file() and not self._is_there(other) and other.name != "train-predictor":
+            path = self._beside(other.made) if other.made and other.name != "pack" else None
+            if path is None or not path.is_file() or self._reason_to_skip(other):
+                continue
+            try:
+                _content(other, path, self._map)
+            except FormatError:
                 path.unlink()
 
     def _failed(self, name: str) -> bool:

@@ -242,24 +242,29 @@ class TraceWriter:
         if self._file is None:
             return
         file, self._file = self._file, None
-        with file:
+        with file:  # whose lock keeps others out until the file has its name
             os.fsync(file.fileno())
-        if self._written == self.path:
-            return
-        if finished:
-            os.replace(self._written, self.path)
-        elif not self.n_records:
-            self._written.unlink()
+            if self._written == self.path:
+                return
+            if finished:
+                os.replace(self._written, self.path)
+            elif not self.n_records:
+                self._written.unlink()
 
     def _lock(self) -> None:
         """Until the file is closed, or its process has ended. PyorchError while somebody else writes it."""
+        busy = False
         try:
             fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.close()
-            raise PyorchError(f"another process is writing {self.path}: wait until it has ended") from None
+            busy = True
         except OSError:
             pass  # a file system without locks
+        # Between its opening and its lock another process may have finished it: it has another name then.
+        if busy or not (self._written.exists() and os.path.samestat(os.stat(self._written),
+                                                                    os.fstat(self._file.fileno()))):
+            self._file.close()
+            raise PyorchError(f"another process is writing {self.path}: wait until it has ended")
 
     def _begin(self) -> int:
         content = json.dumps(dataclasses.asdict(self.header)).encode()

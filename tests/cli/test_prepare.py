@@ -109,6 +109,29 @@ def test_damaged_files_of_later_steps_do_not_keep_the_model_from_being_run(
     assert steps["profile"]["state"] == steps["maps"]["state"] == MADE
 
 
+def test_the_only_copy_of_the_experts_of_a_slim_model_stays_even_if_it_is_damaged(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slim = model.with_name("slim.gguf")
+    assert main(["pack", str(model), "--codec", "table", "--slim", str(slim)]) == 0
+    pack = model.with_name("slim.experts.gguf")
+    with pack.open("r+b") as file:
+        file.truncate(5000)
+    capsys.readouterr()
+    steps = prepare(capsys, slim, *FEW, status=1)
+    assert steps["calibrate"]["state"] == FAILED and "slim" in steps["pack"]["brings"]
+    assert pack.stat().st_size == 5000
+
+
+def test_steps_that_a_new_pack_makes_worth_it_are_skipped_without_text(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["pack", str(model), "--codec", "table"]) == 0
+    capsys.readouterr()
+    steps = prepare(capsys, model, "--skip", "calibrate")
+    assert {step["state"] for step in steps.values()} == {THERE, SKIPPED} and "--data" in steps["maps"]["brings"]
+
+
 def test_no_trace_but_the_users_own_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = model.with_name("model.trace")
     trace.write_bytes(b"of an interrupted run")
