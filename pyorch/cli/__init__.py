@@ -52,6 +52,18 @@ COMMANDS = EVERYDAY | STEPS | TRACES
 
 _MODELS = ("model", "compare", "plain")  # arguments that name one, or one of the hub
 
+_DEVICE = "--device auto (docs/device.md): it gets the dense layers, and of the experts what fits or --vram-budget says"
+_OF_LLAMA = {  # flags of llama.cpp's programs, and what they are here
+    **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"), _DEVICE),
+    **dict.fromkeys(("-m", "--model"), "MODEL, without a flag"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "hf:ORG/NAME[:QUANT] in place of a file"),
+    **dict.fromkeys(("-c", "--ctx-size"), "--ctx N"),
+    **dict.fromkeys(("-ub", "--ubatch-size"), "--ubatch N"),
+    **dict.fromkeys(("-cnv", "--conversation"), "--chat"),
+    **dict.fromkeys(("-sys", "--system-prompt"), "--system TEXT"),
+    "-t": "--threads N", "--n-predict": "-n N",
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command. Returns its exit status: 2 for an error that has a sentence, 130 for Ctrl-C."""
@@ -83,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_command(argv: list[str]) -> int:
     """Parses and runs one command. Returns its exit status; PyorchError for what it refuses."""
     args = _parse(argv)
-    if any(str(getattr(args, name, "")).startswith("hf:") for name in _MODELS):
+    if any(given and not os.path.isfile(given) for given in (getattr(args, name, None) for name in _MODELS)):
         import_module("pyorch.cli.hub").resolve(args, _MODELS)
     return args.run(args)
 
@@ -130,6 +142,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     if chosen is not None:
         module, summary = COMMANDS[chosen]
         import_module(module).add_parser(subparsers, summary)
+        _refuse_flags_of_llama(chosen, argv)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # the parser of all commands would say it, and name its own --help
         words = (args.command, getattr(args, "kind", None), getattr(args, "action", None))
@@ -147,6 +160,18 @@ def _no_command(word: str) -> str:
 
     meant = difflib.get_close_matches(word, COMMANDS, 1)
     return f'"{word}" is not a command{f": did you mean {meant[0]}?" if meant else ""}; pyorch --help lists them all'
+
+
+def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
+    """PyorchError, with what to say instead. argparse would read -ngl as -n gl."""
+    if command == "exec":  # what follows may be a script's
+        return
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    known = {"--ctx-size"} if command == "serve" else set()
+    for word in own:
+        flag = word.partition("=")[0]
+        if flag in _OF_LLAMA and flag not in known:
+            raise PyorchError(f"{flag} is a flag of llama.cpp; pyorch {command} takes {_OF_LLAMA[flag]}")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ggufs import split, write_moe_model
+from models import CHECKPOINT
 from mutations import set_metadata
 from processes import pyorch
 
@@ -38,6 +39,21 @@ def refused(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("run", "-p", "x")])
 def test_no_such_file(refused, tmp_path: Path, command: tuple[str, ...]) -> None:
     assert refused(*command, tmp_path / "absent.gguf") == f"{tmp_path}/absent.gguf: no such file"
+
+
+def test_what_was_probably_meant_is_said(refused, tmp_path: Path) -> None:
+    (tmp_path / "olmoe.gguf").write_bytes(b"GGUF")
+    assert refused("inspect", tmp_path / "olmo.gguf").endswith(f"no such file; did you mean {tmp_path}/olmoe.gguf?")
+    assert refused("advise", tmp_path).endswith(f"not a GGUF file; {tmp_path}/olmoe.gguf is one")
+    assert f"pyorch convert {CHECKPOINT} -o " in refused("run", CHECKPOINT, "-p", "x")
+
+
+@pytest.mark.parametrize(("command", "flag", "said"), [
+    ("run", "-ngl", "--device auto"), ("bench", "--n-cpu-moe=4", "--device auto"), ("run", "-c", "--ctx N"),
+    ("verify", "-m", "MODEL, without a flag"), ("serve", "-ngl", "--device auto"),
+])
+def test_flags_of_llama_cpp_are_named_as_here(refused, small_moe: Path, command: str, flag: str, said: str) -> None:
+    assert said in refused(command, small_moe, flag, "9")
 
 
 def test_a_directory_is_no_model(refused, small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +231,8 @@ def test_a_memory_limit_below_what_the_context_needs(refused, small_moe: Path, m
 
 
 def test_a_prompt_longer_than_the_context(refused, small_moe: Path) -> None:
-    assert "context window of 256" in refused("run", small_moe, "-p", "word " * 600, "--ctx", "256", "--budget", "50%")
+    said = refused("run", small_moe, "-p", "word " * 600, "--ctx", "256", "--budget", "50%")
+    assert "room for 256: make it larger (--ctx N" in said
 
 
 def test_a_prompt_file_that_is_absent(refused, small_moe: Path, tmp_path: Path) -> None:
