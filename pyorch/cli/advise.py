@@ -71,8 +71,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--trace", type=Path, metavar="FILE",
                         help="what the routers decided, of pyorch profile (default: MODEL.trace if it is there, else "
                              "the use counts in MODEL.maps.gguf, else an assumption)")
-    parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
-                        help="leave memory for a context of N tokens (default: 4096)")
+    parser.add_argument("--ctx", type=whole(1), metavar="N",
+                        help="leave memory for a context of N tokens (default: as trained, at most 4096)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
                         help="the time to the first token is that of a prompt of N tokens (default: 512)")
     parser.add_argument("--memory", type=size, metavar="SIZE",
@@ -119,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError(f"{args.model} is a dense model: it has no experts that could be read while it runs")
         if args.plot is not None:
             pictures.check(args.plot)
+        args.ctx = args.ctx or model_map.default_ctx
         advice = _advise(args, model_map, memory, wanted, progress)
     if args.json:
         print_json(advice)

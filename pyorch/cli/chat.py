@@ -6,30 +6,38 @@ differ.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.model_stats import show_stats
+from pyorch.cli.sampling import SAMPLING
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model, ModelStats
 
 _ROLES = ("user", "assistant")
+_QUOTES = '"""'  # around a message of several lines
+_SHOWN = 2000  # characters at the end of a message with which a conversation goes on
 
 
 class Chat:
     """What was said, and what the last answer took. chosen: how tokens are sampled, for Model.chat()."""
 
+    chosen: dict[str, Any]
+
     def __init__(self, model: Model, chosen: dict[str, Any], system: str | None = None) -> None:
         self.model = model
         self.system = system
         self.messages: list[dict[str, str]] = []
-        self._chosen = chosen
+        self.chosen = chosen
         self._before = self._after = model.stats()
 
     def answer(self, text: str, on_piece: Callable[[str], None]) -> None:
@@ -42,7 +50,7 @@ class Chat:
         said, kept = "", True
         self._before = self.model.stats()
         try:
-            for piece in self.model.chat([*first, *self.messages, asked], **self._chosen):
+            for piece in self.model.chat([*first, *self.messages, asked], **self.chosen):
                 said += piece
                 on_piece(piece)
         except PyorchError as error:
@@ -105,8 +113,18 @@ def converse(chat: Chat) -> None:
                     return
             except PyorchError as error:
                 _say(f"error: {error}")
-        elif text.strip():
-            _answer(chat, text.strip())
+        elif text.strip().strip('"'):
+            _answer(chat, _unquoted(text.strip()))
+
+
+def _unquoted(text: str) -> str:
+    return text.removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n") if text.startswith(_QUOTES) else text
+
+
+def _is_open(text: str) -> bool:
+    """Whether a message in quotes goes on behind this."""
+    text = text.strip()
+    return text.startswith(_QUOTES) and (len(text) < 2 * len(_QUOTES) or not text.endswith(_QUOTES))
 
 
 def _answer(chat: Chat, text: str) -> None:
@@ -144,6 +162,33 @@ def _load(chat: Chat, name: str) -> None:
     path = _path(name, "/load")
     chat.load(path)
     _say(f"{path}: {_counted(chat)}")
+    for message in chat.messages[-2:]:
+        mark = "> " if message["role"] == "user" else ""
+        print(f"{mark}{message['content'][-_SHOWN:]}", file=sys.stderr, flush=True)
+
+
+def _retry(chat: Chat, __: str) -> None:
+    if not chat.messages:
+        raise PyorchError("nothing was asked yet")
+    before = chat.messages
+    *chat.messages, asked, _ = before
+    _answer(chat, asked["content"])
+    if len(chat.messages) < len(before):  # there was no answer
+        chat.messages = before
+
+
+def _set(chat: Chat, text: str) -> None:
+    name, _, given = text.partition(" ")
+    if name:
+        if name not in SAMPLING:
+            raise PyorchError(f"/set takes one of {', '.join(SAMPLING)}, and a value")
+        keyword, read, *_ = SAMPLING[name]
+        try:
+            chat.chosen[keyword] = read(given.strip())
+        except argparse.ArgumentTypeError as error:
+            raise PyorchError(f"/set {name}: {error}") from None
+    _say(", ".join(f"{name} {'random' if (value := chat.chosen.get(keyword)) is None else f'{value:g}'}"
+                   for name, (keyword, *_) in SAMPLING.items()))
 
 
 def _stats(chat: Chat, _: str) -> None:
@@ -159,13 +204,17 @@ def _help(_: Chat, __: str) -> None:
     width = max(len(name) + len(argument) for name, (_, argument, _) in _COMMANDS.items()) + 3
     for name, (_, argument, does) in _COMMANDS.items():
         print(f"{f'{name} {argument}':{width}}{does}", file=sys.stderr)
-    print("Enter sends a message, Alt+Enter (or Escape, then Enter) begins a new line in it. Ctrl-C ends an answer. A "
-          "message that begins with / has a space before it.", file=sys.stderr, flush=True)
+    print(textwrap.fill(
+        f"Enter sends a message. Alt+Enter (or Escape, then Enter) begins a new line in it, and between {_QUOTES} and "
+        f"{_QUOTES} Enter does. Ctrl-C ends an answer. A message that begins with / has a space before it.",
+        min(100, shutil.get_terminal_size().columns)), file=sys.stderr, flush=True)
 
 
 # name: what does it, what follows it, what it does
 _COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/system": (_system, "[TEXT]", "shows or changes the instructions for the model"),
+    "/retry": (_retry, "", "answers the last message once more"),
+    "/set": (_set, "[NAME VALUE]", "shows how tokens are chosen, or changes it, as in /set temp 0"),
     "/stats": (_stats, "", "shows speed, hits and memory since the start"),
     "/save": (_save, "FILE", "writes the conversation into a file"),
     "/load": (_load, "FILE", "goes on with a conversation that was saved"),
@@ -201,11 +250,14 @@ def _counted(chat: Chat) -> str:
 
 def _read_line() -> str | None:
     print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    if not line:
+    text = line = sys.stdin.readline()
+    while line and _is_open(text):
+        line = sys.stdin.readline()
+        text += line
+    if not text:
         print(file=sys.stderr)
         return None
-    return line
+    return text
 
 
 def _terminal_reader(chat: Chat) -> Callable[[], str | None]:
@@ -219,7 +271,11 @@ def _terminal_reader(chat: Chat) -> Callable[[], str | None]:
 
     @keys.add("enter")
     def _(event: KeyPressEvent) -> None:
-        event.current_buffer.validate_and_handle()
+        buffer = event.current_buffer
+        if _is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
     def _(event: KeyPressEvent) -> None:

@@ -57,8 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="measure how experts are read fastest from this file system, keep that for all models on "
                              "it, and show it")
     add_model(parser)
-    parser.add_argument("--ctx", type=whole(1), default=4096, metavar="N",
-                        help="show the size of the KV cache for N tokens (default: 4096)")
+    parser.add_argument("--ctx", type=whole(1), metavar="N",
+                        help="show the size of the KV cache for N tokens (default: as trained, at most 4096)")
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show every layer too")
     parser.set_defaults(run=run)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     with packs.open_model(args.model) as model_map:
         refused = packs.attach(model_map)
-        inspection = _inspect(model_map, args.ctx, args.disk, refused)
+        inspection = _inspect(model_map, args.ctx or model_map.default_ctx, args.disk, refused)
         layers = model_map.layers
     if args.json:
         print_json(inspection)

@@ -36,8 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "  pyorch run olmoe.gguf --chat --device CUDA0 --vram-budget 6GiB --budget 12GiB",
     )
     parser.description += (
-        " The text goes to stdout, statistics go to stderr. Without -p, -f and --chat, the prompt is what comes "
-        "through a pipe."
+        " The text goes to stdout, statistics go to stderr. Without -p and -f the prompt is what comes through a pipe, "
+        "and on a terminal a conversation begins."
     )
     parser.usage = "pyorch run MODEL [-p TEXT | -f FILE | --chat] [options]"
     source = parser.add_mutually_exclusive_group()
@@ -58,8 +58,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
+    """Returns 0; 130 where Ctrl-C ended the text early."""
+    if args.prompt is None and args.file is None and sys.stdin.isatty():
+        args.chat = True
     if args.chat and args.json:
-        raise PyorchError("--chat converses with a person: it cannot print JSON")
+        raise PyorchError("--chat converses with a person: it cannot print JSON; give a prompt with -p or -f")
     check_sampling(args)
     prompt = None if args.chat else _prompt(args)
 
@@ -75,16 +78,15 @@ def run(args: argparse.Namespace) -> int:
 
             converse(Chat(model, {"max_tokens": args.tokens, **chosen}, args.system))
             show_stats(model.stats())
+            complete = True
         else:
-            _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
+            complete = _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
         find(model.llama.model).save()
-    return 0
+    return 0 if complete else 130
 
 
 def _prompt(args: argparse.Namespace) -> str:
     if args.prompt is None and args.file is None:
-        if sys.stdin.isatty():
-            raise PyorchError("there is no prompt: give one with -p or -f or through a pipe, or converse with --chat")
         prompt = read_standard_input()
         if not prompt:
             raise PyorchError("there is no prompt: the standard input is empty, and neither -p, -f nor --chat is given")
@@ -92,7 +94,8 @@ def _prompt(args: argparse.Namespace) -> str:
     return read_prompt(args.prompt, args.file)
 
 
-def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.Namespace) -> None:
+def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.Namespace) -> bool:
+    """False: Ctrl-C ended it; what came until then is printed all the same."""
     if args.system is not None:
         messages = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
         pieces = model.chat(messages, **chosen)
@@ -100,16 +103,20 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
         pieces = model.generate(prompt, **chosen)
         if not args.json and sys.stdout.isatty():
             print(_dim(prompt), end="", flush=True)
-    text = ""
-    for piece in pieces:
-        text += piece
-        if not args.json:
-            print(piece, end="", flush=True)
+    text, complete = "", True
+    try:
+        for piece in pieces:
+            text += piece
+            if not args.json:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        complete = False
     if args.json:
         print_json(RunResult(text, model.stats()))
     else:
         print(flush=True)
         show_stats(model.stats())
+    return complete
 
 
 def _dim(prompt: str) -> str:

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 N_TOKENS = 128  # that continue a prompt, where nobody says how many
 
+# Option: keyword of Model.generate() and chat(), its type, its default, what stands for the value, what it does.
+SAMPLING: dict[str, tuple[str, Callable[[str], float], float | None, str, str]] = {
+    "temp": ("temperature", number(0), 0.8, "T", "temperature; 0 always takes the most probable token"),
+    "top-p": ("top_p", number(0, 1), 0.95, "P", "of the most probable tokens that together have probability P"),
+    "top-k": ("top_k", whole(0), 40, "K", "of the K most probable tokens"),
+    "min-p": ("min_p", number(0, 1), 0.05, "P", "of tokens at least P times as probable as the most probable one"),
+    "repeat-penalty": ("repeat_penalty", number(above=0), 1.0, "X",
+                       "factor of the logits of the last 64 tokens; 1: none"),
+    "seed": ("seed", whole(), None, "N", "seed"),
+}
+
 _ROOT = b"root"  # the rule that a grammar begins with
 
 
@@ -27,17 +38,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
                         help=f"generate at most N tokens (default: {N_TOKENS}; in a conversation, until the model ends "
                              "its answer)")
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temp", type=number(0), default=0.8, metavar="T",
-                       help="temperature; 0 always takes the most probable token (default: 0.8)")
-    group.add_argument("--top-p", type=number(0, 1), default=0.95, metavar="P",
-                       help="of the most probable tokens that together have probability P (default: 0.95)")
-    group.add_argument("--top-k", type=whole(0), default=40, metavar="K",
-                       help="of the K most probable tokens (default: 40)")
-    group.add_argument("--min-p", type=number(0, 1), default=0.05, metavar="P",
-                       help="of tokens at least P times as probable as the most probable one (default: 0.05)")
-    group.add_argument("--repeat-penalty", type=number(above=0), default=1.0, metavar="X",
-                       help="factor of the logits of the last 64 tokens; 1: none (default: 1)")
-    group.add_argument("--seed", type=int, metavar="N", help="seed (default: a random one)")
+    for name, (_, read, default, metavar, does) in SAMPLING.items():
+        said = "a random one" if default is None else f"{default:g}"
+        group.add_argument(f"--{name}", type=read, default=default, metavar=metavar, help=f"{does} (default: {said})")
     form = group.add_mutually_exclusive_group()
     form.add_argument("--grammar", metavar="GBNF", help="the text obeys this grammar of llama.cpp's kind, or @FILE")
     form.add_argument("--json-schema", metavar="SCHEMA", help="the text is JSON that this schema allows, or @FILE")
@@ -46,8 +49,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     """Keywords for Model.generate() and Model.chat(). PyorchError for a grammar or schema that cannot be used."""
     chosen: dict[str, Any] = {
-        "temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p,
-        "repeat_penalty": args.repeat_penalty, "seed": args.seed,
+        keyword: getattr(args, name.replace("-", "_")) for name, (keyword, *_) in SAMPLING.items()
     }
     gbnf = _gbnf(args)
     if gbnf is not None:

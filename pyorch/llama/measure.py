@@ -21,8 +21,6 @@ from pyorch.runtime.devices import Device
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
-DEFAULT_CTX = 4096  # where nobody says how long a context is, and the model was trained with a longer one
-
 LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens that are computed at once
 
 # The KV cache's (or recurrent state's) own sum, behind where each of its layers is; then buffers by name. Buffers of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,8 @@ from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies,
 from pyorch.llama.closed import ClosedLlama
 from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
-from pyorch.llama.measure import DEFAULT_CTX, WIDE_UBATCH
+from pyorch.llama.measure import WIDE_UBATCH
+from pyorch.runtime import fatal
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
@@ -173,7 +175,7 @@ class Model:
             ):
                 yield chunk["choices"][0]["text"]
         except ValueError as error:  # Llama's, about arguments
-            raise PyorchError(str(error)) from error
+            raise self._refusal(error) from error
 
     def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
         """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
@@ -184,7 +186,16 @@ class Model:
             for chunk in self.llama.create_chat_completion(list(messages), stream=True, **sampling):
                 yield chunk["choices"][0]["delta"].get("content") or ""
         except ValueError as error:
-            raise PyorchError(str(error)) from error
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: ValueError) -> PyorchError:
+        """What Llama says, with the remedy where a prompt is too long."""
+        too_long = re.search(r"Requested tokens \((\d+)\) exceed context window of (\d+)", str(error))
+        if too_long is None:
+            return PyorchError(str(error))
+        n_tokens, n_ctx = too_long.groups()
+        return PyorchError(f"the prompt has {n_tokens} tokens, and the context window room for {n_ctx}: make it larger "
+                           "(--ctx N, in Python n_ctx=N), or the prompt shorter")
 
     def substitute(
         self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None,
@@ -360,14 +371,16 @@ def load(
         raise PyorchError(f"n_batch is {n_batch}, and must be from 0 (for the default) to {MAX_TOKENS}")
     model_map = ModelMap(path)
     refuse_sidecar(model_map)
-    trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
+    if settings.n_ctx > model_map.trained_ctx:
+        fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
+                     f"{settings.n_ctx}, it may answer nonsense")
     n_threads = settings.n_threads or memory.physical_cores()
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
         "use_mmap": False,
         # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
-        "n_ctx": -(-(settings.n_ctx or min(DEFAULT_CTX, trained)) // _CTX_STEP) * _CTX_STEP,
+        "n_ctx": -(-(settings.n_ctx or model_map.default_ctx) // _CTX_STEP) * _CTX_STEP,
         "n_batch": n_batch or max(settings.n_ubatch, WIDE_UBATCH),
         "n_threads": n_threads,
         "n_threads_batch": n_threads,

@@ -17,7 +17,7 @@ from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import logs, measure, memory
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
-from pyorch.llama.measure import DEFAULT_CTX, NARROW_UBATCH
+from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.llama.originals import original
 from pyorch.runtime.device_rates import rates_for
 from pyorch.runtime.devices import Device, find_device
@@ -259,8 +259,7 @@ def _context_bytes(
 ) -> int:
     """Of a context as the settings want it, or as load() makes one: nobody has asked for one yet."""
     context = llama.llama_context_default_params()
-    trained = model_map.metadata_int(f"{model_map.info.arch}.context_length", default=DEFAULT_CTX)
-    context.n_ctx = settings.n_ctx or min(DEFAULT_CTX, trained)
+    context.n_ctx = settings.n_ctx or model_map.default_ctx
     context.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, context.n_batch)
     with measure.twin(original("llama_model_load_from_file"), model_map.path, params) as twin:
         init = original("llama_init_from_model")

@@ -11,6 +11,7 @@ from typing import Any
 from pyorch.errors import FormatError
 from pyorch.library.bindings import check, ffi, lib, new, string
 
+DEFAULT_CTX = 4096  # tokens of context where nobody says how many, and the model was trained with more
 SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction", "ghosts")
 
 
@@ -186,6 +187,16 @@ class ModelMap:
         kind = ffi.new("char const **")
         check(lib.pyorch_model_map_get_tensor_type(self.handle, name.encode(), kind))
         return string(kind[0])
+
+    @property
+    def trained_ctx(self) -> int:
+        """Tokens of context that the model was trained with; DEFAULT_CTX where the file does not say it."""
+        return self.metadata_int(f"{self.info.arch}.context_length", default=DEFAULT_CTX)
+
+    @property
+    def default_ctx(self) -> int:
+        """Tokens of context where nobody says how many."""
+        return min(DEFAULT_CTX, self.trained_ctx)
 
     def metadata_int(self, key: str, index: int = 0, default: int | None = None) -> int | None:
         """An integer of the metadata, of an array the element at index; the default where there is none."""

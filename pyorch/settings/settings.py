@@ -95,7 +95,7 @@ class Settings:
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
-        help="room for N tokens of context",
+        help="room for N tokens of context, rounded up to a multiple of 256",
         default_text="as trained, at most 4096",
     )
     n_ubatch: int = option(

@@ -19,7 +19,7 @@ from pyorch.files import check_target
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.measure import NARROW_UBATCH, WIDE_UBATCH
-from pyorch.llama.model import DEFAULT_CTX, Model, load
+from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.observers import Routing
 from pyorch.runtime.statistics import Stats
@@ -275,8 +275,7 @@ class _Session:
     ) -> None:
         self._model, self._header, self._n_decode = model, header, n_decode
         model_map, handle = model.map, model.llama.model
-        trained = model_map.metadata_int(f"{header.arch}.context_length", default=DEFAULT_CTX)
-        self._n_ctx = n_ctx or min(DEFAULT_CTX, trained)
+        self._n_ctx = n_ctx or model_map.default_ctx
         if self._n_ctx <= n_decode:
             raise PyorchError(f"a context of {self._n_ctx} tokens leaves none for a text and {n_decode} after it: "
                               "use a smaller --decode or a larger --ctx")

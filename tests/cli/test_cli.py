@@ -233,7 +233,7 @@ def test_inspect_tells_what_the_file_holds(small_moe: Path, capsys: pytest.Captu
     )
     assert report["expert_bytes"] == 3 * 128 * 32 * 2 and report["experts_bytes"] == 8 * 64 * report["expert_bytes"]
     assert report["file_bytes"] == small_moe.stat().st_size > report["experts_bytes"] + report["dense_bytes"]
-    assert report["kv_cache_bytes"] == 4096 * 8 * 2 * (32 + 32) * 2  # tokens, layers, heads, K and V, F16
+    assert report["kv_cache_bytes"] == 1024 * 8 * 2 * (32 + 32) * 2  # tokens (as trained), layers, heads, K and V, F16
     assert report["sidecars"] == {"buddies": str(small_moe.with_name("small-moe.buddies.gguf"))}
     small_moe.with_name("small-moe.buddies.gguf").unlink()
     assert main(["inspect", str(small_moe)]) == 0

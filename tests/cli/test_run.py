@@ -37,9 +37,9 @@ def test_the_prompt_comes_through_a_pipe(
     (io.StringIO(""), "the standard input is empty"),
     (io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"), "the standard input is not UTF-8 text"),
 ])
-def test_no_prompt_is_refused_before_the_model_is_loaded(stdin, said: str, monkeypatch, capsys) -> None:
+def test_no_prompt_is_refused(small_moe: Path, stdin, said: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "stdin", stdin)
-    assert main(["run", "no.gguf"]) == 2
+    assert main(["run", str(small_moe)]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -111,7 +111,7 @@ def test_a_conversation_on_a_terminal(small_moe: Path, tmp_path: Path) -> None:
         for typed, answer in (
             ("import os\x1b\rimport sys", "\x1b[?2004l"), ("/system Be short.", "system prompt: Be short."),
             ("/nothing", "there is no /nothing"), (f"/save {saved}", "2 messages"), ("/clear", "begins anew"),
-            (f"/load {saved}", "2 messages"), ("/stats", "read per token"), (first, "\x1b[?2004l"),
+            (f"/load {saved}", "> import os"), ("/stats", "read per token"), (first, "\x1b[?2004l"),
         ):
             dialogue.type(f"{typed}\r")
             dialogue.expect(answer)
@@ -123,6 +123,42 @@ def test_a_conversation_on_a_terminal(small_moe: Path, tmp_path: Path) -> None:
     assert said["system"] == "Be short." and said["messages"][0] == {"role": "user", "content": "import os\nimport sys"}
     history = tmp_path / "pyorch" / "chat-history"
     assert history.stat().st_mode & 0o077 == 0 and history.read_text().count("+import sys") == 2
+
+
+def test_a_terminal_without_a_prompt_is_for_a_conversation(small_moe: Path, tmp_path: Path) -> None:
+    with Dialogue(sys.executable, "-m", "pyorch", "run", small_moe, *FEW, XDG_STATE_HOME=str(tmp_path)) as dialogue:
+        dialogue.expect("context 0 of 256")
+        dialogue.type('"""\rimport os\rimport sys"""\r')  # Enter sends nothing between quotes
+        dialogue.expect(" of 256")
+        dialogue.type("/save talk.json\r")
+        dialogue.expect("2 messages")
+        dialogue.type("\x04")
+        assert dialogue.end()[0] == 0
+
+
+def test_an_answer_is_tried_again_and_sampled_otherwise(small_moe: Path) -> None:
+    typed = ("/retry", "/set temp 0", '"""', "import os", "import sys", '"""', "/retry", "/set top-p 2", "/set heat 1")
+    done = pyorch("run", small_moe, "--chat", *FEW, input="\n".join(typed))
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == second and first
+    for said in ("nothing was asked yet", "temp 0, top-p 0.95", '"2" is not a number of 0 or more and of at most 1',
+                 "/set takes one of temp, "):
+        assert said in done.stderr
+
+
+def test_ctrl_c_ends_a_text_with_its_statistics(small_moe: Path) -> None:
+    words = (small_moe, "-p", "import os", "-n", "8000", "--ctx", "8192", "--grammar", 'root ::= "ab" root')
+    with Dialogue(sys.executable, "-m", "pyorch", "run", *words) as dialogue:
+        dialogue.expect("abab")
+        dialogue.type("\x03")
+        status, said = dialogue.end()
+    assert status == 130 and "read per token" in said and "Traceback" not in said
+
+
+def test_more_context_than_was_trained_is_said(small_moe: Path) -> None:
+    trained = pyorch("run", small_moe, "-p", "x", "-n", "1", "--ctx", "20000")
+    assert trained.returncode == 0 and "trained with 1024 tokens of context" in trained.stderr
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(small_moe: Path, tmp_path: Path) -> None:
