@@ -15,11 +15,16 @@ from pyorch.settings.device import AUTO, DeviceMisses
 from pyorch.sizes import format_bytes
 from pyorch.traces.replay import token_bytes
 
+# Bytes a second of uploads over sixteen lanes, some four fifths of what the standards say.
+LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
+TYPICAL_LINK = "pcie4"
+TYPICAL_BANDWIDTH = 250e9  # bytes of weights a second: two thirds of the 380 GB/s of a middling card's memory
+
 
 @dataclass(frozen=True)
 class DeviceSpeed:
     """link: bytes a second of uploads. decode, prefill: how many times as fast as the processor it computes a token,
-    and a token of a prompt. how: "measured", or "given".
+    and a token of a prompt. how: "measured", "given" or "assumed".
     """
 
     link: float

@@ -10,6 +10,7 @@ from pyorch.runtime.model_map import ModelMap
 # Of the bytes of experts in 16-bit floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by
 # 3 to 5 %, which decoding eats up.
 CODED_SHARE = 0.70
+WORTH = 1.05  # so much faster are tokens with what is worth making
 _CODED = {"bf16", "f16"}
 
 
@@ -25,6 +26,10 @@ class Gain:
     at_most: bool
     lossy: bool
     why: str
+
+    def helps(self, without: Estimate) -> bool:
+        """Whether it is missing, and would make tokens faster enough."""
+        return not self.there and (self.decode_rate or 0.0) >= WORTH * without.decode_rate
 
 
 def gains(
@@ -57,9 +62,3 @@ def gains(
                       1 / decode_seconds, True, True,
                       "if nothing at all is waited for; pyorch tune finds what accuracy that costs"))
     return found
-
-
-def worth_it(found: list[Gain], base: Estimate, least: float = 1.05) -> list[Gain]:
-    """Lossless ones that are missing and make tokens at least so much faster."""
-    return [gain for gain in found if not gain.there and not gain.lossy and gain.decode_rate is not None
-            and gain.decode_rate >= least * base.decode_rate]

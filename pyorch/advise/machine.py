@@ -33,6 +33,8 @@ N_ROUNDS = 3
 N_PROMPT, N_TOKENS = 256, 64
 MAX_DECODE_SECONDS = 4.0
 
+BUSY = 0.5  # processors that others use: with more, what is measured is not what this machine can
+
 _VERSION = 1  # of what is kept
 
 
@@ -58,9 +60,12 @@ class Disk:
 class Machine:
     """Measures for one model.
 
-    again: what was measured before does not count. Raises PyorchError where llama.cpp cannot compute a probe of the
+    again: what was measured before does not count. load: processors that others used when computing was measured, 0
+    where that was before. Raises PyorchError where llama.cpp cannot compute a probe of the
     model, or a probe cannot be written.
     """
+
+    load = 0.0
 
     def __init__(self, model_map: ModelMap, n_threads: int, on_progress: OnProgress, again: bool = False) -> None:
         self._map, self._n_threads, self._on_progress, self._again = model_map, n_threads, on_progress, again
@@ -86,6 +91,7 @@ class Machine:
         kept_in = _kept_in(shape, self._n_threads)
         if not self._again and (kept := _read(kept_in)) is not None:
             return kept
+        self.load = os.getloadavg()[0]
         small, large = shape.sizes()
         with _directory_for_probes(None) as directory:
             paths = {}

@@ -33,7 +33,8 @@ class Advice:
     context_bytes: KV cache and compute buffers for n_ctx tokens, in host memory or, if there is a device, in its;
     auto_bytes: what is left of host memory for experts, at most all of them; None where the model does not fit.
     estimates: the last one is of the recommended budget; with a device the first one is without it. budget_names: of
-    the budgets of estimates, "auto" for what is left and "least" for what must be.
+    the budgets of estimates, "auto" for what is left and "least" for what must be. gains: at the recommended budget;
+    gains_at_least: at the smallest one, least_budget; useful: sidecars that would help at one of the two.
     """
 
     model: str
@@ -51,6 +52,9 @@ class Advice:
     estimates: list[Estimate]
     budget_names: list[str]
     gains: list[Gain]
+    least_budget: str
+    gains_at_least: list[Gain]
+    useful: list[str]
     command: str
     notes: list[str]
     plot: Path | None
@@ -60,7 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "advise", summary, "pyorch advise olmoe.gguf\n"
                          "  pyorch advise olmoe.gguf --trace olmoe.trace --budget 30%,50% --plot pictures\n"
                          "  pyorch advise olmoe.gguf --device auto\n"
-                         "  pyorch advise olmoe.gguf --vram 8GiB --link-bandwidth 12GB/s --vram-bandwidth 200GB/s")
+                         "  pyorch advise olmoe.gguf --vram 8GiB --link-bandwidth pcie3 --vram-bandwidth 200GB/s")
     parser.description += (
         " Disk, computing and memory of this machine are measured once, and kept; then the cache, the predictors and "
         "the disk run in simulated time. No weight of the model is needed: its header suffices."
@@ -94,11 +98,13 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     devices.add_argument("--vram-budget", metavar="SIZE,...",
                          help="what experts get of it, several with commas between them: sizes, or shares of the "
                               "experts (default: what the other layers and the context leave)")
-    devices.add_argument("--link-bandwidth", type=rate, metavar="RATE",
-                         help="speed of uploads to the device, such as 12GB/s (default: measured on --device)")
+    devices.add_argument("--link-bandwidth", type=_link, metavar="RATE",
+                         help="speed of uploads to the device, such as 12GB/s, or pcie3, pcie4 or pcie5, with 16 lanes "
+                              "(default: measured on --device; else pcie4 is assumed)")
     devices.add_argument("--vram-bandwidth", type=rate, metavar="RATE",
                          help="speed at which it reads weights to compute a token, such as 200GB/s: some two thirds of "
-                              "what its data sheet says of its memory (default: measured on --device)")
+                              "what its data sheet says of its memory (default: measured on --device; else 250GB/s is "
+                              "assumed)")
     parser.add_argument("--again", action="store_true", help="measure again what was kept from before")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture, advice.png, into DIR")
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
@@ -126,6 +132,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(_parts(advice))
     return 0
+
+
+def _link(text: str) -> float:
+    """Bytes a second, by number or by name."""
+    from pyorch.advise.device import LINKS
+
+    return LINKS[text.lower()] if text.lower() in LINKS else rate(text)
 
 
 @dataclass(frozen=True)
@@ -162,9 +175,6 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
                           "--vram SIZE for another one")
     if not (wanted.vram or wanted.budgets):
         raise PyorchError("of which device? Name it with --device, or say its memory with --vram, such as 8GiB")
-    if not (wanted.link and wanted.bandwidth):
-        raise PyorchError("a device that is not named cannot be measured: say how fast it is with --link-bandwidth and "
-                          "--vram-bandwidth, such as 12GB/s and 200GB/s")
     return wanted
 
 
@@ -175,8 +185,10 @@ def _device(
     from pyorch.advise import device as devices
 
     if wanted.name is None:
-        assert wanted.link is not None and wanted.bandwidth is not None
-        return devices.given(wanted.vram, wanted.link, wanted.bandwidth, model_map, compute)
+        device = devices.given(wanted.vram, wanted.link or devices.LINKS[devices.TYPICAL_LINK],
+                               wanted.bandwidth or devices.TYPICAL_BANDWIDTH, model_map, compute)
+        known = wanted.link and wanted.bandwidth
+        return device if known else replace(device, speed=replace(device.speed, how="assumed"))
     progress.update("measuring the device", 0, 0)
     found = devices.measured(wanted.name, model_map, n_threads)
     speed = found.speed
@@ -193,10 +205,11 @@ def _advise(
     args: argparse.Namespace, model_map: ModelMap, memory: MemoryLimit | None, wanted: _WantedDevice | None,
     progress: Progress,
 ) -> Advice:
+    from pyorch.advise.device import TYPICAL_BANDWIDTH
     from pyorch.advise.device import rest_for_experts as rest_of_device
     from pyorch.advise.estimates import Estimator
-    from pyorch.advise.gains import gains, worth_it
-    from pyorch.advise.machine import Compute, Disk, Machine
+    from pyorch.advise.gains import gains
+    from pyorch.advise.machine import BUSY, Compute, Disk, Machine
     from pyorch.advise.memory import context_bytes, rest_for_experts
     from pyorch.advise.routing import routing_of
     from pyorch.llama.device import host_bytes_beside_device
@@ -247,16 +260,27 @@ def _advise(
         estimates.append(estimator.estimate(budget, vram_budget))
     progress.update("replaying with sidecars", len(plan), len(plan) + 1)
     fastest = compute.decode_seconds / (max(1.0, device.speed.decode) if device else 1)
+    least = min(estimates[-len(asked) - 1:], key=lambda estimate: estimate.budget_bytes)
     found = gains(model_map, estimator, estimates[-1], fastest, disk.bytes_per_second)
-    commands = [gain.command for gain in worth_it(found, estimates[-1])]
+    found_at_least = gains(model_map, estimator, least, fastest, disk.bytes_per_second)
+    useful = [gain.sidecar for gain, at_least in zip(found, found_at_least)
+              if gain.helps(estimates[-1]) or at_least.helps(least)]
+    if machine.load > BUSY:
+        notes.append(f"{machine.load:.1f} processors were busy with other things while computing was measured: "
+                     "pyorch advise --again measures it anew")
+    if device is not None and device.speed.how == "assumed":
+        notes.append(f"how fast the device is was assumed: uploads at {device.speed.link / 1e9:.3g} GB/s "
+                     f"({'as given' if wanted.link else 'PCIe 4 with 16 lanes'}), weights read at "
+                     f"{(wanted.bandwidth or TYPICAL_BANDWIDTH) / 1e9:.3g} GB/s: say --link-bandwidth and "
+                     "--vram-bandwidth if you know better")
     if wanted is not None and (wanted.name or "").startswith(REMOTE):
         notes.append("a device of another process is asked several times for each layer: those trips, which with small "
                      "experts take most of the time, are not in these estimates")
     if not routing.observed:
         notes.append(f"for more than an assumption: pyorch profile {shlex.quote(args.model)} --data TEXT --states "
                      f"-o {shlex.quote(str(_default_trace(model_map)))}, then advise again")
-    notes += [f"worth making: {command}" for command in commands]
-    if not all(gain.there for gain in found):
+    notes += [f"worth making: {gain.command}" for gain in found if gain.sidecar in useful and not gain.lossy]
+    if useful:
         notes.append(f"all that helps here is made by: pyorch prepare {shlex.quote(args.model)} --data TEXT")
     plot = None
     if args.plot is not None:
@@ -268,6 +292,8 @@ def _advise(
         model=model_map.path, arch=info.arch, n_threads=n_threads, disk=disk, compute=compute, memory=memory,
         device=device, n_ctx=args.ctx, context_bytes=n_context_bytes, auto_bytes=left, routing=routing.source,
         prompt_tokens=args.prompt_tokens, estimates=estimates, budget_names=[name for _, name, _ in plan], gains=found,
+        least_budget=next(name for (_, name, _), estimate in zip(plan, estimates) if estimate is least),
+        gains_at_least=found_at_least, useful=useful,
         command=_command(args, model_map, left, wanted), notes=notes, plot=plot,
     )
 
@@ -350,10 +376,17 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
         ("routing", advice.routing),
     ]
     table = _table_of_budgets(advice) if advice.device is None else _table_of_device(advice)
-    base = advice.estimates[-1].decode_rate
-    columns_of_gains = ("sidecar", "is there", "at the last budget")
-    gains = [(gain.sidecar, "yes" if gain.there else "no", _gain(gain, base)) for gain in advice.gains]
-    reasons = [(gain.sidecar, f"{'lossy: ' if gain.lossy else ''}{gain.why}: {gain.command}") for gain in advice.gains]
+    recommended = advice.estimates[-1]
+    least = advice.estimates[max(i for i, name in enumerate(advice.budget_names) if name == advice.least_budget)]
+    columns_of_gains = ["sidecar", "is there", f"tok/s at {advice.budget_names[-1]}"]
+    if least is not recommended:
+        columns_of_gains.insert(2, f"tok/s at {advice.least_budget}")
+    gains, reasons = [], []
+    for gain, at_least in zip(advice.gains, advice.gains_at_least):
+        shown = [(at_least, least), (gain, recommended)] if least is not recommended else [(gain, recommended)]
+        gains.append((gain.sidecar, "yes" if gain.there else "no", *(_gain(*pair) for pair in shown)))
+        command = f": {gain.command}" if gain.sidecar in advice.useful else ""
+        reasons.append((gain.sidecar, f"{'lossy: ' if gain.lossy else ''}{gain.why}{command}"))
     return [
         Facts(facts), "",
         table, "",
@@ -402,8 +435,10 @@ def _table_of_device(advice: Advice) -> Table:
     return Table(columns, rows, left=("VRAM", "budget"))
 
 
-def _gain(gain: Gain, base: float) -> str:
+def _gain(gain: Gain, without: Estimate) -> str:
+    """A lossy one's share is left out: its bound is that nothing is read at all."""
     if gain.decode_rate is None:
         return "not known"
     bound = "at most " if gain.at_most else ""
-    return f"{bound}{gain.decode_rate:.1f} tok/s ({round(100 * (gain.decode_rate / base - 1)):+d}%)"
+    more = "" if gain.lossy else f" ({round(100 * (gain.decode_rate / without.decode_rate - 1)):+d}%)"
+    return f"{bound}{gain.decode_rate:.1f}{more}"

@@ -203,8 +203,10 @@ def test_the_disk_of_a_header_is_measured_on_a_file_that_has_bytes(tmp_path: Pat
 
 
 def test_command_advises_from_a_trace_and_draws(
-    small_moe: Path, tmp_path: Path, cache: Path, quick, capsys: pytest.CaptureFixture[str]
+    small_moe: Path, tmp_path: Path, cache: Path, quick, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "pyorch/sizes.py").read_text()[:1500])
     trace = tmp_path / "some.trace"
@@ -217,13 +219,23 @@ def test_command_advises_from_a_trace_and_draws(
     assert said["routing"].startswith(str(trace))
     assert {gain["sidecar"] for gain in said["gains"]} == {"pack", "predictor", "maps", "buddies"}
     assert said["command"].startswith(f"pyorch run {small_moe}")
+    assert any("3.0 processors were busy" in note for note in said["notes"])
     assert (tmp_path / "pictures/advice.png").stat().st_size > 10_000
     assert main([*begin, "--read-bandwidth", "1GB/s", "--memory", "4GiB"]) == 0
     out = capsys.readouterr().out
+    assert "processors were busy" not in out  # it was measured before
     assert "1.00 GB/s (as given)" in out and "4096 MiB free (as given)" in out
     assert "run it with: pyorch run" in out and "--budget" in out.splitlines()[-1]
     tables = out[out.index("\nbudget  ") :].splitlines()[: 2 * 6]  # that of budgets, that of sidecars
     assert any(line.startswith("sidecar") for line in tables) and max(map(len, tables)) <= 80
+
+    # What gains nothing is not recommended, what gains much is.
+    for bandwidth, worth in (("100GB/s", False), ("1MB/s", True)):
+        assert main([*begin, "--budget", "30%", "--read-bandwidth", bandwidth]) == 0
+        out = capsys.readouterr().out
+        for command in ("pyorch pack", "pyorch buddies", "worth making", "pyorch prepare"):
+            assert (command in out) == worth, (command, bandwidth)
+        assert "tok/s at 30%" in out and "%)" in out and "1000%" not in out
 
     # With a device that is measured, and with one that is only said to be there.
     device = DeviceProcess(tmp_path / "device.log")
@@ -244,6 +256,9 @@ def test_command_advises_from_a_trace_and_draws(
     assert [row.split()[:2] for row in table] == [["VRAM", "budget"], ["none", "auto"], *[["12", "MiB"]] * 2]
     assert "device of another process" not in out
     assert "uploads 12 GB/s" in out and "(given)" in out and max(map(len, table)) <= 80
+    assert main([*begin, "--budget", "30%", "--vram", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "uploads 25 GB/s" in out and "(assumed)" in out and "(PCIe 4 with 16 lanes), weights read at 250 GB/s" in out
     assert main([*begin, "--vram", "200MiB", "--link-bandwidth", "1GB/s", "--vram-bandwidth", "1GB/s"]) == 2
     assert "200 MiB of device memory leave nothing for experts" in capsys.readouterr().err
 
@@ -256,7 +271,7 @@ def test_command_advises_from_a_trace_and_draws(
     (["--compute-ms", "0"], "is not a number above 0"),
     (["--vram", "much", "--link-bandwidth", "1GB/s"], '--vram: "much" is not understood'),
     (["--vram", "8GiB", "--vram-budget", "4GiB"], "give one of them"),
-    (["--vram", "8GiB", "--link-bandwidth", "1GB/s"], "say how fast it is with --link-bandwidth and --vram-bandwidth"),
+    (["--vram", "8GiB", "--link-bandwidth", "pcie9"], '--link-bandwidth: "pcie9" is not understood'),
     (["--link-bandwidth", "1GB/s"], "of which device?"),
     (["--device", "CUDA7"], "there is no device CUDA7"),
     (["--device", "none", "--vram-budget", "auto"], "is known of a device that --device names"),
