@@ -25,6 +25,7 @@ from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import FormatError, PyorchError
+from pyorch.traces.default_text import WHAT
 
 if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
@@ -90,7 +91,8 @@ class Report:
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "prepare", summary,
-        "pyorch prepare olmoe.gguf --data book.txt\n"
+        "pyorch prepare olmoe.gguf\n"
+        "  pyorch prepare olmoe.gguf --data book.txt\n"
         "  pyorch prepare olmoe.gguf --data book.txt --questions train-questions.jsonl --budget 40%\n"
         "  pyorch prepare olmoe.gguf --data book.txt --only buddies,ghosts",
     )
@@ -104,7 +106,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_model(parser)
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE",
                         help="text like what the model will be used for: plain text, or .jsonl with a field text or "
-                             "prompt on each line, or with questions in the layout of ARC")
+                             f"prompt on each line, or with questions in the layout of ARC (default: {WHAT})")
     parser.add_argument("--questions", type=Path, nargs="+", default=[], metavar="FILE.jsonl",
                         help="questions in the layout of ARC: a lossy setting is tuned on them")
     parser.add_argument("--minutes", type=number(above=0), default=15.0, metavar="N",
@@ -134,6 +136,8 @@ def run(args: argparse.Namespace) -> int:
     if not wanted:
         raise PyorchError("--only and --skip leave no step")
     check_readable([*(args.data or ()), *args.questions])
+    if args.data is None:
+        args.data = [_default_text()]
     with ModelMap(args.model) as model_map:
         refuse_sidecar(model_map)
         if not model_map.layers:
@@ -145,6 +149,22 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(report)
     return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
+
+
+def _default_text() -> Path:
+    """Its file among what is kept of this machine: the commands of the steps can be repeated with it."""
+    from pyorch.runtime.disk import cache_directory
+    from pyorch.traces.default_text import write_default_text
+
+    try:
+        path = cache_directory() / "default-text.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        raise PyorchError("there is no place to keep a text in: give one with --data FILE, like what the model will be "
+                          "used for") from None
+    if not path.exists():
+        write_default_text(path)
+    return path
 
 
 def _names(steps: list[Step]) -> tuple[str, ...]:
@@ -185,8 +205,8 @@ class _Preparation:
         self._outcomes: list[Outcome] = []
 
     def run(self) -> list[Outcome]:
-        """Tries each step that is wanted. PyorchError, before anything is made, for text or questions that are lacking
-        or cannot be read."""
+        """Tries each step that is wanted. PyorchError, before anything is made, for text or questions that cannot be
+        read, or questions that are lacking."""
         self._check_texts()
         for step in self._steps:
             if step.name != "profile" or "profile" in self._only:
@@ -209,13 +229,11 @@ class _Preparation:
             read_questions(path)
         if "tune" in self._only and not self._args.questions:
             raise PyorchError("tune asks questions: give --questions FILE.jsonl")
-        due = [step.name for step in self._steps
-               if (step.name in _READ_TEXT or (step.traced and self._trace == self._own))
-               and (step.name != "profile" or "profile" in self._only) and not self._reason_to_skip(step)]
-        if due and not self._args.data:
-            raise PyorchError(f"{due[0]} needs text like what the model will be used for: give --data FILE")
-        for _ in read_documents(self._args.data) if due else ():
-            pass
+        if any((step.name in _READ_TEXT or (step.traced and self._trace == self._own))
+               and (step.name != "profile" or "profile" in self._only) and not self._reason_to_skip(step)
+               for step in self._steps):
+            for _ in read_documents(self._args.data):
+                pass
 
     def _need_trace(self) -> None:
         if self._trace == self._given and not any(outcome.step == "profile" for outcome in self._outcomes):
@@ -261,8 +279,6 @@ class _Preparation:
             return "no trace was recorded"
         if step.name in self._only:
             return ""
-        if step.traced and self._trace == self._own and not self._args.data:
-            return "it reads a trace, which is recorded of text: give --data FILE"
         if step.name == "pack":
             return self._reason_for_no_pack()
         if step.name == "maps" and not self._has_compressed_pack():

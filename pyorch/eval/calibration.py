@@ -93,9 +93,12 @@ def calibrate(
         n_embd = model.llama.n_embd()
         with Context(model.llama.model, _PIECE, _PIECE, _PIECE, n_threads=n_threads) as context:
             with model.engine.calibrating():
-                end = time.monotonic() + seconds if seconds is not None else math.inf
+                begin, limit = time.monotonic(), math.inf if seconds is None else seconds
+                n_due = sum(map(len, _pieces(model, data))) if on_progress is not None else 0
+                n_due = n_due if n_tokens is None else min(n_due, n_tokens)
                 for number, piece in enumerate(_pieces(model, data), start=1):
-                    if n_done and time.monotonic() >= end:
+                    elapsed = time.monotonic() - begin
+                    if n_done and elapsed >= limit:
                         break
                     piece = piece if n_tokens is None else piece[: n_tokens - n_read]
                     if not piece:
@@ -108,7 +111,7 @@ def calibrate(
                     context.decode(piece)
                     n_done, last = n_done + len(piece), piece
                     if on_progress is not None:
-                        on_progress("calibrating", n_read, n_tokens or 0)
+                        on_progress("calibrating", max(n_read, int(n_due * elapsed / limit)), n_due)
             if not n_done:
                 raise PyorchError(f"{', '.join(map(os.fspath, data))}: there is no text to calibrate with")
             means = {il: model.engine.mean_outputs(il, n_embd) for il in model.layers}

@@ -311,21 +311,23 @@ class _Session:
         self._model.reset_stats()
         counts, seconds = [0, 0], [0.0, 0.0]
         n_before, n_requests, first = writer.n_records, 0, writer.next_request
-        end = time.monotonic() + limit_seconds if limit_seconds is not None else float("inf")
+        started, limit = time.monotonic(), float("inf") if limit_seconds is None else limit_seconds
         total = 0
         if on_progress is not None:
             # To take a text apart twice costs little beside running it.
             pieces = self.pieces(documents(), n_tokens, first)
             total = sum(request.n_prompt + self._n_decode for request in pieces)
         for group in self._groups(self.pieces(documents(), n_tokens, first)):
-            if n_requests and time.monotonic() >= end:
+            elapsed = time.monotonic() - started
+            if n_requests and elapsed >= limit:
                 break
             n_requests += len(group)
             for phase, step in ((PREFILL, self._prefill), (DECODE, self._decode)):
                 before, begin = writer.n_records, time.perf_counter()
                 for _ in step(group):
                     if on_progress is not None:
-                        on_progress("profiling", writer.n_records - n_before, total)
+                        done = writer.n_records - n_before
+                        on_progress("profiling", max(done, int(total * min(1.0, elapsed / limit))), total)
                 seconds[phase] += time.perf_counter() - begin
                 counts[phase] += writer.n_records - before
             self._context.clear()

@@ -12,6 +12,7 @@ from pyorch.cli import main
 from pyorch.cli.prepare import FAILED, MADE, SKIPPED, STEPS, THERE
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.beside import Sidecars
+from pyorch.traces.data import read_documents
 
 TEXT = Path(__file__).parents[1] / "fixtures" / "small-moe" / "text-test.txt"
 FEW = ["--data", str(TEXT), "--tokens", "600", "--threads", "1"]
@@ -123,13 +124,18 @@ def test_the_only_copy_of_the_experts_of_a_slim_model_stays_even_if_it_is_damage
     assert pack.stat().st_size == 5000
 
 
-def test_steps_that_a_new_pack_makes_worth_it_are_skipped_without_text(
-    model: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_text_one_is_read_that_every_machine_has(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["pack", str(model), "--codec", "table"]) == 0
-    capsys.readouterr()
-    steps = prepare(capsys, model, "--skip", "calibrate")
-    assert {step["state"] for step in steps.values()} == {THERE, SKIPPED} and "--data" in steps["maps"]["brings"]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    steps = prepare(capsys, model, *FEW[2:], "--only", "buddies")
+    assert steps["buddies"]["state"] == MADE and str(tmp_path / "cache") in steps["profile"]["command"]
+    documents = list(read_documents([tmp_path / "cache" / "pyorch" / "default-text.jsonl"]))
+    assert sum(len(document.text) for document in documents) > 300_000
+    assert '"""' in documents[1].text and '"""' not in documents[0].text  # programs and prose, by turns
+    monkeypatch.setenv("XDG_CACHE_HOME", str(TEXT))
+    assert main(["prepare", str(model), "--again", "--only", "buddies"]) == 2
+    assert "give one with --data" in capsys.readouterr().err
 
 
 def test_no_trace_but_the_users_own_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,9 +167,7 @@ def test_models_whose_names_look_like_options_are_prepared(model: Path, monkeypa
 
 
 @pytest.mark.parametrize("options, sentence", [
-    ([], "calibrate needs text"),
     (["--only", "pock"], '"pock" is not a step: use some of calibrate'),
-    (["--skip", "tune,"], ""),
     (["--minutes", "0"], "not a number above 0"),
     (["--only", ","], "names no step"),
     (["--only", "tune", "--skip", "tune"], "leave no step"),
