@@ -39,17 +39,13 @@ def best_predictor(file: PredictorFile) -> str:
 
 
 def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: int | None = None) -> None:
-    """Sets it for all layers, or for one.
+    """Sets it for all layers, or for one, which under "auto" gets the predictor that all have.
 
-    Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs, and for "auto" where one layer
-    is to be set; FormatError if a sidecar is damaged or another model's.
+    Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs; FormatError if a sidecar is
+    damaged or another model's.
     """
     n_layers = len(engine.n_expert)
     check_prefetch(prefetch, n_layers)
-    if prefetch.predictor == AUTO and il is not None:
-        raise PyorchError(
-            'prefetch "auto" weighs what predictions take and save, so it is for all layers: name a predictor for one'
-        )
     predictor = best_predictor(sidecars.predictor) if prefetch.predictor == AUTO else prefetch.predictor
     distance = prefetch.distance
     choice = predictors()[predictor]

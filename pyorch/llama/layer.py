@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -12,9 +14,11 @@ from pyorch.errors import PyorchError
 from pyorch.llama.apply import apply_ghosts, apply_prefetch, apply_substitution
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.statistics import Stats
-from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.prefetch import AUTO, Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.buddies import Buddies
+
+MAX_EXPERTS = (1 << 31) - 1  # what the library takes; a layer has fewer, and says so
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class LayerSettings:
     while it runs; pinned ones stay. On a device min_on_device of them stay, and no more than max_on_device (None: no
     limit) come. substitution: what stands in for absent ones (lossy); None: nothing.
     prefetch: what guesses them while earlier layers decode, such as "quasi-hidden:2:0.5"; None: as it was loaded.
+
+    Raises PyorchError for what cannot be meant, before any layer is touched.
     """
 
     min_experts: int = 0
@@ -35,6 +41,22 @@ class LayerSettings:
     min_on_device: int = 0
     max_on_device: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("min_experts", "max_experts", "min_on_device", "max_on_device"):
+            given = getattr(self, name)
+            if given is not None and (not isinstance(given, int) or not 0 <= given <= MAX_EXPERTS):
+                raise PyorchError(f"{name} is {given}, and must be a number of experts")
+        try:
+            pinned = frozenset(map(operator.index, self.pinned))
+        except TypeError:
+            raise PyorchError(f"pinned is {self.pinned}, and must be numbers of experts") from None
+        substitution = None if self.substitution is None else Substitution.parse(self.substitution)
+        if self.prefetch is not None and Prefetch.parse(self.prefetch).predictor == AUTO:
+            raise PyorchError('prefetch "auto" weighs what predictions take and save, so it is for all layers: name a '
+                              "predictor for one")
+        object.__setattr__(self, "pinned", pinned)
+        object.__setattr__(self, "substitution", substitution if substitution and substitution.lossy else None)
+
     @property
     def on_device(self) -> tuple[int, int | None]:
         return self.min_on_device, self.max_on_device
@@ -43,7 +65,8 @@ class LayerSettings:
 class Layer:
     """A block with routed experts."""
 
-    __slots__ = ("_engine", "_record", "_settings", "buddies", "il", "n_expert")  # who misspells `settings` is told
+    # Who misspells `settings` is told.
+    __slots__ = ("_engine", "_hops", "_record", "_settings", "buddies", "il", "n_expert")
 
     def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
         self.il = il
@@ -52,6 +75,7 @@ class Layer:
         self._record = record
         self._settings = LayerSettings(substitution=record.plan.settings.substitution)
         self.buddies = record.plan.buddies
+        self._hops: np.ndarray | None = None
 
     def __repr__(self) -> str:
         return f"<pyorch.llama.layer.Layer {self.il}: {self.n_expert} experts, {self._settings}>"
@@ -68,27 +92,34 @@ class Layer:
 
     @settings.setter
     def settings(self, wanted: LayerSettings) -> None:
+        """All of it, or, where something is refused, nothing: a layer is never left with a part."""
         if not isinstance(wanted, LayerSettings):
             raise TypeError(f"the settings of a layer are a pyorch.LayerSettings, not {wanted!r}")
-        limit = self.n_expert if wanted.max_experts is None else wanted.max_experts
-        added = sorted(wanted.pinned - self._settings.pinned)
-        self._engine.pin(self.il, added)
-        try:
-            self._engine.set_layer_limits(self.il, wanted.min_experts, limit)
-            if wanted.on_device != self._settings.on_device:
-                most = self.n_expert if wanted.max_on_device is None else wanted.max_on_device
-                self._engine.set_device_limits(self.il, wanted.min_on_device, most)
-            if wanted.substitution != self._settings.substitution:
-                apply_ghosts(self._engine, self.il, wanted.substitution, self._record.plan.sidecars)
-                apply_substitution(self._engine, self.il, wanted.substitution, self.buddies)
-            if wanted.prefetch != self._settings.prefetch:
+        before, engine, sidecars = self._settings, self._engine, self._record.plan.sidecars
+        added = sorted(wanted.pinned - before.pinned)
+        with contextlib.ExitStack() as undo:
+            engine.pin(self.il, added)
+            undo.callback(engine.unpin, self.il, added)
+            undo.callback(self._limit, before, wanted)
+            self._limit(wanted, before)
+            if wanted.substitution != before.substitution:
+                undo.callback(apply_substitution, engine, self.il, before.substitution, self.buddies, self._hops)
+                apply_ghosts(engine, self.il, wanted.substitution, sidecars)
+                apply_substitution(engine, self.il, wanted.substitution, self.buddies, self._hops)
+            if wanted.prefetch != before.prefetch:
                 prefetch = self._record.plan.prefetch if wanted.prefetch is None else Prefetch.parse(wanted.prefetch)
-                apply_prefetch(prefetch, self._engine, self._record.plan.sidecars, self.il)
-        except PyorchError:
-            self._engine.unpin(self.il, added)
-            raise
-        self._engine.unpin(self.il, sorted(self._settings.pinned - wanted.pinned))
+                apply_prefetch(prefetch, engine, sidecars, self.il)
+            undo.pop_all()
+        engine.unpin(self.il, sorted(before.pinned - wanted.pinned))
         self._settings = wanted
+
+    def _limit(self, wanted: LayerSettings, before: LayerSettings) -> None:
+        """How many experts are kept, in host memory and on a device."""
+        most = self.n_expert if wanted.max_experts is None else wanted.max_experts
+        self._engine.set_layer_limits(self.il, wanted.min_experts, most)
+        if wanted.on_device != before.on_device:
+            most = self.n_expert if wanted.max_on_device is None else wanted.max_on_device
+            self._engine.set_device_limits(self.il, wanted.min_on_device, most)
 
     def prefetch(self, experts: Iterable[int]) -> None:
         """Queues reads behind all demand, in this order. Returns at once."""
@@ -107,7 +138,7 @@ class Layer:
         """
         apply_ghosts(self._engine, self.il, substitution, self._record.plan.sidecars)
         apply_substitution(self._engine, self.il, substitution, buddies, hops)
-        self.buddies = buddies
+        self.buddies, self._hops = buddies, hops
         self._settings = dataclasses.replace(self._settings, substitution=substitution)
 
     def stats(self) -> Stats:

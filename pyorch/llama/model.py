@@ -228,7 +228,12 @@ class Model:
 
         Args:
             masks: il to bool[n_expert]; a layer that is missing keeps to what is resident.
+
+        Raises PyorchError for a layer that has no routed experts.
         """
+        unknown = sorted((masks or {}).keys() - self.layers.keys())
+        if unknown:
+            raise PyorchError(f"layer {unknown[0]} has no routed experts")
         if self.engine is not None:
             for il in self.layers:
                 self.engine.set_cache(il, (masks or {}).get(il))

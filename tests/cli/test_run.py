@@ -130,8 +130,9 @@ def test_a_terminal_without_a_prompt_is_for_a_conversation(small_moe: Path, tmp_
         dialogue.expect("context 0 of 256")
         dialogue.type('"""\rimport os\rimport sys"""\r')  # Enter sends nothing between quotes
         dialogue.expect(" of 256")
-        dialogue.type("/save talk.json\r")
+        dialogue.type(f"/save {tmp_path / 'talk.json'}\r")
         dialogue.expect("2 messages")
+        dialogue.expect(" of 256")
         dialogue.type("\x04")
         assert dialogue.end()[0] == 0
 
