@@ -166,15 +166,19 @@ class TraceWriter:
         check_target(self.path)
         self._written = self.path if append else part_path(self.path)
         try:
-            if not append:
-                self._written.touch()
-            self._file: io.FileIO | None = self._written.open("r+b", buffering=0)
+            # A trace that is appended to may be a link; where a new one begins, a link would lead to a stranger's file.
+            flags = 0 if append else os.O_CREAT | os.O_NOFOLLOW
+            self._file: io.FileIO | None = open(
+                os.open(self._written, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
             self._lock()
             if not append:
+                begun = os.pread(self._file.fileno(), len(MAGIC), 0)
+                if begun and begun != MAGIC:
+                    raise PyorchError(f"{self._written} is no trace of an earlier run, and would be lost: move it away")
                 self._file.truncate(0)
             self.n_records = self._resume() if append else self._begin()
         except OSError as error:
-            raise PyorchError(f"{self.path} cannot be written: {error.strerror}") from None
+            raise PyorchError(f"{self._written} cannot be written: {error.strerror}") from None
         except BaseException:
             self._file.close()
             raise

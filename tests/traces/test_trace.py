@@ -240,6 +240,19 @@ def test_an_interrupted_recording_spares_the_old_trace(tmp_path: Path) -> None:
     assert np.array_equal(Trace(part_path(path)).records, records)
 
 
+def test_nobody_elses_file_becomes_the_part_of_a_trace(tmp_path: Path) -> None:
+    path, mine = tmp_path / "a.trace", tmp_path / "mine.txt"
+    mine.write_text("of somebody else")
+    part_path(path).symlink_to(mine)
+    with pytest.raises(PyorchError, match="a.trace.part cannot be written"):
+        TraceWriter(path, HEADER)
+    part_path(path).unlink()
+    part_path(path).write_text("of somebody else")
+    with pytest.raises(PyorchError, match="a.trace.part is no trace of an earlier run, and would be lost"):
+        TraceWriter(path, HEADER)
+    assert mine.read_text() == part_path(path).read_text() == "of somebody else" and not path.exists()
+
+
 def test_a_recording_that_did_not_begin_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), TraceWriter(tmp_path / "a.trace", HEADER):
         raise KeyboardInterrupt
