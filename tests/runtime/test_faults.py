@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import threading
 from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
+import numpy as np
 import pytest
 from faulty_source import FaultySource
 from models import PROMPT, assert_same_bits, small_model
@@ -151,6 +153,45 @@ def test_a_file_overwritten_in_place_with_its_time_set_back_fails_the_request(
         assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
         with pytest.raises(ExpertReadError, match="the file was changed after it was loaded"):
             ctx.decode(prompt_tokens)
+
+
+def test_another_model_in_the_place_of_one_that_got_a_name_is_not_taken_for_it(
+    small_moe: Path, prompt_tokens: list[int], tmp_path: Path
+) -> None:
+    path, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    shutil.copy(small_moe, path)
+    with small_model(path, "20%") as model, Context(model.llama.model, n_threads=1) as ctx:
+        os.link(path, tmp_path / "name.gguf")
+        ctx.decode(prompt_tokens)
+        content = np.fromfile(small_moe, np.uint8)
+        content[len(content) // 2 :] ^= 1
+        content.tofile(other)
+        shutil.copystat(path, other)
+        os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+        subprocess.run(["cp", "--preserve=timestamps", other, path], check=True)
+        ctx.clear()
+        with pytest.raises(ExpertReadError, match="the file was changed after it was loaded"):
+            ctx.decode(prompt_tokens)
+        subprocess.run(["cp", small_moe, path], check=True)  # into the same file
+        ctx.clear()
+        ctx.decode(prompt_tokens)
+
+
+def test_a_file_that_is_touched_moved_and_protected_is_read_on(
+    small_moe: Path, resident: Model, prompt_tokens: list[int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    shutil.copy(small_moe, path)
+    with (
+        small_model(path, "20%") as model,
+        Context(model.llama.model, n_threads=1) as ctx,
+        Context(resident.llama.model, n_threads=1) as whole,
+    ):
+        expected = whole.decode(prompt_tokens)
+        for change in (path.touch, lambda: path.chmod(0o400), lambda: path.rename(tmp_path / "moved.gguf")):
+            change()
+            ctx.clear()
+            assert_same_bits(ctx.decode(prompt_tokens), expected)
 
 
 def test_a_file_that_gets_and_loses_a_name_is_read_as_it_was(

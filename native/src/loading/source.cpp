@@ -1,12 +1,15 @@
 #include "loading/source.h"
 
 #include "base/callback.h"
+#include "base/checksum.h"
 
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
+#include <mutex>
 #include <sys/stat.h>
 #include <unistd.h>
+#include <vector>
 
 #ifndef O_DIRECT
 #define O_DIRECT 0 // not on this system: reads are buffered
@@ -15,7 +18,29 @@
 namespace pyorch {
 namespace {
 
-bool differ(const timespec & a, const timespec & b) { return a.tv_sec != b.tv_sec || a.tv_nsec != b.tv_nsec; }
+constexpr uint64_t BLOCK        = 4096;
+constexpr uint64_t HEADER_BYTES = 64 * 1024;
+constexpr uint64_t N_SAMPLED    = 64; // blocks
+
+bool same(const timespec & a, const timespec & b) { return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec; }
+
+// What a file system says of an open file changes with whatever is done to the file, and stays while nothing is: the
+// time of the inode cannot be set.
+bool same(const struct stat & a, const struct stat & b) {
+    return a.st_size == b.st_size && same(a.st_mtim, b.st_mtim) && same(a.st_ctim, b.st_ctim);
+}
+
+// Of the beginning of a file and of blocks all over it; 0 where it cannot be read.
+uint64_t sample(int fd, uint64_t size) {
+    std::vector<char> bytes(HEADER_BYTES + N_SAMPLED * BLOCK);
+    const ssize_t     header = pread(fd, bytes.data(), HEADER_BYTES, 0);
+    bool              read   = header >= 0;
+    for (uint64_t i = 0; i < N_SAMPLED && size > HEADER_BYTES; ++i) {
+        const uint64_t offset = HEADER_BYTES + (size - HEADER_BYTES) / N_SAMPLED * i;
+        read                  = read && pread(fd, &bytes[HEADER_BYTES + i * BLOCK], BLOCK, (off_t) offset) >= 0;
+    }
+    return read ? checksum(bytes.data(), bytes.size()) : 0;
+}
 
 class FileSource : public Source {
 public:
@@ -27,6 +52,7 @@ public:
             if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
                 throw Failure(PYORCH_IO, format("%s: %s", f.path.c_str(), strerror(errno)));
             }
+            file.sampled = sample(file.fd, (uint64_t) file.opened.st_size);
             if (direct_io && O_DIRECT != 0) {
                 // Some file systems accept the flag and refuse the read, so try one.
                 file.direct_fd = open(f.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
@@ -44,14 +70,18 @@ public:
     int check(int file) override { return file < n_shards && changed(file) ? -ESTALE : 0; }
 
     bool changed(int file) const override {
-        const File & f = *files[file];
-        struct stat  now;
-        if (fstat(f.fd, &now) != 0 || differ(now.st_mtim, f.opened.st_mtim) || now.st_size != f.opened.st_size) {
+        File &                      f = *files[file];
+        struct stat                 now;
+        std::lock_guard<std::mutex> lock(f.mutex);
+        if (fstat(f.fd, &now) != 0 || now.st_size != f.opened.st_size) {
             return true;
         }
-        // Who copies over a file may set its time back; the time of the inode cannot be set. But that changes with the
-        // number of names too, and a file that was deleted or replaced by another is read as it was.
-        return now.st_nlink == f.opened.st_nlink && differ(now.st_ctim, f.opened.st_ctim);
+        // Who touches, moves, links or deletes a file, or another one into its place, changes none of its bytes; who
+        // copies over it may set its time back.
+        if (!same(now, f.opened) && !same(now, f.refused)) {
+            (sample(f.fd, (uint64_t) now.st_size) == f.sampled ? f.opened : f.refused) = now;
+        }
+        return !same(now, f.opened);
     }
 
     int descriptor(int file, bool direct) const override { return direct ? files[file]->direct_fd : files[file]->fd; }
@@ -85,9 +115,12 @@ public:
 
 private:
     struct File {
-        int         fd        = -1;
-        int         direct_fd = -1;
-        struct stat opened    = {};
+        int fd        = -1;
+        int direct_fd = -1;
+        // What was said of it when its bytes were the sampled ones, and when they were not.
+        struct stat opened = {}, refused = {};
+        uint64_t    sampled = 0;
+        std::mutex  mutex;
 
         ~File() {
             for (int open_fd : { fd, direct_fd }) {

@@ -32,8 +32,9 @@ public:
 };
 
 // The files of the map, opened again: O_DIRECT where asked and possible, buffered otherwise. A file of the model that
-// was changed in place since is refused with ESTALE; one that was replaced is read as it was. A pack has checksums, and
-// is read on: who sets its time or its mode changes nothing of what it holds.
+// was changed in place since is refused with ESTALE, until it is what it was; one that was replaced is read as it was.
+// Where the file system says that something was done to a file, its beginning and a sample of its bytes decide: who
+// changes single weights in place, while a model runs, is not found. A pack has checksums, and is read on.
 std::unique_ptr<Source> open_files(const ModelMap & map, bool direct_io);
 
 std::unique_ptr<Source> call_source(pyorch_read_fn read, void * user);
