@@ -101,6 +101,7 @@ class Model:
 
     def __init__(self, model: llama_cpp.Llama, record: ManagedModel) -> None:
         self.llama = model
+        self._in_use = threading.RLock()
         self.map: ModelMap = record.map
         self.engine = record.engine
         self._record = record
@@ -162,7 +163,7 @@ class Model:
         if len(prompt) == 0 and not self.llama.tokenize(b""):
             raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
         try:
-            for chunk in self.llama.create_completion(
+            for chunk in self._step_by_step(self.llama.create_completion(
                 prompt if isinstance(prompt, str) else list(prompt),
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -172,7 +173,7 @@ class Model:
                 stop=list(stop),
                 stream=True,
                 **sampling,
-            ):
+            )):
                 yield chunk["choices"][0]["text"]
         except ValueError as error:  # Llama's, about arguments
             raise self._refusal(error) from error
@@ -183,10 +184,19 @@ class Model:
         `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does.
         """
         try:
-            for chunk in self.llama.create_chat_completion(list(messages), stream=True, **sampling):
+            for chunk in self._step_by_step(self.llama.create_chat_completion(list(messages), stream=True, **sampling)):
                 yield chunk["choices"][0]["delta"].get("content") or ""
         except ValueError as error:
             raise self._refusal(error) from error
+
+    def _step_by_step(self, chunks: Iterator[Any]) -> Iterator[Any]:
+        """While one is computed, no other thread frees the model."""
+        while True:
+            with self._in_use:
+                chunk = next(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
 
     def _refusal(self, error: ValueError) -> PyorchError:
         """What Llama says, with the remedy where a prompt is too long."""
@@ -313,10 +323,11 @@ class Model:
     def close(self) -> None:
         """Frees the context, the model and then its engine. May be called again.
 
-        After it, generate(), its unfinished generators and `llama` raise PyorchError. Refused in an observer or a
-        source.
+        After it, generate(), its unfinished generators and `llama` raise PyorchError. What another thread computes just
+        now with generate() or chat() is waited for. Refused in an observer or a source.
         """
-        self.llama.close()
+        with self._in_use:
+            self.llama.close()
 
     def __enter__(self) -> Model:
         return self

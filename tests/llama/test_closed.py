@@ -8,6 +8,7 @@ from pathlib import Path
 import llama_cpp
 import pytest
 from conftest import small_model
+from processes import python
 
 import pyorch
 from pyorch.errors import PyorchError
@@ -72,3 +73,35 @@ def test_a_llama_under_manage_is_refused_after_it_was_closed(small_moe: Path) ->
 
 def test_a_model_says_what_it_is(model: Model) -> None:
     assert "small-moe.gguf" in repr(model) and "8 layers with up to 64 experts" in repr(model)
+
+
+# Closes while another thread computes, or samples, or holds a piece.
+_CLOSING = """
+import sys, threading
+from pyorch.errors import PyorchError
+from pyorch.llama.model import load
+for round in range(5):
+    model = load(sys.argv[1], budget="50%", n_ctx=512, n_threads=1)
+    begun, said = threading.Event(), []
+
+    def generate():
+        try:
+            for n, _ in enumerate(model.generate("import os", max_tokens=400, temperature=1.0)):
+                if n == round:
+                    begun.set()
+        except PyorchError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    begun.wait()
+    model.close()
+    thread.join()
+    print(*said)
+"""
+
+
+def test_closing_waits_for_what_another_thread_computes(small_moe: Path) -> None:
+    done = python("-c", _CLOSING, small_moe)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert done.stdout.splitlines() == ["the model was closed: load it again"] * 5
