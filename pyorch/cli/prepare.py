@@ -25,7 +25,6 @@ from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import FormatError, PyorchError
-from pyorch.traces.default_text import WHAT
 
 if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
@@ -106,7 +105,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_model(parser)
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE",
                         help="text like what the model will be used for: plain text, or .jsonl with a field text or "
-                             f"prompt on each line, or with questions in the layout of ARC (default: {WHAT})")
+                             "prompt on each line, or with questions in the layout of ARC (default: Python's language "
+                             "reference, and modules of its library)")
     parser.add_argument("--questions", type=Path, nargs="+", default=[], metavar="FILE.jsonl",
                         help="questions in the layout of ARC: a lossy setting is tuned on them")
     parser.add_argument("--minutes", type=number(above=0), default=15.0, metavar="N",

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from pyorch.files import write_text
 
-WHAT = "Python's language reference, and modules of its library"
-
 _CHARACTERS = 3000  # of a piece: prose and programs come by turns, however early a reader stops
 _MODULES = ("argparse", "textwrap", "statistics", "heapq", "csv", "difflib", "tarfile", "shutil", "subprocess", "ast")
 

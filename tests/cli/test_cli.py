@@ -154,7 +154,7 @@ def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize(("words", "sentence"), [
     ("bench m.gguf --repeat often", '--repeat: "often" is not a whole number of 1 or more;'),
-    ("replay m.gguf t.trace --pause-ms long", '--pause-ms: "long" is not a number;'),
+    ("replay m.gguf t.trace --compute-ms long", '--compute-ms: "long" is not a number'),
     ("eval arc m.gguf --data d --speed-tokens 1.5", '--speed-tokens: "1.5" is not a whole number of 0 or more;'),
     ("tune m.gguf --data d --min-accuracy most", '"most" is not a share above 0 and at most 1, such as 0.5 or 50%;'),
     ("eval perplexity m.gguf --data d --cache-rate 150%", '"150%" is not a share above 0 and at most 1'),
