@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.options import add_command, check_output, check_readable, print_json
 from pyorch.cli.tables import Facts, Table, show
@@ -19,53 +19,6 @@ if TYPE_CHECKING:
     from pyorch.cluster.config import Cluster
     from pyorch.cluster.placement.placement import Placement
     from pyorch.cluster.placement.problem import Problem
-
-
-@dataclass(frozen=True)
-class ServerRow:
-    """Of a server. memory, used: bytes for experts, and of those that it holds. n_only: experts that no other holds.
-
-    local_ratio: the share of its users' activations that it computes itself; checked_ratio: the same of the other
-    halves of the traces. layers: of each layer, the experts that it holds and their local ratio.
-    """
-
-    name: str
-    n_devices: int
-    memory: int
-    used: int
-    n_experts: int
-    n_only: int
-    local_ratio: float
-    checked_ratio: float | None
-    layers: list[LayerRow]
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    il: int
-    n_experts: int
-    local_ratio: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. remote: activations that are computed elsewhere (DanceMoE, eq. 2), as a share of all.
-
-    Sizes in bytes; seconds: that placing took.
-    """
-
-    model: str
-    plan: Path
-    algorithm: str
-    n_experts: int
-    n_uncovered: int
-    expert_bytes: int
-    memory: int
-    local_ratio: float
-    checked_ratio: float | None
-    remote: float
-    seconds: float
-    servers: list[ServerRow]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -200,51 +153,57 @@ def _counted(files: dict[str, list[Path]], model_map, check: bool):
     return count_traces(traces, model_map, (0.0, 0.5)), count_traces(traces, model_map, (0.5, 1.0))
 
 
-def _report(args: argparse.Namespace, placed: Placed) -> Report:
-    import numpy as np
+def _report(args: argparse.Namespace, placed: Placed) -> dict[str, Any]:
+    """What --json prints. Sizes in bytes; seconds: that placing took.
 
+    remote: activations that are computed elsewhere (DanceMoE, eq. 2), as a share of all. Of a server, memory and used:
+    for experts, and of those that it holds; n_only: experts that no other holds; local_ratio: the share of its users'
+    activations that it computes itself, checked_ratio the same of the other halves of the traces.
+    """
     problem, placement, checked = placed.problem, placed.placement, placed.checked
-    frequencies = problem.frequencies
-    ratios, of_server = placement.local_ratio(frequencies), placement.server_ratio(frequencies)
-    of_checked = None if checked is None else placement.server_ratio(checked)
     held = placement.held
-    n_held = held.sum(axis=2)
-    n_only = (held & (placement.copies == 1)).sum(axis=(1, 2))
+    n_held, n_only = held.sum(axis=2), (held & (placement.copies == 1)).sum(axis=(1, 2))
+    ratios, of_server = (ratio(problem.frequencies) for ratio in (placement.local_ratio, placement.server_ratio))
+    of_checked = None if checked is None else placement.server_ratio(checked)
     servers = [
-        ServerRow(
-            server.name, server.n_devices, int(problem.server_bytes[i]), int(n_held[i] @ problem.sizes),
-            int(n_held[i].sum()), int(n_only[i]), float(of_server[i]),
-            None if of_checked is None else float(of_checked[i]),
-            [LayerRow(il, int(n), float(ratio)) for il, n, ratio in zip(problem.layers, n_held[i], ratios[i])],
-        ) for i, server in enumerate(placed.cluster.servers)
+        {
+            "name": server.name, "n_devices": server.n_devices, "memory": int(problem.server_bytes[i]),
+            "used": int(n_held[i] @ problem.sizes), "n_experts": int(n_held[i].sum()), "n_only": int(n_only[i]),
+            "local_ratio": float(of_server[i]), "checked_ratio": None if of_checked is None else float(of_checked[i]),
+            "layers": [{"il": il, "n_experts": int(n), "local_ratio": float(ratio)}
+                       for il, n, ratio in zip(problem.layers, n_held[i], ratios[i])],
+        } for i, server in enumerate(placed.cluster.servers)
     ]
-    total = placement.total_ratio(frequencies)
-    return Report(
-        str(placed.cluster.required_model), args.output, placement.algorithm, int(np.sum(problem.n_experts)),
-        placement.n_uncovered, problem.experts_bytes, int(problem.device_bytes.sum()), total,
-        None if checked is None else placement.total_ratio(checked), 1 - total, placed.seconds, servers,
-    )
+    local = placement.total_ratio(problem.frequencies)
+    return {
+        "model": placed.cluster.required_model, "plan": args.output, "algorithm": placement.algorithm,
+        "n_experts": int(sum(problem.n_experts)), "n_uncovered": placement.n_uncovered,
+        "expert_bytes": problem.experts_bytes, "memory": int(problem.device_bytes.sum()), "local_ratio": local,
+        "checked_ratio": None if checked is None else placement.total_ratio(checked), "remote": 1 - local,
+        "seconds": placed.seconds, "servers": servers,
+    }
 
 
-def _parts(report: Report, explain: bool) -> list[str | Table | Facts]:
+def _parts(report: dict[str, Any], explain: bool) -> list[str | Table | Facts]:
     from pyorch.sizes import format_bytes
 
-    checked = report.checked_ratio is not None
+    checked = report["checked_ratio"] is not None
     columns = ("server", "devices", "memory", "used", "experts", "only here", "local", *(["checked"] * checked))
     rows = [
-        (row.name, str(row.n_devices), format_bytes(row.memory), format_bytes(row.used), str(row.n_experts),
-         str(row.n_only), _percent(row.local_ratio), *((_percent(row.checked_ratio),) if checked else ()))
-        for row in report.servers
+        (row["name"], str(row["n_devices"]), format_bytes(row["memory"]), format_bytes(row["used"]),
+         str(row["n_experts"]), str(row["n_only"]), _percent(row["local_ratio"]),
+         *((_percent(row["checked_ratio"]),) if checked else ()))
+        for row in report["servers"]
     ]
-    uncovered = f"; {report.n_uncovered} of them on no server" if report.n_uncovered else ""
+    uncovered = f"; {report['n_uncovered']} of them on no server" if report["n_uncovered"] else ""
+    halves = f"; {_percent(report['checked_ratio'])} of those in the second halves" if checked else ""
     parts: list[str | Table | Facts] = [
         Facts([
-            ("model", f"{report.model}: {report.n_experts} experts, {format_bytes(report.expert_bytes)}"),
-            ("servers", f"{len(report.servers)}, with memory for {report.memory / report.expert_bytes:.2f} times all "
+            ("model", f"{report['model']}: {report['n_experts']} experts, {format_bytes(report['expert_bytes'])}"),
+            ("servers", f"{len(rows)}, with memory for {report['memory'] / report['expert_bytes']:.2f} times all "
                         f"experts{uncovered}"),
-            ("algorithm", f"{report.algorithm}, {report.seconds:.2f} s"),
-            ("local", f"{_percent(report.local_ratio)} of the activations"
-                      + (f"; {_percent(report.checked_ratio)} of those in the second halves" if checked else "")),
+            ("algorithm", f"{report['algorithm']}, {report['seconds']:.2f} s"),
+            ("local", f"{_percent(report['local_ratio'])} of the activations{halves}"),
         ]),
         "",
         "only here  experts that no other server holds",
@@ -255,17 +214,12 @@ def _parts(report: Report, explain: bool) -> list[str | Table | Facts]:
         "",
     ]
     if explain:
+        layers = zip(*(server["layers"] for server in report["servers"]))
+        cells = [(str(of[0]["il"]), *(f"{one['n_experts']:3} {_percent(one['local_ratio']):>6}" for one in of))
+                 for of in layers]
         parts += ["experts of a layer on each server, and the share of the layer's activations that it computes itself",
-                  "", _explained(report), ""]
-    return [*parts, str(report.plan)]
-
-
-def _explained(report: Report) -> Table:
-    rows = [
-        (str(layers[0].il), *(f"{layer.n_experts:3} {_percent(layer.local_ratio):>6}" for layer in layers))
-        for layers in zip(*(server.layers for server in report.servers))
-    ]
-    return Table(("layer", *(server.name for server in report.servers)), rows)
+                  "", Table(("layer", *(row[0] for row in rows)), cells), ""]
+    return [*parts, str(report["plan"])]
 
 
 def _percent(ratio: float) -> str:
