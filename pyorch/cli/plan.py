@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_command, add_model, add_output_options, check_output, check_readable, print_json
@@ -17,43 +18,6 @@ DECODE_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 
 _POOL_NAMES = ("full", "compressed", "sm", "e")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Of one division. shares: of the budget for F, C, S and E; hits: of a token's experts in a layer those in each
-    pool and in none, as expected; wait_ms: that a token waits for, as expected: of several sequences, what their tokens
-    need together, and what these wait for."""
-
-    name: str
-    shares: tuple[float, ...]
-    compressed: bool
-    hits: tuple[float, ...]
-    wait_ms: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. Sizes in bytes; seconds: that planning took."""
-
-    model: str
-    trace: Path | None
-    routing: str
-    plan: Path
-    budget: int
-    batch: int
-    pools: str
-    n_tokens: int
-    bytes_per_second: float
-    decoded_per_second: float
-    n_workers: int
-    n_splits: int
-    n_evaluated: int
-    seconds: float
-    n_played: int
-    n_played_tokens: int
-    handicap: float
-    rows: list[Row]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -163,13 +127,17 @@ def run(args: argparse.Namespace) -> int:
         uses = () if recording is None else use_counts(recording.experts, inclusion.shape[1])
         n_tokens = 0 if recording is None else len(recording)
         plans.write_plan(output, plans.Plan(
-            budget, pools, args.step, best.shares, best.compressed, rows[0].hits, rows[0].wait_ms, handicap, n_tokens,
-            machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
+            budget, pools, args.step, best.shares, best.compressed, rows[0]["hits"], rows[0]["wait_ms"], handicap,
+            n_tokens, machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
             tuple(map(tuple, np.asarray(uses).tolist())), args.batch,
         ), model_map)
-    report = Report(args.model, args.trace, routing, output, budget, args.batch, pools, n_tokens,
-                    machine.bytes_per_second, machine.decoded_per_second, machine.n_workers, planned.n_splits,
-                    planned.n_evaluated, seconds, n_played, n_played_tokens, handicap, rows)
+    # Sizes in bytes; seconds: that planning took.
+    report = {
+        "model": args.model, "trace": args.trace, "routing": routing, "plan": output, "budget": budget,
+        "batch": args.batch, "pools": pools, "n_tokens": n_tokens, **dataclasses.asdict(machine),
+        "n_splits": planned.n_splits, "n_evaluated": planned.n_evaluated, "seconds": seconds, "n_played": n_played,
+        "n_played_tokens": n_played_tokens, "handicap": handicap, "rows": rows,
+    }
     if args.json:
         print_json(report)
     else:
@@ -216,47 +184,38 @@ def measured_machine(args: argparse.Namespace, model_map):
     return Machine(reading, decoding, args.workers or recovery_threads(physical_cores()))
 
 
-def _row(name: str, split) -> Row:
-    hits = tuple(float(n) for n in split.hits.mean(axis=0))
-    return Row(name, split.shares, split.compressed, hits, 1000 * split.makespan)
+def _row(name: str, split) -> dict[str, Any]:
+    """Of one division. shares: of the budget for F, C, S and E; hits: of a token's experts in a layer those in each
+    pool and in none, as expected; wait_ms: that a token waits for, as expected: of several sequences, what their tokens
+    need together, and what these wait for."""
+    return {"name": name, "shares": split.shares, "compressed": split.compressed,
+            "hits": tuple(float(n) for n in split.hits.mean(axis=0)), "wait_ms": 1000 * split.makespan}
 
 
-def _plays(report: Report) -> str:
-    if not report.n_played:
-        return ""
-    return f"; the best of {report.n_played} that were played on {report.n_played_tokens} tokens"
-
-
-def _decoders(n: int) -> str:
-    return "1 thread decodes" if n == 1 else f"{n} threads decode"
-
-
-def _ms(value: float) -> str:
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
-
-
-def _parts(report: Report, info) -> list[str | Table | Facts]:
+def _parts(report: dict[str, Any], info) -> list[str | Table | Facts]:
     from pyorch.sizes import format_bytes
 
-    best = report.rows[0]
-    how = "compressed experts" if best.compressed else "experts as the model has them: compression does not pay"
-    tokens, waits = ("a token's", "a token waits") if report.batch == 1 else (
-        f"{report.batch} tokens'", f"{report.batch} tokens wait")
+    best, batch, n_workers = report["rows"][0], report["batch"], report["n_workers"]
+    how = "compressed experts" if best["compressed"] else "experts as the model has them: compression does not pay"
+    tokens, waits = ("a token's", "a token waits") if batch == 1 else (f"{batch} tokens'", f"{batch} tokens wait")
     columns = ("", *(f"{name} %" for name in _POOL_NAMES), *_POOL_NAMES, "missed", "wait ms")
-    rows = [[row.name, *(f"{100 * share:.0f}" for share in row.shares), *(f"{n:.2f}" for n in row.hits),
-             _ms(row.wait_ms)] for row in report.rows]
+    rows = [[row["name"], *(f"{100 * share:.0f}" for share in row["shares"]), *(f"{n:.2f}" for n in row["hits"]),
+             format(row["wait_ms"], ".1f" if row["wait_ms"] >= 10 else ".3g")] for row in report["rows"]]
+    played = (f"; the best of {report['n_played']} that were played on {report['n_played_tokens']} tokens"
+              if report["n_played"] else "")
     return [
         Facts([
-            ("budget", f"{format_bytes(report.budget)} ({report.budget / info.slots_bytes:.0%} of the experts)"),
-            ("routing", report.routing),
-            ("machine", f"reads {report.bytes_per_second / 1e9:.3g} GB/s; {_decoders(report.n_workers)} "
-                        f"{report.decoded_per_second / 1e9:.3g} GB/s each"),
-            ("search", f"{report.n_splits} divisions, {report.n_evaluated} computed to the end, "
-                       f"{report.seconds:.2f} s{_plays(report)}"),
+            ("budget", f"{format_bytes(report['budget'])} ({report['budget'] / info.slots_bytes:.0%} of the experts)"),
+            ("routing", report["routing"]),
+            ("machine", f"reads {report['bytes_per_second'] / 1e9:.3g} GB/s; "
+                        f"{'1 thread decodes' if n_workers == 1 else f'{n_workers} threads decode'} "
+                        f"{report['decoded_per_second'] / 1e9:.3g} GB/s each"),
+            ("search", f"{report['n_splits']} divisions, {report['n_evaluated']} computed to the end, "
+                       f"{report['seconds']:.2f} s{played}"),
         ]),
         "",
         Table(columns, rows, left=("",), title=f"shares of the budget; of {tokens} experts in a layer, those in each "
                                                f"form; what {waits} for"),
         "",
-        f"{report.plan}: {how}",
+        f"{report['plan']}: {how}",
     ]
