@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, add_model, print_json
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
-if TYPE_CHECKING:
-    from pyorch.runtime.disk import Bandwidth
-    from pyorch.sidecars.packs import Contents
-
 DISK_SECONDS = 3.0
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """Sizes in bytes. kv_cache_bytes: for a context of n_ctx tokens."""
-
-    path: str
-    arch: str
-    name: str
-    n_files: int
-    n_layers: int
-    n_moe_layers: int
-    n_expert: int
-    n_expert_used: int
-    types: tuple[str, ...]
-    expert_bytes: int  # one expert of the largest layer
-    experts_bytes: int
-    dense_bytes: int
-    file_bytes: int
-    floor_bytes: int
-    layer_bytes: int  # all experts of the largest layer, in memory: with less, a layer is streamed
-    slots_bytes: int
-    n_ctx: int
-    kv_cache_bytes: int
-    sidecars: dict[str, Path]
-    disk: Bandwidth | None  # what the file system was found to need; None: not measured yet
-    disk_ways: list[Bandwidth]  # all that was measured now
-    pack_refused: str  # why the pack that lies beside the model is not used, "" if it is, or none lies there
-    pack: Contents | None  # of the pack that is used
-    plan: Path | None  # that lies beside the model
-    plan_refused: str  # why it is not used, "" if it is
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -80,43 +44,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> Inspection:
+def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> dict[str, Any]:
+    """What --json prints. Sizes in bytes.
+
+    expert_bytes: of one expert of the largest layer; layer_bytes: of all of that layer, in memory: with less, a layer
+    is streamed. kv_cache_bytes: for a context of n_ctx tokens. disk: what the file system was found to need, None where
+    it was not measured yet; disk_ways: all that was measured now. pack_refused, plan_refused: why what lies beside the
+    model is not used, "" if it is, or none lies there.
+    """
     from pyorch.runtime import disk
     from pyorch.sidecars import packs
 
-    if measures_disk and not model_map.layers:
+    info, layers = model_map.info, model_map.layers
+    if measures_disk and not layers:
         raise PyorchError(f"{model_map.path}: a dense model has no experts to read")
     chosen, ways = disk.measure_and_keep(model_map, seconds=DISK_SECONDS) if measures_disk else (
-        disk.kept_bandwidth(model_map) if model_map.layers else None, [])
-    info, layers = model_map.info, model_map.layers
+        disk.kept_bandwidth(model_map) if layers else None, [])
     plan, plan_refused = _plan(model_map)
-    return Inspection(
-        path=model_map.path,
-        arch=info.arch,
-        name=info.name,
-        n_files=info.n_files,
-        n_layers=info.n_layers,
-        n_moe_layers=info.n_moe_layers,
-        n_expert=max((layer.n_expert for layer in layers), default=0),
-        n_expert_used=info.n_expert_used,
-        types=tuple(sorted({role.type for layer in layers for role in layer.roles})),
-        expert_bytes=max((layer.expert_bytes for layer in layers), default=0),
-        experts_bytes=info.expert_bytes,
-        dense_bytes=info.dense_bytes,
-        file_bytes=info.file_bytes,
-        floor_bytes=info.floor_bytes,
-        layer_bytes=max((layer.n_expert * layer.slot_bytes for layer in model_map.layers), default=0),
-        slots_bytes=info.slots_bytes,
-        n_ctx=n_ctx,
-        kv_cache_bytes=model_map.kv_bytes(n_ctx),
-        sidecars=model_map.sidecars(),
-        disk=chosen,
-        disk_ways=ways,
-        pack_refused=pack_refused,
-        pack=packs.contents(model_map),
-        plan=plan,
-        plan_refused=plan_refused,
-    )
+    of_file = {name: getattr(info, name) for name in (
+        "arch", "name", "n_files", "n_layers", "n_moe_layers", "n_expert_used", "dense_bytes", "file_bytes",
+        "floor_bytes", "slots_bytes")}
+    return {
+        "path": model_map.path, **of_file, "experts_bytes": info.expert_bytes,
+        "n_expert": max((layer.n_expert for layer in layers), default=0),
+        "types": sorted({role.type for layer in layers for role in layer.roles}),
+        "expert_bytes": max((layer.expert_bytes for layer in layers), default=0),
+        "layer_bytes": max((layer.n_expert * layer.slot_bytes for layer in layers), default=0),
+        "n_ctx": n_ctx, "kv_cache_bytes": model_map.kv_bytes(n_ctx), "sidecars": model_map.sidecars(), "disk": chosen,
+        "disk_ways": ways, "pack_refused": pack_refused, "pack": packs.contents(model_map), "plan": plan,
+        "plan_refused": plan_refused,
+    }
 
 
 def _plan(model_map) -> tuple[Path | None, str]:
@@ -134,57 +91,58 @@ def _plan(model_map) -> tuple[Path | None, str]:
     return path, ""
 
 
-def _facts(model: Inspection) -> Facts:
+def _facts(model: dict[str, Any]) -> Facts:
     from pyorch.sizes import counted, format_bytes
 
-    shards = f" in {model.n_files} files" if model.n_files > 1 else ""
+    shards = f" in {model['n_files']} files" if model['n_files'] > 1 else ""
     facts = [
-        ("model", f"{model.name or Path(model.path).name} ({model.arch}), {format_bytes(model.file_bytes)}{shards}"),
-        ("layers", f"{model.n_layers}, {model.n_moe_layers} of them with routed experts"),
+        ("model", f"{model['name'] or Path(model['path']).name} ({model['arch']}), "
+                  f"{format_bytes(model['file_bytes'])}{shards}"),
+        ("layers", f"{model['n_layers']}, {model['n_moe_layers']} of them with routed experts"),
     ]
-    if model.n_moe_layers:
+    if model["n_moe_layers"]:
         facts += [
-            ("experts", f"{model.n_expert} a layer, {model.n_expert_used} used for a token, "
-                        f"{format_bytes(model.expert_bytes)} each ({', '.join(model.types)})"),
-            ("expert weights", format_bytes(model.experts_bytes)),
+            ("experts", f"{model['n_expert']} a layer, {model['n_expert_used']} used for a token, "
+                        f"{format_bytes(model['expert_bytes'])} each ({', '.join(model['types'])})"),
+            ("expert weights", format_bytes(model["experts_bytes"])),
         ]
     facts += [
-        ("dense weights", format_bytes(model.dense_bytes)),
-        ("KV cache", f"{format_bytes(model.kv_cache_bytes)} for {model.n_ctx} tokens"),
+        ("dense weights", format_bytes(model["dense_bytes"])),
+        ("KV cache", f"{format_bytes(model['kv_cache_bytes'])} for {model['n_ctx']} tokens"),
     ]
-    if model.n_moe_layers:
-        share = model.floor_bytes / model.slots_bytes
-        facts.append(("budget", f"from {format_bytes(model.floor_bytes, round_up=True)} ({share:.0%}) "
-                                f"to {format_bytes(model.slots_bytes, round_up=True)} (100%)"))
-        if model.layer_bytes > model.floor_bytes:
-            facts.append(("prompts", f"with a budget below {format_bytes(model.layer_bytes, round_up=True)} each "
+    if model["n_moe_layers"]:
+        share = model["floor_bytes"] / model["slots_bytes"]
+        facts.append(("budget", f"from {format_bytes(model['floor_bytes'], round_up=True)} ({share:.0%}) "
+                                f"to {format_bytes(model['slots_bytes'], round_up=True)} (100%)"))
+        if model["layer_bytes"] > model["floor_bytes"]:
+            facts.append(("prompts", f"with a budget below {format_bytes(model['layer_bytes'], round_up=True)} each "
                                      "layer's experts pass through memory matrix by matrix, without a loss"))
     else:
         facts.append(("budget", "none: a dense model has no experts to manage"))
-    if model.disk is not None:
-        best = model.disk
+    if model["disk"] is not None:
+        best = model["disk"]
         facts.append(("disk", f"{best.bytes_per_second / 1e9:.2f} GB/s with {best.reader}, "
                               f"{counted(best.depth, 'request')} of {format_bytes(best.request_bytes)} at once"))
-    beside = {kind: str(path) for kind, path in model.sidecars.items()}
-    if model.pack_refused:
-        beside["experts"] = f"not used: {model.pack_refused}"
-    elif model.pack is not None:
-        codecs = ", ".join(model.pack.codecs) or "not compressed"
-        beside["experts"] += f" ({codecs}, {model.pack.stored_bytes / model.experts_bytes:.3f} of the experts' bytes)"
-    if model.plan is not None:
-        beside["plan"] = f"not used: {model.plan_refused}" if model.plan_refused else str(model.plan)
+    beside = {kind: str(path) for kind, path in model["sidecars"].items()}
+    if model["pack_refused"]:
+        beside["experts"] = f"not used: {model['pack_refused']}"
+    elif model["pack"] is not None:
+        codecs, stored = ", ".join(model["pack"].codecs) or "not compressed", model["pack"].stored_bytes
+        beside["experts"] += f" ({codecs}, {stored / model['experts_bytes']:.3f} of the experts' bytes)"
+    if model["plan"] is not None:
+        beside["plan"] = f"not used: {model['plan_refused']}" if model['plan_refused'] else str(model['plan'])
     return Facts([*facts, *beside.items()])
 
 
-def _ways(model: Inspection) -> Table:
+def _ways(model: dict[str, Any]) -> Table:
     from pyorch.sizes import format_bytes
 
     return Table(
         ("reader", "at once", "each", "GB/s", "of a core", ""),
         [(way.reader, str(way.depth), format_bytes(way.request_bytes), f"{way.bytes_per_second / 1e9:.2f}",
-          f"{way.cores:.1%}", "suffices" if way == model.disk else "") for way in model.disk_ways],
+          f"{way.cores:.1%}", "suffices" if way == model["disk"] else "") for way in model["disk_ways"]],
         left=("reader", ""),
-        title="experts in random order" if all(way.direct for way in model.disk_ways) else
+        title="experts in random order" if all(way.direct for way in model["disk_ways"]) else
               "experts in random order, through the page cache",
     )
 
