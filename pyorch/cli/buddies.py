@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_model, add_output_options, check_output, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output
 from pyorch.cli.progress import Progress
-from pyorch.cli.tables import Table, show
+from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
 
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. sizes: pyorch.convert.buddies.ListSizes of each layer."""
-
-    path: Path
-    n_tokens: int
-    n_inputs: int
-    settings: object
-    sizes: tuple[object, ...]
+if TYPE_CHECKING:
+    from pyorch.convert.buddies import Built, Settings
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -77,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, args.compare, progress.update)
         built.buddies.write(path, model_map)
-    report = Report(path, built.buddies.n_tokens, built.n_inputs, settings, built.sizes)
-    if args.json:
-        print_json(report)
-    else:
-        show(_parts(report))
-    return 0
+    return answer(args, {"path": path, "n_tokens": built.buddies.n_tokens, "n_inputs": built.n_inputs,
+                         "settings": settings, "sizes": built.sizes}, lambda: _parts(path, built, settings))
 
 
 def _alphas(args: argparse.Namespace) -> tuple[float, float]:
@@ -95,16 +83,16 @@ def _alphas(args: argparse.Namespace) -> tuple[float, float]:
     return first, last
 
 
-def _parts(report: Report) -> list[str | Table]:
+def _parts(path: Path, built: Built, settings: Settings) -> list[str | Table]:
     rows = []
-    for size in report.sizes:
+    for size in built.sizes:
         lengths = [n for n, count in enumerate(size.counts) for _ in range(count)]
         rows.append((
             str(size.il), f"{size.alpha:.3f}", f"{size.n_active}/{len(lengths)}", f"{size.mean:.1f}", str(lengths[0]),
             str(lengths[len(lengths) // 2]), str(lengths[-1]), str(size.capped), f"{size.covered:.0%}",
         ))
     return [
-        f"{report.path}: {len(report.sizes)} layers by {report.settings.similarity} in {report.n_tokens} tokens",
+        f"{path}: {len(built.sizes)} layers by {settings.similarity} in {built.buddies.n_tokens} tokens",
         "",
         Table(("layer", "alpha", "active experts", "mean", "min", "median", "max", "at k-max", "covered"), rows,
               title="buddies of an expert"),

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
+from pyorch.cli.numbers import number
+from pyorch.cli.options import (
+    add_command,
+    add_model_options,
+    add_output_options,
+    add_text_options,
+    answer,
+    check_output,
+)
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.errors import FormatError
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What --json prints. trials: pyorch.eval.calibration.Trial of each distance, of which the chosen one is the "
-    "best. compute_ms: of a decoded token, beside the waits for experts."""
-
-    path: Path
-    n_tokens: int
-    compute_ms: float
-    unused: int  # experts that no token selected
-    distance: int | None
-    trials: tuple[object, ...]
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -35,10 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "The command also tries how many layers ahead reading is fastest."
     )
     add_model_options(parser, without=("prefetch", "device_ahead"))  # it tries for itself how far ahead to read
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
-                        help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
-                             "layout of ARC")
-    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
+    add_text_options(parser)
     parser.add_argument("--minutes", type=number(above=0), metavar="N",
                         help="read for N minutes at most (default: as long as there is text)")
     add_output_options(parser, "MODEL.predictor.gguf beside the model")
@@ -63,19 +53,19 @@ def run(args: argparse.Namespace) -> int:
         lost = _has_estimator(output, model_map)
         PredictorFile(vectors, distance=calibrated.distance, compute_ms=calibrated.compute_ms).write(output, model_map)
     unused = sum(int((counts == 0).sum()) for counts in vectors.counts.values())
-    report = Calibration(
-        output, vectors.n_tokens, calibrated.compute_ms, unused, calibrated.distance, calibrated.trials)
     if lost:
         print(f"pyorch: note: {output} held an estimator that was trained with other default vectors: train a new one "
               "with pyorch train-predictor", file=sys.stderr)
-    if args.json:
-        print_json(report)
-    else:
-        print(f"{report.path}: default vectors from {report.n_tokens} tokens; no token selected {report.unused} of the "
-              "experts")
-        print(_distance_sentence(calibrated))
-        print(f"computing takes {calibrated.compute_ms:.3g} ms a token here, which pyorch replay goes by")
-    return 0
+    # unused: experts that no token selected; compute_ms: of a decoded token, beside the waits for experts; trials: of
+    # each distance, of which the chosen one is the best.
+    return answer(args, {
+        "path": output, "n_tokens": vectors.n_tokens, "compute_ms": calibrated.compute_ms, "unused": unused,
+        "distance": calibrated.distance, "trials": calibrated.trials,
+    }, lambda: [
+        f"{output}: default vectors from {vectors.n_tokens} tokens; no token selected {unused} of the experts",
+        _distance_sentence(calibrated),
+        f"computing takes {calibrated.compute_ms:.3g} ms a token here, which pyorch replay goes by",
+    ])
 
 
 def _distance_sentence(calibrated) -> str:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_model, add_output_options, check_output, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output
 from pyorch.cli.progress import Progress
-from pyorch.cli.tables import Table, show
+from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
 
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. n_bytes: of the ghosts in memory; layers: pyorch.convert.ghosts.LayerReport of each."""
-
-    path: Path
-    n_inputs: int
-    sacred: int
-    n_bytes: int
-    expert_bytes: int
-    layers: tuple[object, ...]
+if TYPE_CHECKING:
+    from pyorch.convert.ghosts import Built
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -66,26 +57,23 @@ def run(args: argparse.Namespace) -> int:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, progress.update)
         built.ghosts.write(path, model_map)
-    report = Report(path, built.ghosts.n_inputs, built.ghosts.sacred, built.n_bytes, built.expert_bytes, built.layers)
-    if args.json:
-        print_json(report)
-    else:
-        show(_parts(report))
-    return 0
+    return answer(args, {"path": path, "n_inputs": built.ghosts.n_inputs, "sacred": built.ghosts.sacred,
+                         "n_bytes": built.n_bytes, "expert_bytes": built.expert_bytes, "layers": built.layers},
+                  lambda: _parts(path, built))
 
 
-def _parts(report: Report) -> list[str | Table]:
+def _parts(path: Path, built: Built) -> list[str | Table]:
     from pyorch.sizes import format_bytes
 
     rows = [(str(layer.il), f"{layer.n_ghosts}/{layer.n_expert}", f"{layer.mean_rank:.1f}", f"{layer.ridge:g}",
-             f"{layer.left_by_means:.3f}", f"{layer.left:.3f}") for layer in report.layers]
-    n = len(report.layers)
-    rows.append(("mean", "", f"{sum(layer.mean_rank for layer in report.layers) / n:.1f}", "",
-                 f"{sum(layer.left_by_means for layer in report.layers) / n:.3f}",
-                 f"{sum(layer.left for layer in report.layers) / n:.3f}"))
-    share = report.n_bytes / report.expert_bytes
+             f"{layer.left_by_means:.3f}", f"{layer.left:.3f}") for layer in built.layers]
+    n = len(built.layers)
+    rows.append(("mean", "", f"{sum(layer.mean_rank for layer in built.layers) / n:.1f}", "",
+                 f"{sum(layer.left_by_means for layer in built.layers) / n:.3f}",
+                 f"{sum(layer.left for layer in built.layers) / n:.3f}"))
+    share = built.n_bytes / built.expert_bytes
     return [
-        f"{report.path}: ghosts of {n} layers from {report.n_inputs} router inputs, {format_bytes(report.n_bytes)} in "
+        f"{path}: ghosts of {n} layers from {built.ghosts.n_inputs} router inputs, {format_bytes(built.n_bytes)} in "
         f"memory, {share:.1%} of the experts",
         "",
         Table(("layer", "ghosts", "mean rank", "ridge", "left by means", "left"), rows,

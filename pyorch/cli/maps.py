@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_model, add_output_options, check_output, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output
 from pyorch.cli.progress import Progress
-
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. n_tokens, n_trace_requests: of the trace; n_maps, n_requests: kept of them."""
-
-    path: Path
-    n_tokens: int
-    n_maps: int
-    capacity: int
-    distance: int
-    n_trace_requests: int
-    n_requests: int
-    request_capacity: int
-    file_bytes: int
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -56,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container
+    from pyorch.sizes import counted, format_bytes
     from pyorch.traces.expert_maps import maps_from_trace
     from pyorch.traces.file import Trace
 
@@ -66,18 +51,11 @@ def run(args: argparse.Namespace) -> int:
         with Progress() as progress:
             maps = maps_from_trace(trace, model_map, args.capacity, args.distance, args.requests, progress.update)
         maps.write(path, model_map)
-    report = Report(path, len(trace), maps.n_maps, maps.capacity, maps.distance,
-                    len(np.unique(trace.records["request"])), maps.n_requests, maps.request_capacity,
-                    path.stat().st_size)
-    if args.json:
-        print_json(report)
-    else:
-        print(_sentence(report))
-    return 0
-
-
-def _sentence(report: Report) -> str:
-    from pyorch.sizes import counted, format_bytes
-
-    return (f"{report.path}: maps of {report.n_maps} of {report.n_tokens} tokens, counts of {report.n_requests} of "
-            f"{counted(report.n_trace_requests, 'request')}, {format_bytes(report.file_bytes)}")
+    n_requests, n_bytes = len(np.unique(trace.records["request"])), path.stat().st_size
+    # n_tokens, n_trace_requests: of the trace; n_maps, n_requests: kept of them.
+    return answer(args, {
+        "path": path, "n_tokens": len(trace), "n_maps": maps.n_maps, "capacity": maps.capacity,
+        "distance": maps.distance, "n_trace_requests": n_requests, "n_requests": maps.n_requests,
+        "request_capacity": maps.request_capacity, "file_bytes": n_bytes,
+    }, lambda: [f"{path}: maps of {maps.n_maps} of {len(trace)} tokens, counts of {maps.n_requests} of "
+                f"{counted(n_requests, 'request')}, {format_bytes(n_bytes)}"])

@@ -7,12 +7,13 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from pyorch.cli.hub import MODEL
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.settings import add_settings, names
+from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, texts
 from pyorch.settings.settings import Settings
@@ -69,12 +70,31 @@ def add_model_options(
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
 
 
+def add_text_options(parser: argparse.ArgumentParser) -> None:
+    """--data and --tokens of a command that reads text."""
+    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
+                        help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
+                             "layout of ARC")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
+
+
 def add_output_options(
     parser: argparse.ArgumentParser, default: str, as_json: str = "print the result as one JSON object"
 ) -> None:
     """-o and --json of a command that writes one file. default: where it writes without -o, for the help."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the file to write (default: {default})")
     parser.add_argument("--json", action="store_true", help=as_json)
+
+
+def answer(
+    args: argparse.Namespace, result: object, parts: Callable[[], Iterable[str | Table | Facts]]
+) -> int:
+    """Prints a result, as one JSON object if that was asked for, else in parts for people. Returns the status 0."""
+    if args.json:
+        print_json(result)
+    else:
+        show(parts())
+    return 0
 
 
 def read_prompt(text: str | None, file: Path | None) -> str | None:

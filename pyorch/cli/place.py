@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.options import add_command, check_output, check_readable, print_json
-from pyorch.cli.tables import Facts, Table, show
+from pyorch.cli.options import add_command, answer, check_output, check_readable
+from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
@@ -125,10 +125,7 @@ def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]
 
 def report(args: argparse.Namespace, placed: Placed) -> None:
     found = _report(args, placed)
-    if args.json:
-        print_json(found)
-    else:
-        show(_parts(found, args.explain))
+    answer(args, found, lambda: _parts(found, args.explain))
 
 
 def _by_server(texts: list[str], cluster) -> dict[str, list[Path]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.cli.numbers import number, rate, whole
-from pyorch.cli.options import add_command, add_model, add_output_options, check_output, check_readable, print_json
+from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output, check_readable
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings
-from pyorch.cli.tables import Facts, Table, show
+from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
 
 DECODE_SECONDS = 1.0
@@ -138,11 +138,7 @@ def run(args: argparse.Namespace) -> int:
         "n_splits": planned.n_splits, "n_evaluated": planned.n_evaluated, "seconds": seconds, "n_played": n_played,
         "n_played_tokens": n_played_tokens, "handicap": handicap, "rows": rows,
     }
-    if args.json:
-        print_json(report)
-    else:
-        show(_parts(report, model_map.info))
-    return 0
+    return answer(args, report, lambda: _parts(report, model_map.info))
 
 
 def _can_play(recording, model_map) -> bool:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model_options, check_output, print_json
+from pyorch.cli.options import add_command, add_model_options, add_text_options, answer, check_output
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.settings.option import CONTEXT
@@ -25,12 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "but for predictors that apply routers; what would be refused is said at the start."
     )
     add_model_options(parser, CONTEXT)
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
-                        help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
-                             "layout of ARC")
+    add_text_options(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write")
     parser.add_argument("--append", action="store_true", help="continue the trace if it exists")
-    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
     parser.add_argument("--minutes", type=number(above=0), metavar="N",
                         help="begin no further text after N minutes (default: read all)")
     parser.add_argument("--router", choices=("topk", "full"),
@@ -81,11 +78,7 @@ def run(args: argparse.Namespace) -> int:
         if part.exists() and not begun:
             print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
         raise
-    if args.json:
-        print_json(recorded)
-    else:
-        print(_sentence(recorded))
-    return 0
+    return answer(args, recorded, lambda: [_sentence(recorded)])
 
 
 def _refusals(router: str, n_inputs: int, states: bool) -> list[tuple[str, str]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.numbers import number, rate, whole
-from pyorch.cli.options import add_command, add_model, print_json
+from pyorch.cli.options import add_command, add_model, answer
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed, names
-from pyorch.cli.tables import Table, show
+from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
 from pyorch.settings.device import MAX_AHEAD
@@ -130,11 +130,8 @@ def run(args: argparse.Namespace) -> int:
             settings = dataclasses.replace(settings, budget=budget, policy=policy, prefetch=prefetch)
             found = replay(model_map, recording, settings, maps, predictor_file, uses=uses)
             rows.append(_row(found, timed=compute_from != _ASSUMED))
-    if args.json:
-        print_json(_report(args, settings, compute_from, packed, rows))
-    else:
-        show(_parts(args, settings, compute_from, packed, rows))
-    return 0
+    of = (args, settings, compute_from, packed, rows)
+    return answer(args, _report(*of), lambda: _parts(*of))
 
 
 def _of_device(args: argparse.Namespace) -> dict[str, Any]:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_model_options, add_output_options, check_output, print_json
+from pyorch.cli.options import (
+    add_command,
+    add_model_options,
+    add_output_options,
+    add_text_options,
+    answer,
+    check_output,
+)
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
-from pyorch.cli.tables import Table, show
+from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
 from pyorch.settings.option import CONTEXT
 
-
-@dataclass(frozen=True)
-class Report:
-    """What --json prints. layers: pyorch.convert.estimator.LayerRecall of each layer that is predicted."""
-
-    path: Path
-    n_parameters: int
-    n_training: int
-    n_held_out: int
-    losses: tuple[float, ...]
-    best_part: int
-    layers: tuple[object, ...]
+if TYPE_CHECKING:
+    from pyorch.convert.estimator import Trained
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -39,10 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "is better than quasi-hidden."
     )
     add_model_options(parser, CONTEXT)
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
-                        help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
-                             "layout of ARC")
-    parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
+    add_text_options(parser)
     parser.add_argument("--val-share", type=float, default=0.1, metavar="S",
                         help="hold out this share of the requests; the recall on them says when to stop (default: "
                              "%(default)s)")
@@ -100,29 +93,24 @@ def run(args: argparse.Namespace) -> int:
         hybrid |= {layer.il: layer.hybrid for layer in trained.layers}
         dataclasses.replace(file, estimator=trained.estimator, hybrid=hybrid,
                             curve=trained.curve).write(output, model.map)
-    report = Report(output, trained.estimator.n_parameters, trained.n_training, trained.n_held_out, trained.losses,
-                    trained.best_part, trained.layers)
-    if args.json:
-        print_json(report)
-    else:
-        show(_parts(report))
-    return 0
+    return answer(args, {
+        "path": output, "n_parameters": trained.estimator.n_parameters, "n_training": trained.n_training,
+        "n_held_out": trained.n_held_out, "losses": trained.losses, "best_part": trained.best_part,
+        "layers": trained.layers,
+    }, lambda: _parts(output, trained))
 
 
-def _parts(report: Report) -> list[str | Table]:
-    n = len(report.layers)
-    better = sum(layer.hybrid for layer in report.layers)
-    rows = [(str(layer.il), f"{layer.quasi_hidden:.1%}", f"{layer.estimator:.1%}") for layer in report.layers]
-    means = (sum(getattr(layer, name) for layer in report.layers) / n for name in ("quasi_hidden", "estimator"))
+def _parts(output: Path, trained: Trained) -> list[str | Table]:
+    n = len(trained.layers)
+    better = sum(layer.hybrid for layer in trained.layers)
+    rows = [(str(layer.il), f"{layer.quasi_hidden:.1%}", f"{layer.estimator:.1%}") for layer in trained.layers]
+    means = (sum(getattr(layer, name) for layer in trained.layers) / n for name in ("quasi_hidden", "estimator"))
     rows.append(("mean", *(f"{mean:.1%}" for mean in means)))
     return [
-        Table(
-            ("layer", "quasi-hidden", "estimator"),
-            rows,
-            title=f"recall of both predictors on {report.n_held_out} tokens that were held out",
-        ),
+        Table(("layer", "quasi-hidden", "estimator"), rows,
+              title=f"recall of both predictors on {trained.n_held_out} tokens that were held out"),
         "",
-        f"{report.path}: an estimator of {report.n_parameters} parameters, trained on {report.n_training} tokens, as "
-        f"it was after {report.best_part} of {len(report.losses) - 1} parts of the training; hybrid uses it in "
-        f"{better} of {n} layers",
+        f"{output}: an estimator of {trained.estimator.n_parameters} parameters, trained on {trained.n_training} "
+        f"tokens, as it was after {trained.best_part} of {len(trained.losses) - 1} parts of the training; hybrid uses "
+        f"it in {better} of {n} layers",
     ]
