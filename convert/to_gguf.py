@@ -138,7 +138,7 @@ def _files_in(directory: Path) -> list[Path]:
 def _file_type(path: Path) -> quantization.FileType:
     """What the header of a converted file, or of its first shard, says."""
     with ModelMap(path) as model_map:
-        return quantization.by_value(model_map.metadata_int("general.file_type"))
+        return quantization.by_value(model_map.metadata("general.file_type", int))
 
 
 def _step(name: str, on_progress: OnProgress | None) -> Callable[[int, int], None] | None:

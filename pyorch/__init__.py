@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from pyorch.llama.interception import manage
     from pyorch.llama.layer import LayerSettings
     from pyorch.llama.model import Model, load
+    from pyorch.runtime.callbacks import Routing
     from pyorch.runtime.engine import Engine
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.runtime.observers import Routing
     from pyorch.runtime.statistics import Stats
     from pyorch.settings.substitution import Substitution
 
@@ -35,7 +35,7 @@ _HOMES = {
     "ModelMap": "runtime.model_map",
     "OutOfMemoryError": "errors",
     "PyorchError": "errors",
-    "Routing": "runtime.observers",
+    "Routing": "runtime.callbacks",
     "Stats": "runtime.statistics",
     "Substitution": "settings.substitution",
     "load": "llama.model",

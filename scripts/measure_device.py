@@ -49,8 +49,7 @@ from pyorch.llama import logs
 from pyorch.llama.context import Context
 from pyorch.llama.memory import physical_cores
 from pyorch.llama.model import Model, load
-from pyorch.runtime.device_rates import rates_for
-from pyorch.runtime.devices import find_device
+from pyorch.runtime.devices import find_device, rates_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.device import AUTO, DeviceMisses
 from pyorch.sizes import format_bytes

@@ -25,7 +25,7 @@ from pyorch.cluster.tls import Tls
 from pyorch.cluster.tunnel import Tunnel
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-from pyorch.runtime.remote import HERE
+from pyorch.runtime.engine import HERE
 from pyorch.sidecars.container import fingerprint
 
 TOKEN = "measured on one machine"

@@ -20,8 +20,8 @@ import pyorch
 from pyorch import _libs
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Routing
 
 ROOT = Path(__file__).parent.parent
 SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")

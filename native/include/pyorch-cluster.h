@@ -1,6 +1,6 @@
 // Several servers: experts that others compute.
 //
-// The rules of pyorch.h hold: statuses, sizes of structs, declarations only below the guard.
+// The rules of pyorch.h hold.
 
 #ifndef PYORCH_CLUSTER_H
 #define PYORCH_CLUSTER_H
@@ -20,15 +20,12 @@ extern "C" {
 // to, or for a process beside it that encrypts.
 
 typedef struct pyorch_listen_config {
-    uint64_t     struct_size;
-    const char * address;   // default "127.0.0.1"
+    const char * address;
     const char * token;     // what others must know, 1 to 255 bytes
     const char * model;     // fingerprint of the model, at most 127 bytes; others must have the same
-    int32_t      port;      // default 0: a free one
-    int32_t      n_threads; // that compute for others; default 1
+    int32_t      port;      // 0: a free one
+    int32_t      n_threads; // that compute for others
 } pyorch_listen_config;
-
-pyorch_status pyorch_listen_config_default(pyorch_listen_config * config, uint64_t struct_size);
 
 // Answers other servers from now on. port: where it listens. A layer is computed once a context of the model was made.
 // Experts are held under the engine's budget. PYORCH_INVALID if it listens already.
@@ -38,7 +35,6 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config *
 pyorch_status pyorch_stop_listening(pyorch_engine * engine);
 
 typedef struct pyorch_served {
-    uint64_t struct_size;
     uint64_t connections; // that joined
     uint64_t refused;     // that did not, or were cut off
     uint64_t requests;
@@ -53,15 +49,12 @@ typedef struct pyorch_served {
 pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served);
 
 typedef struct pyorch_peer_config {
-    uint64_t     struct_size;
     const char * address;
     const char * token;
     const char * model; // fingerprint
     int32_t      port;
-    int32_t      timeout_ms; // a server that is silent for so long is lost; default 2000
+    int32_t      timeout_ms; // a server that is silent for so long is lost
 } pyorch_peer_config;
-
-pyorch_status pyorch_peer_config_default(pyorch_peer_config * config, uint64_t struct_size);
 
 // Joins a server that listens, and whenever it is lost, again. peer: its number, from 0. PYORCH_IO with the reason
 // where it cannot be joined now.
@@ -71,7 +64,6 @@ pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * 
 pyorch_status pyorch_disconnect(pyorch_engine * engine, int32_t peer);
 
 typedef struct pyorch_peer_info {
-    uint64_t struct_size;
     int32_t  joined;       // nonzero: now
     int32_t  same_kernels; // nonzero: results are the same, bit for bit
     uint64_t requests;
@@ -93,7 +85,6 @@ pyorch_status pyorch_set_placement(
     pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n_expert, int32_t n_places);
 
 typedef struct pyorch_remote_counts {
-    uint64_t struct_size;
     uint64_t slots;    // that were sent
     uint64_t fallback; // of them, those that no server answered: they were computed here
     uint64_t wait_ns;  // that layers waited for answers, when their own experts were done

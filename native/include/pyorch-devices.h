@@ -1,7 +1,6 @@
 // Devices: a tier of memory above the host's, whose experts a device computes with.
 //
-// An engine gets one with pyorch_config.device. The rules of pyorch.h hold: statuses, sizes of structs, declarations
-// only below the guard.
+// An engine gets one with pyorch_config.device. The rules of pyorch.h hold.
 
 #ifndef PYORCH_DEVICES_H
 #define PYORCH_DEVICES_H
@@ -13,7 +12,6 @@ extern "C" {
 #endif
 
 typedef struct pyorch_device_info {
-    uint64_t struct_size;
     uint64_t free_bytes, total_bytes; // of its memory
     char     name[64];
     char     buffers[64]; // what llama.cpp calls its buffers

@@ -1,7 +1,7 @@
 // Replay: what the table, a policy and a predictor would do with a recorded routing, in simulated time; and what an
-// engine would do with what it is told is in memory, to evaluate it and to test its parts.
+// engine would do with what it is told is in memory, to evaluate it.
 //
-// The rules of pyorch.h hold: statuses, sizes of structs, declarations only below the guard.
+// The rules of pyorch.h hold.
 
 #ifndef PYORCH_REPLAY_H
 #define PYORCH_REPLAY_H
@@ -26,7 +26,6 @@ pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch
 
 // Arrays are row-major by recorded token; L layers, the first n_layers of the engine's map: no token passes others.
 typedef struct pyorch_recording {
-    uint64_t         struct_size;
     int64_t          n_tokens;
     int32_t          n_layers;
     int32_t          n_expert;
@@ -46,21 +45,18 @@ typedef struct pyorch_recording {
     const uint8_t * decode; // [n_ubatches] nonzero: one token of each sequence
 } pyorch_recording;
 
-pyorch_status pyorch_recording_default(pyorch_recording * recording, uint64_t struct_size);
-
 typedef struct pyorch_replay_config {
-    uint64_t struct_size;
-    double   read_bytes_per_second;
-    double   read_seconds;    // that a request costs beside its bytes
-    double   compute_seconds; // of a decoded token when all is resident, spread evenly over the layers
-    double   route_share;     // of a layer's, what is computed before its router
-    double   prefill_seconds; // of a token of a prompt
-    double   predict_seconds; // from a layer's router to the forecast that follows from it
-    int64_t  n_warm;          // ubatches that are played before anything is counted
-    double   pause_seconds;   // at the end of each period the disk stands still for so long; 0: never
-    double   period_seconds;
-    double   decode_bytes_per_second; // of one thread, of compressed experts as kernels compute with them; 0: no time
-    int64_t  n_decoders;              // such threads; default 1
+    double  read_bytes_per_second;
+    double  read_seconds;    // that a request costs beside its bytes
+    double  compute_seconds; // of a decoded token when all is resident, spread evenly over the layers
+    double  route_share;     // of a layer's, what is computed before its router
+    double  prefill_seconds; // of a token of a prompt
+    double  predict_seconds; // from a layer's router to the forecast that follows from it
+    int64_t n_warm;          // ubatches that are played before anything is counted
+    double  pause_seconds;   // at the end of each period the disk stands still for so long; 0: never
+    double  period_seconds;
+    double  decode_bytes_per_second; // of one thread, of compressed experts as kernels compute with them; 0: no time
+    int64_t n_decoders;              // such threads; default 1
 
     // Slots of a device in front of host memory; what comes before a router is computed there, and the experts that it
     // has, while the processor computes the others.
@@ -74,22 +70,21 @@ typedef struct pyorch_replay_config {
     uint64_t device_ahead;          // see pyorch_config
 } pyorch_replay_config;
 
-pyorch_status pyorch_replay_config_default(pyorch_replay_config * config, uint64_t struct_size);
+extern const pyorch_replay_config pyorch_default_replay_config; // a disk of 1 GB/s, a processor that takes no time
 
 // Of what was counted. Hits, loads and bytes are in pyorch_get_stats.
 typedef struct pyorch_replay_result {
-    uint64_t struct_size;
-    int64_t  n_tokens;
-    int64_t  n_decoded;
-    double   seconds;
-    double   decode_seconds;
-    double   stall_seconds;                               // of these, the time without a matrix to compute with
-    double   read_seconds;                                // in which the disk was busy
-    double   predict_wall_seconds;                        // that forecasts really took, on this machine
-    double   decode_work_seconds;                         // of threads that decode compressed experts, their sum
-    int64_t  device_hits, device_misses, device_computed; // see pyorch_stats
-    int64_t  device_loads, device_evictions, device_bytes;
-    int64_t  device_ahead, device_ahead_hits, device_ahead_late;
+    int64_t n_tokens;
+    int64_t n_decoded;
+    double  seconds;
+    double  decode_seconds;
+    double  stall_seconds;                               // of these, the time without a matrix to compute with
+    double  read_seconds;                                // in which the disk was busy
+    double  predict_wall_seconds;                        // that forecasts really took, on this machine
+    double  decode_work_seconds;                         // of threads that decode compressed experts, their sum
+    int64_t device_hits, device_misses, device_computed; // see pyorch_stats
+    int64_t device_loads, device_evictions, device_bytes;
+    int64_t device_ahead, device_ahead_hits, device_ahead_late;
 } pyorch_replay_result;
 
 // Plays a recording on a simulated engine, which keeps what it then has resident.
@@ -111,39 +106,14 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
 // a machine where an expert is read in so many times the time in which a layer of a token computes: so what is computed
 // does not depend on how fast this machine reads or computes. The cache begins empty, nothing is guessed in it, and it
 // fills as layers are computed. seed: 0: reads take their bytes' time; else from half to one and a half of it, as
-// drawn. on 0: no longer. REQUIRES: nothing is being decoded.
-pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double read_layers, uint64_t seed);
+// drawn. REQUIRES: nothing is being decoded.
+pyorch_status pyorch_simulate_cache(pyorch_engine * engine, double read_layers, uint64_t seed);
 
 // These come into the simulated cache at once, as far as its budget reaches.
 pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n);
 
 // Of the simulated cache, as pyorch_get_stats; also zeroed by pyorch_reset_stats. PYORCH_INVALID where there is none.
 pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats);
-
-//
-// parts of an engine, asked by themselves
-//
-
-// What the router selects for inputs [n_tokens][n_embd], as predictors apply it: experts and weights
-// [n_tokens][n_used], the best first. Status as of pyorch_get_router.
-pyorch_status pyorch_apply_router(
-    pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights);
-
-// What the estimator adds to the logits of the layer after il, for the quasi-hidden state[n_embd] of il.
-pyorch_status pyorch_estimate(
-    pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert);
-
-// What ghosts give: outputs[n][n_out] for inputs[n][n_in] of experts[n]. PYORCH_INVALID for one that has none.
-pyorch_status pyorch_apply_ghosts(
-    pyorch_engine * engine, int32_t il, const float * inputs, const int32_t * experts, int32_t n, float * outputs);
-
-// What substitution would make of a routing; counts and changes nothing but experts and weights. A slot that a ghost
-// computes keeps both.
-// routing: its context and decode are not looked at; resident: [n_expert]; normalized, softmax_selected: how the
-// model makes weights of probs (see RoutedBatch).
-pyorch_status pyorch_substitute(pyorch_engine * engine, const pyorch_routing * routing, const uint8_t * resident,
-    int32_t normalized, int32_t softmax_selected, int32_t * experts, float * weights,
-    pyorch_substitution_counts * counts);
 
 #ifdef __cplusplus
 }

@@ -1,8 +1,7 @@
 // llama-server in the process of its runtime: routes beside its own, and how it ends. In libpyorch-server, which links
 // llama-server; there is one server in a process.
 //
-// The rules of pyorch.h hold: sizes of structs, declarations only below the guard. Functions may be called from any
-// thread.
+// Declarations only below the guard, as in pyorch.h. Functions may be called from any thread.
 
 #ifndef PYORCH_SERVER_H
 #define PYORCH_SERVER_H
@@ -15,7 +14,6 @@ extern "C" {
 
 // A request for one of the routes. Valid during the call.
 typedef struct pyorch_exchange {
-    uint64_t     struct_size;
     const char * method;
     const char * route; // the path that was given to pyorch_server_add_route
     const char * path;  // that, behind --api-prefix
@@ -71,7 +69,6 @@ void * pyorch_server_get_context(void);
 
 // Connections, by what they wait for.
 typedef struct pyorch_connections {
-    uint64_t struct_size;
     uint64_t arriving;  // a request, or the rest of it
     uint64_t answering; // its answer, which the server is at work on
 } pyorch_connections;

@@ -12,16 +12,11 @@
 // not return PYORCH_OK, and then has changed nothing. All functions may be called from any thread
 // unless said otherwise. cffi parses this file: declarations only below the guard.
 //
-// Structs begin with their size, as the caller was compiled: struct_size = sizeof(the struct). Later versions only
-// append fields, and never use padding for one. So a newer library takes an older struct: what lies behind it has
-// its default, or is not written. An older library takes a newer struct as long as what it does not know is zero.
-// A struct that is given gets its size, and the defaults of all fields, from the function named after it:
-// pyorch_config_default(&config, sizeof(config)). Of a struct that is filled in the caller sets struct_size.
+// Calls and structs are those of PYORCH_ABI; a struct of settings begins as zeros, or as its pyorch_default_*.
 //
-// The callbacks (pyorch_read_fn, pyorch_observer_fn, pyorch_prediction_fn) run while the engine waits for them. Inside
-// one, the thread may ask (pyorch_get_*, pyorch_engine_error, pyorch_decode_error, pyorch_apply_router,
-// pyorch_substitute, and everything of the library, the model map and the history) and order (pyorch_prefetch,
-// pyorch_pin, pyorch_unpin, pyorch_evict).
+// The callbacks (pyorch_read_fn, pyorch_observer_fn) run while the engine waits for them. Inside one, the thread may ask
+// (pyorch_get_*, pyorch_engine_error, pyorch_decode_error, and everything of the library, the model map and the history)
+// and order (pyorch_prefetch, pyorch_pin, pyorch_unpin, pyorch_evict).
 // Every other function of an engine, also of another one, returns PYORCH_CALLBACK there: it might wait for the callback
 // itself. A decode with managed experts fails there. A callback must not wait for a thread that does any of this.
 
@@ -53,11 +48,10 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 2 };
+enum { PYORCH_ABI = 3 };
 
-int32_t      pyorch_abi(void);            // the PYORCH_ABI that the library was compiled with
-const char * pyorch_version(void);        // "1.2.3"
-int32_t      pyorch_version_number(void); // 10203
+int32_t      pyorch_abi(void);     // the PYORCH_ABI that the library was compiled with
+const char * pyorch_version(void); // "1.2.3"
 
 // What can be chosen among by name. The values of a choice are those of the enum.
 typedef enum pyorch_choices {
@@ -88,7 +82,6 @@ enum {
 };
 
 typedef struct pyorch_choice {
-    uint64_t     struct_size;
     int32_t      value;       // of the enum
     uint32_t     needs;       // flags PYORCH_NEEDS_*: without one of them it does nothing
     uint32_t     uses;        // flags of what makes it better
@@ -97,8 +90,8 @@ typedef struct pyorch_choice {
     const char * description; // one line
 } pyorch_choice;
 
-// index: 0 and up. PYORCH_INVALID behind the last.
-pyorch_status pyorch_get_choice(int32_t choices, int32_t index, pyorch_choice * choice);
+// index: 0 and up. NULL behind the last.
+const pyorch_choice * pyorch_get_choice(int32_t choices, int32_t index);
 
 //
 // llama.cpp's fatal errors
@@ -125,7 +118,6 @@ typedef struct pyorch_model_map pyorch_model_map;
 enum { PYORCH_MAX_ROLES = 3 }; // matrices of one expert: up, gate, down or gate_up, down
 
 typedef struct pyorch_model_map_info {
-    uint64_t struct_size;
     char     arch[64];      // general.architecture
     char     name[128];     // general.name, may be empty
     int32_t  n_files;       // 1, or the number of shards
@@ -141,7 +133,6 @@ typedef struct pyorch_model_map_info {
 } pyorch_model_map_info;
 
 typedef struct pyorch_layer_info {
-    uint64_t struct_size;
     int32_t  il;
     int32_t  n_expert;
     int32_t  n_roles;
@@ -170,31 +161,34 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
 // index: 0 .. n_moe_layers-1, in the order of il
 pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t index, pyorch_layer_info * info);
 
-// Where a matrix of an expert lies: path (owned by the map), offset and size in bytes. In the model, but of a slim one
-// in its pack; PYORCH_FORMAT where none is attached, or holds the layer compressed.
-pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
-    const char ** path, uint64_t * offset, uint64_t * size);
+// Where a matrix of an expert, or any tensor, lies. path and the ggml type are owned by the map.
+typedef struct pyorch_range {
+    const char * path;
+    const char * type;
+    uint64_t     offset, size; // bytes
+} pyorch_range;
+
+pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name, pyorch_range * range);
+
+// In the model, but of a slim one in its pack; PYORCH_FORMAT where none is attached, or holds the layer compressed.
+pyorch_status pyorch_model_map_get_range(
+    const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role, pyorch_range * range);
 
 // Brings a matrix of any expert of the layer, as it lies in the file, into the order that layout names. In place, as
 // many bytes: size. PYORCH_INVALID where that is "plain". May be called by several threads at once.
 pyorch_status pyorch_model_map_repack(
     const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size);
 
-// An integer of the metadata. Of an array: the element at index. PYORCH_INVALID where there is none.
-pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char * key, int32_t index, int64_t * value);
+// A value of the metadata: one of the three, the others 0 and NULL. text is owned by the map.
+typedef struct pyorch_value {
+    char         kind; // 'i', 'f' or 's', 0: there is none
+    int64_t      integer;
+    double       number;
+    const char * text;
+} pyorch_value;
 
-// Where any tensor lies: path (owned by the map), offset and size in bytes.
-pyorch_status pyorch_model_map_get_tensor(
-    const pyorch_model_map * map, const char * name, const char ** path, uint64_t * offset, uint64_t * size);
-
-// The ggml type of any tensor, owned by the map.
-pyorch_status pyorch_model_map_get_tensor_type(const pyorch_model_map * map, const char * name, const char ** type);
-
-// A floating-point number of the metadata. PYORCH_INVALID where there is none.
-pyorch_status pyorch_model_map_get_float(const pyorch_model_map * map, const char * key, double * value);
-
-// A string of the metadata, owned by the map.
-pyorch_status pyorch_model_map_get_str(const pyorch_model_map * map, const char * key, const char ** value);
+// Of an array of integers: the element at index.
+void pyorch_model_map_get_value(const pyorch_model_map * map, const char * key, int32_t index, pyorch_value * value);
 
 //
 // planes and codecs
@@ -261,7 +255,6 @@ typedef enum pyorch_reader {
 } pyorch_reader;
 
 typedef struct pyorch_config {
-    uint64_t struct_size;
     uint64_t budget_bytes;     // for all expert memory; above slots_bytes means all, the default
     int32_t  policy;           // pyorch_policy; default PYORCH_LEARNED
     int32_t  read_depth;       // requests under way at once, of threads one each; 0: 4, or as many threads as suit
@@ -290,7 +283,7 @@ typedef enum pyorch_device_misses {
                           // estimate that follows from device_rates and from counts; the processor computes the others
 } pyorch_device_misses;
 
-pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size);
+extern const pyorch_config pyorch_default_config;
 
 // Starts the reader. The map is copied. PYORCH_BUDGET below floor_bytes.
 pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine);
@@ -303,13 +296,14 @@ pyorch_status pyorch_engine_free(pyorch_engine * engine);
 // experts to the engine. NULL ends that. A load of other files is untouched.
 pyorch_status pyorch_engine_capture(pyorch_engine * engine);
 
+// Both sentences are valid until the thread calls the function again.
+//
 // Why the engine failed the last of all decodes that it failed, "" if none: for who watches contexts of other threads.
-// Copies at most size bytes.
-pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size);
+const char * pyorch_engine_error(pyorch_engine * engine);
 
 // Why an engine failed the llama_decode that the calling thread made since it last called this function, "" if none
-// did: called before a decode and after it, the second sentence is that decode's. Copies at most size bytes.
-pyorch_status pyorch_decode_error(char * buf, size_t size);
+// did: called before a decode and after it, the second sentence is that decode's.
+const char * pyorch_decode_error(void);
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes);
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy);
@@ -328,15 +322,12 @@ pyorch_status pyorch_set_uses(pyorch_engine * engine, int32_t il, const double *
 // What the policy PYORCH_LEARNED has learned. n_expert: of the widest layer; rows of others end with numbers that mean
 // nothing.
 typedef struct pyorch_learned {
-    uint64_t struct_size;
-    int32_t  n_layers, n_expert, n_tables, n_counts, n_weights;
-    float *  weights; // [n_weights] of the features, and the sums of their squared gradients
-    float *  counts;  // [n_layers][n_counts][n_expert] fading use counts, 0 to 1
-    float *  bias;    // [n_layers][n_expert]
-    float *  tables;  // [n_layers][n_tables][n_expert][n_expert]
+    int32_t n_layers, n_expert, n_tables, n_counts, n_weights;
+    float * weights; // [n_weights] of the features, and the sums of their squared gradients
+    float * counts;  // [n_layers][n_counts][n_expert] fading use counts, 0 to 1
+    float * bias;    // [n_layers][n_expert]
+    float * tables;  // [n_layers][n_tables][n_expert][n_expert]
 } pyorch_learned;
-
-pyorch_status pyorch_learned_default(pyorch_learned * learned, uint64_t struct_size);
 
 // Fills in the sizes, and copies to those arrays that are not NULL. PYORCH_INVALID under another policy.
 pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learned);
@@ -349,7 +340,6 @@ pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * 
 //
 
 typedef struct pyorch_disk_speed {
-    uint64_t struct_size;
     double   bytes_per_second;
     double   cores;      // that this process kept busy meanwhile
     uint64_t read_bytes; // as it was read: as pyorch_config
@@ -403,8 +393,6 @@ pyorch_status pyorch_wait_idle(pyorch_engine * engine);
 // A counter is one line here, in the part that it belongs to, and the line that counts: Python and /metrics take names
 // and sentences from this struct.
 typedef struct pyorch_stats {
-    uint64_t struct_size;
-
     // counters, of each layer too
     uint64_t hits;              // uses of experts that found them in memory
     uint64_t misses;            // uses of experts that had to wait for a read, or for the rest of one
@@ -459,15 +447,12 @@ pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats 
 // All layers at one moment, in the order of il. Arrays are the caller's; n_expert: of the widest layer, rows of others
 // end with zeros.
 typedef struct pyorch_snapshot {
-    uint64_t       struct_size;
     int32_t        n_layers, n_expert;
     uint8_t *      flags;  // [n_layers][n_expert] PYORCH_RESIDENT and so on
     uint64_t *     uses;   // [n_layers][n_expert] hits and misses of each expert
     pyorch_stats * layers; // [n_layers] as pyorch_get_stats of one layer
     pyorch_stats   stats;  // of the whole engine
 } pyorch_snapshot;
-
-pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struct_size);
 
 // Fills it in. flags NULL: the sizes and stats only.
 pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot);
@@ -497,18 +482,13 @@ typedef enum pyorch_predictor {
     PYORCH_PREDICT_ORACLE            = 9, // the truth: in a replay, which knows
 } pyorch_predictor;
 
-// Sets what predicts every layer, see pyorch_set_layer_prefetch.
-// automatic: nonzero: only while what guesses save is worth the processor's time of the predictions, and into host
-// memory only. PYORCH_INVALID where the predictor applies routers, automatic is 0, and a graph has a router that cannot
-// be applied.
+// Sets what predicts one layer, il -1: every layer. distance: layers ahead at most, at least 1. min_precision: guesses
+// that come true less often than this, as counted while running, are not read; 0 reads all. Below 0: those are read that
+// gain more than they cost, as counted while running. automatic, of every layer: nonzero: only while what guesses save is
+// worth the processor's time of the predictions, and into host memory only. PYORCH_INVALID where the predictor applies
+// routers, automatic is 0, and a graph has a router that cannot be applied.
 pyorch_status pyorch_set_prefetch(
-    pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic);
-
-// Sets what predicts one layer. distance: layers ahead at most, at least 1. min_precision: guesses that come true less
-// often than this, as counted while running, are not read; 0 reads all. Below 0: those are read that gain more than
-// they cost, as counted while running.
-pyorch_status pyorch_set_layer_prefetch(
-    pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision);
+    pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision, int32_t automatic);
 
 // PYORCH_INVALID, with the layer and the reason, where a predictor that applies routers was chosen, or layers are
 // speculated, and a graph has a router that cannot be applied. For when a context was made: before, no graph is known.
@@ -527,7 +507,6 @@ typedef enum pyorch_gating {
 // the two highest is highest; n_groups 1: no groups. Their probabilities, divided by their sum if normalized, times
 // scale, are the weights. Arrays may be NULL but for gate.
 typedef struct pyorch_router {
-    uint64_t      struct_size;
     int32_t       n_expert;
     int32_t       n_embd;
     int32_t       n_used;
@@ -543,8 +522,6 @@ typedef struct pyorch_router {
     float         eps;            // of the same
 } pyorch_router;
 
-pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size);
-
 // The router as it is used. Arrays belong to the model that is loaded under the engine, or to the engine where
 // pyorch_set_router gave it. PYORCH_INVALID where there is none: no context was made yet, or it cannot be applied.
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router);
@@ -557,7 +534,6 @@ pyorch_status pyorch_set_default_vectors(
 // A network that corrects the logits which the router of the next layer gives for a quasi-hidden state (Speculating
 // Experts, appendix A). n_layers: the first so many layers with experts have their states as its input.
 typedef struct pyorch_estimator {
-    uint64_t      struct_size;
     int32_t       n_embd, n_latent, n_hidden, n_layers, n_expert;
     const float * in_weight;   // [n_latent][n_embd]
     const float * in_bias;     // [n_latent]
@@ -571,8 +547,6 @@ typedef struct pyorch_estimator {
     const float * head_weight; // [n_layers][n_expert][n_latent]
     const float * head_bias;   // [n_layers][n_expert]
 } pyorch_estimator;
-
-pyorch_status pyorch_estimator_default(pyorch_estimator * estimator, uint64_t struct_size);
 
 // Copied, matrices in 8 bits a weight or 16. PYORCH_INVALID where it does not fit the layers of the model.
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
@@ -606,7 +580,6 @@ pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode);
 
 // Since pyorch_reset_stats. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_speculation_counts {
-    uint64_t struct_size;
     uint64_t tokens; // of the ubatches concerned, counted in each layer
     uint64_t slots;  // that got a forecast expert
     uint64_t right;  // of them, those whose router chose the same
@@ -620,7 +593,6 @@ pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_specu
 
 // What a layer's router decided for one ubatch. Arrays are valid during the call, row-major by token.
 typedef struct pyorch_routing {
-    uint64_t        struct_size;
     const void *    context; // tells contexts apart
     int32_t         il;
     int32_t         decode; // nonzero: one token of each sequence
@@ -636,21 +608,11 @@ typedef struct pyorch_routing {
     const float *   residuals; // [n_tokens][n_embd] of which the inputs are the RMS normalization, or NULL
 } pyorch_routing;
 
-pyorch_status pyorch_routing_default(pyorch_routing * routing, uint64_t struct_size);
-
 // Called on a compute thread, between router and experts: it must return quickly.
 typedef void (*pyorch_observer_fn)(void * user, const pyorch_routing * routing);
 
 // One observer per engine; NULL removes it. On return no call of the old one is running.
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user);
-
-// What was predicted for one token when layer il_from was routed (-1: when the ubatch began): experts of layer il, the
-// likeliest first. Called on the prefetching thread.
-typedef void (*pyorch_prediction_fn)(
-    void * user, const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n);
-
-// One per engine; NULL removes it. On return no call of the old one is running.
-pyorch_status pyorch_set_prediction_observer(pyorch_engine * engine, pyorch_prediction_fn observer, void * user);
 
 //
 // history: expert maps of past iterations (FineMoE), and activation matrices of past requests (MoE-Infinity)
@@ -679,15 +641,6 @@ pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_ma
 // any may be NULL. n_maps, n_requests: for how many there is room, then how many there are; a running engine adds more.
 pyorch_status pyorch_history_export(const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps,
     float * requests, int32_t * n_requests);
-
-// The most alike iteration, and its cosine: by embedding where n_known is 0, else by the first n_known layers of map.
-// index -1: there is none.
-pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map,
-    int32_t n_known, int32_t * index, float * score);
-
-// The most alike request, and its cosine, by the layers of counts that are not all 0. index -1: there is none.
-pyorch_status pyorch_history_search_request(
-    const pyorch_history * history, const float * counts, int32_t * index, float * score);
 
 //
 // substitution: lossy, off until set
@@ -721,7 +674,6 @@ typedef enum pyorch_on_miss {
 // How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
 // What others stand in for is read when nothing else is wanted, where eviction values it higher than what must go.
 typedef struct pyorch_substitution {
-    uint64_t struct_size;
     int32_t  mode;          // pyorch_substitute_mode
     int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence
     int32_t  search_rank;   // only the first so many of a buddy list, 0: all
@@ -747,26 +699,19 @@ typedef struct pyorch_substitution {
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
-pyorch_status pyorch_substitution_default(pyorch_substitution * substitution, uint64_t struct_size);
+extern const pyorch_substitution pyorch_default_substitution;
 
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
 
-// ids, q, scale: [n_expert][k_max], best first; ids -1 after the last; scale may be NULL, or nan where it is not
-// known. hops: [n_expert] to where an expert is; NULL: 1 for one that another server computes, else 0. PYORCH_INVALID
-// for ids that do not exist.
+// ids, q, scale, error: [n_expert][k_max], best first; ids -1 after the last; scale and error may be NULL, or nan where
+// they are not known. error: what a buddy, times its scale, leaves of the squared output of the expert that it stands in
+// for, 0 to 1: for PYORCH_MISS_AUTO with PYORCH_WEIGHT_FITTED. hops: [n_expert] to where an expert is; NULL: 1 for one
+// that another server computes, else 0. PYORCH_INVALID for ids that do not exist.
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-    const int32_t * ids, const float * q, const float * scale, const uint8_t * hops);
-
-// What a buddy of the lists of pyorch_set_buddies leaves of the squared output of the expert that it stands in for,
-// times its scale: error[n_expert][k_max] from 0 to 1, nan where it is not known. For PYORCH_MISS_AUTO, with
-// PYORCH_WEIGHT_FITTED.
-pyorch_status pyorch_set_buddy_errors(
-    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const float * error);
+    const int32_t * ids, const float * q, const float * scale, const float * error, const uint8_t * hops);
 
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {
-    uint64_t struct_size;
-
     // counters, of each layer too
     uint64_t tokens;
     uint64_t lossy_tokens; // of them, those that got another expert or lost one
@@ -794,7 +739,6 @@ pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il,
 // input x for what differs from it, y = mean + sum over its rows r of up[r] <down[r], x>. Rows are those of expert 0,
 // then those of expert 1, and so on.
 typedef struct pyorch_ghosts {
-    uint64_t        struct_size;
     int32_t         n_expert;
     int32_t         n_in;   // values of x
     int32_t         n_out;  // of y: of what the expert gives, before the router's weight
@@ -807,8 +751,6 @@ typedef struct pyorch_ghosts {
         error; // [n_expert] expected square of what the ghost misses, as a share of the layer's squared output
     const float * energy; // [n_expert] expected square of the whole output, likewise
 } pyorch_ghosts;
-
-pyorch_status pyorch_ghosts_default(pyorch_ghosts * ghosts, uint64_t struct_size); // all zero
 
 // Copies them, with 8 bits for each number. PYORCH_INVALID for ghosts of other experts. They are used where
 // pyorch_set_substitution says so.

@@ -57,7 +57,6 @@ void show(pyorch_answer_fn answer, void * user, const char * method, const std::
         headers += name + ": " + value + "\n";
     }
     const pyorch_exchange exchange = {
-        sizeof(exchange),
         method,
         path.c_str(),
         request.path.c_str(),

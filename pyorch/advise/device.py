@@ -8,8 +8,7 @@ from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
 from pyorch.llama.device import bias_bytes, margin_bytes
 from pyorch.llama.measure import WIDE_UBATCH, chain_bytes
-from pyorch.runtime.device_rates import rates_for
-from pyorch.runtime.devices import find_device
+from pyorch.runtime.devices import find_device, rates_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.device import AUTO, DeviceMisses
 from pyorch.sizes import format_bytes

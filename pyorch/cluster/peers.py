@@ -12,8 +12,8 @@ from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.cluster.tls import Tls
 from pyorch.cluster.tunnel import Tunnel
 from pyorch.errors import PyorchError
-from pyorch.runtime.engine import Engine
-from pyorch.runtime.remote import HERE, LOOPBACK, Peer
+from pyorch.runtime.engine import HERE, LOOPBACK, Engine
+from pyorch.runtime.statistics import Peer
 
 
 @dataclass(frozen=True)

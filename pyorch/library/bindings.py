@@ -1,19 +1,21 @@
 """The C API of libpyorch, as the headers that lie beside the library declare it.
 
-`lib` and `ffi` are cffi's (ABI mode). Functions that return a status go through check(). Structs begin with their
-size: those that are filled in come from new(), those that are given from default().
+`lib` and `ffi` are cffi's (ABI mode). Functions that return a status go through check(), or call(), which gives their
+last argument.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, NamedTuple
 
 from pyorch import _libs
 from pyorch.errors import BudgetError, FormatError, OutOfMemoryError, PyorchError
+from pyorch.library.numerics import np
 
-ABI = 2  # PYORCH_ABI of the headers that this package is written for
+ABI = 3  # PYORCH_ABI of the headers that this package is written for
 
 
 def declared(library: str) -> Any:
@@ -65,6 +67,14 @@ def check(status: int) -> None:
         raise _ERRORS.get(status, PyorchError)(string(lib.pyorch_last_error()))
 
 
+def call(function, *arguments, out: str):
+    """What a function that returns a status fills in, its last argument: a pointer to an `out`, such as
+    "pyorch_stats"."""
+    value = ffi.new(f"{out} *")
+    check(function(*arguments, value))
+    return value
+
+
 class Number(NamedTuple):
     """A field of a struct of counters. part: the line above its part of the struct. text: its comment."""
 
@@ -74,27 +84,32 @@ class Number(NamedTuple):
 
 
 def numbers(struct: str) -> list[Number]:
-    """What a struct of counters has, such as "pyorch_stats", but for its size, in the order of the header."""
-    return [Number(*field) for field in _declared.numbers[struct] if field[0] != "struct_size"]
+    """What a struct of counters has, such as "pyorch_stats", in the order of the header."""
+    return [Number(*field) for field in _declared.numbers[struct]]
 
 
-def new(struct: str):
-    """A pointer to a struct for the library to fill in, such as "pyorch_stats"."""
-    return ffi.new(f"{struct} *", {"struct_size": ffi.sizeof(struct)})
+_pointed_to: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the fields of a struct
 
 
-def default(struct: str, **fields):
-    """A pointer to a struct for the library to read: its defaults, but for these fields."""
-    value = ffi.new(f"{struct} *")
-    check(getattr(lib, f"{struct}_default")(value, ffi.sizeof(struct)))
+def given(struct: str, **fields):
+    """A pointer to a struct for the library to read: its defaults, where the header has some, but for these fields."""
+    defaults = getattr(lib, struct.replace("pyorch_", "pyorch_default_", 1), None)
+    value = ffi.new(f"{struct} *") if defaults is None else ffi.new(f"{struct} *", defaults)
     for name, field in fields.items():
         setattr(value, name, field)
+    _pointed_to[value] = fields
     return value
 
 
 def array(kind: str, values):
-    """A pointer into a contiguous array, such as one of numpy, which must outlive it; NULL for None."""
-    return ffi.NULL if values is None else ffi.from_buffer(kind, values)
+    """A pointer to the numbers of an array, contiguous and of a type of C such as "float"; NULL for None.
+
+    An array of that type is not copied: the library may write into it.
+    """
+    if values is None:
+        return ffi.NULL
+    dtype = {"float": np.float32, "double": np.float64}.get(kind) or kind.removesuffix("_t")
+    return ffi.from_buffer(f"{kind}[]", np.ascontiguousarray(values, dtype))
 
 
 def decode_error() -> str:
@@ -102,6 +117,4 @@ def decode_error() -> str:
 
     Called before a decode and after it: what the second call returns is about that decode.
     """
-    buffer = ffi.new("char[]", 1024)
-    check(lib.pyorch_decode_error(buffer, len(buffer)))
-    return string(buffer)
+    return string(lib.pyorch_decode_error())

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from pyorch.errors import PyorchError
-from pyorch.library.bindings import default, lib, new, string
+from pyorch.library.bindings import lib, string
 
 
 def _flags(prefix: str) -> dict[str, int]:
@@ -139,7 +139,7 @@ def gatings() -> Choices:
 @functools.cache
 def default_policy() -> str:
     """The policy of an engine that was told nothing else."""
-    return policies().named(default("pyorch_config").policy)
+    return policies().named(lib.pyorch_default_config.policy)
 
 
 def listed(names: Iterable[str], word: str = "or") -> str:
@@ -150,8 +150,7 @@ def listed(names: Iterable[str], word: str = "or") -> str:
 
 def _read(what: str, which: int) -> Choices:
     found: list[Choice] = []
-    raw = new("pyorch_choice")
-    while lib.pyorch_get_choice(which, len(found), raw) == lib.PYORCH_OK:
+    while raw := lib.pyorch_get_choice(which, len(found)):
         found.append(Choice(string(raw.name), raw.value, string(raw.description), Needs(raw.needs), Needs(raw.uses),
                             bool(raw.executable)))
     return Choices(what, found)

@@ -61,10 +61,8 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
     distance = min(distance or DISTANCE, n_layers)
     if prefetch.searches_maps and engine.history is None:
         engine.set_history(sidecars.new_maps(distance))
-    if il is None:
-        engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO)
-    else:
-        engine.set_layer_prefetch(il, predictor, distance, prefetch.min_precision)
+    of = -1 if il is None else il
+    engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO, of)
 
 
 def set_uses(engine: Engine, model_map: ModelMap, uses: np.ndarray | None) -> None:

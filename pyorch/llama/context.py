@@ -14,8 +14,8 @@ from pyorch.library.bindings import decode_error
 from pyorch.library.numerics import np
 from pyorch.llama.managed import refuse_lost
 from pyorch.llama.memory import physical_cores
-from pyorch.runtime.handle import FORKED
-from pyorch.runtime.interrupts import raise_held
+from pyorch.runtime.callbacks import raise_held
+from pyorch.runtime.engine import FORKED
 
 
 class Context:

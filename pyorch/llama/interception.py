@@ -26,8 +26,8 @@ from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import find, is_forked, loading, lock, models, refuse_lost
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
-from pyorch.runtime.handle import FORKED
-from pyorch.runtime.interrupts import raise_held
+from pyorch.runtime.callbacks import raise_held
+from pyorch.runtime.engine import FORKED
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings

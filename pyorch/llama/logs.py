@@ -20,7 +20,7 @@ from llama_cpp._logger import logger
 
 from pyorch.library.bindings import ffi, string
 from pyorch.runtime import fatal
-from pyorch.runtime.interrupts import hold
+from pyorch.runtime.callbacks import hold
 
 # enum ggml_log_level; llama_cpp's own table is of an older llama.cpp
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}

@@ -103,7 +103,7 @@ def reported_sizes(lines: Iterable[str], device: Device | None) -> ContextSizes:
 def refusal(model_map: ModelMap) -> str:
     """Why llama.cpp made no context, of its log; the likeliest cause where it does not say one."""
     gating = f"{model_map.info.arch}.expert_gating_func"
-    if model_map.layers and model_map.metadata_int(gating) is None and "llama-graph.cpp" in logs.last_error():
+    if model_map.layers and model_map.metadata(gating, int) is None and "llama-graph.cpp" in logs.last_error():
         return f"the gating function of its routers is not known: it has no {gating}"
     return f"llama.cpp refuses this context: {logs.last_error()}"
 
@@ -126,12 +126,10 @@ def chain_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways, of
     what is taken from them, and once more where the processor's rows go with the graph.
     """
-    n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=0)
+    n_embd = model_map.hparam("embedding_length", 0)
     return 4 * n_ubatch * model_map.info.n_expert_used * (3 * _n_ff(model_map) + 5 * n_embd)
 
 
 def _n_ff(model_map: ModelMap) -> int:
     """Of an expert."""
-    arch = model_map.info.arch
-    n_ff = model_map.metadata_int(f"{arch}.expert_feed_forward_length") or 0
-    return n_ff or model_map.metadata_int(f"{arch}.feed_forward_length", default=0)
+    return model_map.hparam("expert_feed_forward_length") or model_map.hparam("feed_forward_length", 0)

@@ -24,8 +24,8 @@ from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.runtime import fatal
+from pyorch.runtime.callbacks import Source
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.sources import Source
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.device import DeviceMisses

@@ -19,8 +19,7 @@ from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.llama.originals import original
-from pyorch.runtime.device_rates import rates_for
-from pyorch.runtime.devices import Device, find_device
+from pyorch.runtime.devices import Device, find_device, rates_for
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT

@@ -1,19 +1,27 @@
-"""Devices that compute with experts in their own memory."""
+"""Devices that compute with experts in their own memory, and how fast they do: what --device-misses auto goes by.
+
+It is measured once for each device, number of threads and kind of experts, and kept: what is computed where follows
+from it, and so do the last bits of an answer.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pyorch.errors import PyorchError
-from pyorch.library.bindings import check, ffi, lib, new, string
-from pyorch.runtime import fatal
-from pyorch.settings.device import REMOTE
+from pyorch.library.bindings import call, check, ffi, lib, string
+from pyorch.runtime import fatal, kept
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.device import AUTO, REMOTE, DeviceMisses
 
 _SOON_SECONDS = 2.0  # a device of another process answers within
+_DIGITS = 3  # that a measured rate has: as many as its text
 
 
 @dataclass(frozen=True)
@@ -35,10 +43,10 @@ class Device:
 
     def free_bytes(self) -> int:
         """Of its memory, now."""
-        return _info(self.handle).free_bytes
+        return call(lib.pyorch_get_device, self.handle, out="pyorch_device_info").free_bytes
 
     def total_bytes(self) -> int:
-        return _info(self.handle).total_bytes
+        return call(lib.pyorch_get_device, self.handle, out="pyorch_device_info").total_bytes
 
     def is_lost(self) -> bool:
         """Whether it is one of another process, which is gone: what is asked of it fails. Asks that process."""
@@ -54,11 +62,10 @@ def find_device(name: str) -> Device:
     One of another process that has others to serve is waited for, and a line says so. PyorchError, with the names of
     those that there are, where there is none of this name, or none can be reached.
     """
-    handle = ffi.new("void **")
     with _waiting_is_said(name):
-        check(lib.pyorch_find_device(name.encode(), handle))
-        info = _info(handle[0])
-    return Device(string(info.name), string(info.buffers), string(info.description), handle[0], name.startswith(REMOTE))
+        handle = call(lib.pyorch_find_device, name.encode(), out="void *")[0]
+        info = call(lib.pyorch_get_device, handle, out="pyorch_device_info")
+    return Device(string(info.name), string(info.buffers), string(info.description), handle, name.startswith(REMOTE))
 
 
 @contextlib.contextmanager
@@ -74,7 +81,29 @@ def _waiting_is_said(name: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _info(handle: Any) -> Any:
-    info = new("pyorch_device_info")
-    check(lib.pyorch_get_device(handle, info))
-    return info
+def rates_for(misses: DeviceMisses, model_map: ModelMap, device: Device, n_threads: int) -> DeviceMisses:
+    """What was asked for; of auto without rates, with those that were kept, or are measured and kept now.
+
+    PyorchError where the device cannot be measured.
+    """
+    if misses.who != AUTO or misses.rates:
+        return misses
+    layer = model_map.layers[0]
+    # An endpoint of another process is not what it is known by: ports come and go.
+    name = kept.name_of("device", [
+        device.description if not device.is_remote else "remote", n_threads, layer.expert_bytes,
+        *(f"{role.name} {role.type}" for role in layer.roles), os.environ.get("PYORCH_UPLOADS"),
+    ])
+    rates = kept.read(name)
+    if (not isinstance(rates, list) or len(rates) != 5
+            or not all(type(rate) is float and 0 < rate < math.inf for rate in rates)):
+        rates = measure(model_map, device, n_threads)
+        kept.keep(name, rates)
+    return DeviceMisses(AUTO, tuple(rates))
+
+
+def measure(model_map: ModelMap, device: Device, n_threads: int) -> list[float]:
+    """The five rates of DeviceMisses, now."""
+    rates = ffi.new("double[5]")
+    check(lib.pyorch_measure_device(model_map.handle, device.handle, n_threads, rates))
+    return [float(f"{rate:.{_DIGITS}g}") for rate in rates]

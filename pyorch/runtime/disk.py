@@ -6,7 +6,6 @@ What a disk needs is measured once for each file system, and kept in the user's 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -14,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyorch.errors import PyorchError
-from pyorch.files import write_text
-from pyorch.library.bindings import check, default, lib, new
+from pyorch.library.bindings import call, given, lib
+from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.reads import READERS, Reads
 from pyorch.sizes import KiB, MiB
@@ -60,10 +59,9 @@ def measure(model_map: ModelMap, reads: Reads, seconds: float, direct_io: bool =
     if not direct_io or not hasattr(os, "O_DIRECT"):
         for path in paths_of(model_map):
             _forget(path)
-    config = default("pyorch_config", reader=READERS.index(reads.reader), read_depth=reads.depth,
-                     read_bytes=reads.request_bytes, direct_io=direct_io)
-    speed = new("pyorch_disk_speed")
-    check(lib.pyorch_measure_disk(model_map.handle, config, seconds, speed))
+    config = given("pyorch_config", reader=READERS.index(reads.reader), read_depth=reads.depth,
+                   read_bytes=reads.request_bytes, direct_io=direct_io)
+    speed = call(lib.pyorch_measure_disk, model_map.handle, config, seconds, out="pyorch_disk_speed")
     return Bandwidth(speed.bytes_per_second, READERS[speed.reader], speed.read_depth, speed.read_bytes,
                      bool(speed.direct), speed.cores)
 
@@ -103,21 +101,21 @@ def reads_for(model_map: ModelMap, reads: Reads, direct_io: bool) -> Reads:
     """
     if reads.depth or reads.request_bytes or not direct_io or model_map.info.expert_bytes < _WORTH_BYTES:
         return reads
-    kept = kept_bandwidth(model_map, reads.reader)
-    if kept is None and _can_keep(model_map, reads.reader):
-        kept = measure_and_keep(model_map, reads.reader)[0]
+    found = kept_bandwidth(model_map, reads.reader)
+    if found is None and kept.can_keep():
+        found = measure_and_keep(model_map, reads.reader)[0]
     # The reader stays "auto": the one that was measured may be forbidden here.
-    return Reads(reads.reader, kept.reads.depth, kept.reads.request_bytes) if kept is not None else reads
+    return Reads(reads.reader, found.depth, found.request_bytes) if found is not None else reads
 
 
 def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | None:
     """What was measured before, if anything was."""
-    # RuntimeError: there is no home, or no end of brackets.
-    with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError, PyorchError):
-        kept = Bandwidth(**json.loads(_kept_in(model_map, reader).read_text(encoding="utf-8")))
-        whole = type(kept.depth) is type(kept.request_bytes) is int
-        if whole and 0 < kept.bytes_per_second < math.inf and (kept.depth, kept.request_bytes) in _ways(kept.reader):
-            return kept
+    with contextlib.suppress(OSError, TypeError, PyorchError):
+        found = Bandwidth(**(kept.read(_name(model_map, reader)) or {}))
+        way = found.depth, found.request_bytes
+        if ([*map(type, way)] == [int, int] and way in _ways(found.reader)
+                and 0 < found.bytes_per_second < math.inf):
+            return found
     return None
 
 
@@ -127,9 +125,7 @@ def measure_and_keep(
     """What suffices, and all that was measured. It is kept if it can be."""
     ways = measure_ways(model_map, seconds, reader)
     chosen = least_that_suffices(ways)
-    if _can_keep(model_map, reader):
-        with contextlib.suppress(PyorchError):
-            write_text(_kept_in(model_map, reader), json.dumps(asdict(chosen)) + "\n")
+    kept.keep(_name(model_map, reader), asdict(chosen))
     return chosen, ways
 
 
@@ -141,25 +137,10 @@ def paths_of(model_map: ModelMap) -> list[str]:
                    for role in range(len(layer.roles))})
 
 
-def _kept_in(model_map: ModelMap, reader: str) -> Path:
+def _name(model_map: ModelMap, reader: str) -> str:
     """The file system is known by its identity, and by the device where it has none."""
     path = paths_of(model_map)[0]
-    return cache_directory() / f"disk-{os.statvfs(path).f_fsid:x}-{os.stat(path).st_dev:x}-{reader}.json"
-
-
-def cache_directory() -> Path:
-    """Where what was measured of this machine is kept. RuntimeError where there is no home."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "pyorch"
-
-
-def _can_keep(model_map: ModelMap, reader: str) -> bool:
-    try:
-        directory = _kept_in(model_map, reader).parent
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home
-        return False
-    return os.access(directory, os.W_OK | os.X_OK)
+    return f"disk-{os.statvfs(path).f_fsid:x}-{os.stat(path).st_dev:x}-{reader}"
 
 
 def _forget(path: str) -> None:

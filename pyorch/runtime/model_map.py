@@ -6,10 +6,13 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pyorch.errors import FormatError
-from pyorch.library.bindings import check, ffi, lib, new, string
+from pyorch.library.bindings import call, check, ffi, lib, string
+from pyorch.runtime.statistics import read
+
+T = TypeVar("T", int, float, str)
 
 DEFAULT_CTX = 4096  # tokens of context where nobody says how many, and the model was trained with more
 SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction", "ghosts")
@@ -59,11 +62,12 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Where one matrix of an expert, or a whole tensor, lies."""
+    """Where one matrix of an expert, or a whole tensor, lies, and its ggml type, such as q4_K."""
 
     path: str
     offset: int
     size: int
+    type: str
 
 
 def beside(model: str | os.PathLike[str], ending: str) -> Path:
@@ -93,9 +97,8 @@ class ModelMap:
         self.path = os.fspath(path)
         if "\0" in os.fsdecode(self.path):
             raise FormatError(f"{self.path!r} is not a path: it has a null character")
-        out = ffi.new("pyorch_model_map **")
-        check(lib.pyorch_model_map_open(os.fsencode(self.path), out))
-        self._map = ffi.gc(out[0], lib.pyorch_model_map_free)
+        opened = call(lib.pyorch_model_map_open, os.fsencode(self.path), out="pyorch_model_map *")[0]
+        self._map = ffi.gc(opened, lib.pyorch_model_map_free)
         self.pack: Path | None = None
         self._read_sizes()
 
@@ -142,9 +145,7 @@ class ModelMap:
 
         FormatError for a slim model whose pack is not attached, or is compressed there.
         """
-        path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        check(lib.pyorch_model_map_get_range(self.handle, il, expert, role, path, offset, size))
-        return ByteRange(os.fsdecode(ffi.string(path[0])), offset[0], size[0])
+        return _range(call(lib.pyorch_model_map_get_range, self.handle, il, expert, role, out="pyorch_range"))
 
     def read_expert(self, il: int, expert: int) -> bytes:
         """The bytes of all matrices of an expert, in the order of its roles, as Engine.offer() takes them.
@@ -178,46 +179,29 @@ class ModelMap:
 
     def tensor_range(self, name: str) -> ByteRange:
         """Where any tensor lies. PyorchError if there is none of that name."""
-        path, offset, size = ffi.new("char const **"), ffi.new("uint64_t *"), ffi.new("uint64_t *")
-        check(lib.pyorch_model_map_get_tensor(self.handle, name.encode(), path, offset, size))
-        return ByteRange(os.fsdecode(ffi.string(path[0])), offset[0], size[0])
+        return _range(call(lib.pyorch_model_map_get_tensor, self.handle, name.encode(), out="pyorch_range"))
 
-    def tensor_type(self, name: str) -> str:
-        """The ggml type of any tensor, such as q4_K. PyorchError if there is none of that name."""
-        kind = ffi.new("char const **")
-        check(lib.pyorch_model_map_get_tensor_type(self.handle, name.encode(), kind))
-        return string(kind[0])
+    def metadata(self, key: str, kind: type[T], default: T | None = None, index: int = 0) -> T | None:
+        """A value of the metadata, int, float or str, of an array of integers the element at index; the default where
+        there is none of this kind."""
+        value = ffi.new("pyorch_value *")
+        lib.pyorch_model_map_get_value(self.handle, key.encode(), index, value)
+        found = {b"i": value.integer, b"f": value.number, b"s": string(value.text)}.get(value.kind)
+        return found if isinstance(found, kind) else default
+
+    def hparam(self, key: str, default: int | None = None, il: int = 0) -> int | None:
+        """A hyperparameter of the architecture: a whole number, or an array with one for each layer."""
+        return self.metadata(f"{self.info.arch}.{key}", int, default, il)
 
     @property
     def trained_ctx(self) -> int:
         """Tokens of context that the model was trained with; DEFAULT_CTX where the file does not say it."""
-        return self.metadata_int(f"{self.info.arch}.context_length", default=DEFAULT_CTX)
+        return self.hparam("context_length", DEFAULT_CTX)
 
     @property
     def default_ctx(self) -> int:
         """Tokens of context where nobody says how many."""
         return min(DEFAULT_CTX, self.trained_ctx)
-
-    def metadata_int(self, key: str, index: int = 0, default: int | None = None) -> int | None:
-        """An integer of the metadata, of an array the element at index; the default where there is none."""
-        value = ffi.new("int64_t *")
-        if lib.pyorch_model_map_get_int(self.handle, key.encode(), index, value) != lib.PYORCH_OK:
-            return default
-        return value[0]
-
-    def metadata_float(self, key: str, default: float | None = None) -> float | None:
-        """A floating-point number of the metadata, the default where there is none."""
-        value = ffi.new("double *")
-        if lib.pyorch_model_map_get_float(self.handle, key.encode(), value) != lib.PYORCH_OK:
-            return default
-        return value[0]
-
-    def metadata_str(self, key: str, default: str | None = None) -> str | None:
-        """A string of the metadata, the default where there is none."""
-        value = ffi.new("char const **")
-        if lib.pyorch_model_map_get_str(self.handle, key.encode(), value) != lib.PYORCH_OK:
-            return default
-        return string(value[0])
 
     def kv_bytes(self, n_ctx: int, element_bytes: int = 2) -> int:
         """Bytes of the KV cache for n_ctx tokens of one sequence, an upper bound.
@@ -239,40 +223,30 @@ class ModelMap:
     def decoded_layers(self) -> tuple[LayerInfo, ...]:
         """The layers with routed experts that run for every token: all but those, at the end, that only predict
         further tokens."""
-        n_extra = self.metadata_int(f"{self.info.arch}.nextn_predict_layers", default=0)
+        n_extra = self.hparam("nextn_predict_layers", 0)
         return tuple(layer for layer in self.layers if layer.il < self.info.n_layers - n_extra)
 
     def _kv_width(self, il: int) -> int:
         """Values of K and V that one token keeps in layer il."""
-        latent = self._hparam("attention.kv_lora_rank")
+        latent = self.hparam("attention.kv_lora_rank")
         if latent:
-            return latent + (self._hparam("rope.dimension_count") or 0)
-        n_head = self._hparam("attention.head_count", il) or 1
-        n_head_kv = self._hparam("attention.head_count_kv", il)
-        if n_head_kv is None:
-            n_head_kv = n_head
-        head = (self._hparam("embedding_length") or 0) // n_head
-        key = self._hparam("attention.key_length") or head
-        value = self._hparam("attention.value_length") or head
-        return n_head_kv * (key + value)
-
-    def _hparam(self, key: str, il: int = 0) -> int | None:
-        # A hyperparameter is a scalar, or an array with an element for each layer.
-        return self.metadata_int(f"{self.info.arch}.{key}", il)
+            return latent + (self.hparam("rope.dimension_count") or 0)
+        n_head = self.hparam("attention.head_count", il=il) or 1
+        head = (self.hparam("embedding_length") or 0) // n_head
+        key = self.hparam("attention.key_length") or head
+        value = self.hparam("attention.value_length") or head
+        return self.hparam("attention.head_count_kv", n_head, il) * (key + value)
 
     def _read_sizes(self) -> None:
-        self.info = self._read_info()
+        self.info = read(MapInfo, call(lib.pyorch_model_map_get_info, self.handle, out="pyorch_model_map_info"))
         self.layers = tuple(self._read_layer(i) for i in range(self.info.n_moe_layers))
         self._by_il = {layer.il: layer for layer in self.layers}
 
-    def _read_info(self) -> MapInfo:
-        raw = new("pyorch_model_map_info")
-        check(lib.pyorch_model_map_get_info(self.handle, raw))
-        values: dict[str, Any] = {key: getattr(raw, key) for key in MapInfo.__dataclass_fields__}
-        return MapInfo(**values | {"arch": string(raw.arch), "name": string(raw.name)})
-
     def _read_layer(self, index: int) -> LayerInfo:
-        raw = new("pyorch_layer_info")
-        check(lib.pyorch_model_map_get_layer(self.handle, index, raw))
+        raw = call(lib.pyorch_model_map_get_layer, self.handle, index, out="pyorch_layer_info")
         roles = tuple(Role(*map(string, (raw.role[i], raw.type[i], raw.layout[i]))) for i in range(raw.n_roles))
         return LayerInfo(raw.il, raw.n_expert, roles, raw.expert_bytes, raw.slot_bytes)
+
+
+def _range(raw) -> ByteRange:
+    return ByteRange(os.fsdecode(ffi.string(raw.path)), raw.offset, raw.size, string(raw.type))

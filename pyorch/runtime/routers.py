@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pyorch.errors import PyorchError
-from pyorch.library.bindings import array, default, ffi
+from pyorch.library.bindings import array, ffi, given
 from pyorch.library.choices import gatings
 from pyorch.library.numerics import np
+
+_ARRAYS = ("gate", "bias", "selection_bias", "norm")
 
 
 @dataclass(frozen=True)
@@ -37,27 +39,24 @@ class Router:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Those that there are, by name."""
-        arrays = {name: getattr(self, name) for name in ("gate", "bias", "selection_bias", "norm")}
-        return {name: values for name, values in arrays.items() if values is not None}
+        return {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
 
     def choice(self) -> dict[str, object]:
         """How it chooses, without the arrays, by name."""
-        names = ("eps", "gating", "n_used", "n_groups", "n_groups_used", "normalized", "scale")
-        return {name: getattr(self, name) for name in names}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ARRAYS}
 
 
-def to_struct(router: Router) -> tuple[object, dict[str, np.ndarray]]:
-    """A pyorch_router *, and the float32 arrays that it points to, which must outlive it. PyorchError for other shapes,
-    and for a gating function that is not known."""
-    arrays = {name: np.ascontiguousarray(values, np.float32) for name, values in router.arrays().items()}
-    n_expert, n_embd = arrays["gate"].shape
+def to_struct(router: Router):
+    """A pyorch_router *. PyorchError for other shapes, and for a gating function that is not known."""
+    n_expert, n_embd = router.gate.shape
     for name, width in (("bias", n_expert), ("selection_bias", n_expert), ("norm", n_embd)):
-        if name in arrays and arrays[name].shape != (width,):
+        values = getattr(router, name)
+        if values is not None and values.shape != (width,):
             raise PyorchError(f"the {name} of a router with {n_expert} experts and {n_embd} inputs has the shape "
-                              f"{arrays[name].shape}, not ({width},)")
-    pointers = {name: array("float[]", values) for name, values in arrays.items()}
+                              f"{values.shape}, not ({width},)")
     choice = router.choice() | {"gating": gatings().choose(router.gating).value}
-    return default("pyorch_router", n_expert=n_expert, n_embd=n_embd, **choice, **pointers), arrays
+    arrays = {name: array("float", values) for name, values in router.arrays().items()}
+    return given("pyorch_router", n_expert=n_expert, n_embd=n_embd, **choice, **arrays)
 
 
 def from_struct(raw) -> Router:

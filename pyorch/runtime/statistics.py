@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyorch.library.bindings import numbers
+from pyorch.library.bindings import ffi, numbers, string
 from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -134,6 +134,51 @@ class Snapshot:
     stats: Stats
 
 
+class RemoteStats(Counts, struct="pyorch_remote_counts"):
+    """What other servers computed for this one, since its engine was made."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was computed for others since the engine listens. The names are those of pyorch_served.
+
+    slots: rows times experts. error: why somebody was refused last, "" if nobody was. buffer_bytes: of memory in which
+    it is computed, beside the budget.
+    """
+
+    connections: int
+    refused: int
+    requests: int
+    failed: int
+    slots: int
+    compute_ns: int
+    error: str
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another server, as this one sees it. The names are those of pyorch_peer_info.
+
+    same_kernels: what it computes is the same, bit for bit. error: why it was lost or failed last, "" if never.
+    """
+
+    joined: bool
+    same_kernels: bool
+    requests: int
+    failed: int
+    slots: int
+    bytes_sent: int
+    bytes_received: int
+    times_lost: int
+    error: str
+
+
 def read(cls: type[T], raw) -> T:
-    """A dataclass whose fields are those of a C struct."""
-    return cls(**{name: getattr(raw, name) for name in cls.__dataclass_fields__})  # type: ignore[attr-defined]
+    """A dataclass whose fields are those of a C struct: numbers, and text in arrays of char."""
+
+    def value(name: str, kind: Any) -> Any:
+        found = getattr(raw, name)
+        return string(found) if isinstance(found, ffi.CData) else bool(found) if kind == "bool" else found
+
+    return cls(**{field.name: value(field.name, field.type) for field in fields(cls)})  # type: ignore[arg-type]

@@ -135,6 +135,6 @@ class Ending:
 
     @staticmethod
     def _n_answering() -> int:
-        connections = ffi.new("pyorch_connections *", {"struct_size": ffi.sizeof("pyorch_connections")})
+        connections = ffi.new("pyorch_connections *")
         lib.pyorch_server_get_connections(connections)
         return connections.answering

@@ -52,7 +52,7 @@ def fingerprint(model_map: ModelMap) -> str:
     weights and the first bytes of an expert of each layer. Raises FormatError if they cannot be read.
     """
     if model_map.info.slim:
-        return model_map.metadata_str(SLIM, default="")
+        return model_map.metadata(SLIM, str, "")
     import hashlib  # loads OpenSSL, see new_writer()
 
     digest = hashlib.sha256(model_map.info.arch.encode())
@@ -69,7 +69,7 @@ def fingerprint(model_map: ModelMap) -> str:
 def refuse_sidecar(model_map: ModelMap) -> None:
     """FormatError where a sidecar was given in the place of its model."""
     if model_map.info.arch == _ARCH:
-        kind = model_map.metadata_str(_KIND, default="")
+        kind = model_map.metadata(_KIND, str, "")
         what = "the pack of a model" if kind == "experts" else f"a sidecar of a model ({kind})"
         raise FormatError(f"{model_map.path} is {what}: name the model")
 

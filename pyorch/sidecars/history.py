@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.library.bindings import check, ffi, lib
+from pyorch.library.bindings import array, call, check, ffi, lib
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 
@@ -23,13 +22,6 @@ VERSION = 1
 
 # FineMoE keeps 1000 iterations, at distances from 3 to 6 (section 6.7).
 CAPACITY, DISTANCE, N_REQUESTS = 1000, 3, 100
-
-
-class Found(NamedTuple):
-    """The most alike entry and its cosine. entry -1: there is none."""
-
-    entry: int
-    score: float
 
 
 @dataclass(frozen=True)
@@ -57,9 +49,9 @@ class ExpertMaps:
 
     def __init__(self, n_layers: int, n_expert: int, n_embd: int, capacity: int = CAPACITY, distance: int = DISTANCE,
                  n_requests: int = N_REQUESTS) -> None:
-        out = ffi.new("pyorch_history **")
-        check(lib.pyorch_history_new(n_layers, n_expert, n_embd, capacity, distance, n_requests, out))
-        self.handle = ffi.gc(out[0], lib.pyorch_history_free)
+        made = call(lib.pyorch_history_new, n_layers, n_expert, n_embd, capacity, distance, n_requests,
+                    out="pyorch_history *")[0]
+        self.handle = ffi.gc(made, lib.pyorch_history_free)
         self.n_layers, self.n_expert, self.n_embd = n_layers, n_expert, n_embd
         self.capacity, self.distance, self.request_capacity = capacity, distance, n_requests
 
@@ -88,35 +80,14 @@ class ExpertMaps:
 
         Raises PyorchError for other shapes, and values that are not finite.
         """
-        map = self._array("map", map, (self.n_layers, self.n_expert))
-        embedding = None if embedding is None else self._array("embedding", embedding, (self.n_embd,))
-        check(lib.pyorch_history_add_map(self.handle, _pointer(embedding), _pointer(map)))
+        map = _floats("map", map, (self.n_layers, self.n_expert))
+        embedding = ffi.NULL if embedding is None else _floats("embedding", embedding, (self.n_embd,))
+        check(lib.pyorch_history_add_map(self.handle, embedding, map))
 
     def add_request(self, counts: np.ndarray) -> None:
         """Adds a request: [n_layers, n_expert]. PyorchError for other shapes, counts below 0, and none above."""
-        counts = self._array("counts", counts, (self.n_layers, self.n_expert))
-        check(lib.pyorch_history_add_request(self.handle, _pointer(counts)))
-
-    def search_embedding(self, embedding: np.ndarray) -> Found:
-        """The iteration with the most alike embedding (eq. 4)."""
-        return self._search(embedding, None, 0)
-
-    def search_map(self, rows: np.ndarray) -> Found:
-        """The iteration most alike in its first layers, [n, n_expert] with n from 1 to n_layers (eq. 5)."""
-        n = len(rows)
-        if not 1 <= n <= self.n_layers:
-            raise PyorchError(f"{n} layers are known of an iteration, not 1 to {self.n_layers}")
-        return self._search(None, self._array("map", rows, (n, self.n_expert)), n)
-
-    def search_request(self, counts: np.ndarray) -> Found:
-        """The request most alike in the layers of counts [n_layers, n_expert] that are not all 0.
-
-        Alike is the cosine of the matrices, each row divided by its sum.
-        """
-        counts = self._array("counts", counts, (self.n_layers, self.n_expert))
-        index, score = ffi.new("int32_t *"), ffi.new("float *")
-        check(lib.pyorch_history_search_request(self.handle, _pointer(counts), index, score))
-        return Found(index[0], score[0])
+        check(lib.pyorch_history_add_request(
+            self.handle, _floats("counts", counts, (self.n_layers, self.n_expert))))
 
     def export(self) -> Contents:
         n_maps, n_requests = self._sizes()
@@ -124,17 +95,14 @@ class ExpertMaps:
         maps = np.empty((n_maps, self.n_layers, self.n_expert), np.float32)
         requests = np.empty((n_requests, self.n_layers, self.n_expert), np.float32)
         room = ffi.new("int32_t[2]", [n_maps, n_requests])
-        check(
-            lib.pyorch_history_export(
-                self.handle, _pointer(embeddings), _pointer(maps), room, _pointer(requests), room + 1,
-            )
-        )
+        check(lib.pyorch_history_export(self.handle, array("float", embeddings), array("float", maps), room,
+                                        array("float", requests), room + 1))
         return Contents(embeddings, maps, requests)
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. PyorchError if nothing is in the store, or it cannot be written."""
         contents = self.export()
-        arrays = {name: array for name, array in vars(contents).items() if array.size}
+        arrays = {name: values for name, values in vars(contents).items() if values.size}
         if not arrays:
             raise PyorchError(f"there are no expert maps to write into {os.fspath(path)}: nothing was added")
         metadata = {
@@ -175,18 +143,6 @@ class ExpertMaps:
         check(lib.pyorch_history_size(self.handle, n_maps, n_requests))
         return n_maps[0], n_requests[0]
 
-    def _search(self, embedding: np.ndarray | None, map: np.ndarray | None, n_known: int) -> Found:
-        embedding = None if embedding is None else self._array("embedding", embedding, (self.n_embd,))
-        index, score = ffi.new("int32_t *"), ffi.new("float *")
-        check(lib.pyorch_history_search_map(self.handle, _pointer(embedding), _pointer(map), n_known, index, score))
-        return Found(index[0], score[0])
-
-    def _array(self, name: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        array = np.ascontiguousarray(values, np.float32)
-        if array.shape != shape:
-            raise PyorchError(f"{name} has the shape {list(array.shape)}, the store needs {list(shape)}")
-        return array
-
 
 def token_embeddings(model_map: ModelMap, tokens: np.ndarray) -> np.ndarray:
     """float32[n, n_embd]: the rows of the token table, which are the outputs of the embedding layer up to a factor.
@@ -196,7 +152,8 @@ def token_embeddings(model_map: ModelMap, tokens: np.ndarray) -> np.ndarray:
     """
     import gguf  # see pyorch.sidecars.container.new_writer
 
-    where, type_name, n_embd = model_map.tensor_range(_TABLE), model_map.tensor_type(_TABLE), _n_embd(model_map)
+    where, n_embd = model_map.tensor_range(_TABLE), _n_embd(model_map)
+    type_name = where.type
     kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
     block, block_bytes = gguf.GGML_QUANT_SIZES.get(kind, (1, 1))
     row_bytes = n_embd // block * block_bytes
@@ -230,20 +187,23 @@ def _layers(model_map: ModelMap):
 
 
 def _n_embd(model_map: ModelMap) -> int:
-    return model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=0)
+    return model_map.hparam("embedding_length", 0)
 
 
 def _checked(path: str, arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], most: int) -> np.ndarray:
-    array = arrays.get(name)
-    if array is None:
+    found = arrays.get(name)
+    if found is None:
         return np.empty((0, *shape), np.float32)
-    if array.dtype != np.float32 or array.shape[1:] != shape or len(array) > most:
-        raise FormatError(f"{path}: {name} has the shape {list(array.shape)}, the model needs "
+    if found.dtype != np.float32 or found.shape[1:] != shape or len(found) > most:
+        raise FormatError(f"{path}: {name} has the shape {list(found.shape)}, the model needs "
                           f"up to {most} of {list(shape)}")
-    if not np.isfinite(array).all() or (name != "embeddings" and array.min() < 0):
+    if not np.isfinite(found).all() or (name != "embeddings" and found.min() < 0):
         raise FormatError(f"{path}: {name} has values that cannot be: make it again")
-    return array
+    return found
 
 
-def _pointer(array: np.ndarray | None):
-    return ffi.NULL if array is None else ffi.from_buffer("float[]", array)
+def _floats(name: str, values: np.ndarray, shape: tuple[int, ...]):
+    """A pointer to them. PyorchError for another shape."""
+    if np.shape(values) != shape:
+        raise PyorchError(f"{name} has the shape {list(np.shape(values))}, the store needs {list(shape)}")
+    return array("float", values)

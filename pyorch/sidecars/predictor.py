@@ -120,7 +120,7 @@ class PredictorFile:
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> PredictorFile:
         """Raises FormatError for a sidecar that is damaged, or of another model or version."""
         metadata, arrays = container.read(path, KIND, VERSION, model_map)
-        n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length")
+        n_embd = model_map.hparam("embedding_length")
         for name, array in arrays.items():
             if not np.isfinite(array).all():
                 raise FormatError(f"{os.fspath(path)}: {name} does not hold numbers only")

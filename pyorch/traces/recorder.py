@@ -20,8 +20,8 @@ from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.measure import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import Model, load
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Routing
 from pyorch.runtime.statistics import Stats
 from pyorch.sidecars import container
 from pyorch.traces.data import read_documents
@@ -164,7 +164,7 @@ def trace_header(
         layers=tuple(layer.il for layer in layers),
         n_expert=widths.pop(),
         n_expert_used=model_map.info.n_expert_used,
-        n_embd=model_map.metadata_int(f"{arch}.embedding_length"),
+        n_embd=model_map.hparam("embedding_length"),
         router=router,
         n_inputs=n_inputs,
         seed=seed,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.library.bindings import check, default, ffi, lib, new
+from pyorch.library.bindings import array, check, ffi, given, lib
 from pyorch.library.choices import Needs, policies, predictors
 from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.runtime.engine import Engine
@@ -259,23 +259,18 @@ def _play(
     probs = recording.probs if Needs.DISTRIBUTIONS & wanted else None
     states = recording.states if Needs.STATES & wanted else None
     embeddings = recording.embeddings if Needs.EMBEDDINGS & wanted else None
-    arrays = [
-        ("experts", "uint16_t[]", recording.experts), ("weights", "float[]", recording.weights),
-        ("probs", "float[]", probs), ("states", "float[]", states), ("embeddings", "float[]", embeddings),
-        ("request", "uint32_t[]", recording.request), ("begin", "int64_t[]", schedule.begin),
-        ("order", "int64_t[]", schedule.order), ("decode", "uint8_t[]", schedule.decode),
-    ]
-    raw = default(
+    raw = given(
         "pyorch_recording", n_tokens=n_tokens, n_layers=len(recording.layers), n_expert=recording.n_expert,
         n_used=n_used, n_ubatches=len(schedule.decode),
-        n_embd=next((array.shape[-1] for array in (states, embeddings) if array is not None), 0),
+        n_embd=next((values.shape[-1] for values in (states, embeddings) if values is not None), 0),
+        experts=array("uint16_t", recording.experts), weights=array("float", recording.weights),
+        probs=array("float", probs), states=array("float", states), embeddings=array("float", embeddings),
+        request=array("uint32_t", recording.request), begin=array("int64_t", schedule.begin),
+        order=array("int64_t", schedule.order), decode=array("uint8_t", schedule.decode),
     )
-    kept = [array if array is None else np.ascontiguousarray(array) for _, _, array in arrays]
-    for (name, kind, _), array in zip(arrays, kept):
-        setattr(raw, name, ffi.NULL if array is None else ffi.from_buffer(kind, array))
     prefill_ms = settings.compute_ms if settings.prefill_ms is None else settings.prefill_ms
     share = default_route_share(model_map) if settings.route_share is None else settings.route_share
-    config = default(
+    config = given(
         "pyorch_replay_config", read_bytes_per_second=settings.read_bandwidth, read_seconds=settings.read_latency_s,
         compute_seconds=settings.compute_ms / 1000, route_share=share, prefill_seconds=prefill_ms / 1000,
         predict_seconds=settings.predict_ms / 1000, n_warm=_warm_ubatches(schedule, settings.n_warm_tokens),
@@ -289,10 +284,9 @@ def _play(
     )
     if settings.policy is not None:
         config.device_policy = policies().choose(settings.policy, True).value
-    result = new("pyorch_replay_result")
-    hits, totals = (ffi.from_buffer("uint64_t[]", array) for array in counts)
-    check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals,
-                            ffi.from_buffer("double[]", ends)))
+    result = ffi.new("pyorch_replay_result *")
+    hits, totals = (array("uint64_t", of) for of in counts)
+    check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals, array("double", ends)))
     return result
 
 

@@ -30,8 +30,8 @@ def read_router(model_map: ModelMap, il: int) -> Router:
     n_expert = model_map.layer(il).n_expert
     norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
     norm = next((norm for norm in norms if norm is not None), None)
-    eps = model_map.metadata_float(f"{arch}.attention.layer_norm_rms_epsilon")
-    n_groups = max(1, model_map.metadata_int(f"{arch}.expert_group_count", default=1))
+    eps = model_map.metadata(f"{arch}.attention.layer_norm_rms_epsilon", float)
+    n_groups = max(1, model_map.hparam("expert_group_count", 1))
     return Router(
         gate=gate.reshape(n_expert, -1),
         bias=_tensor(model_map, f"blk.{il}.ffn_gate_inp.bias"),
@@ -39,11 +39,11 @@ def read_router(model_map: ModelMap, il: int) -> Router:
         eps=eps or 0.0,
         selection_bias=_tensor(model_map, f"blk.{il}.exp_probs_b.bias"),
         gating=_GATING.get(arch)
-        or gatings().named(model_map.metadata_int(f"{arch}.expert_gating_func", default=0))
+        or gatings().named(model_map.hparam("expert_gating_func", 0))
         or "softmax",
         n_used=model_map.info.n_expert_used,
         n_groups=n_groups,
-        n_groups_used=model_map.metadata_int(f"{arch}.expert_group_used_count", default=1) if n_groups > 1 else 1,
+        n_groups_used=model_map.hparam("expert_group_used_count", 1) if n_groups > 1 else 1,
     )
 
 
@@ -53,7 +53,7 @@ def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
         where = model_map.tensor_range(name)
     except PyorchError:
         return None
-    kind = quantization(model_map.tensor_type(name))
+    kind = quantization(where.type)
     blocks = np.frombuffer(container.read_bytes(where.path, where.offset, where.size), np.uint8)
     rows = gguf.quants.dequantize(blocks.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1]), kind)
     return rows.astype(np.float32, copy=False).reshape(-1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from models import CHECKPOINT, PROMPT, small_model
 from shared import torch_at_hand, with_torch
@@ -23,9 +24,9 @@ from pyorch.convert.estimator import split
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval.calibration import Calibrated, Trial
 from pyorch.llama.context import Context
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Prediction, Routing
 from pyorch.runtime.routers import Router
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 
@@ -167,7 +168,7 @@ def test_recall_is_counted_by_the_choice_that_routers_make(
     router = Router(np.eye(N_EXPERT, dtype=np.float32), None, bias, None, 0.0, gating, N_USED, **choice)
     with ModelMap(small_moe) as model_map, Engine(model_map, "100%", simulated=True) as engine:
         engine.set_router(1, router)
-        selected, _ = engine.apply_router(1, logits)
+        selected, _ = parts.apply_router(engine, 1, logits)
     plain = np.argsort(-logits, axis=-1)[:, :N_USED]
     assert (np.sort(plain) == np.sort(selected)).all() == (not biased and not choice)
     arrays = {f"{name}.1": array for name, array in router.arrays().items()}
@@ -277,11 +278,11 @@ def watched(model: pyorch.Model, predictor: str, distance: int = 1) -> tuple[lis
     A layer that is routed before earlier ones are predicted may go without: the text is decoded until most are there.
     """
     routings: list[Routing] = []
-    predictions: list[Prediction] = []
+    predictions: list[parts.Prediction] = []
     guesses: Guesses = {}
     model.engine.set_prefetch(predictor, distance)
     model.engine.set_observer(routings.append)
-    model.engine.set_prediction_observer(predictions.append)
+    parts.set_prediction_observer(model.engine, predictions.append)
     tokens = model.llama.tokenize(PROMPT.encode(), add_bos=False)[:N_TOKENS]
     n_pairs = sum(N_LAYERS - 1 - ahead for ahead in range(distance))
     with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
@@ -297,7 +298,7 @@ def watched(model: pyorch.Model, predictor: str, distance: int = 1) -> tuple[lis
     routings = routings[: len(tokens) * N_LAYERS]
     model.engine.set_prefetch("none")
     model.engine.set_observer(None)
-    model.engine.set_prediction_observer(None)
+    parts.set_prediction_observer(model.engine, None)
     return routings, guesses
 
 
@@ -308,7 +309,7 @@ def test_estimates_equal_what_torch_computes(made: Made, tmp_path: Path) -> None
         routed = [routing for routing in routings if routing.il == il]
         router = model.engine.router(il + 1)
         states = np.random.default_rng(0).normal(size=(20, len(router.norm))).astype(np.float32)
-        corrections = np.stack([model.engine.estimate(il, state) for state in states])
+        corrections = np.stack([parts.estimate(model.engine, il, state) for state in states])
         guessed = {i: experts for (i, *layers), experts in guesses.items() if layers == [il, il + 1]}
     given = dict(
         states=states, residuals=np.concatenate([routing.residuals for routing in routed]), layer=il,
@@ -382,4 +383,4 @@ def test_an_engine_refuses_an_estimator_that_does_not_fit(made: Made) -> None:
         with pytest.raises(PyorchError, match="8 layers with routed experts, not 3"):
             model.engine.set_hybrid([True] * 3)
         with pytest.raises(PyorchError, match="no estimator for layer 3"):
-            model.engine.estimate(3, np.zeros(128, np.float32))
+            parts.estimate(model.engine, 3, np.zeros(128, np.float32))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from device_loads_process import data_bytes
 from devices import DeviceProcess
@@ -73,7 +74,7 @@ def test_what_a_device_computed_is_forecast_from_as_what_the_processor_did(
     def forecasts(model: Model) -> dict[tuple[int, int, int], list[int]]:
         predict(model, predictor, 2, 0.0)
         found = []
-        model.engine.set_prediction_observer(found.append)
+        parts.set_prediction_observer(model.engine, found.append)
         made = {}
         with Context(model.llama.model, n_ctx=64, n_threads=1) as context:
             while min(sum(key[1:] == (il - 1, il) for key in made) for il in range(1, 8)) <= len(tokens) // 2:
@@ -85,7 +86,7 @@ def test_what_a_device_computed_is_forecast_from_as_what_the_processor_did(
                         (n, prediction.il_from, prediction.il): prediction.experts.tolist() for prediction in found
                     }
                     found.clear()
-        model.engine.set_prediction_observer(None)
+        parts.set_prediction_observer(model.engine, None)
         return made
 
     with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False) as model:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import python
 
-from pyorch.runtime.handle import FORKED
+from pyorch.runtime.engine import FORKED
 
 PROCESS = Path(__file__).with_name("forked_process.py")
 

@@ -54,7 +54,7 @@ def with_predictor(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) ->
     path = tmp_path_factory.mktemp("reads") / "model.gguf"
     shutil.copy(small_moe, path)
     with ModelMap(path) as model_map:
-        n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length")
+        n_embd = model_map.hparam("embedding_length")
         vectors = {layer.il: np.ones((layer.n_expert, n_embd), np.float32) for layer in model_map.layers}
         counts = {layer.il: np.ones(layer.n_expert, np.int64) for layer in model_map.layers}
         PredictorFile(DefaultVectors(vectors, counts, 1)).write(path.with_name("model.predictor.gguf"), model_map)

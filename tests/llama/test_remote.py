@@ -22,8 +22,8 @@ import pyorch
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.runtime.engine import HERE
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.remote import HERE
 from pyorch.sidecars.container import fingerprint
 
 TOKEN = "a token for tests"

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from architectures import NAMES, Zoo, types_of
 from batches import tokens
@@ -14,8 +15,8 @@ from ggufs import as_smallthinker
 import pyorch
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.observers import Routing
 from pyorch.runtime.routers import Router
 from pyorch.traces.routers import read_router
 
@@ -42,7 +43,7 @@ def test_a_router_applied_to_its_true_input_selects_and_weighs_as_the_graph_does
         for routing in routings:
             router = model.engine.router(routing.il)
             assert router.gating == GATING.get(name, "softmax")
-            experts, weights = model.engine.apply_router(routing.il, routing.inputs)
+            experts, weights = parts.apply_router(model.engine, routing.il, routing.inputs)
             same = (np.sort(experts) == np.sort(routing.experts)).all(axis=-1)
             # Sums have another order: a near tie may be decided otherwise, which must not happen twice in a layer.
             assert (~same).sum() <= 1, f"layer {routing.il}"
@@ -126,7 +127,7 @@ def test_routers_that_cannot_be_are_refused(small_moe: Path) -> None:
     plain = Router(np.zeros((64, 8), np.float32), None, None, None, 0.0, "softmax", 6)
     with pyorch.ModelMap(small_moe) as model_map, Engine(model_map, "100%", simulated=True) as engine:
         engine.set_router(0, plain)
-        experts, weights = engine.apply_router(0, np.zeros((2, 8), np.float32))
+        experts, weights = parts.apply_router(engine, 0, np.zeros((2, 8), np.float32))
         assert experts.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 and np.allclose(weights, 1 / 64)
         for change, complaint in (
             (dict(gating="cubic"), 'gating function "cubic" is not known: use softmax, sigmoid'),

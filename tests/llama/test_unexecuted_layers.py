@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from architectures import Zoo
 from batches import tokens
@@ -26,13 +27,13 @@ def decoded(path: Path, prefetch: str) -> tuple[np.ndarray, dict[int, pyorch.Sta
     with pyorch.ModelMap(path) as model_map:
         budget = 2 * model_map.info.floor_bytes
     with pyorch.load(path, budget=budget, prefetch=prefetch, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as model:
-        model.engine.set_prediction_observer(lambda prediction: predicted.add((prediction.il_from, prediction.il)))
+        parts.set_prediction_observer(model.engine, lambda found: predicted.add((found.il_from, found.il)))
         with Context(model.llama.model, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1) as context:
             rows = [context.decode(tokens(64)), context.decode(tokens(40, seed=1))]
             for token in tokens(8, seed=2):
                 rows.append(context.decode([token]))
                 model.engine.wait_idle()
-        model.engine.set_prediction_observer(None)
+        parts.set_prediction_observer(model.engine, None)
         return np.concatenate(rows), {il: model.engine.stats(il) for il in model.layers}, predicted
 
 

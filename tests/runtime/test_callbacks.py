@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from models import small_model
 
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.engine import Engine
-from pyorch.runtime.observers import Routing
 from pyorch.sidecars.history import ExpertMaps
 
 IL = 3
@@ -29,15 +30,13 @@ REFUSED: dict[str, Callable[[Model], object]] = {
     "pyorch_wait_idle": lambda model: model.engine.wait_idle(),
     "pyorch_reset_stats": lambda model: model.engine.reset_stats(),
     "pyorch_set_prefetch": lambda model: model.engine.set_prefetch("none"),
-    "pyorch_set_layer_prefetch": lambda model: model.engine.set_layer_prefetch(IL, "none"),
     "pyorch_check_routers": lambda model: model.engine.check_routers(),
     "pyorch_set_default_vectors": lambda model: model.engine.set_default_vectors(IL, np.zeros((64, 128))),
     "pyorch_set_hybrid": lambda model: model.engine.set_hybrid([False] * 8),
-    "pyorch_estimate": lambda model: model.engine.estimate(IL, np.zeros(128)),
     "pyorch_set_history": lambda model: model.engine.set_history(ExpertMaps.for_model(model.map)),
     "pyorch_set_speculation": lambda model: model.engine.set_speculation("none"),
     "pyorch_set_observer": lambda model: model.engine.set_observer(None),
-    "pyorch_set_prediction_observer": lambda model: model.engine.set_prediction_observer(None),
+    "parts_set_prediction_observer": lambda model: parts.set_prediction_observer(model.engine, None),
     "pyorch_set_substitution": lambda model: model.engine.set_substitution(IL, {}),
     "pyorch_set_cache": lambda model: model.engine.set_cache(IL, None),
     "pyorch_listen": lambda model: model.engine.listen("token", "model"),
@@ -80,30 +79,28 @@ def sentences(model: Model, calls: Mapping[str, Callable[[Model], object]]) -> d
     return found
 
 
-@pytest.mark.parametrize("kind", ["set_observer", "set_prediction_observer"])
+@pytest.mark.parametrize("observe", [Engine.set_observer, parts.set_prediction_observer])
 def test_an_observer_may_ask_and_order_and_is_refused_what_might_wait_for_it(
-    model: Model, prompt_tokens: list[int], kind: str
+    model: Model, prompt_tokens: list[int], observe: Callable
 ) -> None:
     seen: list[dict[str, str]] = []
     model.engine.set_prefetch("quasi-hidden")
     with Context(model.llama.model, n_threads=1) as context:
         context.decode(prompt_tokens[:8])
-        getattr(model.engine, kind)(
-            lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
+        observe(
+            model.engine, lambda _shown: seen.append(sentences(model, REFUSED | ALLOWED)) if not seen else None)
         for token in prompt_tokens[8:12]:
             context.decode([token])
             model.engine.wait_idle()  # a thread without a turn forgets all but the last layers: those it is shown
-        getattr(model.engine, kind)(None)
+        observe(model.engine, None)
     assert len(seen) == 1
     for name in REFUSED:
         assert seen[0][name].startswith(f"{name} cannot be called inside a callback"), (name, seen[0][name])
     for name in ALLOWED:
         assert seen[0][name] == "", name
 
-    # Outside of callbacks all of it works, but for the end of an engine that has a model, and an estimator where there
-    # is none.
-    outside = {name: call for name, call in (REFUSED | ALLOWED).items()
-               if name not in ("pyorch_engine_free", "pyorch_estimate")}
+    # Outside of callbacks all of it works, but for the end of an engine that has a model.
+    outside = {name: call for name, call in (REFUSED | ALLOWED).items() if name != "pyorch_engine_free"}
     assert not any(sentences(model, outside).values())
 
 

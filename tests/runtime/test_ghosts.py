@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from ghost_layers import N_EMBD, N_EXPERT, random_ghosts
 
@@ -12,7 +13,7 @@ import pyorch
 from pyorch.errors import PyorchError
 from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context
-from pyorch.runtime.observers import Routing
+from pyorch.runtime.callbacks import Routing
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.ghosts import Ghosts, LayerGhosts
 
@@ -62,7 +63,7 @@ def test_ghosts_give_what_numpy_computes(model) -> None:
         experts = rng.choice(np.flatnonzero(layer.rank >= 0), 30)
         inputs = rng.normal(size=(30, N_EMBD)).astype(np.float32)
         expected = np.concatenate([layer.outputs(e, x[None]) for e, x in zip(experts, inputs)])
-        given = model.engine.apply_ghosts(il, inputs, experts, N_EMBD)
+        given = parts.apply_ghosts(model.engine, il, inputs, experts, N_EMBD)
         assert np.abs(given - expected).max() < 0.02 * np.abs(expected).max(), "numbers have 8 bits"
 
 
@@ -72,10 +73,10 @@ def test_what_a_ghost_gives_does_not_depend_on_what_is_computed_with_it(model) -
     rng = np.random.default_rng(0)
     experts = rng.choice(np.flatnonzero(random_ghosts(2).layers[3].rank >= 0)[:4], 100)  # more slots than one job has
     inputs = rng.normal(size=(100, N_EMBD)).astype(np.float32)
-    together = model.engine.apply_ghosts(3, inputs, experts, N_EMBD)
+    together = parts.apply_ghosts(model.engine, 3, inputs, experts, N_EMBD)
     for i in range(100):
         assert (
-            model.engine.apply_ghosts(3, inputs[i : i + 1], experts[i : i + 1], N_EMBD).tobytes()
+            parts.apply_ghosts(model.engine, 3, inputs[i : i + 1], experts[i : i + 1], N_EMBD).tobytes()
             == together[i].tobytes()
         )
 
@@ -86,7 +87,7 @@ def test_an_expert_without_a_ghost_is_refused_by_name(model) -> None:
     without = int(np.flatnonzero(ghosts.layers[0].rank < 0)[0])
     for expert in (without, -1, N_EXPERT):
         with pytest.raises(PyorchError, match=f"expert {expert} of layer 0 has no ghost"):
-            model.engine.apply_ghosts(0, np.zeros((1, N_EMBD)), [expert], N_EMBD)
+            parts.apply_ghosts(model.engine, 0, np.zeros((1, N_EMBD)), [expert], N_EMBD)
 
 
 @pytest.mark.parametrize("change, why", [
@@ -217,7 +218,7 @@ def test_errors_are_spent_on_the_slots_where_they_are_least(model, seed: int) ->
     costs = np.sort(weights[0] ** 2 * np.where(layer.rank >= 0, layer.error, layer.energy)[experts[0]])
     for bound in (0.0, float(costs[0]) * 1.01, float(costs[:3].sum()) * 1.001, float(costs.sum()) * 1.001):
         apply_substitution(model.engine, 0, Substitution(mode="none", miss="auto", max_error=bound), None)
-        _, _, counts = model.engine.substitute(routing, np.zeros(N_EXPERT, bool))
+        _, _, counts = parts.substitute(model.engine, routing, np.zeros(N_EXPERT, bool))
         assert counts.changed == int((np.cumsum(costs) <= bound).sum())
         assert counts.refused_error == n_used - counts.changed
 
@@ -244,7 +245,7 @@ def test_auto_takes_a_buddy_where_it_errs_less_than_the_ghost(model) -> None:
     for left, weight in ((0.5, "fitted"), (0.0, "fitted"), (1.0, "fitted"), (np.nan, "fitted"), (0.0, "keep")):
         model.engine.set_buddies(0, ids, q, scale, left=np.full((N_EXPERT, 1), left, np.float32))
         model.engine.set_substitution(0, {"mode": 1, "on_miss": 3, "weight": 2 if weight == "fitted" else 0})
-        _, _, counts = model.engine.substitute(routing, resident)
+        _, _, counts = parts.substitute(model.engine, routing, resident)
         assert counts.substituted == ((left < best).sum() if weight == "fitted" else 0)
         assert counts.changed == 6
     for wrong, why in ((np.full((N_EXPERT, 1), 2.0), "from 0 to 1"), (np.zeros((N_EXPERT, 2)), "do not fit errors")):

@@ -40,4 +40,4 @@ def test_a_matrix_that_has_no_other_layout_is_refused(small_moe_f32: Path) -> No
 
 def _n_out(model_map: ModelMap, il: int) -> int:
     """Rows of an up or gate matrix: the width of an expert."""
-    return model_map.metadata_int(f"{model_map.info.arch}.expert_feed_forward_length")
+    return model_map.hparam("expert_feed_forward_length")

@@ -25,7 +25,7 @@ from pyorch import ports
 from pyorch.errors import PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-from pyorch.runtime.remote import HERE
+from pyorch.runtime.engine import HERE
 from pyorch.sidecars.container import fingerprint
 
 TOKEN = "a token for tests"

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from models import CHECKPOINT
 from predicting import predict
@@ -15,8 +16,8 @@ from pyorch.cli import main
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.library.choices import predictors
 from pyorch.llama.context import Context
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Prediction, Routing
 from pyorch.sidecars.predictor import PredictorFile
 
 N_EXPERT, N_LAYERS, N_USED = 64, 8, 6
@@ -52,17 +53,17 @@ def test_logits_do_not_depend_on_what_is_read_ahead(
             assert decode(model).tobytes() == resident_logits
 
 
-def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], list[tuple[int, Prediction]]]:
+def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], list[tuple[int, parts.Prediction]]]:
     """What was routed, by token and layer, and what was predicted, each with the number of its token.
 
     A layer that is routed before earlier ones are predicted may go without: the text is decoded until many are there.
     """
     routings: list[Routing] = []
-    found: list[Prediction] = []
-    predictions: list[tuple[int, Prediction]] = []
+    found: list[parts.Prediction] = []
+    predictions: list[tuple[int, parts.Prediction]] = []
     model.engine.set_prefetch(predictor, distance)
     model.engine.set_observer(routings.append)
-    model.engine.set_prediction_observer(found.append)
+    parts.set_prediction_observer(model.engine, found.append)
     tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)[:12]
     n_decoded = 0
     with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
@@ -76,7 +77,7 @@ def watched(model, predictor: str, distance: int) -> tuple[list[list[Routing]], 
                 n_decoded += 1
     model.engine.set_prefetch("none")
     model.engine.set_observer(None)
-    model.engine.set_prediction_observer(None)
+    parts.set_prediction_observer(model.engine, None)
     return [routings[i : i + N_LAYERS] for i in range(0, len(routings), N_LAYERS)], predictions
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import parts
 import pytest
 
 import pyorch
 from pyorch.llama.context import Context
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Prediction, Routing
 
 N_LAYERS, N_EXPERT, N_USED = 8, 64, 6
 TEXT = ("class Reader:\n    def __init__(self, path):\n        self.path = path\n\n"
@@ -128,7 +129,7 @@ def test_what_the_last_token_used_is_not_given_up_for_a_guess(small_moe: Path):
 def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
     with pyorch.load(small_moe, budget="30%", prefetch="none", n_ctx=256, n_threads=1) as model:
         tokens = 4 * tokens_of(model)
-        predicted: list[Prediction] = []
+        predicted: list[parts.Prediction] = []
         n_awaited = 0
 
         def in_step(routing: Routing) -> None:
@@ -139,7 +140,7 @@ def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
                 time.sleep(0)
 
         model.engine.set_observer(in_step)
-        model.engine.set_prediction_observer(predicted.append)
+        parts.set_prediction_observer(model.engine, predicted.append)
 
         def loads(min_precision: float) -> int:
             """Read ahead for 20 tokens, after those before were counted."""
@@ -151,7 +152,7 @@ def test_guesses_that_do_not_come_true_are_no_longer_read(small_moe: Path):
 
         assert loads(0.99) < loads(0.0) / 4, "of the experts that are named, half are used at most"
         model.engine.set_observer(None)
-        model.engine.set_prediction_observer(None)
+        parts.set_prediction_observer(model.engine, None)
 
 
 def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):

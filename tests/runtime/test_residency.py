@@ -13,7 +13,7 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.layer import LayerSettings
 from pyorch.llama.model import Model
-from pyorch.runtime.observers import Routing
+from pyorch.runtime.callbacks import Routing
 
 N_LAYER, N_EXPERT, N_USED = 8, 64, 6
 

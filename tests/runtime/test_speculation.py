@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from buddy_lists import complete_buddies
 from ghost_layers import N_EXPERT, random_ghosts
@@ -15,8 +16,8 @@ import pyorch
 from pyorch.cli import main
 from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.observers import Prediction, Routing
 from pyorch.settings.substitution import Substitution
 
 N_LAYERS, N_USED = 8, 6
@@ -40,16 +41,16 @@ def tokens_of(model) -> list[int]:
 
 def test_layers_compute_what_was_forecast_for_them(model):
     routings: list[Routing] = []
-    predictions: list[Prediction] = []
+    predictions: list[parts.Prediction] = []
     tokens = tokens_of(model)
     model.speculate("quasi-hidden:1:1")
     model.engine.set_observer(routings.append)
-    model.engine.set_prediction_observer(predictions.append)
+    parts.set_prediction_observer(model.engine, predictions.append)
     model.reset_stats()
     with model.engine.calibrating():
         decode(model, tokens)
     model.engine.set_observer(None)
-    model.engine.set_prediction_observer(None)
+    parts.set_prediction_observer(model.engine, None)
 
     forecast = {
         il: [prediction.experts[:N_USED] for prediction in predictions if prediction.il == il]
@@ -165,12 +166,12 @@ def set_ghosts(model, substitution: str | None, residents: dict[int, np.ndarray]
 def test_what_was_not_forecast_is_treated_as_absent_and_what_was_as_there(model, settings: str):
     """As without speculation, of a cache that holds for each token what was forecast for it."""
     tokens = tokens_of(model)[:16]
-    predictions: list[Prediction] = []
+    predictions: list[parts.Prediction] = []
     set_ghosts(model, settings, dict.fromkeys(model.layers, NOTHING))
     model.speculate("quasi-hidden:1:1")
-    model.engine.set_prediction_observer(predictions.append)
+    parts.set_prediction_observer(model.engine, predictions.append)
     speculated = decode(model, tokens)
-    model.engine.set_prediction_observer(None)
+    parts.set_prediction_observer(model.engine, None)
     counts, right = model.engine.substitution_stats(), model.engine.speculation_stats()
     assert counts.ghosts + counts.dropped > 0 and right.slots == right.right > 0
     assert counts.ghosts + counts.dropped + counts.refused_sacred + right.right == len(tokens) * (N_LAYERS - 1) * N_USED

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import parts
 import pytest
 from buddy_lists import K_MAX, N_EXPERT, N_LAYERS, complete_buddies, random_buddies
 from ghost_layers import random_ghosts
@@ -19,7 +20,7 @@ import pyorch
 from pyorch.errors import PyorchError
 from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context
-from pyorch.runtime.observers import Routing
+from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.statistics import SubstitutionStats
 from pyorch.settings.substitution import Percentile, Substitution
 from pyorch.sidecars.buddies import LayerBuddies
@@ -272,7 +273,7 @@ def test_every_gate_and_choice_equals_the_reference(
     apply_substitution(model.engine, il, gates, buddies)
     normalized = normalized or softmax_selected
 
-    experts, weights, stats = model.engine.substitute(routing, resident, normalized, softmax_selected)
+    experts, weights, stats = parts.substitute(model.engine, routing, resident, normalized, softmax_selected)
     expected = reference(
         gates, buddies.layers[il], routing, resident, normalized, softmax_selected, ghosts.layers[il])
     assert experts.tolist() == expected[0].tolist()
@@ -301,7 +302,7 @@ def test_gates_include_their_bounds(model, n_used: int):
 
     def done(settings: str) -> SubstitutionStats:
         apply_substitution(model.engine, 0, Substitution.parse(settings), None)
-        return model.engine.substitute(routing, resident)[2]
+        return parts.substitute(model.engine, routing, resident)[2]
 
     assert done("mode=random,tau=1").refused_tae == n_used
     assert done(f"mode=random,gamma={int(n_used == 1)}").refused_margin == n_used
@@ -317,7 +318,7 @@ def test_of_equal_weights_the_first_of_the_router_is_sacred(model):
     routing = Routing(0, 0, True, experts, weights, probs, probs, np.empty((1, 0), np.float32))
     three = Substitution.parse("mode=none,miss=drop,order=weight,sacred=2,max_replaced=3")
     apply_substitution(model.engine, 0, three, None)
-    _, weights, _ = model.engine.substitute(routing, np.arange(N_EXPERT) >= 6)
+    _, weights, _ = parts.substitute(model.engine, routing, np.arange(N_EXPERT) >= 6)
     assert (weights[0] > 0).tolist() == [True, True, True, False, False, False]
 
 
@@ -340,7 +341,7 @@ def test_baselines_touch_the_slots_that_buddies_touch(model, gates, seed, n_toke
     touched = []
     for gate in (gates, *(baseline(name, gates).substitution for name in BASELINES)):
         apply_substitution(model.engine, 0, gate, buddies)
-        experts, weights, stats = model.engine.substitute(routing, resident, True, False)
+        experts, weights, stats = parts.substitute(model.engine, routing, resident, True, False)
         touched.append(((experts != routing.experts) | (weights == 0)).tolist())
         assert stats.substituted + stats.dropped == np.sum(touched[-1])
     assert touched[1:] == touched[:1] * 2
@@ -605,7 +606,7 @@ def test_kappa_weighs_hops(model):
 
     def chosen(settings: str, hops=None) -> int:
         model.substitute(settings, buddies, hops)
-        return int(model.engine.substitute(routing, resident)[0][0, 0])
+        return int(parts.substitute(model.engine, routing, resident)[0][0, 0])
 
     assert chosen("alpha=1") == chosen("alpha=1", hops) == 1
     assert chosen("alpha=1,kappa=0.3", hops) == 2
@@ -614,9 +615,9 @@ def test_kappa_weighs_hops(model):
     model.substitute("alpha=1", buddies)
     apply_substitution(model.engine, 0, Substitution.parse("alpha=1,kappa=0.3"), buddies, placed=True)
     resident = resident.astype(np.uint8)
-    assert int(model.engine.substitute(routing, resident)[0][0, 0]) == 1
+    assert int(parts.substitute(model.engine, routing, resident)[0][0, 0]) == 1
     resident[1] = 2  # another server computes it
-    assert int(model.engine.substitute(routing, resident)[0][0, 0]) == 2
+    assert int(parts.substitute(model.engine, routing, resident)[0][0, 0]) == 2
     model.substitute(None)
 
 
@@ -630,5 +631,5 @@ def test_reuse_spreads_the_tokens_of_a_batch_over_several_buddies(model):
     routing = replace(routing, experts=np.full((4, 1), 9, np.int32))
     for reuse, chosen in ((0.5, [1, 2, 1, 2]), (1.0, [1, 1, 1, 1])):
         model.engine.set_substitution(0, {"mode": 1, "reuse": reuse})
-        experts, _, _ = model.engine.substitute(routing, np.arange(N_EXPERT) != 9)
+        experts, _, _ = parts.substitute(model.engine, routing, np.arange(N_EXPERT) != 9)
         assert experts[:, 0].tolist() == chosen

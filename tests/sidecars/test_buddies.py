@@ -211,7 +211,7 @@ def test_the_score_is_the_product_of_both_similarities_where_there_is_one() -> N
 
 def assert_computes_as_transformers(model: Path, checkpoint: Path, directory: Path) -> None:
     with ModelMap(model) as model_map:
-        n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length")
+        n_embd = model_map.hparam("embedding_length")
         inputs = np.random.default_rng(3).normal(0, 2, (5, n_embd)).astype(np.float32)
         np.save(directory / "inputs.npy", inputs)
         with_torch(Path(__file__).with_name("expert_outputs_process.py"), checkpoint, directory / "inputs.npy",

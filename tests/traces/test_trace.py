@@ -20,7 +20,7 @@ from shared import with_torch
 from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama.context import Context
-from pyorch.runtime.observers import Routing
+from pyorch.runtime.callbacks import Routing
 from pyorch.traces import recorder as profiling
 from pyorch.traces import routing_statistics as routing_stats
 from pyorch.traces.file import DECODE, HEADER_BYTES, PREFILL, Trace, TraceHeader, TraceWriter, part_path

@@ -1,39 +1,11 @@
 #include "api/api.h"
-#include "api/handles.h"
-#include "api/structs.h"
 #include "pyorch-cluster.h"
-
-#include <algorithm>
-#include <cstring>
 
 using namespace pyorch;
 
 namespace {
 
-// Zeros behind it.
-template <size_t n>
-void copy_text(char (&to)[n], const std::string & text) {
-    memset(to, 0, n);
-    memcpy(to, text.data(), std::min(text.size(), n - 1));
-}
-
 std::string text_of(const char * text) { return text ? text : ""; }
-
-pyorch_listen_config default_listen_config() {
-    pyorch_listen_config config = {};
-    config.struct_size          = sizeof(config);
-    config.address              = "127.0.0.1";
-    config.n_threads            = 1;
-    return config;
-}
-
-pyorch_peer_config default_peer_config() {
-    pyorch_peer_config config = {};
-    config.struct_size        = sizeof(config);
-    config.address            = "127.0.0.1";
-    config.timeout_ms         = 2000;
-    return config;
-}
 
 void check_real(const pyorch_engine * engine) {
     if (engine->simulated) {
@@ -45,13 +17,9 @@ void check_real(const pyorch_engine * engine) {
 
 extern "C" {
 
-pyorch_status pyorch_listen_config_default(pyorch_listen_config * config, uint64_t struct_size) {
-    return guarded([&] { write_default(config, struct_size, "pyorch_listen_config", default_listen_config()); });
-}
-
 pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config * config, int32_t * port) {
     return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_listen_config given = read_struct(config, "pyorch_listen_config", default_listen_config());
+        const pyorch_listen_config & given = *config;
         check_real(engine);
         if (given.n_threads < 1 || given.n_threads > 512) {
             throw Failure(
@@ -85,17 +53,13 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
         pyorch_served out = engine->server->listener.counts();
         out.buffer_bytes  = engine->server->worker.buffer_bytes();
         copy_text(out.error, engine->server->listener.error());
-        write_struct(served, "pyorch_served", out);
+        *served = out;
     });
-}
-
-pyorch_status pyorch_peer_config_default(pyorch_peer_config * config, uint64_t struct_size) {
-    return guarded([&] { write_default(config, struct_size, "pyorch_peer_config", default_peer_config()); });
 }
 
 pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * config, int32_t * peer) {
     return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_peer_config given = read_struct(config, "pyorch_peer_config", default_peer_config());
+        const pyorch_peer_config & given = *config;
         check_real(engine);
         if (given.timeout_ms < 100 || given.timeout_ms > 3600 * 1000) {
             throw Failure(
@@ -117,7 +81,7 @@ pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_
         out.joined             = asked->joined();
         out.same_kernels       = asked->same_kernels();
         copy_text(out.error, asked->error());
-        write_struct(info, "pyorch_peer_info", out);
+        *info = out;
     });
 }
 
@@ -134,7 +98,7 @@ pyorch_status pyorch_set_placement(
 }
 
 pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_counts * counts) {
-    return guarded([&] { write_struct(counts, "pyorch_remote_counts", engine->remote.counts()); });
+    return guarded([&] { *counts = engine->remote.counts(); });
 }
 
 pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed) {

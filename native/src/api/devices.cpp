@@ -1,12 +1,9 @@
 #include "api/api.h"
-#include "api/structs.h"
-#include "api/handles.h"
 #include "banks/device.h"
 #include "banks/device_speed.h"
 #include "pyorch-devices.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <iterator>
 
 using namespace pyorch;
@@ -22,10 +19,10 @@ pyorch_status pyorch_get_device(void * device, pyorch_device_info * info) {
         const auto         dev = (ggml_backend_dev_t) device;
         pyorch_device_info out = {};
         device_memory(dev, out.free_bytes, out.total_bytes);
-        snprintf(out.name, sizeof(out.name), "%s", ggml_backend_dev_name(dev));
-        snprintf(out.buffers, sizeof(out.buffers), "%s", ggml_backend_buft_name(ggml_backend_dev_buffer_type(dev)));
-        snprintf(out.description, sizeof(out.description), "%s", ggml_backend_dev_description(dev));
-        write_struct(info, "pyorch_device_info", out);
+        copy_text(out.name, ggml_backend_dev_name(dev));
+        copy_text(out.buffers, ggml_backend_buft_name(ggml_backend_dev_buffer_type(dev)));
+        copy_text(out.description, ggml_backend_dev_description(dev));
+        *info = out;
     });
 }
 

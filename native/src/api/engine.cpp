@@ -1,25 +1,12 @@
 #include "api/api.h"
-#include "api/choices.h"
-#include "api/handles.h"
-#include "api/structs.h"
+#include "loading/disk_probe.h"
 #include "pyorch-devices.h"
 #include "routing/seam.h"
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 namespace pyorch {
-
-pyorch_config default_config() {
-    pyorch_config config  = {};
-    config.budget_bytes   = UINT64_MAX;
-    config.policy         = PYORCH_LEARNED;
-    config.direct_io      = 1;
-    config.pool_shares[0] = 1;
-    return config;
-}
-
 namespace {
 
 void check_shares(const double * shares) {
@@ -53,23 +40,35 @@ void check_ahead(const pyorch_config & given) {
     }
 }
 
-void copy_sentence(const std::string & sentence, char * buf, size_t size) {
-    if (size > 0) {
-        const size_t n = std::min(sentence.size(), size - 1);
-        memcpy(buf, sentence.data(), n);
-        buf[n] = '\0';
+constexpr int32_t N_WEIGHTS = 2 * LearnedValue::N_WEIGHTS;
+
+void write_array(float * to, const std::vector<float> & from) {
+    if (to) {
+        std::copy(from.begin(), from.end(), to);
     }
 }
+
+std::vector<float> read_array(const float * from, size_t n, const char * what, float least, float most) {
+    if (!from) {
+        throw Failure(PYORCH_INVALID, format("what was learned for eviction lacks its %s", what));
+    }
+    std::vector<float> array(from, from + n);
+    if (!std::all_of(array.begin(), array.end(), [&](float x) { return x >= least && x <= most; })) {
+        throw Failure(PYORCH_INVALID, format("what was learned for eviction has %s that cannot be", what));
+    }
+    return array;
+}
+
+// Nothing that is learned comes near it.
+constexpr float LARGE = 1e6f;
 
 } // namespace
 
 pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * config, bool simulated) {
-    const pyorch_config given = read_struct(config, "pyorch_config", default_config());
+    const pyorch_config & given = *config;
     checked_choice(PYORCH_CHOICES_POLICY, given.policy, simulated);
     check_shares(given.pool_shares);
-    if (map->map.layers.empty()) {
-        throw Failure(PYORCH_INVALID, format("%s has no routed experts", map->map.files[0].path.c_str()));
-    }
+    check_has_experts(map->map);
     if (map->map.slim && !map->map.layers[0].pack && !simulated) {
         throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
     }
@@ -96,9 +95,14 @@ using namespace pyorch;
 
 extern "C" {
 
-pyorch_status pyorch_config_default(pyorch_config * config, uint64_t struct_size) {
-    return guarded([&] { write_default(config, struct_size, "pyorch_config", default_config()); });
-}
+const pyorch_config pyorch_default_config = [] {
+    pyorch_config config  = {};
+    config.budget_bytes   = UINT64_MAX;
+    config.policy         = PYORCH_LEARNED;
+    config.direct_io      = 1;
+    config.pool_shares[0] = 1;
+    return config;
+}();
 
 pyorch_status pyorch_engine_new(const pyorch_model_map * map, const pyorch_config * config, pyorch_engine ** engine) {
     return guarded_outside_callbacks(__func__, [&] { *engine = make_engine(map, config, false); });
@@ -121,15 +125,17 @@ pyorch_status pyorch_engine_capture(pyorch_engine * engine) {
     });
 }
 
-pyorch_status pyorch_engine_error(pyorch_engine * engine, char * buf, size_t size) {
-    return guarded([&] { copy_sentence(engine->table.last_error(), buf, size); });
+const char * pyorch_engine_error(pyorch_engine * engine) {
+    static thread_local std::string told;
+    told = engine->table.last_error();
+    return told.c_str();
 }
 
-pyorch_status pyorch_decode_error(char * buf, size_t size) {
-    return guarded([&] {
-        copy_sentence(decode_error, buf, size);
-        decode_error.clear();
-    });
+const char * pyorch_decode_error(void) {
+    static thread_local std::string told;
+    told.clear();
+    told.swap(decode_error);
+    return told.c_str();
 }
 
 pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
@@ -164,6 +170,76 @@ pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
         if (engine->device) {
             engine->device->set_policy((pyorch_policy) policy);
         }
+    });
+}
+
+pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learned) {
+    return guarded_outside_callbacks(__func__, [&] {
+        engine->table.with_learned([&](LearnedValue & value) {
+            learned->n_layers  = value.n_layers;
+            learned->n_expert  = value.n_expert;
+            learned->n_tables  = value.n_tables;
+            learned->n_counts  = LearnedValue::N_COUNTS;
+            learned->n_weights = N_WEIGHTS;
+            if (learned->weights || learned->counts || learned->bias || learned->tables) {
+                const LearnedValue::State state = value.export_state();
+                write_array(learned->weights, state.weights);
+                write_array(learned->counts, state.counts);
+                write_array(learned->bias, state.bias);
+                write_array(learned->tables, state.tables);
+            }
+        });
+    });
+}
+
+pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * learned) {
+    return guarded_outside_callbacks(__func__, [&] {
+        const pyorch_learned & given = *learned;
+        engine->table.with_learned([&](LearnedValue & value) {
+            if (given.n_layers != value.n_layers || given.n_expert != value.n_expert ||
+                given.n_tables != value.n_tables || given.n_counts != LearnedValue::N_COUNTS ||
+                given.n_weights != N_WEIGHTS) {
+                throw Failure(PYORCH_INVALID,
+                    format("what was learned for eviction is of %d layers of %d experts in "
+                           "%d tables, the model has %d of %d, in %d",
+                        given.n_layers, given.n_expert, given.n_tables, value.n_layers, value.n_expert,
+                        value.n_tables));
+            }
+            const size_t        layers = value.n_layers, experts = value.n_expert;
+            LearnedValue::State state;
+            state.weights = read_array(given.weights, N_WEIGHTS, "weights", -LARGE, LARGE);
+            read_array(given.weights + LearnedValue::N_WEIGHTS, LearnedValue::N_WEIGHTS, "squares", 1e-6f, LARGE);
+            state.counts = read_array(given.counts, layers * LearnedValue::N_COUNTS * experts, "counts", 0, 1);
+            state.bias   = read_array(given.bias, layers * experts, "bias", -LARGE, LARGE);
+            state.tables =
+                read_array(given.tables, layers * value.n_tables * experts * experts, "tables", -LARGE, LARGE);
+            value.import_state(state);
+        });
+    });
+}
+
+pyorch_status pyorch_measure_disk(
+    const pyorch_model_map * map, const pyorch_config * config, double seconds, pyorch_disk_speed * speed) {
+    return guarded_outside_callbacks(__func__, [&] {
+        check_has_experts(map->map);
+        if (!(seconds > 0) || seconds > 3600) {
+            throw Failure(
+                PYORCH_INVALID, format("a disk is measured for more than 0 seconds, at most 3600, not %g", seconds));
+        }
+        const ReadPlan  plan = plan_reads(*config);
+        const DiskSpeed fast = probe_disk(map->map, open_source(map->map, *config), plan, seconds);
+        *speed               = { fast.bytes_per_second, fast.cores, plan.bytes, plan.depth,
+            plan.io_uring ? PYORCH_READER_IO_URING : PYORCH_READER_THREADS, fast.direct };
+    });
+}
+
+pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user) {
+    return guarded_outside_callbacks(__func__, [&] {
+        Observer &                  shown = engine->routing.observer;
+        std::lock_guard<std::mutex> lock(shown.mutex);
+        shown.function = observer;
+        shown.user     = user;
+        shown.active   = observer != nullptr;
     });
 }
 

@@ -1,5 +1,4 @@
 #include "api/api.h"
-#include "api/handles.h"
 
 #include <utility>
 
@@ -77,33 +76,6 @@ pyorch_status pyorch_history_export(const pyorch_history * history, float * embe
     return guarded([&] {
         *n_maps     = history->store->iterations.copy_to(embeddings, probs, *n_maps);
         *n_requests = history->store->requests.copy_to(requests, *n_requests);
-    });
-}
-
-pyorch_status pyorch_history_search_map(const pyorch_history * history, const float * embedding, const float * map,
-    int32_t n_known, int32_t * index, float * score) {
-    return guarded([&] {
-        auto & store = history->store->iterations;
-        if (n_known < 0 || n_known > store.n_layers) {
-            throw Failure(PYORCH_INVALID,
-                format("an expert map has %d layers, so %d of them cannot be known", store.n_layers, n_known));
-        }
-        ExpertMapSearch search(store);
-        Match           match = search.begin(embedding);
-        for (int l = 0; l < n_known; ++l) {
-            match = search.observe(map + (size_t) l * store.n_expert, store.n_expert);
-        }
-        *index = match.index;
-        *score = match.score;
-    });
-}
-
-pyorch_status pyorch_history_search_request(
-    const pyorch_history * history, const float * counts, int32_t * index, float * score) {
-    return guarded([&] {
-        const Match match = history->store->requests.nearest(counts);
-        *index            = match.index;
-        *score            = match.score;
     });
 }
 

@@ -1,12 +1,146 @@
 #include "api/api.h"
-#include "api/choices.h"
-#include "api/structs.h"
+#include "base/notice.h"
+#include "model/fatal.h"
+#include "prediction/predictor_list.h"
+#include "replay/policies/replay_policies.h"
 
-using namespace pyorch;
+#include <algorithm>
+#include <array>
+
+namespace pyorch {
 
 static thread_local std::string last_error;
 
-void pyorch::set_last_error(const char * sentence) { last_error = sentence; }
+void set_last_error(const char * sentence) { last_error = sentence; }
+
+namespace {
+
+constexpr unsigned NOTHING = 0;
+
+pyorch_choice choice(int32_t value, const char * name, const char * description, unsigned needs = NOTHING,
+    unsigned uses = NOTHING, bool executable = false) {
+    return { value, needs, uses, executable, name, description };
+}
+
+std::vector<pyorch_choice> policies() {
+    std::vector<pyorch_choice> list;
+    for (const PolicyEntry & p : replay_policies()) {
+        list.push_back(choice(p.kind, p.name, p.description, p.needs, p.uses));
+    }
+    return list;
+}
+
+std::vector<pyorch_choice> predictors() {
+    std::vector<pyorch_choice> list;
+    for (const PredictorEntry & p : predictor_list()) {
+        list.push_back(choice(p.kind, p.name, p.description, p.needs, p.uses, p.executable));
+    }
+    return list;
+}
+
+std::vector<pyorch_choice> speculation() {
+    return {
+        choice(PYORCH_SPECULATE_NONE, "none", "layers compute with what their routers choose"),
+        choice(PYORCH_SPECULATE_DECODE, "decode", "with what was forecast, in ubatches of one token of each sequence",
+            PYORCH_NEEDS_FORECASTS),
+        choice(PYORCH_SPECULATE_ALL, "all", "with what was forecast, in prompts too", PYORCH_NEEDS_FORECASTS),
+    };
+}
+
+std::vector<pyorch_choice> substitute_modes() {
+    return {
+        choice(PYORCH_SUBSTITUTE_NONE, "none", "nothing stands in for an absent expert"),
+        choice(PYORCH_SUBSTITUTE_BUDDIES, "buddies", "a resident buddy stands in", PYORCH_NEEDS_BUDDIES),
+        choice(PYORCH_SUBSTITUTE_RANDOM, "random", "any resident expert stands in: the baseline"),
+        choice(PYORCH_SUBSTITUTE_CACHE, "cache", "the resident expert that the router ranks highest stands in"),
+    };
+}
+
+std::vector<pyorch_choice> substitute_weights() {
+    return {
+        choice(PYORCH_WEIGHT_KEEP, "keep", "the substitute gets the weight of what it replaces"),
+        choice(PYORCH_WEIGHT_OWN, "own", "its own weight"),
+        choice(PYORCH_WEIGHT_FITTED, "fitted", "the weight of what it replaces, fitted to its output",
+            PYORCH_NEEDS_BUDDIES),
+    };
+}
+
+std::vector<pyorch_choice> substitute_orders() {
+    return {
+        choice(PYORCH_ORDER_RANK, "rank", "absent experts are treated as the router ranks them"),
+        choice(PYORCH_ORDER_WEIGHT, "weight", "the lowest weight first"),
+    };
+}
+
+std::vector<pyorch_choice> misses() {
+    return {
+        choice(PYORCH_MISS_FETCH, "fetch", "what no substitute covers is read"),
+        choice(PYORCH_MISS_DROP, "drop", "what no substitute covers is left out"),
+        choice(PYORCH_MISS_GHOST, "ghost", "what no substitute covers is computed by its ghost", PYORCH_NEEDS_GHOSTS),
+        choice(PYORCH_MISS_AUTO, "auto",
+            "what is expected to err least covers it: a buddy, its ghost or leaving it out, within max_error",
+            PYORCH_NEEDS_GHOSTS, PYORCH_NEEDS_BUDDIES),
+    };
+}
+
+std::vector<pyorch_choice> gatings() {
+    return {
+        choice(PYORCH_GATING_SOFTMAX, "softmax", "a softmax of all logits"),
+        choice(PYORCH_GATING_SIGMOID, "sigmoid", "the sigmoid of each logit"),
+        choice(PYORCH_GATING_SOFTMAX_SELECTED, "softmax-selected", "a softmax of the logits of the selected"),
+        choice(PYORCH_GATING_SQRT_SOFTPLUS, "sqrt-softplus", "the square root of each logit's softplus"),
+    };
+}
+
+// Those of an enum, in the order of their values; empty where there is no such list.
+const std::vector<pyorch_choice> & choices(int32_t which) {
+    static const std::vector<pyorch_choice>                none;
+    static const std::array<std::vector<pyorch_choice>, 8> lists = {
+        policies(),
+        predictors(),
+        speculation(),
+        substitute_modes(),
+        substitute_weights(),
+        substitute_orders(),
+        misses(),
+        gatings(),
+    };
+    return which < 0 || (size_t) which >= lists.size() ? none : lists[which];
+}
+
+} // namespace
+
+const pyorch_choice & checked_choice(int32_t which, int32_t value, bool in_replay) {
+    static const char * const names[] = {
+        "eviction policy",
+        "predictor",
+        "mode of speculation",
+        "mode of substitution",
+        "weight of a substitute",
+        "order of substitution",
+        "treatment of a miss",
+        "gating function",
+    };
+    const auto & list = choices(which);
+    const auto   found =
+        std::find_if(list.begin(), list.end(), [&](const pyorch_choice & choice) { return choice.value == value; });
+    if (found == list.end()) {
+        throw Failure(PYORCH_INVALID, format("unknown %s %d", names[which], value));
+    }
+    if ((found->needs & PYORCH_NEEDS_FUTURE) && !in_replay) {
+        throw Failure(PYORCH_INVALID,
+            format("the %s %s needs to know the future: only a replay does", names[which], found->name));
+    }
+    if ((found->needs & PYORCH_NEEDS_REPLAY) && !in_replay) {
+        throw Failure(PYORCH_INVALID,
+            format("the %s %s is there to be compared with: only a replay takes it", names[which], found->name));
+    }
+    return *found;
+}
+
+} // namespace pyorch
+
+using namespace pyorch;
 
 extern "C" {
 
@@ -16,16 +150,15 @@ int32_t pyorch_abi(void) { return PYORCH_ABI; }
 
 const char * pyorch_version(void) { return PYORCH_VERSION; }
 
-int32_t pyorch_version_number(void) { return PYORCH_VERSION_NUMBER; }
-
-pyorch_status pyorch_get_choice(int32_t which, int32_t index, pyorch_choice * choice) {
-    return guarded([&] {
-        const auto & list = choices(which);
-        if (index < 0 || (size_t) index >= list.size()) {
-            throw Failure(PYORCH_INVALID, format("there are %zu choices of this kind, not %d", list.size(), index + 1));
-        }
-        write_struct(choice, "pyorch_choice", list[index]);
-    });
+const pyorch_choice * pyorch_get_choice(int32_t which, int32_t index) {
+    const auto & list = choices(which);
+    return index < 0 || (size_t) index >= list.size() ? nullptr : &list[index];
 }
+
+void pyorch_show_fatal_errors(void) { show_fatal_errors(); }
+
+void pyorch_notice(const char * line) { notice(line); }
+
+void pyorch_refuse_fatal_errors(int32_t on) { guard_fatal_errors(on != 0); }
 
 } // extern "C"

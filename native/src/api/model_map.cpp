@@ -1,15 +1,9 @@
 #include "api/api.h"
-#include "api/handles.h"
-#include "api/structs.h"
 #include "base/checksum.h"
 #include "model/form.h"
-
 #include "model/layout.h"
 
 #include "llama-hparams.h"
-
-#include <algorithm>
-#include <cstring>
 
 namespace pyorch {
 
@@ -24,21 +18,6 @@ const MoeLayer & layer_at(const pyorch_model_map * map, int32_t il) {
         throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
     }
     return *layer;
-}
-
-const TensorRange & tensor_at(const pyorch_model_map * map, const char * name) {
-    const auto t = map->map.tensors.find(name);
-    if (t == map->map.tensors.end()) {
-        throw Failure(PYORCH_INVALID, format("%s has no tensor %s", map->map.files[0].path.c_str(), name));
-    }
-    return t->second;
-}
-
-template <size_t N>
-void copy_text(char (&to)[N], const std::string & from) {
-    const size_t n = std::min(from.size(), N - 1);
-    memcpy(to, from.data(), n);
-    to[n] = '\0';
 }
 
 } // namespace
@@ -76,7 +55,7 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
         out.slots_bytes   = m.slots_bytes();
         out.floor_bytes   = m.floor_bytes();
         out.slim          = m.slim;
-        write_struct(info, "pyorch_model_map_info", out);
+        *info             = out;
     });
 }
 
@@ -98,12 +77,12 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
             copy_text(out.type[r], layer.tensors[r].type);
             copy_text(out.layout[r], layout_name(layer.tensors[r]));
         }
-        write_struct(info, "pyorch_layer_info", out);
+        *info = out;
     });
 }
 
-pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role,
-    const char ** path, uint64_t * offset, uint64_t * size) {
+pyorch_status pyorch_model_map_get_range(
+    const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role, pyorch_range * range) {
     return guarded([&] {
         const auto & layer = layer_at(map, il);
         if (expert < 0 || expert >= layer.n_expert || role < 0 || (size_t) role >= layer.tensors.size()) {
@@ -118,9 +97,11 @@ pyorch_status pyorch_model_map_get_range(const pyorch_model_map * map, int32_t i
                 format("%s holds layer %d compressed: no matrix of it lies there as it is",
                     map->map.files[layer.pack->file].path.c_str(), il));
         }
-        *path   = map->map.files[map->map.slim ? layer.pack->file : t.file].path.c_str();
-        *offset = map->map.slim ? layer.pack->offset[expert] + block_offset(layer, role) : t.offset + expert * t.stride;
-        *size   = t.stride;
+        range->path = map->map.files[map->map.slim ? layer.pack->file : t.file].path.c_str();
+        range->type = t.type.c_str();
+        range->offset =
+            map->map.slim ? layer.pack->offset[expert] + block_offset(layer, role) : t.offset + expert * t.stride;
+        range->size = t.stride;
     });
 }
 
@@ -145,42 +126,23 @@ pyorch_status pyorch_model_map_repack(
     });
 }
 
-pyorch_status pyorch_model_map_get_int(const pyorch_model_map * map, const char * key, int32_t index, int64_t * value) {
+pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name, pyorch_range * range) {
     return guarded([&] {
-        if (!map->map.get_int(key, index, *value)) {
-            throw Failure(PYORCH_INVALID, format("no integer %s in the metadata", key));
+        const auto found = map->map.tensors.find(name);
+        if (found == map->map.tensors.end()) {
+            throw Failure(PYORCH_INVALID, format("%s has no tensor %s", map->map.files[0].path.c_str(), name));
         }
+        const TensorRange & t = found->second;
+        *range                = { map->map.files[t.file].path.c_str(), t.type.c_str(), t.offset, t.bytes };
     });
 }
 
-pyorch_status pyorch_model_map_get_tensor(
-    const pyorch_model_map * map, const char * name, const char ** path, uint64_t * offset, uint64_t * size) {
-    return guarded([&] {
-        const TensorRange & t = tensor_at(map, name);
-        *path                 = map->map.files[t.file].path.c_str();
-        *offset               = t.offset;
-        *size                 = t.bytes;
-    });
-}
-
-pyorch_status pyorch_model_map_get_tensor_type(const pyorch_model_map * map, const char * name, const char ** type) {
-    return guarded([&] { *type = tensor_at(map, name).type.c_str(); });
-}
-
-pyorch_status pyorch_model_map_get_float(const pyorch_model_map * map, const char * key, double * value) {
-    return guarded([&] {
-        if (!map->map.get_float(key, *value)) {
-            throw Failure(PYORCH_INVALID, format("no floating-point number %s in the metadata", key));
-        }
-    });
-}
-
-pyorch_status pyorch_model_map_get_str(const pyorch_model_map * map, const char * key, const char ** value) {
-    return guarded([&] {
-        if (!map->map.get_str(key, *value)) {
-            throw Failure(PYORCH_INVALID, format("no string %s in the metadata", key));
-        }
-    });
+void pyorch_model_map_get_value(const pyorch_model_map * map, const char * key, int32_t index, pyorch_value * value) {
+    *value      = {};
+    value->kind = map->map.get_int(key, index, value->integer) ? 'i' :
+        map->map.get_float(key, value->number)                 ? 'f' :
+        map->map.get_str(key, value->text)                     ? 's' :
+                                                                 0;
 }
 
 } // extern "C"

@@ -1,7 +1,4 @@
 #include "api/api.h"
-#include "api/choices.h"
-#include "api/handles.h"
-#include "api/structs.h"
 #include "prediction/estimator.h"
 #include "pyorch-replay.h"
 
@@ -52,31 +49,26 @@ using namespace pyorch;
 extern "C" {
 
 pyorch_status pyorch_set_prefetch(
-    pyorch_engine * engine, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
+    pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision, int32_t automatic) {
     return guarded_outside_callbacks(__func__, [&] {
         const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
+        const int  only     = il < 0 ? -1 : engine->table.layer_index(il);
         if (!automatic) {
             check_routers(engine, prefetch.kind);
         }
-        engine->prefetcher.set_automatic(automatic != 0);
-        if (engine->device) {
-            engine->device->set_by_forecasts(!automatic);
+        if (only < 0) {
+            engine->prefetcher.set_automatic(automatic != 0);
+            if (engine->device) {
+                engine->device->set_by_forecasts(!automatic);
+            }
         }
         engine->prefetcher.change([&](PrefetchPlanner & planner) {
             for (int layer = 0; layer < (int) engine->table.map.layers.size(); ++layer) {
-                planner.set(layer, prefetch);
+                if (only < 0 || layer == only) {
+                    planner.set(layer, prefetch);
+                }
             }
         });
-    });
-}
-
-pyorch_status pyorch_set_layer_prefetch(
-    pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision) {
-    return guarded_outside_callbacks(__func__, [&] {
-        const auto prefetch = layer_prefetch(engine, predictor, distance, min_precision);
-        const int  layer    = engine->table.layer_index(il);
-        check_routers(engine, prefetch.kind);
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set(layer, prefetch); });
     });
 }
 
@@ -84,14 +76,10 @@ pyorch_status pyorch_check_routers(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] { engine->routing.check_routers(); });
 }
 
-pyorch_status pyorch_router_default(pyorch_router * router, uint64_t struct_size) {
-    return guarded([&] { write_default<pyorch_router>(router, struct_size, "pyorch_router", Router()); });
-}
-
 pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch_router * router) {
     return guarded_outside_callbacks(__func__, [&] {
         const int    layer = engine->table.layer_index(il);
-        const Router r(read_struct<pyorch_router>(router, "pyorch_router", Router()));
+        const Router r(*router);
         check_experts(engine, layer, r.n_expert);
         if (!engine->simulated) {
             throw Failure(PYORCH_INVALID, "routers are set for simulated engines: others have those of the model");
@@ -108,21 +96,7 @@ pyorch_status pyorch_set_router(pyorch_engine * engine, int32_t il, const pyorch
 }
 
 pyorch_status pyorch_get_router(pyorch_engine * engine, int32_t il, pyorch_router * router) {
-    return guarded([&] { write_struct<pyorch_router>(router, "pyorch_router", router_at(engine, il)); });
-}
-
-pyorch_status pyorch_apply_router(
-    pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights) {
-    return guarded([&] {
-        const Router       r = router_at(engine, il);
-        std::vector<float> logits;
-        for (int t = 0; t < n_tokens; ++t) {
-            apply_router(r, inputs + (size_t) t * r.n_embd, logits);
-            const Choice choice = choose(r, logits, r.n_used);
-            std::copy(choice.experts.begin(), choice.experts.end(), experts + (size_t) t * r.n_used);
-            std::copy(choice.weights.begin(), choice.weights.end(), weights + (size_t) t * r.n_used);
-        }
-    });
+    return guarded([&] { *router = router_at(engine, il); });
 }
 
 pyorch_status pyorch_set_default_vectors(
@@ -137,14 +111,10 @@ pyorch_status pyorch_set_default_vectors(
     });
 }
 
-pyorch_status pyorch_estimator_default(pyorch_estimator * estimator, uint64_t struct_size) {
-    return guarded([&] { write_default(estimator, struct_size, "pyorch_estimator", pyorch_estimator{}); });
-}
-
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator) {
     return guarded_outside_callbacks(__func__, [&] {
-        const auto &           layers = engine->table.map.layers;
-        const pyorch_estimator e      = read_struct(estimator, "pyorch_estimator", pyorch_estimator{});
+        const auto &             layers = engine->table.map.layers;
+        const pyorch_estimator & e      = *estimator;
         if (e.n_embd < 1 || e.n_latent < 1 || e.n_hidden < 1 || e.n_layers < 1 ||
             (size_t) e.n_layers >= layers.size()) {
             throw Failure(PYORCH_INVALID,
@@ -169,23 +139,6 @@ pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, 
     });
 }
 
-pyorch_status pyorch_estimate(
-    pyorch_engine * engine, int32_t il, const float * state, int32_t n_embd, float * logits, int32_t n_expert) {
-    return guarded_outside_callbacks(__func__, [&] {
-        const int                        layer = engine->table.layer_index(il);
-        std::shared_ptr<const Estimator> estimator;
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { estimator = planner.estimator(); });
-        if (!estimator || layer >= estimator->n_layers || n_embd != estimator->n_embd ||
-            n_expert != estimator->n_expert) {
-            throw Failure(PYORCH_INVALID,
-                format("there is no estimator for layer %d with states of %d values and %d experts", il, n_embd,
-                    n_expert));
-        }
-        std::fill(logits, logits + n_expert, 0.0f);
-        estimator->correct(layer, { CompactVector(state, n_embd) }, logits);
-    });
-}
-
 pyorch_status pyorch_set_calibration(pyorch_engine * engine, int32_t on) {
     return guarded_outside_callbacks(__func__, [&] { engine->routing.calibration.set(on != 0); });
 }
@@ -200,6 +153,26 @@ pyorch_status pyorch_get_mean_outputs(
             throw Failure(PYORCH_INVALID, format("the outputs of layer %d do not have %d values", il, n_embd));
         }
     });
+}
+
+pyorch_status pyorch_set_speculation(pyorch_engine * engine, int32_t mode) {
+    return guarded_outside_callbacks(__func__, [&] {
+        checked_choice(PYORCH_CHOICES_SPECULATE, mode);
+        const pyorch_speculate before = engine->routing.speculation.mode();
+        engine->routing.speculation.set((pyorch_speculate) mode);
+        try {
+            engine->routing.check_routers();
+        } catch (const Failure &) {
+            engine->routing.speculation.set(before);
+            throw;
+        }
+        engine->prefetcher.change(
+            [&](PrefetchPlanner & planner) { planner.set_speculative(mode != PYORCH_SPECULATE_NONE); });
+    });
+}
+
+pyorch_status pyorch_get_speculation_counts(pyorch_engine * engine, pyorch_speculation_counts * counts) {
+    return guarded([&] { *counts = engine->routing.speculation.counts(); });
 }
 
 } // extern "C"

@@ -1,6 +1,4 @@
 #include "api/api.h"
-#include "api/handles.h"
-#include "api/structs.h"
 #include "pyorch-devices.h"
 
 using namespace pyorch;
@@ -70,22 +68,16 @@ pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
 
 pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
     return guarded([&] {
-        pyorch_stats out = {};
-        engine->table.get_stats(il, out);
+        engine->table.get_stats(il, *stats);
         if (engine->device) {
-            engine->device->add_stats(il < 0 ? -1 : engine->table.layer_index(il), out);
+            engine->device->add_stats(il < 0 ? -1 : engine->table.layer_index(il), *stats);
         }
-        write_struct(stats, "pyorch_stats", out);
     });
-}
-
-pyorch_status pyorch_snapshot_default(pyorch_snapshot * snapshot, uint64_t struct_size) {
-    return guarded([&] { write_default(snapshot, struct_size, "pyorch_snapshot", pyorch_snapshot{}); });
 }
 
 pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snapshot) {
     return guarded([&] {
-        pyorch_snapshot out = read_struct(snapshot, "pyorch_snapshot", pyorch_snapshot{});
+        pyorch_snapshot & out = *snapshot;
         engine->table.get_snapshot(out);
         if (engine->device) {
             engine->device->add_stats(-1, out.stats);
@@ -94,19 +86,13 @@ pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snap
                 add_device_flags(*engine, layer, out.flags + (size_t) layer * out.n_expert);
             }
         }
-        out.stats.struct_size = sizeof(pyorch_stats);
-        write_struct(snapshot, "pyorch_snapshot", out);
     });
 }
 
 pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_t * counts, int32_t n) {
     return guarded([&] {
         const int layer = engine->table.layer_index(il);
-        if (n != engine->table.map.layers[layer].n_expert) {
-            throw Failure(PYORCH_INVALID,
-                format(
-                    "layer %d has %d experts, the counts are for %d", il, engine->table.map.layers[layer].n_expert, n));
-        }
+        check_experts(engine, layer, n);
         engine->routing.activations.copy(layer, counts);
     });
 }

@@ -1,5 +1,5 @@
-// Structs of counters, as they cross the API: their size, and behind it numbers of 64 bits. So whatever is counted is
-// added up without being named again.
+// Structs of counters, as they cross the API: numbers of 64 bits. So whatever is counted is added up without being named
+// again.
 
 #pragma once
 
@@ -17,7 +17,7 @@ void add_counts(Counts & to, const Counts & from) {
     uint64_t         sum[N], more[N];
     memcpy(sum, &to, sizeof(Counts));
     memcpy(more, &from, sizeof(Counts));
-    for (size_t i = 1; i < N; ++i) { // behind struct_size
+    for (size_t i = 0; i < N; ++i) {
         sum[i] += more[i];
     }
     memcpy(&to, sum, sizeof(Counts));

@@ -46,8 +46,7 @@ void Table::get_snapshot(pyorch_snapshot & out) {
                 out.flags[i * widest + id] = id < l.n_expert ? flags_of(l.experts[id]) : 0;
                 out.uses[i * widest + id]  = id < l.n_expert ? l.experts[id].uses : 0;
             }
-            out.layers[i]             = stats_of(i);
-            out.layers[i].struct_size = sizeof(pyorch_stats);
+            out.layers[i] = stats_of(i);
         }
     }
     out.n_layers = n_layers;

@@ -19,7 +19,6 @@ void observe(Context & context, RoutedBatch & batch) {
         return;
     }
     pyorch_routing routing;
-    routing.struct_size   = sizeof(routing);
     routing.context       = context.id;
     routing.il            = batch.il;
     routing.decode        = batch.decode;

@@ -9,12 +9,9 @@
 #include <limits>
 #include <numeric>
 
-namespace pyorch {
-
-pyorch_substitution default_substitution() {
+const pyorch_substitution pyorch_default_substitution = [] {
     constexpr double    never    = std::numeric_limits<double>::infinity();
     pyorch_substitution settings = {};
-    settings.struct_size         = sizeof(settings);
     settings.tau                 = -never;
     settings.temperature         = 1;
     settings.gamma               = never;
@@ -23,7 +20,9 @@ pyorch_substitution default_substitution() {
     settings.bonus               = never;
     settings.max_error           = never;
     return settings;
-}
+}();
+
+namespace pyorch {
 
 // One absent expert of a token, whose gates are open.
 static void treat(const pyorch_substitution & settings, const Errors & errors, Chooser & chooser, Account & token,
@@ -118,16 +117,6 @@ void Substitutions::set(int layer, const pyorch_substitution & settings) {
 void Substitutions::set_buddies(int layer, BuddyLists lists) {
     std::lock_guard<std::mutex> lock(mutex);
     layers[layer].lists = std::move(lists);
-}
-
-bool Substitutions::set_buddy_errors(int layer, int k_max, std::vector<float> errors) {
-    std::lock_guard<std::mutex> lock(mutex);
-    BuddyLists &                lists = layers[layer].lists;
-    const bool                  fit   = lists.k_max == k_max && lists.ids.size() == errors.size();
-    if (fit) {
-        lists.error = std::move(errors);
-    }
-    return fit;
 }
 
 void Substitutions::set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts) {

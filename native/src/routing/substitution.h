@@ -21,9 +21,6 @@
 
 namespace pyorch {
 
-// Nothing is substituted, every gate is off.
-pyorch_substitution default_substitution();
-
 // resident: [n_expert], of the values above. Returns what was done; settings.beta is taken as given.
 // ghosts: null where there are none, and then none computes.
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
@@ -48,9 +45,6 @@ public:
 
     void set(int layer, const pyorch_substitution & settings);
     void set_buddies(int layer, BuddyLists lists);
-    // False: the layer has no lists of that length.
-    bool set_buddy_errors(int layer, int k_max, std::vector<float> errors);
-
     void set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts);
 
     // Null: none were set.
@@ -87,7 +81,7 @@ private:
 
     struct Layer {
         std::atomic<int>                  active{ NEVER };
-        pyorch_substitution               settings = default_substitution();
+        pyorch_substitution               settings = pyorch_default_substitution;
         BuddyLists                        lists;
         std::shared_ptr<const GhostLayer> ghosts;
         std::vector<uint8_t>              cache;

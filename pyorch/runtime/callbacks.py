@@ -1,14 +1,37 @@
-"""What an engine shows its observers: what routers decide, and what is predicted of them."""
+"""What C calls in Python while an engine runs: who observes its routing, what it reads from, and Ctrl-C meanwhile.
+
+An exception cannot pass through C: an interrupt waits until C returns.
+"""
 
 from __future__ import annotations
 
+import errno
+import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol
 
 from pyorch.library.bindings import ffi
 from pyorch.library.numerics import np
-from pyorch.runtime.interrupts import hold
+
+_thread = threading.local()
+
+
+def hold(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What cffi calls with what a callback raised (onerror): holds an interrupt, prints everything else."""
+    if issubclass(kind, KeyboardInterrupt):
+        _thread.held = True
+    else:
+        traceback.print_exception(kind, error, trace)
+
+
+def raise_held() -> None:
+    """KeyboardInterrupt if one is held in this thread. To be called when C has returned."""
+    if getattr(_thread, "held", False):
+        _thread.held = False
+        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -43,22 +66,11 @@ _ROUTING_ARRAYS = {
 class RoutingView:
     """What a Routing is made of, while the engine shows it: the same attributes, arrays as views of its memory."""
 
-    __slots__ = ("_raw",)
+    __slots__ = ("_raw", "context", "decode", "il")
 
     def __init__(self, raw) -> None:
-        self._raw = raw
-
-    @property
-    def context(self) -> int:
-        return int(ffi.cast("uintptr_t", self._raw.context))
-
-    @property
-    def il(self) -> int:
-        return self._raw.il
-
-    @property
-    def decode(self) -> bool:
-        return bool(self._raw.decode)
+        self._raw, self.il, self.decode = raw, raw.il, bool(raw.decode)
+        self.context = int(ffi.cast("uintptr_t", raw.context))
 
     def __getattr__(self, name: str) -> np.ndarray | None:
         if name not in _ROUTING_ARRAYS:
@@ -70,21 +82,8 @@ class RoutingView:
         return np.frombuffer(ffi.buffer(pointer, raw.n_tokens * n * 4), dtype).reshape(raw.n_tokens, n)
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What was predicted for one token when layer il_from was routed (-1: when its ubatch began).
-
-    experts: int32[n] of layer il, the likeliest first.
-    """
-
-    context: int
-    il_from: int
-    il: int
-    experts: np.ndarray
-
-
 def observer_callback(observer: Callable[[Any], None], copy: bool):
-    """Shows an observer each Routing or, without a copy, a RoutingView."""
+    """A pyorch_observer_fn, which shows an observer each Routing or, without a copy, a RoutingView."""
     @ffi.callback("pyorch_observer_fn", onerror=hold)
     def observe(_user, raw):
         view = RoutingView(raw)
@@ -98,11 +97,35 @@ def observer_callback(observer: Callable[[Any], None], copy: bool):
     return observe
 
 
-def prediction_callback(observer: Callable[[Prediction], None]):
-    """Shows an observer each Prediction."""
-    @ffi.callback("pyorch_prediction_fn", onerror=hold)
-    def observe(_user, context, il_from, il, experts, n):
-        ids = np.frombuffer(ffi.buffer(experts, n * 4), np.int32).copy()
-        observer(Prediction(int(ffi.cast("uintptr_t", context)), il_from, il, ids))
+class Source(Protocol):
+    """Stands in for the files of a map."""
 
-    return observe
+    def read(self, file: int, offset: int, size: int) -> bytes:
+        """Bytes of shard `file` from offset, fewer than size only at its end. An OSError fails the decode.
+
+        Called by several threads at once. It may ask the engine, but not wait for it (see pyorch.h).
+        """
+
+
+def read_callback(source: Source):
+    """A pyorch_read_fn."""
+    printed = False  # a bug in a source fails hundreds of reads alike
+
+    @ffi.callback("pyorch_read_fn")
+    def read(_user, file, offset, buffer, size):
+        nonlocal printed
+        try:
+            data = source.read(file, offset, size)
+            if len(data) > size:
+                raise ValueError(f"the source returned {len(data)} bytes where {size} were asked for")
+            ffi.memmove(buffer, data, len(data))
+            return len(data)
+        except OSError as error:
+            return -(error.errno if error.errno in errno.errorcode else errno.EIO)
+        except Exception:
+            if not printed:
+                traceback.print_exc()
+            printed = True
+            return -errno.EIO
+
+    return read

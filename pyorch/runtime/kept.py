@@ -1,0 +1,50 @@
+"""What was measured of this machine, kept in the user's cache directory for the next time."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pyorch.errors import PyorchError
+from pyorch.files import write_text
+
+
+def directory() -> Path | None:
+    """None where there is none: there is no home, or it cannot be written."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        found = (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "pyorch"
+        found.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no home
+        return None
+    return found
+
+
+def can_keep() -> bool:
+    """Whether keep() has a place."""
+    found = directory()
+    return found is not None and os.access(found, os.W_OK | os.X_OK)
+
+
+def read(name: str) -> Any:
+    """What was kept under a name; None where nothing was, or it is no JSON."""
+    found = directory()
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return json.loads((found / f"{name}.json").read_text(encoding="utf-8")) if found is not None else None
+    return None
+
+
+def keep(name: str, measured: Any) -> None:
+    """Where that can be done."""
+    if can_keep():
+        with contextlib.suppress(PyorchError):
+            write_text(directory() / f"{name}.json", json.dumps(measured) + "\n")
+
+
+def name_of(kind: str, what: Any) -> str:
+    """Of what is too long to be a name."""
+    return f"{kind}-{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}"
